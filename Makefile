@@ -1,0 +1,18 @@
+.PHONY: check test lint format slow
+
+check: test lint    ## everything that must pass before a commit
+
+test:               ## the default tests, in about three minutes
+	python -m pytest
+
+slow:               ## the tests that take longer
+	python -m pytest -m slow
+
+lint:               ## lint, format and types
+	ruff check .
+	ruff format --check .
+	mypy
+
+format:             ## mend what ruff can mend
+	ruff check --fix .
+	ruff format .

@@ -1,0 +1,38 @@
+"""`vit models` names every preset, with the numbers of the network that is built."""
+
+import pytest
+import torch
+
+from vit.commands.main import main
+from vit.commands.models import count_parameters, matching
+from vit.model.build import create_model
+from vit.presets import PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_those_of_the_network(name):
+    with torch.device("meta"):
+        model = create_model(name, num_classes=10)
+    built = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(PRESETS[name], num_classes=10) == built
+
+
+def test_lists_every_preset(capsys):
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *PRESETS]
+    small = next(line for line in lines if line.startswith("vit_small_patch16_224"))
+    assert small.split() == [*("vit_small_patch16_224", "22.1", "M", "224", "16", "384", "12", "6")]
+
+
+@pytest.mark.parametrize("pattern", ["SMALL_patch16", "vit_small_patch16_*"])
+def test_a_pattern_narrows_the_list(pattern):
+    assert matching(pattern) == ["vit_small_patch16_224", "vit_small_patch16_384"]
+
+
+def test_no_match_names_the_nearest(capsys):
+    assert main(["models", "vit_smal_patch16_224"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "vit_small_patch16_224" in captured.err
+    assert len(captured.err.splitlines()) == 1

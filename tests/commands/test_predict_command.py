@@ -1,0 +1,209 @@
+"""`vit predict`: a record for every input, in order; one line for what cannot start."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit.commands.main import main
+from vit.inference.predictor import Predictor
+
+
+@pytest.fixture
+def pictures(tiny_data: Path) -> list[str]:
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+
+
+@pytest.fixture
+def predict(tiny_run, capfd):
+    """Runs the command on the tiny model; gives exit code, lines of stdout, lines of stderr."""
+
+    def run(*words: object, model: object = tiny_run):
+        code = main(["predict", str(model), *map(str, words)])
+        captured = capfd.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return run
+
+
+def give_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_json_lines_say_what_the_predictor_says(predict, tiny_run, pictures):
+    code, out, err = predict(*pictures, "--format", "jsonl", "-k", 2)
+    assert (code, err) == (0, [])
+    expected = Predictor(tiny_run)(pictures, top_k=2)
+    assert len(out) == len(expected) > 0
+    for line, prediction in zip(out, expected, strict=True):
+        scored = [{"label": label, "score": score} for label, score in prediction.predictions]
+        assert json.loads(line) == {"image": prediction.image, "predictions": scored}
+
+
+@pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
+def test_bad_pictures_are_errors_at_their_place(predict, pictures, bad_pictures, style):
+    mixed = [path for pair in zip(pictures, bad_pictures, strict=False) for path in pair]
+    code, out, err = predict(*mixed, "--format", style, "-b", 4)
+    assert code == 1
+    assert err == [
+        f"vit predict: {len(bad_pictures)} of {len(mixed)} images failed; "
+        "each has its error in its row"
+    ]
+    rows = out if style == "jsonl" else out[1:]
+    assert len(rows) == len(mixed)
+    for row, path in zip(rows, mixed, strict=True):
+        assert path in row
+        if style == "jsonl":
+            kind = "error" if path in bad_pictures else "predictions"
+            assert json.loads(row).keys() == {"image", kind}
+        if style == "csv":
+            assert bool(next(csv.reader([row]))[-1]) == (path in bad_pictures)
+
+
+def test_the_table_is_for_reading(predict, pictures):
+    code, out, _ = predict(pictures[0])
+    assert code == 0
+    assert out[0].split() == ["image", *["label", "score"] * 3]
+    assert out[1].split()[0] == pictures[0]
+
+
+def test_folders_patterns_and_lists_keep_their_order(predict, tiny_data, pictures, monkeypatch):
+    folder = tiny_data / "val"
+    give_input(monkeypatch, os.fsencode(f"{pictures[3]}\r\n\n{pictures[1]}\n"))
+    words = (folder / "class2", "-", folder / "apple" / "*.png")
+    code, out, _ = predict(*words, "--format", "jsonl")
+    found = [json.loads(line)["image"] for line in out]
+    expected = [path for path in pictures if "/class2/" in path] + [pictures[3], pictures[1]]
+    expected += [path for path in pictures if "/apple/" in path and path.endswith(".png")]
+    assert code == 0
+    assert found == expected
+
+
+def test_a_list_may_be_separated_by_nul(predict, pictures, monkeypatch):
+    give_input(monkeypatch, b"\0".join(map(os.fsencode, pictures[:2])) + b"\0")
+    assert len(predict("-", "--format", "jsonl")[1]) == 2
+
+
+def test_names_that_are_not_unicode_work(predict, tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff=\x1b[31m.png"
+    try:
+        with open(name, "wb") as file:
+            Image.new("RGB", (8, 8)).save(file, format="PNG")
+    except OSError:
+        pytest.skip("this file system takes only Unicode names")
+    for style in ("jsonl", "csv", "table"):
+        code, out, _ = predict(tmp_path, "--format", style)
+        assert code == 0
+        assert "\x1b" not in "".join(out)
+    code, out, _ = predict(tmp_path, "--format", "jsonl")
+    assert os.fsencode(json.loads(out[0])["image"]) == name
+
+
+@pytest.mark.parametrize("name", ["found.jsonl", "found.csv", "found.txt"])
+def test_out_is_written_whole_in_the_format_of_its_name(predict, pictures, tmp_path, name):
+    out = tmp_path / name
+    code, shown, err = predict(*pictures, "--out", out)
+    assert (code, shown, err) == (0, [], [])
+    text = out.read_text(encoding="utf-8")
+    start = {".jsonl": "{", ".csv": "image,label_1,score_1,", ".txt": "image "}
+    assert text.startswith(start[out.suffix])
+    assert len(text.splitlines()) == len(pictures) + (out.suffix != ".jsonl")
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_out_is_replaced_only_when_asked(predict, pictures, tmp_path):
+    out = tmp_path / "found.csv"
+    out.write_text("precious")
+    code, _, err = predict(pictures[0], "--out", out)
+    assert code == 2
+    assert "--overwrite" in err[0]
+    assert out.read_text() == "precious"
+    assert predict(pictures[0], "--out", out, "--overwrite")[0] == 0
+    assert out.read_text().startswith("image,")
+
+
+@pytest.mark.parametrize("broken", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_out_is_untouched_when_the_work_breaks_off(
+    predict, pictures, tmp_path, monkeypatch, broken
+):
+    whole = Predictor.stream
+
+    def stream(self, images, *, top_k):
+        yield from whole(self, images[:1], top_k=top_k)
+        raise broken
+
+    monkeypatch.setattr(Predictor, "stream", stream)
+    out = tmp_path / "found.jsonl"
+    out.write_text("precious")
+    code, _, err = predict(*pictures, "--out", out, "--overwrite")
+    assert code == (130 if broken is KeyboardInterrupt else 2)
+    assert len(err) == 1
+    assert out.read_text() == "precious"
+    assert os.listdir(tmp_path) == ["found.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nothing/*.jpg"], "nothing/*.jpg"),
+        (["."], "no pictures"),
+        (["a.jpg", "--out", "."], "is a folder"),
+        (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),
+        (["a.jpg", "--device", "gpu"], "device='gpu'"),
+        (["a.jpg", "--top-k", "0"], "at least 1"),
+        (["a.jpg", "--batch-size", "many"], "at least 1"),
+        (["a.jpg", "--precision", "bf17"], "bf17"),
+        (["a.jpg", "--formt", "csv"], "--format"),
+        ([], "INPUT"),
+    ],
+)
+def test_what_cannot_start_is_one_line(predict, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = predict(*words)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert err[0].startswith("vit predict: ")
+    assert reason in err[0]
+
+
+def test_a_missing_model_is_one_line(predict, pictures, tmp_path):
+    code, out, err = predict(pictures[0], model=tmp_path / "nothing")
+    assert (code, out, len(err)) == (2, [], 1)
+    assert "nothing" in err[0]
+
+
+def test_an_empty_list_is_one_line(predict, monkeypatch):
+    give_input(monkeypatch, b"\n")
+    code, out, err = predict("-")
+    assert (code, out, len(err)) == (2, [], 1)
+
+
+def test_starts_without_libraries_it_does_not_need(tiny_run, pictures):
+    code = (
+        "import sys; from vit.commands.main import main; code = main(sys.argv[1:]);"
+        "heavy = {'timm', 'torchvision', 'accelerate', 'transformers', 'torch._dynamo'};"
+        "heavy &= set(sys.modules); assert not heavy, heavy; sys.exit(code)"
+    )
+    words = ["predict", str(tiny_run), pictures[0]]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "models"])
+def test_help_needs_no_torch(command):
+    code = (
+        "import sys; from vit.commands.main import main; main(sys.argv[1:]);"
+        "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "(default: None)" not in run.stdout

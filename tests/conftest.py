@@ -1,0 +1,90 @@
+"""A tiny saved model and tiny pictures, for all tests that predict or evaluate."""
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.config import Config, ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.model.build import build_classifier
+from vit.weights.folder import save_model
+
+CLASSES = ("apple", "class10", "class2")
+PICTURES = 9  # of each class
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of an untrained network that answers differently for different pictures."""
+    settings = ModelConfig(
+        image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(CLASSES)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build_classifier(settings).eval()
+        torch.nn.init.normal_(model.head.weight, std=3.0)
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    folder.mkdir()
+    save_model(
+        folder,
+        model,
+        config=Config(model=settings),
+        classes=CLASSES,
+        preprocessing=Preprocessing(image_size=(16, 16)),
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `val` with nine noisy pictures of each class; not to be written to."""
+    root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name in CLASSES:
+        (root / "val" / name).mkdir(parents=True)
+        for number in range(PICTURES):
+            colour = random.integers(0, 255, size=3)
+            pixels = np.clip(colour + random.integers(-90, 90, size=(20, 24, 3)), 0, 255)
+            picture = Image.fromarray(pixels.astype(np.uint8))
+            picture.save(root / "val" / name / f"{number}.{'jpg' if number % 2 else 'png'}")
+    return root
+
+
+@pytest.fixture
+def bad_pictures(tmp_path: Path) -> list[str]:
+    """Every kind of file that is called a picture and is none, by path."""
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "text.jpg").write_text("this is no picture")
+    noise = np.random.default_rng(0).integers(0, 255, size=(64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "cut.jpg")
+    whole = (folder / "cut.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "bomb.png").write_bytes(png_bomb(30_000))
+    (folder / "folder.jpg").mkdir()
+    names = ["empty.jpg", "text.jpg", "cut.jpg", "bomb.png", "folder.jpg", "missing.jpg"]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(folder / "pipe.jpg")
+        names.append("pipe.jpg")
+    return [str(folder / name) for name in names]
+
+
+def png_bomb(side: int) -> bytes:
+    """A small, valid PNG of side x side black pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    packer = zlib.compressobj(1)
+    row = bytes(1 + (side + 7) // 8)
+    pixels = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

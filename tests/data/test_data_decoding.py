@@ -1,0 +1,335 @@
+"""The safe reader: good pictures of every kind upright in RGB, everything else a BadImage."""
+
+import io
+import os
+import struct
+import threading
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.data import decoding
+from vit.data.decoding import FORMATS, check_header, read_image
+from vit.errors import BadImage
+
+# Four corners of different colours, so that any turn shows.
+CORNERS = np.zeros((32, 48, 3), np.uint8)
+CORNERS[:16, :24] = 220, 30, 30
+CORNERS[:16, 24:] = 30, 200, 60
+CORNERS[16:, :24] = 40, 60, 220
+CORNERS[16:, 24:] = 230, 210, 40
+GREY = np.asarray(Image.fromarray(CORNERS).convert("L"))
+STORED = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, 1),
+    7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, -1),
+}
+"""How a picture is stored whose EXIF orientation turns it upright."""
+
+
+def encoded(image: Image.Image, kind: str, **settings) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **settings)
+    return buffer.getvalue()
+
+
+def exif(orientation: int) -> bytes:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags.tobytes()
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: bytes, name: str = "x.jpg") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+def assert_shows(path, expected, tolerance=2):
+    image = read_image(path)
+    assert image.mode == "RGB"
+    found = np.asarray(image).astype(int)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= tolerance
+
+
+def refusal(path) -> str:
+    with pytest.raises(BadImage) as caught:
+        read_image(path)
+    assert caught.value.path == os.fsdecode(path)
+    assert "\n" not in caught.value.reason
+    assert len(caught.value.reason) < 200
+    return caught.value.reason
+
+
+JPEG = {"quality": 95, "subsampling": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "tolerance"),
+    [
+        ("JPEG", JPEG, 12),
+        ("JPEG", JPEG | {"progressive": True}, 12),
+        ("MPO", JPEG, 12),
+        ("PNG", {}, 0),
+        ("WEBP", {"lossless": True}, 0),
+        ("GIF", {}, 0),
+        ("BMP", {}, 0),
+        ("TIFF", {"compression": "tiff_lzw"}, 0),
+        ("PPM", {}, 0),
+        ("JPEG2000", {"irreversible": False}, 0),
+        ("AVIF", {"quality": 100, "subsampling": "4:4:4"}, 12),
+        ("QOI", {}, 0),
+    ],
+)
+def test_formats_by_content_and_not_by_name(write, kind, settings, tolerance):
+    content = encoded(Image.fromarray(CORNERS), kind, **settings)
+    for name in ("x.jpg", "X.PNG", "without suffix"):
+        path = write(content, name)
+        assert_shows(path, CORNERS, tolerance)
+        check_header(path)
+
+
+def test_this_pillow_has_all_formats():
+    Image.init()
+    assert set(FORMATS) <= Image.OPEN.keys()
+
+
+@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize(("kind", "settings"), [("JPEG", JPEG), ("PNG", {}), ("TIFF", {})])
+def test_pictures_stand_upright(write, orientation, kind, settings):
+    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](CORNERS)))
+    path = write(encoded(stored, kind, exif=exif(orientation), **settings))
+    assert_shows(path, CORNERS, 12)
+
+
+@pytest.mark.parametrize("tags", [b"", b"Exif\0\0", b"Exif\0\0garbage" * 9, exif(0), exif(99)])
+def test_a_damaged_tag_costs_no_picture(write, tags):
+    jpeg = encoded(Image.fromarray(CORNERS), "JPEG", **JPEG)
+    segment = b"\xff\xe1" + struct.pack(">H", len(tags) + 2) + tags
+    assert_shows(write(jpeg[:2] + segment + jpeg[2:]), CORNERS, 12)
+
+
+def grey_rgb(values) -> np.ndarray:
+    return np.stack([np.asarray(values).astype(int)] * 3, -1)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind", "expected"),
+    [
+        (GREY, "PNG", GREY),
+        (GREY > 110, "PNG", (GREY > 110) * 255),
+        (GREY.astype(np.uint16) * 257, "PNG", GREY),
+        (GREY.astype(np.uint16) * 257, "TIFF", GREY),
+        ((GREY // 16).astype(np.uint16) * 257, "PNG", GREY // 16),
+        (GREY.astype(np.int32) * 257, "TIFF", GREY),
+        ((GREY / 255).astype(np.float32), "TIFF", GREY),
+        (GREY.astype(np.float32), "TIFF", GREY),
+    ],
+)
+def test_deep_and_shallow_greys_are_scaled_and_not_clipped(write, pixels, kind, expected):
+    path = write(encoded(Image.fromarray(np.ascontiguousarray(pixels)), kind))
+    assert_shows(path, grey_rgb(expected), 1)
+
+
+@pytest.mark.parametrize("value", [-1.0, 300.0, float("nan"), float("inf")])
+def test_floating_point_without_a_known_scale_is_refused(write, value):
+    pixels = (GREY / 255).astype(np.float32)
+    pixels[0, 0] = value
+    assert "grey values" in refusal(write(encoded(Image.fromarray(pixels), "TIFF")))
+
+
+def test_16_bit_big_endian(write):
+    header = f"P5\n{GREY.shape[1]} {GREY.shape[0]}\n65535\n".encode()
+    path = write(header + (GREY.astype(">u2") * 257).tobytes())
+    assert_shows(path, grey_rgb(GREY), 1)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_is_over_white(write, mode):
+    image = Image.fromarray(CORNERS).convert(mode)
+    image.putalpha(Image.fromarray(np.full((32, 48), 96, np.uint8)))
+    shown = CORNERS if mode == "RGBA" else grey_rgb(GREY)
+    expected = np.round(shown * (96 / 255) + 255 * (1 - 96 / 255))
+    assert_shows(write(encoded(image, "PNG")), expected, 2)
+
+
+def test_palettes_with_a_transparent_entry(write):
+    image = Image.fromarray(CORNERS).quantize(4)
+    index = image.getpixel((0, 0))
+    expected = CORNERS.astype(int)
+    expected[:16, :24] = 255
+    alphas = bytes(0 if entry == index else 255 for entry in range(4))
+    assert_shows(write(encoded(image, "PNG", transparency=alphas)), expected, 3)
+    assert_shows(write(encoded(image, "PNG", transparency=index)), expected, 3)
+    assert_shows(write(encoded(image, "GIF", transparency=index)), expected, 3)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "LAB", "P"])
+def test_other_colour_modes(write, mode):
+    image = Image.fromarray(CORNERS).convert("RGB")
+    if mode == "LAB":
+        from PIL import ImageCms
+
+        srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+        image = ImageCms.profileToProfile(image, srgb, lab, outputMode="LAB")
+    else:
+        image = image.quantize(4) if mode == "P" else image.convert(mode)
+    assert_shows(write(encoded(image, "PNG" if mode == "P" else "TIFF")), CORNERS, 24)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("GIF", {}), ("PNG", {}), ("TIFF", {})])
+def test_of_several_frames_the_first(write, kind, settings):
+    rest = [Image.new("RGB", (48, 32), "black")]
+    content = encoded(Image.fromarray(CORNERS), kind, save_all=True, append_images=rest, **settings)
+    assert_shows(write(content), CORNERS)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3000), (3000, 1)])
+def test_odd_sizes(write, size):
+    assert read_image(write(encoded(Image.new("RGB", size), "PNG"))).size == size
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty file (0 bytes)"),
+        (b"this is text\n" * 20, "text"),
+        (b"<!DOCTYPE html><html>404</html>", "web page"),
+        (b'{"error": "rate limited"}', "JSON"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(300), "HEIC picture: convert it"),
+        (b"%PDF-1.4\n", "PDF"),
+        (b"PK\x03\x04" + bytes(99), "ZIP"),
+        (b"\xff\xd8\xff\xd9", "damaged"),
+        (bytes(4096), "not a readable picture"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "damaged"),
+    ],
+)
+def test_what_is_no_picture_is_refused_by_name(write, content, reason):
+    path = write(content)
+    assert reason in refusal(path)
+    with pytest.raises(BadImage):
+        check_header(path)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_half_a_picture_is_no_picture(write, kind, share):
+    noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
+    content = encoded(Image.fromarray(noise), kind)
+    assert refusal(write(content[: int(len(content) * share)]))
+
+
+def test_a_cut_png_is_known_by_its_header(write):
+    content = encoded(Image.fromarray(CORNERS), "PNG")
+    check_header(write(content))
+    check_header(write(content[:-16]))  # all pixels are there
+    with pytest.raises(BadImage, match="cut short"):
+        check_header(write(content[:-30]))
+
+
+def png(width: int, height: int, chunks: bytes) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        crc = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", chunks) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_001, 14_000, 100_000])
+def test_bombs_are_refused_unread(write, side):
+    path = write(png(side, side, zlib.compress(bytes(1000))))
+    assert len(path.read_bytes()) < 200
+    for reader in (read_image, check_header):
+        with pytest.raises(BadImage, match="pixels"):
+            reader(path)
+
+
+def test_a_file_of_too_many_bytes_is_refused_unread(tmp_path):
+    path = tmp_path / "sparse.jpg"
+    with open(path, "wb") as file:
+        file.truncate(decoding.MAX_BYTES + 1)
+    assert "bytes are more than the limit" in refusal(path)
+
+
+def test_what_is_no_regular_file(tmp_path):
+    (tmp_path / "folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "dangling.jpg").symlink_to("nowhere.jpg")
+    (tmp_path / "circle.jpg").symlink_to("circle.jpg")
+    (tmp_path / "device.jpg").symlink_to("/dev/zero")
+    started = time.monotonic()
+    assert refusal(tmp_path / "folder.jpg") == "a folder, not a picture"
+    assert "pipe" in refusal(tmp_path / "pipe.jpg")
+    assert refusal(tmp_path / "dangling.jpg") == "a link to a missing file"
+    assert "circle" in refusal(tmp_path / "circle.jpg")
+    assert "device" in refusal(tmp_path / "device.jpg")
+    assert refusal(tmp_path / "missing.jpg") == "no such file"
+    assert refusal(str(tmp_path / "nul\0.jpg"))
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads anything")
+def test_no_permission(write):
+    path = write(encoded(Image.fromarray(CORNERS), "PNG"))
+    path.chmod(0)
+    assert refusal(path) == "no permission to read it"
+
+
+@pytest.mark.parametrize(
+    "name", ["日本.jpg", "new\nline.jpg", "-rf.jpg", "[a]*?.jpg", "esc\x1b[31m.jpg"]
+)
+def test_odd_names(write, name):
+    assert_shows(write(encoded(Image.fromarray(CORNERS), "PNG"), name), CORNERS)
+    bad = write(b"", "bad " + name)
+    with pytest.raises(BadImage) as caught:
+        read_image(bad)
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_name_that_is_not_utf8(tmp_path):
+    path = os.fsencode(tmp_path) + b"/latin1_\xe9.jpg"
+    with open(path, "wb") as file:
+        file.write(encoded(Image.fromarray(CORNERS), "PNG"))
+    assert_shows(os.fsdecode(path), CORNERS)
+
+
+def test_any_failure_of_a_parser_is_a_bad_image(write, monkeypatch):
+    path = write(encoded(Image.fromarray(CORNERS), "PNG"))
+    monkeypatch.setattr(decoding, "to_rgb", lambda _: 1 / 0)
+    assert "division by zero" in refusal(path)
+
+
+def test_warnings_of_pillow_neither_show_nor_refuse(write):
+    # A palette with transparency as bytes warns on conversion, bad EXIF on reading it.
+    jpeg = encoded(Image.fromarray(CORNERS), "JPEG", **JPEG)
+    tags = b"Exif\0\0" + exif(1)[6:20]
+    path = write(jpeg[:2] + b"\xff\xe1" + struct.pack(">H", len(tags) + 2) + tags + jpeg[2:])
+    before = list(warnings.filters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads = [threading.Thread(target=read_image, args=(path,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        read_image(path)
+    assert warnings.filters == before

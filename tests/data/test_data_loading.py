@@ -1,0 +1,273 @@
+"""A batch is a pure function of (seed, epoch, step), whoever loads it."""
+
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit.config import AugmentConfig
+from vit.data.dataset import Always
+from vit.data.decoding import read_image
+from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
+from vit.data.preprocessing import Preprocessing
+from vit.data.schedule import Schedule, fitting_batch_size
+from vit.data.seeding import random_seed
+from vit.data.transforms import training_transform
+from vit.errors import BadImage, DataError
+
+EPOCHS = 3
+SEED = 8407243675484231436
+ORDER = [5, 7, 8, 2, 4, 9, 3, 6, 0, 1]
+PREPROCESSING = Preprocessing(image_size=(8, 8))
+AUGMENT = AugmentConfig(min_crop=0.3, erase=0.5)
+TRANSFORM = training_transform(AUGMENT, PREPROCESSING)
+
+
+def loader(samples, *, seed=0, batch_size=8, workers=0, **settings):
+    names = {"accumulate", "rank", "world_size"} & settings.keys()
+    parts = {name: settings.pop(name) for name in names}
+    schedule = Schedule(count=len(samples), seed=seed, batch_size=batch_size, **parts)
+    transform_for = settings.pop("transform_for", Always(TRANSFORM))
+    return TrainingLoader(
+        samples, transform_for, schedule, epochs=EPOCHS, workers=workers, **settings
+    )
+
+
+def everything(samples, **settings) -> list[Batch]:
+    batches = loader(samples, **settings)
+    return [batch for epoch in range(EPOCHS) for batch in batches.epoch(epoch)]
+
+
+def joined(batches: list[Batch]) -> list[torch.Tensor]:
+    return [torch.cat([getattr(b, name) for b in batches]) for name in Batch._fields[:4]]
+
+
+def assert_equal(first: list[Batch], second: list[Batch]) -> None:
+    assert len(first) == len(second)
+    for one, other in zip(joined(first), joined(second), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_batches_hold_what_they_say(samples):
+    batches = everything(samples)
+    assert len(batches) == EPOCHS * 2  # the last 4 of 20 pictures make no whole batch
+    for batch in batches:
+        assert batch.images.dtype == torch.uint8
+        assert batch.images.shape == (8, 3, 8, 8)
+        assert batch.labels.tolist() == [samples[i].label for i in batch.indices.tolist()]
+        assert batch.positions.tolist() == list(range(8))
+        assert batch.failed == []
+
+
+def test_an_epoch_shows_no_picture_twice_and_each_epoch_differs(samples):
+    orders = [batch.indices.tolist() for batch in everything(samples, batch_size=20)]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    assert len({tuple(order) for order in orders}) == EPOCHS
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_loader_processes_change_nothing(samples, workers):
+    assert_equal(everything(samples, workers=workers), everything(samples))
+
+
+def test_a_seed_changes_order_and_augmentation(samples):
+    first, second = everything(samples), everything(samples, seed=1)
+    assert not torch.equal(first[0].indices, second[0].indices)
+    one, other = (
+        dict(zip(batch.indices.tolist(), batch.images, strict=True))
+        for batch in (first[0], second[0])
+    )
+    common = one.keys() & other.keys()
+    assert any(not torch.equal(one[index], other[index]) for index in common)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_starting_anywhere_gives_the_rest(samples, workers):
+    whole = everything(samples)
+    late = loader(samples, workers=workers)
+    batches = [*late.epoch(1, start_step=1), *late.epoch(2)]
+    assert_equal(batches, whole[3:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipped_steps_are_not_read(samples, workers):
+    early = loader(samples).schedule.micro_batches(1)
+    for key in next(early):
+        os.remove(samples[key.sample].path)
+    rest = [key.sample for key in next(early)]
+    batches = loader(samples, workers=workers).epoch(1, start_step=1)
+    assert next(batches).indices.tolist() == rest
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_may_be_left_and_asked_for_in_any_order(samples, workers):
+    whole = everything(samples)
+    batches = loader(samples, workers=workers)
+    next(batches.epoch(0))
+    again = [*batches.epoch(0), *batches.epoch(2), *batches.epoch(1)]
+    assert_equal(again, whole[:2] + whole[4:] + whole[2:4])
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 4), (2, 2)])
+def test_slices_of_all_devices_make_the_batch(samples, world_size, accumulate):
+    whole = everything(samples)
+    ranks = [
+        everything(samples, rank=rank, world_size=world_size, accumulate=accumulate)
+        for rank in range(world_size)
+    ]
+    in_order = [batch for batches in zip(*ranks, strict=True) for batch in batches]
+    for one, other in zip(joined(in_order), joined(whole), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_loading_leaves_the_global_generator_alone(samples):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for workers in (0, 1):
+        everything(samples, workers=workers)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@dataclass(frozen=True)
+class Growing:
+    """8 pixels in the first epoch, then 16, then 24."""
+
+    def __call__(self, epoch: int):
+        side = 8 * (epoch + 1)
+        return training_transform(AUGMENT, Preprocessing(image_size=(side, side)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pictures_may_grow_from_epoch_to_epoch(samples, workers):
+    batches = everything(samples, workers=workers, transform_for=Growing())
+    assert [batch.images.shape[-1] for batch in batches] == [8, 8, 16, 16, 24, 24]
+
+
+@pytest.fixture
+def broken(samples) -> str:
+    path = Path(samples[5].path)
+    path.write_bytes(path.read_bytes()[:40])
+    return str(path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_picture_stops_by_its_name(samples, broken, workers):
+    with pytest.raises(BadImage) as caught:
+        everything(samples, batch_size=20, workers=workers)
+    assert caught.value.path == broken
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_picture_is_skipped_counted_and_never_replaced(samples, broken, workers):
+    keys = next(loader(samples, batch_size=20).schedule.micro_batches(0))
+    place = next(key.position for key in keys if key.sample == 5)
+    batch = everything(samples, batch_size=20, workers=workers, on_bad_image="skip")[0]
+    assert [bad.path for bad in batch.failed] == [broken]
+    assert len(batch.images) == len(batch.labels) == 19
+    assert batch.positions.tolist() == [at for at in range(20) if at != place]
+    assert batch.indices.tolist() == [key.sample for key in keys if key.sample != 5]
+
+
+def test_a_batch_without_any_good_picture_is_empty(samples):
+    for sample in samples:
+        Path(sample.path).write_bytes(b"nothing")
+    batch = everything(samples, on_bad_image="skip")[0]
+    assert batch.images.shape == (0, 3, 8, 8)
+    assert batch.labels.shape == batch.indices.shape == (0,)
+    assert len(batch.failed) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 6, "accumulate": 2, "world_size": 2}, r"batch_size=6 .* multiple of 4"),
+        ({"batch_size": 32}, r"batch_size=32 is more than the 20 training pictures"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(samples, settings, message):
+    with pytest.raises(DataError, match=message):
+        loader(samples, **settings)
+
+
+def test_the_batch_size_can_be_fitted():
+    assert fitting_batch_size(1000, 128, 4) == 128
+    assert fitting_batch_size(10, 128, 4) == 8
+    with pytest.raises(DataError, match="3 training pictures are too few for 4"):
+        fitting_batch_size(3, 128, 4)
+
+
+class Deadly:
+    """A transform that ends its process, as the kernel does when memory runs out."""
+
+    image_size = (8, 8)
+
+    def __call__(self, _):
+        os._exit(1)
+
+
+def test_a_killed_loader_process_is_one_clear_line(samples):
+    with pytest.raises(DataError, match="loader process was killed"):
+        everything(samples, workers=1, transform_for=Always(Deadly()))
+
+
+class Buggy:
+    image_size = (8, 8)
+
+    def __call__(self, _):
+        raise ZeroDivisionError("oh")
+
+
+def test_a_bug_in_a_transform_names_the_picture(samples):
+    with pytest.raises(RuntimeError, match=r"\d\d.png: the transform failed: oh"):
+        everything(samples, transform_for=Always(Buggy()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_shows_each_picture_once_every_time(samples, workers, world_size):
+    seen = []
+    for rank in range(world_size):
+        evaluation = EvaluationLoader(
+            samples, PREPROCESSING, batch_size=6, rank=rank, world_size=world_size, workers=workers
+        )
+        passes = [list(evaluation), list(evaluation)]
+        assert_equal(*passes)
+        assert len(passes[0]) == len(evaluation)
+        seen += torch.cat([batch.indices for batch in passes[0]]).tolist()
+        for batch in passes[0]:
+            for index, image in zip(batch.indices.tolist(), batch.images, strict=True):
+                assert torch.equal(image, PREPROCESSING(read_image(samples[index].path)))
+    assert sorted(seen) == list(range(20))
+
+
+def test_evaluation_reports_bad_pictures(samples, broken):
+    settings = {"batch_size": 6, "workers": 0}
+    batches = list(EvaluationLoader(samples, PREPROCESSING, **settings))
+    assert [bad.path for batch in batches for bad in batch.failed] == [broken]
+    assert torch.cat([batch.indices for batch in batches]).tolist() == [
+        index for index in range(20) if index != 5
+    ]
+    with pytest.raises(BadImage, match=r"05\.png"):
+        list(EvaluationLoader(samples, PREPROCESSING, on_bad_image="stop", **settings))
+
+
+def test_more_devices_than_pictures(samples):
+    evaluation = EvaluationLoader(
+        samples[:1], PREPROCESSING, batch_size=6, rank=1, world_size=2, workers=1
+    )
+    assert list(evaluation) == []
+
+
+def test_seeds_are_the_same_on_every_machine_and_version():
+    assert random_seed(0, "order", 0) == SEED
+    assert random_seed(0, "order", 1) != SEED
+    assert 0 <= SEED < 2**63
+
+
+def test_orders_are_the_same_on_every_machine_and_version():
+    schedule = Schedule(count=10, seed=0, batch_size=10)
+    assert [key.sample for key in next(schedule.micro_batches(0))] == ORDER

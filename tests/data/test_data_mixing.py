@@ -1,0 +1,128 @@
+"""MixUp and CutMix against torchvision's, and the same for any split of the batch."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torchvision.transforms import v2
+
+from vit.config import AugmentConfig
+from vit.data.mixing import MixPlan, draw_plan, mix
+
+BATCH, CLASSES = 16, 5
+BOTH = AugmentConfig(mixup=0.8, cutmix=1.0)
+GOLDEN_CUT = [False, True, True, False, True, False, True, False]
+GOLDEN_LAM = [0.999883, 0.098531, 0.781624, 0.264773, 0.661779, 0.520138, 0.027092, 0.161582]
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(BATCH, 3, 12, 16, generator=generator)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    return images, F.one_hot(labels, CLASSES).float(), torch.arange(BATCH)
+
+
+def plan_of(config, step=0):
+    return draw_plan(config, seed=7, epoch=1, step=step, batch_size=BATCH)
+
+
+def test_mixup_of_a_pair_equals_torchvision(batch, monkeypatch):
+    images, targets, positions = (part[:2] for part in batch)
+    reference = v2.MixUp(num_classes=CLASSES)
+    monkeypatch.setattr(reference, "_dist", SimpleNamespace(sample=lambda _: 0.3))
+    expected = reference(images, targets.argmax(1))
+    plan = MixPlan(np.array([0.3]), np.array([False]), np.array([[0.5, 0.5]]))
+    for ours, theirs in zip(mix(images, targets, positions, plan), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("lam", "row", "col"), [(0.3, 5, 8), (0.6, 0, 15), (0.9, 11, 0), (0.0, 3, 3)]
+)
+def test_cutmix_of_a_pair_equals_torchvision(batch, monkeypatch, lam, row, col):
+    images, targets, positions = (part[:2] for part in batch)
+    reference = v2.CutMix(num_classes=CLASSES)
+    monkeypatch.setattr(reference, "_dist", SimpleNamespace(sample=lambda _: lam))
+    draws = iter([torch.tensor([col]), torch.tensor([row])])
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: next(draws))
+    expected = reference(images, targets.argmax(1))
+    centre = np.array([[(row + 0.5) / 12, (col + 0.5) / 16]])
+    plan = MixPlan(np.array([lam]), np.array([True]), centre)
+    for ours, theirs in zip(mix(images, targets, positions, plan), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("config", [BOTH, AugmentConfig(mixup=0.2), AugmentConfig(cutmix=1.0)])
+def test_any_split_into_whole_pairs_gives_the_same(batch, config):
+    images, targets, positions = batch
+    plan = plan_of(config)
+    whole = mix(images, targets, positions, plan)
+    assert not torch.equal(whole[0], images)
+    for size in (2, 4, 8):
+        parts = [mix(*part, plan) for part in zip(*(t.split(size) for t in batch), strict=True)]
+        for number in range(2):
+            assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
+
+
+def test_a_missing_partner_leaves_a_picture_alone_and_moves_no_other(batch):
+    plan = plan_of(BOTH)
+    whole = mix(*batch, plan)
+    keep = torch.tensor([position for position in range(BATCH) if position not in (3, 8)])
+    images, targets = mix(*(part[keep] for part in batch), plan)
+    for row, position in enumerate(keep.tolist()):
+        source = batch if position in (2, 9) else whole
+        assert torch.equal(images[row], source[0][position])
+        assert torch.equal(targets[row], source[1][position])
+
+
+def test_shares_of_the_targets_add_up_and_match_the_pixels(batch):
+    plan = plan_of(AugmentConfig(cutmix=1.0))
+    images = torch.arange(BATCH).float()[:, None, None, None].expand(BATCH, 3, 12, 16)
+    own = torch.eye(BATCH)
+    mixed, targets = mix(images, own, batch[2], plan)
+    torch.testing.assert_close(targets.sum(1), torch.ones(BATCH))
+    for row in range(BATCH):
+        share = (mixed[row, 0] == row).float().mean()
+        torch.testing.assert_close(targets[row, row], share)
+
+
+def test_draws_depend_on_the_step_alone():
+    first, again, other = plan_of(BOTH), plan_of(BOTH), plan_of(BOTH, step=1)
+    assert np.array_equal(first.lam, again.lam)
+    assert not np.array_equal(first.lam, other.lam)
+    assert first.cut.any()
+    assert not first.cut.all()
+
+
+def test_draws_are_the_same_on_every_machine_and_version():
+    plan = plan_of(BOTH)
+    assert plan.cut.tolist() == GOLDEN_CUT
+    np.testing.assert_allclose(plan.lam, GOLDEN_LAM, atol=1e-6)
+
+
+def test_the_probability_leaves_pairs_alone(batch):
+    plan = plan_of(AugmentConfig(mixup=1.0, mix_probability=0.5))
+    alone = plan.lam == 1
+    assert 0 < alone.sum() < len(alone)
+    images, _ = mix(*batch, plan)
+    for pair in np.flatnonzero(alone):
+        assert torch.equal(images[2 * pair : 2 * pair + 2], batch[0][2 * pair : 2 * pair + 2])
+
+
+@pytest.mark.parametrize("config", [AugmentConfig(), AugmentConfig(mixup=1, mix_probability=0)])
+def test_off_is_the_identity(batch, config):
+    assert plan_of(config) is None
+    images, targets = mix(*batch, None)
+    assert images is batch[0]
+    assert targets is batch[1]
+
+
+def test_an_empty_batch_and_an_odd_one(batch):
+    plan = plan_of(BOTH)
+    images, _ = mix(*(part[:0] for part in batch), plan)
+    assert images.shape == (0, 3, 12, 16)
+    images, _ = mix(*(part[:5] for part in batch), plan)
+    assert torch.equal(images[4], batch[0][4])

@@ -1,0 +1,98 @@
+"""Preprocessing against timm's evaluation transform, and its way through JSON."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from timm.data import create_transform
+
+from vit.data.preprocessing import WHOLE_LIMIT, Preprocessing
+from vit.errors import ConfigError
+
+SIZES = [(50, 37), (33, 50), (8, 8), (1, 1), (22, 23), (102, 25), (9, 160)]
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@pytest.mark.parametrize("resize", ["crop", "squash"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("crop_share", [0.875, 0.9, 1.0])
+@pytest.mark.parametrize("image_size", [(32, 32), (64, 64), (24, 48)])
+def test_equals_timm(picture, resize, interpolation, crop_share, image_size):
+    ours = Preprocessing(
+        image_size=image_size,
+        resize=resize,
+        crop_share=crop_share,
+        interpolation=interpolation,
+        **IMAGENET,
+    )
+    theirs = create_transform(
+        image_size if image_size[0] != image_size[1] else image_size[0],
+        is_training=False,
+        crop_pct=crop_share,
+        crop_mode={"crop": "center", "squash": "squash"}[resize],
+        interpolation=interpolation,
+        **IMAGENET,
+    )
+    for width, height in SIZES:
+        image = picture(width, height)
+        pixels = ours(image)
+        assert pixels.dtype == torch.uint8
+        assert pixels.shape == (3, *image_size)
+        assert torch.equal(ours.normalise(pixels[None])[0], theirs(image))
+
+
+def test_a_line_of_pixels_is_not_blown_up(picture, monkeypatch):
+    ours = Preprocessing(image_size=(16, 16))
+    image = picture(2, 400)
+    whole = ours(image)
+    monkeypatch.setattr("vit.data.preprocessing.WHOLE_LIMIT", 100)
+    assert (ours(image).int() - whole.int()).abs().max() <= 1
+    monkeypatch.undo()
+    assert ours._resized(1, 30_000)[1] * 17 < WHOLE_LIMIT
+    big = dataclasses.replace(ours, image_size=(224, 224))
+    full_width, full_height = big._resized(1, 30_000)
+    assert full_width * full_height > WHOLE_LIMIT
+    assert big(picture(1, 30_000)).shape == (3, 224, 224)
+
+
+def test_mean_colour_becomes_zero():
+    ours = Preprocessing(image_size=(2, 2), **IMAGENET)
+    colour = torch.tensor(ours.mean_colour, dtype=torch.uint8)[None, :, None, None]
+    assert ours.normalise(colour).abs().max() < 0.01
+
+
+def test_survives_json():
+    ours = Preprocessing(image_size=(24, 48), resize="squash", crop_share=1.0, **IMAGENET)
+    assert Preprocessing.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1}, "expected exactly"),
+        ({"image_size": 32}, "image_size=32"),
+        ({"image_size": [32, 32, 32]}, "image_size"),
+        ({"image_size": [32, 0]}, "image_size"),
+        ({"image_size": [32.0, 32.0]}, "image_size"),
+        ({"resize": "pad"}, "resize='pad': choose one of crop, squash"),
+        ({"interpolation": "nearest"}, "bilinear, bicubic"),
+        ({"crop_share": 0}, "crop_share"),
+        ({"crop_share": "0.9"}, "crop_share"),
+        ({"mean": [0.5, 0.5]}, "mean"),
+        ({"std": [0.5, 0.5, 0]}, "std"),
+        ({"std": ["a", "b", "c"]}, "std"),
+        ({"mean": [float("nan"), 0, 0]}, "mean"),
+    ],
+)
+def test_refuses_what_it_did_not_write(change, message):
+    values = Preprocessing(image_size=(32, 32)).to_dict() | change
+    with pytest.raises(ConfigError, match=message):
+        Preprocessing.from_dict(values)
+
+
+def test_refuses_a_missing_key():
+    values = Preprocessing(image_size=(32, 32)).to_dict()
+    del values["crop_share"]
+    with pytest.raises(ConfigError, match="crop_share"):
+        Preprocessing.from_dict(values)

@@ -1,0 +1,266 @@
+"""Opening data sets: layouts, classes by name, what is left out, what is refused."""
+
+import os
+
+import pytest
+from PIL import Image
+
+from vit.data.sources import list_images, open_labelled, open_splits, relative
+from vit.errors import DataError
+
+SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
+
+
+def opened(root, **settings):
+    return open_splits(str(root), **{"val_share": 0.25, "seed": 0} | settings)
+
+
+def noted(splits, text: str) -> bool:
+    return any(text in note for note in splits.notes)
+
+
+def names(samples, root):
+    return [relative(sample.path, root) for sample in samples]
+
+
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
+def test_a_split_of_its_own_is_taken(make_tree, val):
+    root = make_tree({name.replace("val", val): count for name, count in SPLIT.items()})
+    splits = opened(root)
+    assert splits.classes == ("a", "b")
+    assert not splits.made
+    assert names(splits.val, root) == [
+        f"{val}/{n}.png" for n in ("a/0", "a/1", "a/2", "b/0", "b/1")
+    ]
+    assert [sample.label for sample in splits.val] == [0, 0, 0, 1, 1]
+    assert len(splits.train) == 24
+    assert splits.notes == ()
+
+
+def test_val_comes_before_test(make_tree):
+    splits = opened(make_tree(SPLIT | {"test/a": 1, "test/b": 1}))
+    assert len(splits.val) == 5
+
+
+@pytest.mark.parametrize("prefix", ["", "train/"])
+def test_without_a_split_a_share_of_each_class_is_held_out(make_tree, prefix):
+    root = make_tree({prefix + "a": 40, prefix + "b": 12, prefix + "c": 2, prefix + "d": 1})
+    splits = opened(root)
+    assert splits.made
+    counts = [sum(s.label == label for s in splits.val) for label in range(4)]
+    assert counts == [10, 3, 1, 0]
+    assert noted(splits, "held out 14 pictures, 25% of each class")
+    assert noted(splits, "held out none of class d")
+    both = names(splits.train, root) + names(splits.val, root)
+    assert len(set(both)) == len(both) == 55
+    assert opened(root).val == splits.val
+    assert opened(root, seed=1).val != splits.val
+
+
+def test_the_split_hardly_changes_when_pictures_are_added(make_tree):
+    root = make_tree({"a": 40, "b": 40})
+    before = set(names(opened(root).val, root))
+    (root / "a/new.png").write_bytes((root / "b/1.png").read_bytes() + b"\0")
+    after = set(names(opened(root).val, root))
+    assert len(before & after) >= len(before) - 1
+
+
+def test_classes_are_sorted_by_name_and_may_be_any_text(make_tree):
+    odd = ["10", "2", "=1+1", "<b>", 'a,b"c', "A", "a b", "é"]
+    splits = opened(make_tree(dict.fromkeys(odd, 10)))
+    assert splits.classes == tuple(sorted(odd))
+
+
+def test_other_formats_and_deeper_folders_belong_to_the_class(make_tree):
+    root = make_tree(SPLIT | {"train/a/day 1/cam": 3})
+    for number, suffix in enumerate((".JPG", ".webp", ".BMP", ".tiff", ".gif")):
+        Image.new("RGB", (4, 4), (9 * number, 99, 0)).save(root / "train/a" / f"x{suffix}")
+    splits = opened(root)
+    assert [sample.label for sample in splits.train].count(0) == 12 + 3 + 5
+
+
+def test_junk_is_left_out_and_said(make_tree):
+    junk = {"train/.git": 1, "train/__MACOSX": 2, ".ipynb_checkpoints": 1, "train/a/.thumbs": 1}
+    root = make_tree(SPLIT | junk)
+    (root / "train/a/._0.png").write_bytes(b"\0")
+    (root / "train/a/.DS_Store").write_bytes(b"\0")
+    splits = opened(root)
+    assert splits.classes == ("a", "b")
+    assert len(splits.train) == 24
+    assert noted(splits, "left out hidden and system names: ._0.png, .git, .ipynb_checkpoints")
+
+
+def test_files_that_are_no_pictures_are_counted(make_tree):
+    root = make_tree(SPLIT)
+    for name in ("1.heic", "2.HEIC", "notes.txt", "nosuffix"):
+        (root / "train/a" / name).write_bytes(b"x")
+    splits = opened(root)
+    text = "left out 4 files not taken for pictures: .heic 2, .txt 1, no suffix 1; convert them"
+    assert noted(splits, text)
+
+
+def test_what_is_no_regular_file_is_left_out_and_said(make_tree):
+    root = make_tree(SPLIT)
+    os.mkfifo(root / "train/a/pipe.png")
+    (root / "train/a/dangling.png").symlink_to("nowhere.png")
+    (root / "train/a/circle.png").symlink_to("circle.png")
+    (root / "train/a/folder.png").mkdir()
+    splits = opened(root)
+    assert len(splits.train) == 24
+    found = "train/a/circle.png, train/a/dangling.png, train/a/pipe.png"
+    assert noted(splits, f"no regular file (pipes, broken links): {found}")
+    assert noted(splits, "without pictures: train/a/folder.png")
+
+
+def test_links_that_lead_back_are_left_out_and_said(make_tree):
+    root = make_tree(SPLIT)
+    (root / "train/a/again").symlink_to(".")
+    (root / "train/a/up").symlink_to("../..")
+    (root / "train/b/other").symlink_to("../../val/a")
+    splits = opened(root)
+    assert len(splits.train) == 24
+    assert noted(splits, "around them: train/a/again, train/a/up, train/b/other")
+
+
+def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
+    root = make_tree(SPLIT)
+    (root / "train/b").rename(tmp_path / "elsewhere")
+    (root / "train/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "more").mkdir()
+    Image.new("RGB", (3, 3)).save(tmp_path / "more/x.png")
+    (root / "train/a/more").symlink_to(tmp_path / "more")
+    (root / "train/a/twice").symlink_to(tmp_path / "more")
+    splits = opened(root)
+    assert len(splits.train) == 25
+    assert noted(splits, "followed links to folders outside: train/a/more")
+    assert noted(splits, "left out links to folders of this data set or around them: train/a/twice")
+
+
+def test_loose_pictures_and_other_folders_are_said(make_tree):
+    root = make_tree(SPLIT | {"train": 2, "extra/x": 3})
+    splits = opened(root)
+    assert noted(splits, "lie in no class folder: train/0.png, train/1.png")
+    assert noted(splits, "left out folders beside train: extra")
+
+
+def test_a_class_missing_in_validation_is_a_note_and_shifts_nothing(make_tree):
+    root = make_tree({"train/a": 12, "train/b": 12, "train/c": 12, "val/b": 3, "val/c": 0})
+    splits = opened(root)
+    assert {sample.label for sample in splits.val} == {1}
+    assert noted(splits, "has no pictures of class a, c")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"": 0}, "has no class folders"),
+        ({"train": 3, "val/a": 1}, r"train has no class folders \(3 pictures straight in it\)"),
+        ({"train/a": 20, "val/a": 3}, r"only one class \(a\)"),
+        ({"a": 20}, r"only one class \(a\)"),
+        ({"val/a": 3}, "has val but no train"),
+        (SPLIT | {"train/empty": 0}, "no readable pictures in class empty"),
+        ({"a": 0, "b": 0}, "no pictures in the class folders a, b"),
+        (SPLIT | {"val/extra": 2}, "val has classes that train does not have: extra;"),
+        (SPLIT | {"val/aa": 2}, r"does not have: aa \(is aa a\?\)"),
+        ({"train/a": 2, "train/b": 2, "val/a": 0}, "no pictures left to validate on"),
+        ({"train/a": 2, "train/b": 2, "val": 0}, "val has no class folders"),
+        ({"a": 1, "b": 1}, "no pictures left to validate on"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(make_tree, tree, message):
+    with pytest.raises(DataError, match=message):
+        opened(make_tree(tree))
+
+
+def test_missing_data_and_files_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no such folder, and no built-in set \(digits\)"):
+        opened(tmp_path / "missing")
+    with pytest.raises(DataError, match="no data given"):
+        opened("")
+    (tmp_path / "train").write_text("")
+    with pytest.raises(DataError, match="is a file, not a folder"):
+        opened(tmp_path / "train")
+    with pytest.raises(DataError, match="train is a file, not a folder"):
+        opened(tmp_path)
+
+
+def test_names_are_safe_on_a_terminal(make_tree):
+    root = make_tree(SPLIT | {"val/red\x1b[31m\u202e": 1})
+    with pytest.raises(DataError) as caught:
+        opened(root)
+    assert r"red\x1b[31m\u202e" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_equal_names_in_other_unicode(make_tree):
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    splits = opened(make_tree({composed: 12, decomposed: 12}))
+    assert splits.classes == (decomposed, composed)
+    assert noted(splits, r"'cafe\u0301', 'caf\xe9'")
+
+
+def test_validation_may_be_in_other_unicode(make_tree):
+    tree = {"train/caf\u00e9": 12, "train/b": 12, "val/cafe\u0301": 2, "val/b": 2}
+    splits = opened(make_tree(tree))
+    assert {sample.label for sample in splits.val} == {0, 1}
+    assert noted(splits, "in other Unicode")
+
+
+def test_evaluation_labels_by_the_models_names(make_tree):
+    root = make_tree(SPLIT)
+    samples, notes = open_labelled(str(root), split="val", classes=["z", "b", "a"])
+    assert [sample.label for sample in samples] == [1, 1, 2, 2, 2]
+    assert names(samples, root)[0] == "val/b/0.png"
+    assert notes == (f"{root}/val has no pictures of class z",)
+    samples, _ = open_labelled(str(root), split="train", classes=["a", "b"])
+    assert len(samples) == 24
+
+
+def test_evaluation_refuses_unknown_classes_and_splits(make_tree):
+    root = make_tree(SPLIT)
+    with pytest.raises(DataError, match="classes that the model does not have: b"):
+        open_labelled(str(root), split="val", classes=["a", "c"])
+    with pytest.raises(DataError, match="no test folder; it has train, val"):
+        open_labelled(str(root), split="test", classes=["a", "b"])
+
+
+@pytest.mark.parametrize("prefix", ["", "train/"])
+def test_evaluation_takes_what_training_held_out(make_tree, prefix):
+    root = make_tree({prefix + "a": 20, prefix + "b": 20})
+    splits = opened(root)
+    held_out = names(splits.val, root)
+    samples, notes = open_labelled(
+        str(root), split="val", classes=splits.classes, held_out=held_out
+    )
+    assert samples == splits.val
+    assert "took the 10 pictures that training held out" in notes[0]
+    samples, notes = open_labelled(str(root), split="val", classes=splits.classes)
+    assert len(samples) == 40
+    assert "took all 40 pictures" in notes[0]
+
+
+def test_inputs_of_prediction_keep_their_order(make_tree):
+    root = make_tree({"x": 3, "x/deep": 1, "y": 2, ".hidden": 1})
+    (root / "x/photo.HEIC").write_bytes(b"")
+    (root / "x/notes.txt").write_bytes(b"")
+    (root / "y/[odd].png").write_bytes(b"")
+    notes: list[str] = []
+    inputs = ["y/1.png", "x", "y/?.png", "missing.png", "y/[odd].png", "y/1.png"]
+    found = list_images([str(root / given) for given in inputs], notes=notes)
+    assert [relative(path, root) for path in found] == [
+        "y/1.png",
+        *("x/0.png", "x/1.png", "x/2.png", "x/deep/0.png", "x/photo.HEIC"),
+        *("y/0.png", "y/1.png"),
+        "missing.png",
+        "y/[odd].png",
+        "y/1.png",
+    ]
+    assert any(".txt 1" in note for note in notes)
+
+
+def test_inputs_that_give_nothing_are_refused(make_tree):
+    root = make_tree({"x": 1, "empty": 0})
+    with pytest.raises(DataError, match="no pictures in this folder"):
+        list_images([str(root / "empty")])
+    with pytest.raises(DataError, match="matches no file"):
+        list_images([str(root / "*.jpg")])

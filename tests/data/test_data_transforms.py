@@ -1,0 +1,113 @@
+"""Training transforms: shapes, ranges, and where their randomness comes from."""
+
+import pickle
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from vit.config import AugmentConfig
+from vit.data.preprocessing import Preprocessing
+from vit.data.transforms import erase, random_box, training_transform
+
+PREPROCESSING = Preprocessing(image_size=(24, 32))
+NOTHING = {"min_crop": 1.0, "hflip": 0.0}
+OPTIONS = {
+    "crop": {"hflip": 0.0},
+    "hflip": NOTHING | {"hflip": 0.5},
+    "vflip": NOTHING | {"vflip": 0.5},
+    "rotate": NOTHING | {"rotate": 20.0},
+    "translate": NOTHING | {"translate": 0.2},
+    "color_jitter": NOTHING | {"color_jitter": 0.4},
+    "randaugment": NOTHING | {"auto_augment": "randaugment"},
+    "trivialaugment": NOTHING | {"auto_augment": "trivialaugment"},
+    "erase": NOTHING | {"erase": 0.5},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_varies_pictures_by_torchs_generator_alone(picture, option):
+    transform = training_transform(AugmentConfig(**OPTIONS[option]), PREPROCESSING)
+    transform = pickle.loads(pickle.dumps(transform))
+    image = picture(40, 30)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    results = []
+    for seed in [*range(12), 0]:
+        torch.manual_seed(seed)
+        results.append(transform(image))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert all(r.shape == (3, 24, 32) and r.dtype == torch.uint8 for r in results)
+    assert torch.equal(results[0], results[-1])
+    assert any(not torch.equal(results[0], other) for other in results)
+
+
+def test_with_everything_off_it_is_the_evaluation_transform(picture):
+    transform = training_transform(AugmentConfig(**NOTHING), PREPROCESSING)
+    state = torch.get_rng_state()
+    assert torch.equal(transform(picture(40, 30)), PREPROCESSING(picture(40, 30)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("option", "axis"), [("hflip", 2), ("vflip", 1)])
+def test_flips(picture, option, axis):
+    transform = training_transform(AugmentConfig(**NOTHING | {option: 1.0}), PREPROCESSING)
+    plain = PREPROCESSING(picture(40, 30))
+    assert torch.equal(transform(picture(40, 30)), plain.flip(axis))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (17, 5), (160, 160)])
+def test_any_size_of_picture(picture, size):
+    config = AugmentConfig(rotate=10, translate=0.1, erase=1.0)
+    transform = training_transform(config, PREPROCESSING)
+    assert transform(picture(*size)).shape == (3, 24, 32)
+
+
+def test_crops_keep_their_promises():
+    torch.manual_seed(0)
+    shares, ratios = [], []
+    for _ in range(500):
+        left, top, right, bottom = random_box(40, 40, 0.25, 4 / 3)
+        assert 0 <= left < right <= 40
+        assert 0 <= top < bottom <= 40
+        shares.append((right - left) * (bottom - top) / 1600)
+        ratios.append((right - left) / (bottom - top))
+    assert 0.249 < min(shares) < 0.3
+    assert max(shares) > 0.9
+    assert 0.749 < min(ratios) < 0.8
+    assert 1.25 < max(ratios) < 1.334
+
+
+def test_a_thin_picture_gives_a_centred_crop():
+    left, top, right, bottom = random_box(1, 300, 0.9, 4 / 3)
+    assert (left, right) == (0, 1)
+    assert bottom - top == pytest.approx(4 / 3)
+    assert top + bottom == pytest.approx(300)
+
+
+def test_erasing_paints_one_rectangle_in_the_mean_colour():
+    torch.manual_seed(1)
+    pixels = torch.zeros(3, 24, 32, dtype=torch.uint8)
+    erase(pixels, (1, 2, 3))
+    painted = pixels[0] == 1
+    assert 0.01 < painted.float().mean() < 0.4
+    rows, cols = painted.any(1), painted.any(0)
+    assert torch.equal(painted, rows[:, None] & cols[None])
+    assert torch.equal(pixels[:, painted].unique(dim=1).flatten(), torch.tensor([1, 2, 3]))
+
+
+def test_shifted_in_parts_have_the_mean_colour(picture):
+    config = AugmentConfig(**NOTHING | {"translate": 1.0})
+    torch.manual_seed(4)
+    white = picture(32, 24).point(lambda _: 255)
+    pixels = training_transform(config, PREPROCESSING)(white)
+    assert set(pixels.unique().tolist()) == {128, 255}
+
+
+def test_importing_costs_no_torchvision():
+    code = (
+        "import sys, vit.data.transforms, vit.data.loading; assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,107 @@
+"""evaluate: names decide, unreadable pictures are left out and listed, own splits are honoured."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vit.errors import DataError, RunError
+from vit.inference.evaluate import evaluate, held_out_pictures
+from vit.inference.predictor import Predictor
+from vit.weights.folder import load_run
+
+KEYS = {
+    *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
+    *("per_class", "failed"),
+}
+
+
+@pytest.fixture
+def data(tiny_data: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(tiny_data, tmp_path / "data"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_equals_what_predict_says_of_the_same_files(tiny_run, tiny_data, precision):
+    scores = evaluate(tiny_run, str(tiny_data), precision=precision, batch_size=4)
+    files = sorted((tiny_data / "val").rglob("*.*"))
+    found = Predictor(tiny_run, precision=precision, batch_size=4)(files)
+    right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
+    assert scores.keys() == KEYS
+    assert scores["count"] == len(files) == 27
+    assert scores["top1"] == right / 27
+    assert 0 < scores["top1"] < 1
+    assert scores["failed"] == []
+    assert scores["loss"] > 0
+
+
+def test_classes_are_matched_by_name(tiny_run, data):
+    whole = evaluate(tiny_run, str(data), precision="fp32")
+    shutil.rmtree(data / "val" / "apple")
+    notes: list[str] = []
+    part = evaluate(tiny_run, str(data), precision="fp32", say=notes.append)
+    assert [row["count"] for row in part["per_class"]] == [0, 9, 9]
+    for before, after in zip(whole["per_class"][1:], part["per_class"][1:], strict=True):
+        assert (before["label"], before["recall"]) == (after["label"], after["recall"])
+    assert any("apple" in note for note in notes)
+
+
+def test_unreadable_pictures_are_listed_and_not_counted(tiny_run, data):
+    whole = evaluate(tiny_run, str(data))
+    lost = data / "val" / "apple" / "0.png"
+    lost.write_bytes(b"")
+    scores = evaluate(tiny_run, str(data))
+    assert scores["count"] == whole["count"] - 1
+    assert [row["image"] for row in scores["failed"]] == [str(lost)]
+    assert scores["failed"][0]["error"]
+    assert scores["per_class"][0]["count"] == 8
+
+
+def test_nothing_readable_is_an_error(tiny_run, data):
+    for path in (data / "val").rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match="none of 27 pictures"):
+        evaluate(tiny_run, str(data))
+
+
+def test_a_class_the_model_does_not_know_is_an_error(tiny_run, data):
+    (data / "val" / "apple").rename(data / "val" / "pear")
+    with pytest.raises(DataError, match="pear"):
+        evaluate(tiny_run, str(data))
+
+
+def test_measures_only_what_training_held_out(tiny_run, data, tmp_path):
+    run, held_out = tmp_path / "run", ["apple/0.png", "class10/3.jpg", "class2/4.png"]
+    shutil.copytree(tiny_run, run)
+    record = {"root": str((data / "val").resolve()), "seed": 0, "val_share": 0.1, "val": held_out}
+    (run / "split.json").write_text(json.dumps(record))
+    scores = evaluate(run, str(data / "val"))
+    assert scores["count"] == 3
+    assert [row["count"] for row in scores["per_class"]] == [1, 1, 1]
+    moved = Path(shutil.copytree(data / "val", tmp_path / "moved"))
+    assert evaluate(run, str(moved)) == scores
+    (moved / held_out[0]).unlink()
+    assert held_out_pictures(run, str(moved)) == []
+    assert evaluate(run, str(data))["count"] == 27  # a validation folder of its own
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"val": [1], "root": "x"}', '{"val": []}'])
+def test_a_damaged_split_is_an_error(tiny_run, tiny_data, tmp_path, text):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    (run / "split.json").write_text(text)
+    with pytest.raises(RunError, match=r"split\.json is damaged"):
+        evaluate(run, str(tiny_data))
+
+
+def test_tells_its_progress(tiny_run, tiny_data):
+    steps = []
+    evaluate(
+        load_run(tiny_run),
+        str(tiny_data),
+        batch_size=10,
+        progress=lambda done, total: steps.append((done, total)),
+    )
+    assert steps == [(10, 27), (20, 27), (27, 27)]

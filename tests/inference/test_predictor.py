@@ -1,0 +1,139 @@
+"""Predictor: the order is kept, bad files stay bad, and neighbours change nothing."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from vit.errors import ConfigError, RunError
+from vit.inference.predictor import Predictor
+from vit.weights.folder import load_run
+
+
+@pytest.fixture
+def pictures(tiny_data: Path) -> list[str]:
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+
+
+def test_equals_the_network_run_by_hand(tiny_run, pictures):
+    run = load_run(tiny_run)
+    images = [run.preprocessing(Image.open(path).convert("RGB")) for path in pictures]
+    with torch.inference_mode():
+        logits = run.model(run.preprocessing.normalise(torch.stack(images)))
+    expected = logits.double().softmax(dim=1)
+    found = Predictor(tiny_run, precision="fp32", batch_size=8)(pictures)
+    assert [prediction.image for prediction in found] == pictures
+    for prediction, row in zip(found, expected, strict=True):
+        assert prediction.error is None
+        labels = [run.classes[index] for index in row.argsort(descending=True)]
+        assert [label for label, _ in prediction.predictions] == labels
+        scores = [score for _, score in prediction.predictions]
+        assert scores == pytest.approx(sorted(row.tolist(), reverse=True), abs=1e-5)
+        assert sum(scores) == pytest.approx(1)
+    assert len({prediction.predictions[0][0] for prediction in found}) > 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bad_neighbours_change_nothing(tiny_run, pictures, bad_pictures, precision):
+    predictor = Predictor(tiny_run, batch_size=4, precision=precision)
+    plain = predictor(pictures)
+    for place, bad in enumerate(bad_pictures):
+        mixed = [*pictures[:place], bad, *pictures[place + 1 :]]
+        found = predictor(mixed)
+        assert found[:place] + found[place + 1 :] == plain[:place] + plain[place + 1 :]
+        assert found[place].error
+    assert predictor(pictures[:24]) == plain[:24]
+    assert predictor(pictures) == plain
+
+
+def test_every_bad_picture_has_its_reason_at_its_place(tiny_run, pictures, bad_pictures):
+    mixed = [path for pair in zip(bad_pictures, pictures, strict=False) for path in pair]
+    found = Predictor(tiny_run, batch_size=3)(mixed)
+    assert [prediction.image for prediction in found] == mixed
+    for bad, good in zip(found[::2], found[1::2], strict=True):
+        assert bad.predictions == ()
+        assert bad.error
+        assert bad.image not in bad.error
+        assert good.error is None
+        assert len(good.predictions) == 3
+    only_bad = Predictor(tiny_run, batch_size=3)(bad_pictures)
+    assert [prediction.error for prediction in only_bad] == [p.error for p in found[::2]]
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
+def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, monkeypatch):
+    predictor = Predictor(tiny_run, batch_size=4)
+    seen, forward = [], predictor.model.forward
+    monkeypatch.setattr(
+        predictor.model, "forward", lambda images: (seen.append(len(images)), forward(images))[1]
+    )
+    assert len(predictor(pictures[:count])) == count
+    assert seen == rows
+
+
+def test_a_stream_takes_paths_only_as_needed_and_stops_its_threads(tiny_run, pictures):
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(pictures[len(taken) % len(pictures)])
+            yield taken[-1]
+
+    stream = Predictor(tiny_run, batch_size=2, workers=2).stream(endless())
+    assert [next(stream).image for _ in range(6)] == taken[:6]
+    assert len(taken) <= 6 + 2 * 2
+    stream.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("read-image")]
+
+
+def test_no_pictures_give_no_predictions(tiny_run):
+    assert Predictor(tiny_run)([]) == []
+
+
+def test_top_k_is_at_most_the_classes(tiny_run, pictures):
+    predictor = Predictor(tiny_run)
+    assert len(predictor(pictures[:1], top_k=2)[0].predictions) == 2
+    assert len(predictor(pictures[:1], top_k=100)[0].predictions) == 3
+
+
+def test_takes_a_loaded_run_and_path_objects(tiny_run, pictures):
+    predictor = Predictor(load_run(tiny_run))
+    assert predictor([Path(pictures[0])]) == Predictor(tiny_run)([pictures[0]])
+
+
+def test_an_overflow_is_an_error_of_its_picture(tiny_run, pictures):
+    run = load_run(tiny_run)
+    with torch.no_grad():
+        run.model.head.bias.fill_(1e38)
+        run.model.head.weight.mul_(1e38)
+    found = Predictor(run, precision="fp32")(pictures)
+    assert any("overflowed" in (prediction.error or "") for prediction in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"device": "gpu"}, "device='gpu' cannot be used"),
+        ({"device": "cuda:99"}, "device='cuda:99' cannot be used"),
+        ({"precision": "bf17"}, "choose one of auto, fp32"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"workers": 0}, "workers=0"),
+    ],
+)
+def test_refuses_impossible_settings(tiny_run, settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Predictor(tiny_run, **settings)
+
+
+def test_refuses_one_path_for_a_list(tiny_run, pictures):
+    with pytest.raises(ConfigError, match="give a list"):
+        Predictor(tiny_run)(pictures[0])
+    with pytest.raises(ConfigError, match="top_k=0"):
+        Predictor(tiny_run)(pictures, top_k=0)
+
+
+def test_refuses_what_is_no_run(tmp_path):
+    with pytest.raises(RunError, match=r"has no config\.json"):
+        Predictor(tmp_path)

@@ -1,0 +1,113 @@
+"""What is written comes back whole from a parser, and names from strangers do nothing."""
+
+import csv
+import json
+import os
+
+import pytest
+
+from vit.inference.results import (
+    FORMATS,
+    Layout,
+    Prediction,
+    csv_lines,
+    display_width,
+    json_line,
+    table_lines,
+    to_json,
+)
+
+NASTY = [
+    "plain.jpg",
+    'a,b"c.jpg',
+    "=HYPERLINK(1,2).jpg",
+    "+1.jpg",
+    "-1.jpg",
+    "@SUM(A1).jpg",
+    "\ttab.jpg",
+    "\rreturn.jpg",
+    "two\nlines.jpg",
+    "\x1b[31mred\x07.jpg",
+    "\x9b31m\x85\u2028\u2029.jpg",
+    "\u202egpj.exe",
+    "猫 e\u0301.jpg",
+    os.fsdecode(b"\xff\xfe.jpg"),
+    "<script>alert(1)</script>.jpg",
+]
+ANSWERS = [Prediction(name, ((name, 0.75), ("other", 1e-300))) for name in NASTY]
+ANSWERS += [Prediction(name, error=f"{name} is not a picture") for name in NASTY]
+LAYOUT = Layout(top_k=2, classes=[*NASTY, "other"], images=NASTY)
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_json_gives_every_name_back(answer):
+    line = json_line(answer)
+    line.encode("utf-8")
+    assert line.isprintable() is False  # the line end is the only character that is not
+    assert line[:-1].isprintable()
+    assert len(line.splitlines()) == 1
+    record = json.loads(line)
+    assert record["image"] == answer.image
+    if answer.error is None:
+        pairs = tuple((row["label"], row["score"]) for row in record["predictions"])
+        assert record.keys() == {"image", "predictions"}
+        assert pairs == answer.predictions
+    else:
+        assert record == {"image": answer.image, "error": answer.error}
+
+
+def test_json_keeps_readable_names_readable():
+    assert "猫" in json_line(Prediction("猫.jpg"))
+
+
+def test_json_refuses_what_is_not_json():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json({"loss": float("nan")})
+
+
+def test_csv_is_whole_and_runs_nothing():
+    header, line = csv_lines(LAYOUT)
+    text = header + "".join(map(line, ANSWERS))
+    text.encode("utf-8")
+    assert text.count("\r\n") == text.count("\n") == len(ANSWERS) + 1
+    rows = list(csv.reader(text.splitlines(keepends=True), strict=True))
+    assert rows[0] == ["image", "label_1", "score_1", "label_2", "score_2", "error"]
+    assert {len(row) for row in rows} == {6}
+    for row, answer in zip(rows[1:], ANSWERS, strict=True):
+        assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in row)
+        assert all(cell.isprintable() for cell in row)
+        if answer.image[0] in "=+-@\t\r":
+            assert row[0].startswith("'")
+        assert (row[5] != "") == (answer.error is not None)
+        assert [float(cell) for cell in (row[2], row[4]) if cell] == [
+            score for _, score in answer.predictions
+        ]
+
+
+def test_table_is_one_safe_line_an_answer():
+    header, line = table_lines(LAYOUT)
+    rows = [line(answer) for answer in ANSWERS]
+    for row in [header, *rows]:
+        assert row.endswith("\n")
+        assert row[:-1].isprintable()
+        row.encode("utf-8")
+    starts = {display_width(row[: row.index("0.7500")]) for row in rows if "0.7500" in row}
+    assert starts == {display_width(header[: header.index("score")])}
+
+
+def test_a_name_wider_than_its_column_is_not_cut():
+    long = "x" * 100
+    _, line = table_lines(Layout(top_k=1, classes=["cat"], images=[long]))
+    assert long in line(Prediction(long, (("cat", 1.0),)))
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_every_format_writes_answers_and_errors(style):
+    header, line = FORMATS[style](Layout(top_k=1, classes=["cat"], images=["a.jpg"]))
+    answer = line(Prediction("a.jpg", (("cat", 0.5),)))
+    error = line(Prediction("a.jpg", error="is empty"))
+    assert all("a.jpg" in row and row.endswith("\n") for row in (answer, error))
+    assert "cat" in answer
+    assert "0.5" in answer
+    assert "is empty" in error
+    assert header == "" or header.endswith("\n")

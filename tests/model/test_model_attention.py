@@ -1,0 +1,130 @@
+"""Attention against PyTorch's own, the two ways of computing it against each other."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.model import attention as module
+from vit.model.attention import SelfAttention, attend, attention_weights, explicit_attention
+
+BATCH, TOKENS, DIM, HEADS = 2, 7, 32, 4
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def attention() -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(DIM, HEADS).eval()
+
+
+def heads(seed: int, *, tokens: int = TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, HEADS, tokens, 8, generator=generator, requires_grad=True)
+
+
+def masks() -> dict[str, Tensor | None]:
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    padding = torch.ones(BATCH, 1, 1, TOKENS, dtype=torch.bool)
+    padding[1, ..., -3:] = False
+    return {"none": None, "causal": causal, "padding": padding}
+
+
+def test_equals_torch(attention, tokens):
+    reference = nn.MultiheadAttention(DIM, HEADS, batch_first=True).eval()
+    reference.in_proj_weight.data = attention.qkv.weight.data
+    reference.in_proj_bias.data = torch.randn(3 * DIM)
+    attention.qkv.bias.data = reference.in_proj_bias.data
+    reference.out_proj.load_state_dict(attention.proj.state_dict())
+    mixed, weights = reference(tokens, tokens, tokens, average_attn_weights=False)
+    torch.testing.assert_close(attention(tokens), mixed)
+    torch.testing.assert_close(attention.weights(tokens), weights)
+
+
+@pytest.mark.parametrize("mask", masks())
+def test_explicit_equals_the_fused_kernel_in_values_and_gradients(mask):
+    query, key, value = heads(0), heads(1), heads(2)
+    ours = explicit_attention(query, key, value, mask=masks()[mask])
+    theirs = F.scaled_dot_product_attention(query, key, value, attn_mask=masks()[mask])
+    torch.testing.assert_close(ours, theirs)
+    seed = torch.randn_like(ours)
+    ours = torch.autograd.grad(ours, (query, key, value), seed)
+    theirs = torch.autograd.grad(theirs, (query, key, value), seed)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_queries_may_be_fewer_than_keys():
+    query, key, value = heads(0, tokens=3), heads(1), heads(2)
+    expected = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(explicit_attention(query, key, value), expected)
+
+
+def test_the_mask_reaches_every_path(attention, tokens):
+    causal = masks()["causal"]
+    changed = tokens.clone()
+    changed[:, 4:] += 1.0
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            before, after = attention(tokens, mask=causal), attention(changed, mask=causal)
+        assert torch.equal(before[:, :4], after[:, :4])
+        assert not torch.equal(before[:, 4:], after[:, 4:])
+    assert not attention.weights(tokens, mask=causal).triu(1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("length", [module.LONGEST_EXPLICIT, module.LONGEST_EXPLICIT + 1])
+def test_half_precision_on_the_cpu_is_explicit_up_to_a_length(monkeypatch, dtype, length):
+    calls = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: calls.append(1) or q)
+    x = torch.zeros(1, 1, length, 4, dtype=dtype)
+    attend(x, x, x)
+    half = dtype != torch.float32
+    assert len(calls) == (0 if half and length == module.LONGEST_EXPLICIT else 1)
+
+
+def test_bfloat16_is_close_to_float32(attention, tokens):
+    expected = attention(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(attention(tokens).float(), expected, rtol=0.05, atol=0.01)
+
+
+def test_normed_queries_keep_the_precision_of_autocast(tokens):
+    attention = SelfAttention(
+        DIM, HEADS, q_norm=nn.LayerNorm(DIM // HEADS), k_norm=nn.LayerNorm(DIM // HEADS)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(tokens).dtype == torch.bfloat16
+
+
+def test_dropout_drops_weights_only_in_training(tokens):
+    torch.manual_seed(0)
+    attention = SelfAttention(DIM, HEADS, attention_dropout=0.5)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            attention.train()
+            assert not torch.equal(attention(tokens), attention(tokens))
+            attention.eval()
+            assert torch.equal(attention(tokens), attention(tokens))
+
+
+def test_explicit_dropout_keeps_the_mean():
+    query, key = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 5000, 4)
+    value = torch.ones(1, 1, 5000, 4)
+    torch.manual_seed(0)
+    dropped = explicit_attention(query, key, value, dropout=0.4)
+    torch.testing.assert_close(dropped, torch.ones(1, 1, 1, 4), rtol=0, atol=0.05)
+    assert not torch.equal(dropped, torch.ones(1, 1, 1, 4))
+
+
+def test_weights_of_each_query_sum_to_one():
+    weights = attention_weights(heads(0), heads(1))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
+
+
+def test_refuses_heads_that_do_not_fit():
+    with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
+        SelfAttention(30, 4)

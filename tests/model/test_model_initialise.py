@@ -1,0 +1,78 @@
+"""Initialisation leaves no parameter as it was, and draws what the JAX ViT draws."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from vit.config import ModelConfig
+from vit.model.build import build_classifier
+from vit.model.classifier import VisionTransformer
+from vit.model.initialise import initialise
+
+OPTIONS = {
+    "default": {},
+    "everything": {"registers": 2, "layer_scale": 1e-4, "qk_norm": True, "feedforward": "swiglu"},
+    "mean_rmsnorm": {"pooling": "mean", "norm": "rmsnorm", "qk_norm": True, "class_token": False},
+    "post": {"norm_order": "post", "position": "sinusoidal_2d"},
+}
+
+
+def build(dim: int = 32, **options) -> VisionTransformer:
+    torch.manual_seed(0)
+    return build_classifier(
+        ModelConfig(image_size=32, patch_size=8, dim=dim, depth=2, num_heads=4, **options)
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_leaves_no_parameter_untouched(options):
+    model = build(**OPTIONS[options])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+    initialise(model)
+    untouched = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    assert untouched == []
+
+
+def test_refuses_a_parameter_without_a_rule():
+    model = build()
+    model.novelty = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="no rule initialises novelty"):
+        initialise(model)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    for ours, again in zip(build().parameters(), build().parameters(), strict=True):
+        assert torch.equal(ours, again)
+
+
+def test_draws_what_the_jax_vit_draws():
+    model = build(dim=256, registers=4)
+    block = model.blocks[0]
+    # uniform in +-sqrt(6 / (fan_in + fan_out)) has this standard deviation
+    square, wide = math.sqrt(2 / (256 + 256)), math.sqrt(2 / (256 + 1024))
+    expected = {
+        "qkv": (block.attn.qkv.weight, square),
+        "proj": (block.attn.proj.weight, square),
+        "fc1": (block.mlp.fc1.weight, wide),
+        "fc2": (block.mlp.fc2.weight, wide),
+        "patches": (model.patch_embed.proj.weight, math.sqrt(1 / 192)),
+        "registers": (model.reg_token, 0.02),
+        "positions": (model.pos_embed, 0.02),
+        "mlp bias": (block.mlp.fc1.bias, 1e-6),
+    }
+    for name, (tensor, std) in expected.items():
+        assert tensor.std().item() == pytest.approx(std, rel=0.1), name
+    assert block.attn.qkv.weight.abs().max() <= math.sqrt(6 / 512)
+    zeros = [model.head.weight, model.head.bias, model.cls_token, block.attn.qkv.bias]
+    assert not any(tensor.any() for tensor in zeros)
+    assert bool((block.norm1.weight == 1).all())
+
+
+def test_layer_scales_start_at_their_value():
+    model = build(layer_scale=0.25)
+    initialise(model)
+    assert bool((model.blocks[1].ls2.gamma == 0.25).all())

@@ -1,0 +1,86 @@
+"""Positions against independent formulas, and their stretching against timm's."""
+
+import math
+
+import numpy as np
+import pytest
+import timm.layers
+import torch
+
+from vit.model.positions import (
+    LearnedPositions,
+    NoPositions,
+    SinusoidalPositions,
+    resize_positions,
+    sinusoidal_1d,
+    sinusoidal_2d,
+)
+
+
+def test_2d_equals_a_plain_loop():
+    rows, cols, dim = 3, 5, 16
+    expected = np.zeros((rows * cols, dim))
+    for row in range(rows):
+        for col in range(cols):
+            for i in range(dim // 4):
+                wave = 10_000 ** (-i / (dim // 4))
+                values = [
+                    math.sin(col * wave),
+                    math.cos(col * wave),
+                    math.sin(row * wave),
+                    math.cos(row * wave),
+                ]
+                expected[row * cols + col, i :: dim // 4] = values
+    np.testing.assert_allclose(sinusoidal_2d((rows, cols), dim).numpy(), expected, atol=1e-7)
+
+
+def test_2d_equals_timm_with_rows_and_columns_exchanged():
+    theirs = timm.layers.build_sincos2d_pos_embed([3, 5], 32, interleave_sin_cos=True)
+    by_row, by_col = theirs.chunk(2, dim=1)
+    ours = sinusoidal_2d((3, 5), 32)
+    torch.testing.assert_close(ours, torch.cat([by_col, by_row], dim=1), atol=1e-6, rtol=0)
+
+
+def test_1d_equals_a_plain_loop():
+    rows, cols, dim = 2, 4, 6
+    expected = np.zeros((rows * cols, dim))
+    for place in range(rows * cols):
+        for i in range(dim // 2):
+            angle = place / 10_000 ** (2 * i / dim)
+            expected[place, 2 * i : 2 * i + 2] = math.sin(angle), math.cos(angle)
+    np.testing.assert_allclose(sinusoidal_1d((rows, cols), dim).numpy(), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize("new", [(4, 4), (8, 3), (7, 7)])
+def test_resizing_equals_timm(prefix, new):
+    table = torch.randn(1, prefix + 25, 8)
+    theirs = timm.layers.resample_abs_pos_embed(table, new, (5, 5), num_prefix_tokens=prefix)
+    torch.testing.assert_close(resize_positions(table, (5, 5), new, prefix=prefix), theirs)
+
+
+def test_learned_positions_are_added_to_their_tokens():
+    positions = LearnedPositions((2, 2), 8, prefix=1)
+    table = torch.randn(1, 5, 8)
+    tokens = torch.randn(3, 5, 8)
+    assert torch.equal(positions(tokens, table, (2, 2)), tokens + table)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 4)])
+def test_registers_have_no_position(grid):
+    positions = SinusoidalPositions((2, 2), 8, encode=sinusoidal_2d, prefix=0, unplaced=2)
+    zeros = torch.zeros(1, 2 + grid[0] * grid[1], 8)
+    placed = positions(zeros, positions.table(), grid)
+    assert not placed[:, :2].any()
+    assert torch.equal(placed[0, 2:], sinusoidal_2d(grid, 8))
+
+
+def test_the_class_token_of_a_sinusoidal_table_has_zeros():
+    table = SinusoidalPositions((2, 3), 8, encode=sinusoidal_1d, prefix=1).table()
+    assert table.shape == (1, 7, 8)
+    assert not table[:, 0].any()
+
+
+def test_no_positions_changes_nothing():
+    tokens = torch.randn(1, 4, 8)
+    assert NoPositions()(tokens, None, (2, 2)) is tokens

@@ -1,0 +1,131 @@
+"""The shape of the code base: who imports whom, how long things grow, what importing costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEVEL_0 = {"vit.config", "vit.errors", "vit.presets", "vit.settings", "vit.version"}
+LEVEL_1 = {"vit.model", "vit.data"}
+LEVEL_2 = {"vit.weights", "vit.evaluation"}
+LEVEL_3 = {"vit.training", "vit.inference"}
+NUMERIC = {"torch", "numpy"}
+
+# part -> what it may import, besides the standard library and itself
+ALLOWED = {
+    "vit.errors": set(),
+    "vit.version": set(),
+    "vit.config": {"vit.errors"},
+    "vit.presets": {"vit.errors"},
+    "vit.settings": {"yaml", *LEVEL_0},
+    "vit.model": {"torch", "einops", *LEVEL_0},
+    "vit.data": {*NUMERIC, "torchvision", "PIL", "einops", *LEVEL_0},
+    "vit.weights": {*NUMERIC, "safetensors", "timm", "einops", *LEVEL_0, *LEVEL_1},
+    "vit.evaluation": {*NUMERIC, *LEVEL_0, *LEVEL_1, "vit.weights"},
+    "vit.training": {
+        *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+    },
+    "vit.inference": {*NUMERIC, "PIL", *LEVEL_0, *LEVEL_1, *LEVEL_2},
+    "vit.commands": {*NUMERIC, "psutil", "tqdm", "vit", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
+}  # fmt: skip
+# a library that only these files of a part may import
+ONLY = {"timm": {"vit/weights", "vit/training/optimization.py"}, "accelerate": {"vit/training"}}
+MODEL_LINES = 1100
+FUNCTION_LINES = 50
+FILE_LINES = 300
+
+
+def files(part: str) -> list[Path]:
+    """The module or the folder of modules called `part`; never empty."""
+    path = ROOT / part.replace(".", "/")
+    found = sorted(path.rglob("*.py")) or [path.with_suffix(".py")]
+    assert all(file.exists() for file in found), f"{part} is gone; update ALLOWED"
+    return found
+
+
+def imports(file: Path) -> set[str]:
+    """Dotted names of every module that `file` imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute here"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, parts: set[str]) -> bool:
+    return any(name == part or name.startswith(part + ".") for part in parts)
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_imports_only_point_down(part):
+    for file in files(part):
+        for name in imports(file):
+            known = name.split(".")[0] in sys.stdlib_module_names
+            assert known or within(name, ALLOWED[part] | {part}), (
+                f"{file.relative_to(ROOT)} must not import {name}"
+            )
+
+
+def test_every_part_of_the_package_has_its_rule():
+    parts = {f"vit.{path.stem}" for path in (ROOT / "vit").iterdir() if path.stem[0] != "_"}
+    assert parts - {"vit.py"} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("library", ONLY)
+def test_a_library_has_one_address(library):
+    for file in sorted((ROOT / "vit").rglob("*.py")):
+        if any(within(name, {library}) for name in imports(file)):
+            here = file.relative_to(ROOT).as_posix()
+            assert any(here.startswith(home) for home in ONLY[library]), f"{library} in {here}"
+
+
+def test_the_model_reads_like_a_paper():
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files("vit.model"))
+    assert lines <= MODEL_LINES, f"vit/model has {lines} lines; the budget is {MODEL_LINES}"
+
+
+def every_source() -> list[Path]:
+    return [*sorted((ROOT / "vit").rglob("*.py")), ROOT / "train.py", ROOT / "predict.py"]
+
+
+def test_functions_and_files_stay_short():
+    for file in every_source():
+        text = file.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= FILE_LINES, f"{file} has {len(text.splitlines())} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= FUNCTION_LINES, f"{file}: {node.name} has {length} lines"
+
+
+def test_a_block_has_no_ifs():
+    tree = ast.parse((ROOT / "vit/model/blocks.py").read_text(encoding="utf-8"))
+    forwards = [
+        function
+        for kind in ast.walk(tree)
+        if isinstance(kind, ast.ClassDef) and kind.name.endswith("NormBlock")
+        for function in kind.body
+        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+    ]
+    assert len(forwards) == 2
+    for forward in forwards:
+        assert not any(isinstance(node, ast.If | ast.IfExp) for node in ast.walk(forward))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--epohcs", "3"]])
+def test_help_and_wrong_flags_need_no_torch(words):
+    code = (
+        "import sys; from vit.commands.main import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'timm', 'torchvision', 'accelerate', 'transformers'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == (2 if "--epohcs" in words else 0), run.stderr

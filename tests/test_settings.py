@@ -1,0 +1,128 @@
+"""Settings from files and flags: right ones are taken, wrong ones are refused in one line."""
+
+import typing
+from pathlib import Path
+
+import pytest
+
+from vit.config import Config, ModelConfig
+from vit.errors import ConfigError
+from vit.settings import all_settings, flatten, make_config, read_settings, write_settings
+
+RECIPES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def test_numbers_may_be_typed_as_text():
+    config = make_config({"lr": "1e-3", "epochs": "7", "mean": ["0.1", "0.2", "0.3"]})
+    assert config.training.lr == 1e-3
+    assert config.training.epochs == 7
+    assert config.data.mean == (0.1, 0.2, 0.3)
+
+
+def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("lr: 1e-3\nimg-size: 64\nopt: lamb\n")
+    config = make_config(read_settings(file))
+    assert config.training.lr == 1e-3
+    assert config.model.image_size == 64
+    assert config.training.optimizer == "lamb"
+
+
+def test_a_preset_comes_first():
+    config = make_config({"model": "vit_base_patch32_384", "depth": 3})
+    assert (config.model.dim, config.model.depth, config.model.patch_size) == (768, 3, 32)
+
+
+def test_the_written_file_gives_the_same_config(tmp_path):
+    config = make_config({"betas": [0.9, 0.95], "workers": 0, "compile": True, "image_size": 64})
+    write_settings(tmp_path / "a.yaml", config, "a header")
+    assert make_config(read_settings(tmp_path / "a.yaml")) == config
+    assert make_config(flatten(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epohcs": 3}, "epohcs is not a setting; did you mean epochs?"),
+        ({"lr": "fast"}, "lr='fast' is not a finite number"),
+        ({"lr": float("nan")}, "lr=nan is not a finite number"),
+        ({"lr": True}, "lr=True is not a finite number"),
+        ({"epochs": 1.5}, "epochs=1.5 is not a whole number"),
+        ({"depth": True}, "depth=True is not a whole number"),
+        ({"compile": "maybe"}, "compile='maybe' is not true or false"),
+        ({"norm": "rms"}, "norm='rms': choose one of layernorm, rmsnorm; did you mean rmsnorm?"),
+        ({"mean": [0.5]}, "takes 3 numbers"),
+        ({"model": "vit_tiny_patch16_225"}, "the nearest are vit_tiny_patch16_224"),
+        ({"image_size": 225}, "nearest are 224 and 240"),
+        ({"dim": 190}, "does not split into num_heads=3"),
+        ({"class_token": False}, "use pooling=mean"),
+        ({"drop_path": 1.0}, "drop_path=1.0: must be a share"),
+        ({"epochs": 0}, "epochs=0: must be at least 1"),
+        ({"epochs": 2, "warmup_epochs": 2}, "must be less than epochs=2"),
+        ({"min_lr": 1}, "is more than lr"),
+        ({"batch_size": 10, "accumulate": 3}, "does not divide batch_size=10"),
+        ({"start_image_size": 100}, "start_image_size=100: must be a multiple of patch_size=16"),
+        ({"opt": "sgd", "optimizer": "lamb"}, "optimizer is given twice"),
+        ({"std": [0.5, 0, 0.5]}, "must be more than 0"),
+    ],
+)
+def test_refuses_in_one_line(values, message):
+    with pytest.raises(ConfigError) as error:
+        make_config(values)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\nlr: 2\n", "lr is given twice"),
+        ("- 1\n- 2\n", "is not a list of `name: value` lines"),
+        ("a: &x [1, 2]\nb: *x\n", "aliases"),
+        ("lr: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        ("lr: [1\n", "expected"),
+        ("", "is not a list of `name: value` lines"),
+        ("a: " + "[" * 5000, "YAML"),
+    ],
+)
+def test_refuses_files_that_are_no_settings(tmp_path, text, message):
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_settings(file)
+    assert str(file) in str(error.value)
+    assert message in str(error.value) or len(text) > 1000
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        read_settings("nowhere.yaml")
+
+
+def test_every_setting_has_its_sentence():
+    for setting in all_settings().values():
+        assert setting.help.endswith("."), setting.name
+        assert setting.section in typing.get_type_hints(Config)
+
+
+def test_aliases_are_unique():
+    aliases = [alias for setting in all_settings().values() for alias in setting.aliases]
+    flags = [f"--{name.replace('_', '-')}" for name in all_settings()]
+    assert len({*aliases, *flags}) == len(aliases) + len(flags)
+
+
+def test_hidden_dim_is_four_times_dim_unless_set():
+    assert ModelConfig(dim=48, num_heads=3).feedforward_dim == 192
+    assert ModelConfig(dim=48, num_heads=3, hidden_dim=10).feedforward_dim == 10
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_a_config(path):
+    make_config(read_settings(path))
+
+
+def test_there_are_recipes():
+    assert {"digits", "smoke", "cifar10", "small_photos", "imagenet_small"} <= {
+        path.stem for path in RECIPES
+    }

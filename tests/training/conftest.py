@@ -1,0 +1,59 @@
+"""A folder of pictures that a tiny network can learn, and the settings to do so in seconds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.config import Config
+from vit.settings import make_config
+
+COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
+TRAIN, VAL = 12, 7  # pictures of each class
+
+
+@pytest.fixture(scope="session")
+def colour_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/ and val/ with noisy pictures of three colours."""
+    root, random = tmp_path_factory.mktemp("colours"), np.random.default_rng(0)
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        for name, colour in COLOURS.items():
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.array(colour) + random.integers(-90, 90, size=(18, 20, 3))
+                picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+                picture.save(root / split / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def tiny_config(colour_data: Path) -> Callable[..., Config]:
+    """Settings of a run of two blocks, with every random part of training switched on."""
+
+    def build(**changes: Any) -> Config:
+        tiny = {
+            "data": str(colour_data),
+            "image_size": 16,
+            "patch_size": 8,
+            "dim": 16,
+            "depth": 2,
+            "num_heads": 2,
+            "dropout": 0.1,
+            "drop_path": 0.1,
+            "epochs": 3,
+            "batch_size": 12,
+            "lr": 3e-3,
+            "warmup_epochs": 1,
+            "mixup": 0.2,
+            "cutmix": 1.0,
+            "ema": 0.9,
+            "precision": "fp32",
+            "device": "cpu",
+            "workers": 0,
+        }
+        return make_config({**tiny, **changes})
+
+    return build

@@ -1,0 +1,260 @@
+"""Whole trainings: what they leave behind, how they stop, and that they continue exactly."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vit.commands.main import main
+from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
+from vit.training.checkpoint import find_checkpoints
+from vit.training.interruption import Interrupted
+from vit.training.loop import require_finite
+from vit.training.session import Session
+from vit.training.train import train
+
+TIMES = {"images_per_second", "data_wait", "seconds"}
+
+
+def events(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def untimed(folder: Path) -> list[dict]:
+    return [{k: v for k, v in event.items() if k not in TIMES} for event in events(folder)]
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch):
+    """Make the process receive a signal after a given step, once."""
+    sent = []
+
+    def arrange(step: int, number: int = signal.SIGTERM) -> None:
+        original = Session.after_step
+
+        def after_step(self, loss_sum, images):
+            if self.run.step == step and not sent:
+                sent.append(number)
+                os.kill(os.getpid(), number)
+            original(self, loss_sum, images)
+
+        monkeypatch.setattr(Session, "after_step", after_step)
+
+    return arrange
+
+
+def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
+    result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
+    names = {path.name for path in result.folder.iterdir()}
+    expected = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "checkpoints"}
+    assert names == expected
+    found = events(result.folder)
+    assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
+    assert found[0].keys() == {
+        "event", "epoch", "step", "train_loss", "val_loss", "val_top1", "lr",
+        "images_per_second", "data_wait", "seconds",
+    }  # fmt: skip
+    assert found[-1]["train_loss"] < found[0]["train_loss"]
+    assert result.val_top1 == max(event["val_top1"] for event in found) > 0.9
+    assert len(find_checkpoints(result.folder / "checkpoints")) == 2
+
+
+def test_the_written_config_repeats_the_run(tiny_config, tmp_path):
+    train(tiny_config(epochs=2), tmp_path / "a")
+    code = main(["train", "-c", str(tmp_path / "a/config.yaml"), "--out", str(tmp_path / "b")])
+    assert code == 0
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (
+        tmp_path / "b/model.safetensors"
+    ).read_bytes()
+    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 7])
+def test_an_interrupted_run_ends_like_one_that_was_not(tiny_config, tmp_path, interrupt_at, step):
+    whole = tiny_config()
+    train(whole, tmp_path / "whole")
+    interrupt_at(step)
+    with pytest.raises(Interrupted) as stopped:
+        train(whole, tmp_path / "parts")
+    assert stopped.value.exit_code == 143
+    assert "--resume" in str(stopped.value)
+    train(tiny_config(workers=2), tmp_path / "parts", resume=True)
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
+        tmp_path / "parts/model.safetensors"
+    ).read_bytes()
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+
+
+def test_resume_begins_where_there_is_nothing(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
+    assert len(events(tmp_path / "run")) == 1
+
+
+def test_a_finished_run_resumes_to_its_own_result(tiny_config, tmp_path):
+    first = train(tiny_config(epochs=2), tmp_path / "run")
+    again = train(tiny_config(epochs=2), tmp_path / "run", resume=True)
+    assert again == first
+    assert len(events(tmp_path / "run")) == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(tiny_config, tmp_path, interrupt_at, capsys):
+    train(tiny_config(), tmp_path / "whole")
+    interrupt_at(8)
+    with pytest.raises(Interrupted):
+        train(tiny_config(), tmp_path / "run")
+    newest = find_checkpoints(tmp_path / "run/checkpoints")[0]
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    train(tiny_config(), tmp_path / "run", resume=True)
+    assert "is damaged" in capsys.readouterr().err
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_another_network_is_refused(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "a")
+    train(tiny_config(epochs=1, warmup_epochs=0, registers=2), tmp_path / "b")
+    for path in (tmp_path / "b/checkpoints").iterdir():
+        path.unlink()
+    source = find_checkpoints(tmp_path / "a/checkpoints")[0]
+    (tmp_path / "b/checkpoints" / source.name).write_bytes(source.read_bytes())
+    config = tiny_config(epochs=1, warmup_epochs=0, registers=2)
+    with pytest.raises(
+        WeightsError, match=r"does not fit the network: pos_embed has shape .* reg_token is missing"
+    ):
+        train(config, tmp_path / "b", resume=True)
+
+
+def test_a_changed_data_set_is_noticed(tiny_config, tmp_path, colour_data):
+    import shutil
+
+    copy = tmp_path / "data"
+    shutil.copytree(colour_data, copy)
+    train(tiny_config(epochs=1, warmup_epochs=0, data=str(copy)), tmp_path / "run")
+    shutil.copy(copy / "train/red/0.png", copy / "train/red/new.png")
+    with pytest.raises(DataError, match="the data set changed"):
+        config = tiny_config(epochs=1, warmup_epochs=0, data=str(copy))
+        train(config, tmp_path / "run", resume=True)
+
+
+def test_a_run_that_exists_is_not_touched(tiny_config, tmp_path):
+    config = tiny_config(epochs=1, warmup_epochs=0)
+    train(config, tmp_path / "run")
+    before = (tmp_path / "run/model.safetensors").read_bytes()
+    with pytest.raises(RunError, match="--resume continues it, --overwrite starts anew"):
+        train(config, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"lr=0.1 differs from 0.003"):
+        train(tiny_config(epochs=1, warmup_epochs=0, lr=0.1), tmp_path / "run", resume=True)
+    assert (tmp_path / "run/model.safetensors").read_bytes() == before
+    train(config, tmp_path / "run", overwrite=True)
+    assert (tmp_path / "run/model.safetensors").read_bytes() == before
+
+
+def test_a_folder_of_something_else_is_never_overwritten(tiny_config, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.jpg").write_bytes(b"x")
+    with pytest.raises(RunError, match="no training wrote"):
+        train(tiny_config(), tmp_path / "photos", overwrite=True)
+    assert (tmp_path / "photos/cat.jpg").read_bytes() == b"x"
+
+
+def test_accumulation_equals_one_batch(tiny_config, tmp_path):
+    plain = {"dropout": 0, "drop_path": 0, "epochs": 2}
+    train(tiny_config(**plain), tmp_path / "one")
+    train(tiny_config(**plain, accumulate=3), tmp_path / "three")
+    one, three = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "three"))
+    for name, value in one.items():
+        torch.testing.assert_close(three[name], value, atol=2e-4, rtol=0)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
+    tiny_config, tmp_path, monkeypatch
+):
+    seen = {}
+
+    def poison(run, batch, epoch, *, micro_batch):
+        logits = run.model(run.preprocessing.normalise(batch.images))
+        seen["weights"] = {n: p.detach().clone() for n, p in run.network.named_parameters()}
+        seen["run"] = run
+        return logits.sum() * (float("nan") if run.step == 4 else 1.0)
+
+    monkeypatch.setattr("vit.training.loop.loss_of", poison)
+    with pytest.raises(RunError, match="the loss became nan at step 4"):
+        train(tiny_config(), tmp_path / "run")
+    for name, parameter in seen["run"].network.named_parameters():
+        assert torch.equal(parameter, seen["weights"][name])
+    assert events(tmp_path / "run")[-1]["step"] == 3
+
+
+def test_an_infinite_gradient_stops_too():
+    class Run:
+        step = 3
+        accelerator = type("A", (), {"mixed_precision": "no"})
+
+    with pytest.raises(RunError, match="the gradient became inf at step 3"):
+        require_finite(Run, 1.0, float("inf"))
+
+
+@pytest.fixture
+def data_with_a_bad_picture(colour_data, tmp_path):
+    """The colours, one picture of which is damaged in the middle: its header is right."""
+    import shutil
+
+    copy = tmp_path / "bad data"
+    shutil.copytree(colour_data, copy)
+    victim = copy / "train/red/3.png"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(content)
+    return copy
+
+
+def test_a_bad_picture_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_picture):
+    with pytest.raises(BadImage, match=r"red/3\.png"):
+        train(tiny_config(data=str(data_with_a_bad_picture)), tmp_path / "run")
+
+
+def test_a_bad_picture_is_skipped_and_counted(
+    tiny_config, tmp_path, data_with_a_bad_picture, capsys
+):
+    config = tiny_config(data=str(data_with_a_bad_picture), on_bad_image="skip")
+    train(config, tmp_path / "run")
+    assert "1 picture could not be read and were left out" in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
+    words = ["train", str(colour_data), "--num-classes", "7", "--out", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert "num_classes=7: the data has 3 classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "no such folder"),
+        ([], "DATA is missing"),
+        (["DATA", "--epohcs", "3"], "did you mean --epochs?"),
+        (["DATA", "--epochs", "many"], "epochs='many' is not a whole number"),
+        (["DATA", "--img-size", "225"], "not a multiple of patch_size=16"),
+        (["DATA", "--model", "resnet50"], "is not a preset"),
+        (["DATA", "--device", "tpu"], "device='tpu'"),
+        (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
+        (["DATA", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["DATA", "--in-chans", "4"], "pictures are read as RGB"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(
+    colour_data, tmp_path, monkeypatch, capsys, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    words = [str(colour_data) if word == "DATA" else word for word in words]
+    assert main(["train", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert len([line for line in lines if not line.startswith("note")]) == 1
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,157 @@
+"""Schedule, groups, losses and moving average against formulas and torch's own."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from vit.config import TrainingConfig
+from vit.errors import ConfigError
+from vit.settings import make_config
+from vit.training.ema import MovingAverage
+from vit.training.losses import smoothed_cross_entropy
+from vit.training.optimization import layer_of, make_optimizer, parameter_groups, set_lr
+from vit.training.schedule import CosineSchedule, image_size_at
+
+from vit.model.build import create_model  # isort: skip
+
+TINY = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vit_tiny_patch16_224", num_classes=3, registers=2, **TINY)
+
+
+def test_cosine_equals_torchs():
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50, eta_min=0.001)
+    ours = CosineSchedule(peak=0.1, least=0.001, warmup_steps=0, total_steps=50)
+    for step in range(50):
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+def test_warm_up_rises_to_the_peak_and_the_end_is_the_least():
+    rate = CosineSchedule(peak=1.0, least=0.01, warmup_steps=4, total_steps=20)
+    assert [rate(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rate(20) == pytest.approx(0.01)
+    assert all(rate(step) > rate(step + 1) for step in range(4, 20))
+
+
+def test_pictures_grow_to_full_size_and_fit_the_patch():
+    sizes = [image_size_at(epoch, epochs=20, start=32, full=64, multiple=8) for epoch in range(20)]
+    assert sizes[0] == 32
+    assert sizes == sorted(sizes)
+    assert set(sizes) == {32, 40, 48, 56, 64}
+    assert all(size == 64 for size in sizes[15:])
+
+
+def test_weight_decay_stays_off_biases_norms_positions_and_tokens(network):
+    groups = parameter_groups(network, depth=2, weight_decay=0.05, layer_decay=1.0)
+    decayed = {name for group in groups if group["weight_decay"] for name in group["names"]}
+    kept = {name for group in groups if not group["weight_decay"] for name in group["names"]}
+    assert decayed | kept == {name for name, _ in network.named_parameters()}
+    assert all(name.endswith(".weight") and "norm" not in name for name in decayed)
+    assert {"cls_token", "reg_token", "pos_embed", "norm.weight", "head.bias"} <= kept
+
+
+def test_layer_decay_falls_from_the_head_to_the_patches(network):
+    groups = parameter_groups(network, depth=2, weight_decay=0.05, layer_decay=0.5)
+    scale = {name: group["lr_scale"] for group in groups for name in group["names"]}
+    assert scale["head.weight"] == 1.0
+    assert scale["blocks.1.attn.qkv.weight"] == scale["norm.weight"] == 0.5
+    assert scale["blocks.0.norm1.bias"] == 0.25
+    assert scale["patch_embed.proj.weight"] == scale["cls_token"] == scale["pos_embed"] == 0.125
+
+
+def test_layer_decay_equals_timms(network):
+    import timm
+    from timm.optim import param_groups_layer_decay
+
+    theirs = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2,
+        num_classes=3, reg_tokens=2,
+    )  # fmt: skip
+    expected = {}
+    for group in param_groups_layer_decay(theirs, layer_decay=0.7):
+        for name, parameter in theirs.named_parameters():
+            if any(parameter is member for member in group["params"]):
+                expected[name] = group["lr_scale"]
+    ours = {name: 0.7 ** (3 - layer_of(name, 2)) for name, _ in network.named_parameters()}
+    shared = ours.keys() & expected.keys()
+    assert len(shared) > 20
+    assert {n: ours[n] for n in shared} == pytest.approx({n: expected[n] for n in shared})
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd", "muon", "lion"])
+def test_optimisers_take_a_step(network, name):
+    before = network.blocks[0].attn.qkv.weight.detach().clone()
+    optimizer = make_optimizer(network, TrainingConfig(optimizer=name), depth=2)
+    named = {name for group in optimizer.param_groups for name in group["names"]}
+    assert named == {name for name, _ in network.named_parameters()}
+    nn.init.normal_(network.head.weight)
+    network(torch.randn(2, 3, 16, 16)).square().sum().backward()
+    set_lr(optimizer, 0.01)
+    optimizer.step()
+    assert not torch.equal(before, network.blocks[0].attn.qkv.weight)
+
+
+def test_an_unknown_optimiser_is_named(network):
+    with pytest.raises(ConfigError, match="optimizer='adamq' is not known"):
+        make_optimizer(network, TrainingConfig(optimizer="adamq"), depth=2)
+
+
+def test_a_setting_the_optimiser_does_not_take_is_refused(network):
+    config = make_config({"opt": "sgd", "betas": [0.9, 0.95]}).training
+    with pytest.raises(ConfigError, match="optimizer='sgd' has none"):
+        make_optimizer(network, config, depth=2)
+
+
+def test_loss_equals_torchs_on_labels():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
+    targets = nn.functional.one_hot(labels, 4).float()
+    expected = nn.CrossEntropyLoss(label_smoothing=0.1)(logits, labels) * 5
+    torch.testing.assert_close(smoothed_cross_entropy(logits, targets, smoothing=0.1), expected)
+
+
+def test_moving_average_equals_torchs():
+    torch.manual_seed(0)
+    ours_of, theirs_of = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs_of.load_state_dict(ours_of.state_dict())
+    ours = MovingAverage(ours_of, 0.9)
+    theirs = AveragedModel(theirs_of, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    theirs.update_parameters(theirs_of)  # its first update copies
+    for step in range(200, 210):  # beyond the early steps, which count more here
+        for parameter, other in zip(ours_of.parameters(), theirs_of.parameters(), strict=True):
+            parameter.data += 0.1
+            other.data += 0.1
+        ours.update(step)
+        theirs.update_parameters(theirs_of)
+    for name, value in theirs.module.named_parameters():
+        torch.testing.assert_close(ours.average[name], value.detach())
+
+
+def test_early_steps_count_more():
+    model = nn.Linear(1, 1)
+    average = MovingAverage(model, 0.999)
+    model.weight.data.fill_(5.0)
+    for step in range(100):
+        average.update(step)
+    assert math.isclose(average.average["weight"].item(), 5.0, abs_tol=0.01)
+
+
+def test_the_average_is_in_place_only_inside():
+    model = nn.Linear(1, 1)
+    model.weight.data.fill_(1.0)
+    average = MovingAverage(model, 0.9)
+    model.weight.data.fill_(2.0)
+    with average.in_place():
+        assert model.weight.item() == 1.0
+    assert (model.weight.item(), average.average["weight"].item()) == (2.0, 1.0)

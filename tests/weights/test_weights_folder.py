@@ -1,0 +1,186 @@
+"""Run folders: what is saved comes back, and damage never passes."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit.config import Config, ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import RunError, VitError, WeightsError
+from vit.model.build import build_classifier
+from vit.weights.folder import from_pretrained, load_run, save_model
+
+MODEL = ModelConfig(image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3)
+CLASSES = ("cat", "dog's", "ünï \u202e\x1b")
+PREPROCESSING = Preprocessing(
+    image_size=(16, 16), resize="squash", crop_share=0.875, mean=(0.1, 0.2, 0.3)
+)
+
+
+@pytest.fixture
+def run(tmp_path, randomise) -> Path:
+    model = build_classifier(MODEL)
+    model.load_state_dict(randomise(model.state_dict()))
+    save(tmp_path, model)
+    return tmp_path
+
+
+def save(folder: Path, model: torch.nn.Module, **changes) -> None:
+    arguments = {
+        "config": Config(model=MODEL),
+        "classes": CLASSES,
+        "preprocessing": PREPROCESSING,
+    }
+    save_model(folder, model, **{**arguments, **changes})
+
+
+def test_everything_comes_back(run, randomise):
+    loaded = load_run(run)
+    assert loaded.classes == CLASSES
+    assert loaded.preprocessing == PREPROCESSING
+    assert loaded.config == MODEL
+    assert not loaded.model.training
+    expected = randomise(loaded.model.state_dict())
+    for name, tensor in loaded.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(from_pretrained(str(run))(images), loaded.model(images))
+
+
+def test_a_loaded_model_trains(run):
+    model = load_run(run).model.train()
+    model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_half_precision_is_saved_as_float32(tmp_path, run):
+    save(tmp_path, load_run(run).model.bfloat16())
+    assert load_run(tmp_path).model.head.weight.dtype == torch.float32
+
+
+def test_saving_again_replaces_only_the_weights(run):
+    before = (run / "config.json").read_bytes()
+    model = load_run(run).model
+    torch.nn.init.ones_(model.head.bias)
+    save(run, model)
+    assert (run / "config.json").read_bytes() == before
+    assert bool((load_run(run).model.head.bias == 1).all())
+    assert sorted(path.name for path in run.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classes": ("a", "b")}, "2 class names for num_classes=3"),
+        ({"classes": ("a", "b", "b")}, "two classes have the same name"),
+        ({"classes": ("a", "b", 3)}, "must be a list of names"),
+        ({"config": Config(model=ModelConfig(**{**vars(MODEL), "depth": 2}))}, "missing: blocks.1"),
+    ],
+)
+def test_refuses_to_save_what_does_not_belong_together(tmp_path, changes, message):
+    with pytest.raises(WeightsError, match=message):
+        save(tmp_path, build_classifier(MODEL), **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_to_save_weights_that_are_not_finite(run):
+    model = load_run(run).model
+    model.head.bias.data[1] = float("nan")
+    before = (run / "model.safetensors").read_bytes()
+    with pytest.raises(WeightsError, match=r"not finite: head\.bias"):
+        save(run, model)
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_every_flipped_bit_is_noticed(run):
+    choose = random.Random(0)
+    for name in ("model.safetensors", "config.json"):
+        path = run / name
+        whole = path.read_bytes()
+        for _ in range(60):
+            damaged = bytearray(whole)
+            damaged[choose.randrange(len(whole))] ^= 1 << choose.randrange(8)
+            path.write_bytes(damaged)
+            with pytest.raises(VitError, match=str(run)) as error:
+                load_run(run)
+            assert "\n" not in str(error.value)
+        path.write_bytes(whole)
+    load_run(run)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_every_cut_is_noticed(run, name):
+    whole = (run / name).read_bytes()
+    for length in (0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 1):
+        (run / name).write_bytes(whole[:length])
+        with pytest.raises(VitError, match=str(run)):
+            load_run(run)
+
+
+def test_files_of_two_runs_do_not_mix(run, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    save(other, load_run(run).model, classes=("dog's", "cat", CLASSES[2]))
+    (run / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    with pytest.raises(WeightsError, match="of another run"):
+        load_run(run)
+
+
+def test_missing_files_are_named(run, tmp_path):
+    (run / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"model\.safetensors is missing"):
+        load_run(run)
+    (run / "config.json").unlink()
+    with pytest.raises(RunError, match="give the run folder of a training"):
+        load_run(run)
+    with pytest.raises(RunError, match="is not a folder"):
+        load_run(tmp_path / "nowhere")
+    with pytest.raises(RunError):
+        load_run("nul\0byte")
+
+
+def forge(run: Path, change) -> None:
+    """Rewrite config.json and sign the weights for it, as an ill-willed writer would."""
+    from vit.weights.folder import CONFIG_DIGEST, _sha256
+    from vit.weights.tensorfile import read_tensors, write_tensors
+
+    content = json.loads((run / "config.json").read_text())
+    content = change(content) or content
+    (run / "config.json").write_text(json.dumps(content))
+    tensors, notes = read_tensors(run / "model.safetensors")
+    notes[CONFIG_DIGEST] = _sha256((run / "config.json").read_bytes())
+    write_tensors(run / "model.safetensors", tensors, notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("vit") and None, "has no key 'vit'"),
+        (lambda _: [1, 2], "has no key 'vit'"),
+        (lambda c: c["vit"].update(version=99), "version 99, this vit reads 1; install"),
+        (lambda c: c["vit"].update(more=1), "has the keys"),
+        (lambda c: c["vit"].update(config=[]), "must be exactly image_size"),
+        (lambda c: c["vit"]["config"].update(dim=3.5), "dim=3.5"),
+        (lambda c: c["vit"]["config"].update(norm="x"), "choose one of layernorm, rmsnorm"),
+        (lambda c: c["vit"]["config"].update(lr=1), "must be exactly"),
+        (lambda c: c["vit"]["config"].update(dim=32), "of another shape"),
+        (lambda c: c["vit"]["config"].update(dim=2 * 10**12), "overflow"),
+        (lambda c: c["vit"]["config"].update(depth=10**9), "only 20 tensors"),
+        (lambda c: c["vit"]["config"].update(num_classes=4), "3 class names for num_classes=4"),
+        (lambda c: c["vit"].update(classes="abc"), "must be a list of names"),
+        (lambda c: c["vit"]["preprocessing"].update(std=[0, 1, 1]), "std"),
+        (lambda c: c["vit"].update(preprocessing=None), "preprocessing"),
+    ],
+)
+def test_a_well_signed_but_wrong_config_is_refused(run, change, message):
+    forge(run, change)
+    with pytest.raises(WeightsError, match=message) as error:
+        load_run(run)
+    assert str(run) in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(RunError, match="could not be written"):
+        save(tmp_path / "nowhere", build_classifier(MODEL))

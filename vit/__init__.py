@@ -1,0 +1,52 @@
+"""From a folder of images to a trusted Vision Transformer.
+
+The public names are imported on first use, so `import vit` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vit.version import __version__
+
+if TYPE_CHECKING:
+    from vit.config import Config
+    from vit.inference.evaluate import evaluate
+    from vit.inference.predictor import Predictor
+    from vit.model.build import create_model
+    from vit.model.classifier import VisionTransformer
+    from vit.settings import make_config
+    from vit.training.train import train
+    from vit.weights.folder import from_pretrained
+
+_HOMES = {
+    "Config": "vit.config",
+    "Predictor": "vit.inference.predictor",
+    "VisionTransformer": "vit.model.classifier",
+    "create_model": "vit.model.build",
+    "evaluate": "vit.inference.evaluate",
+    "from_pretrained": "vit.weights.folder",
+    "make_config": "vit.settings",
+    "train": "vit.training.train",
+}
+
+__all__ = [
+    "Config",
+    "Predictor",
+    "VisionTransformer",
+    "__version__",
+    "create_model",
+    "evaluate",
+    "from_pretrained",
+    "make_config",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

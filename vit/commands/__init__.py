@@ -1,0 +1,1 @@
+"""The command line: parse, build a config, call one function."""

@@ -1,0 +1,91 @@
+"""`vit evaluate`: measure a trained model on labelled images."""
+
+import argparse
+from typing import Any
+
+from vit.commands.options import add_network_options
+from vit.commands.output import check_output, open_output, progress_bar, say, standard_output
+from vit.errors import printable
+
+WEAKEST = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(json=None)
+    parser.add_argument("model", metavar="MODEL", help="a run folder, made by vit train")
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        help="a folder of labelled images, or the name of a built-in set",
+    )
+    parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where all numbers are written as well; an older file is replaced",
+    )
+    add_network_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json, overwrite=True)
+
+    from vit.inference.evaluate import evaluate
+    from vit.inference.results import to_json
+
+    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
+        scores = evaluate(
+            args.model,
+            args.data,
+            split=args.split,
+            device=args.device,
+            batch_size=args.batch_size,
+            precision=args.precision,
+            workers=args.workers,
+            say=lambda note: say(f"vit evaluate: {note}"),
+            progress=lambda done, total: bar_to(bar, done, total),
+        )
+    if args.json is not None:
+        with open_output(args.json) as out:
+            out.write(to_json(scores, indent=2) + "\n")
+    print(summary(scores), file=standard_output(), flush=True)
+    failed = scores["failed"]
+    for row in failed:
+        say(f"vit evaluate: {printable(row['image'])}: {printable(row['error'])}")
+    if failed:
+        total = scores["count"] + len(failed)
+        say(f"vit evaluate: {len(failed)} of {total} images failed and are left out of the numbers")
+    return int(bool(failed))
+
+
+def bar_to(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def summary(scores: dict[str, Any]) -> str:
+    """The numbers for reading, with the classes of lowest F1 last."""
+    low, high = scores["top1_interval"]
+    lines = [
+        f"images             {scores['count']}",
+        f"top-1              {scores['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%})",
+        f"top-5              {scores['top5']:.2%}",
+        f"balanced accuracy  {scores['balanced_accuracy']:.2%}",
+        f"macro F1           {scores['macro_f1']:.4f}",
+        f"loss               {scores['loss']:.4f}",
+        f"calibration error  {scores['ece']:.4f}  (mean gap between confidence and accuracy)",
+    ]
+    present = [row for row in scores["per_class"] if row["count"]]
+    weakest = sorted(present, key=lambda row: row["f1"])[:WEAKEST]
+    width = max(13, *(len(printable(row["label"])) for row in weakest))
+    lines += ["", f"{'weakest classes':<{width}}  images  precision  recall      f1"]
+    lines += [
+        f"  {printable(row['label']):<{width}}{row['count']:>6}  {row['precision']:>9.4f}  "
+        f"{row['recall']:>6.4f}  {row['f1']:.4f}"
+        for row in weakest
+    ]
+    absent = len(scores["per_class"]) - len(present)
+    if absent:
+        lines.append(f"{absent} of the model's classes have no image here")
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+"""Several processes on CPUs, where `accelerate launch --cpu --num_processes N` starts only one.
+
+Without MPI, accelerate's launcher runs the script once however many processes were asked for, and
+says nothing. The number stands only on its own command line, so it is read there, and torch's
+launcher starts the processes.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import vit
+
+
+def processes_asked(environment: Mapping[str, str], parent: Sequence[str]) -> int:
+    """How many processes accelerate's launcher was asked for, where it started a single one.
+
+    Args:
+        environment: That of this process; the launcher marks CPU runs, and gives the address where
+            processes meet only when they are several.
+        parent: Command line of the parent process.
+
+    Returns:
+        Their number, or 1 where this process is one of several already or nobody asked.
+    """
+    marked = environment.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in environment
+    if not marked or "WORLD_SIZE" in environment or "accelerate" not in " ".join(parent):
+        return 1
+    for word, following in zip(parent, [*parent[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            number = value or following
+            return int(number) if number.isdecimal() else 1
+    return 1
+
+
+def start_processes_if_asked(words: Sequence[str]) -> None:
+    """Become torch's launcher of `vit WORDS` where accelerate's was asked for several processes."""
+    if "ACCELERATE_USE_CPU" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    import psutil  # accelerate brings it
+
+    parent = psutil.Process().parent()
+    count = processes_asked(os.environ, parent.cmdline() if parent else [])
+    if count == 1:
+        return
+    print(f"starting {count} processes with torch.distributed.run", file=sys.stderr, flush=True)
+    home = str(Path(vit.__file__).parents[1])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(count), "-m", "vit", *words]
+    os.execve(sys.executable, launcher, environment)

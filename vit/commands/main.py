@@ -1,0 +1,108 @@
+"""`vit COMMAND ...`: finds the command, and turns errors a user can mend into one line."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from vit.errors import VitError, printable
+from vit.settings import nearest
+
+# command -> what it does; each is a module of vit/commands with add_arguments() and run()
+COMMANDS = {
+    "train": "train a Vision Transformer on a folder of images",
+    "predict": "label images with a trained model",
+    "evaluate": "measure a trained model on labelled images",
+    "models": "list the networks that can be built by name",
+}
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line; an unknown flag is answered with the nearest known one."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(
+            allow_abbrev=False,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments in `words`; what is unknown ends the program with code 2."""
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            hint = nearest(word, self._option_string_actions)
+            self.error(f"{printable(unknown[0])} is not an argument{hint}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        line = " ".join(printable(message).split())
+        self.exit(EXIT_USAGE, f"{self.prog}: {line} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code of the contract."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else EXIT_USAGE
+    if words[0] in ("-V", "--version"):
+        from vit.version import __version__
+
+        print(f"vit {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        hint = nearest(words[0], COMMANDS)
+        print(
+            f"vit: {printable(words[0])} is not a command{hint} (see vit --help)", file=sys.stderr
+        )
+        return EXIT_USAGE
+    return run_command(words[0], words[1:])
+
+
+def console() -> None:
+    """Entry point of the installed `vit` script."""
+    sys.exit(main())
+
+
+def run_command(name: str, words: list[str]) -> int:
+    """Parse the words of one command and run it."""
+    command = importlib.import_module(f"vit.commands.{name}")
+    parser = Parser(prog=f"vit {name}", description=COMMANDS[name].capitalize() + ".")
+    try:
+        command.add_arguments(parser)
+        args = parser.parse(words)
+        args.words = [name, *words]
+        code: int = command.run(args)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except VitError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not error.everywhere:
+            where = "" if rank == "0" else f" (process {rank})"
+            print(f"vit {name}{where}: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # the reader of our output has gone: nothing is left to say to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"vit {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return code
+
+
+def usage() -> str:
+    """The first screen: every command with its line."""
+    rows = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
+    return (
+        "usage: vit COMMAND [arguments]\n\n"
+        "From a folder of images to a trusted Vision Transformer.\n\n"
+        f"{rows}\n\n"
+        "`vit COMMAND --help` explains one; `vit --version` prints the version."
+    )

@@ -1,0 +1,93 @@
+"""`vit train DATA [settings]`: settings from a preset, a YAML file and flags -> a run folder."""
+
+import argparse
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from vit.commands.launching import start_processes_if_asked
+from vit.config import SECTIONS
+from vit.errors import ConfigError
+from vit.settings import Setting, all_settings, make_config, names_by_alias, read_settings
+
+TITLES = {
+    "training": "training",
+    "model": "network (a preset gives what is not set here)",
+    "data": "data",
+    "augment": "augmentation",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """DATA, what happens to the run folder, and a flag for every setting."""
+    parser.usage = "vit train DATA [--config FILE] [--out RUN] [--resume] [settings...]"
+    parser.add_argument(
+        "data", nargs="?", metavar="DATA", help="a folder of images, or a built-in set: digits"
+    )
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument(
+        "--out", "--output", metavar="RUN", help="the run folder; runs/<name of DATA> if left out"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out from its last checkpoint"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete the run that is in --out first"
+    )
+    for section in SECTIONS:
+        group = parser.add_argument_group(TITLES[section])
+        for setting in all_settings().values():
+            if setting.section == section and setting.name != "data":
+                add_setting(group, setting)
+
+
+def add_setting(group: Any, setting: Setting) -> None:
+    """One flag: its text is checked with the settings of a file, so errors are the same."""
+    flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
+    shown = "" if setting.default is None else f" (default: {setting.default})"
+    options["help"] = (setting.help + shown).replace("%", "%%")
+    if setting.kind is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        return
+    if typing.get_origin(setting.kind) is Literal:
+        options["metavar"] = "{" + "|".join(typing.get_args(setting.kind)) + "}"
+    else:
+        options["metavar"] = setting.name.split("_")[-1].upper()
+    if "tuple" in str(setting.kind):
+        options["nargs"] = "+"
+    group.add_argument(*flags, **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; the exit code is 0, or comes with the error."""
+    start_processes_if_asked(args.words)
+    values = gather(args)
+    config = make_config(values)
+    if not config.data.data:
+        raise ConfigError("DATA is missing: give a folder of images, or a built-in set: digits")
+    from vit.training.train import train
+
+    given = [names_by_alias().get(str(key).replace("-", "_"), "") for key in values]
+    train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=given)
+    return 0
+
+
+def gather(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings as given, the flags over the file.
+
+    A run that is resumed brings its own settings, so DATA and flags may be left out.
+    """
+    flags = {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
+    if args.data is not None:
+        flags["data"] = args.data
+    source = args.config
+    if source is None and args.resume and args.out:
+        stored = Path(args.out) / "config.yaml"
+        source = stored if stored.is_file() else None
+    values = {} if source is None else read_settings(source)
+    by_alias = names_by_alias()
+    for key in [key for key in values if by_alias.get(str(key).replace("-", "_")) in flags]:
+        del values[key]
+    values.update(flags)
+    return values

@@ -1,0 +1,1 @@
+"""Pixels to batches: sources, decoding, transforms, mixing, loading."""

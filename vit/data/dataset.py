@@ -1,0 +1,123 @@
+"""Reads, varies and stacks the pictures of one micro-batch.
+
+The augmentation of a picture is drawn from (seed, "augment", epoch, index): it depends neither on
+the loader process nor on what was loaded before.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from vit.data.decoding import read_image
+from vit.data.samples import Sample
+from vit.data.schedule import Key
+from vit.data.seeding import random_seed
+from vit.data.transforms import Transform
+from vit.errors import BadImage, printable
+
+
+class Batch(NamedTuple):
+    """Pictures of one micro-batch; those that could not be read are missing from the tensors."""
+
+    images: Tensor
+    """Bytes, (batch, 3, height, width)."""
+    labels: Tensor
+    """Classes, (batch,)."""
+    indices: Tensor
+    """Which samples, (batch,)."""
+    positions: Tensor
+    """Places in the batch of the whole step, (batch,); MixUp pairs neighbours by them."""
+    failed: list[BadImage]
+    """Pictures that could not be read."""
+
+
+class ImageDataset(Dataset[Batch]):
+    """Reads, varies and stacks the pictures of one micro-batch.
+
+    Args:
+        samples: Files and their classes.
+        transform_for: The transform of an epoch; pictures of all epochs may have one size or not.
+        seed: Seed of the run; None where the transform draws nothing.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        transform_for: Callable[[int], Transform],
+        *,
+        seed: int | None = None,
+    ) -> None:
+        # One block of bytes: a list of strings would be copied, page by page, into each process.
+        names = [os.fsencode(sample.path) for sample in samples]
+        self.names = b"".join(names)
+        self.ends = np.cumsum([0, *map(len, names)])
+        self.labels = torch.tensor([sample.label for sample in samples])
+        self.transform_for = transform_for
+        self.seed = seed
+        self.current: tuple[int, Transform] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """The file of one sample."""
+        return os.fsdecode(self.names[self.ends[index] : self.ends[index + 1]])
+
+    def __getitem__(self, key: Key) -> Batch:
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        """The micro-batch of `keys`, all of one epoch."""
+        transform = self._transform(keys[0].epoch)
+        images, good, failed = [], [], []
+        for key in keys:
+            image = self._read(key, transform)
+            if isinstance(image, BadImage):
+                failed.append(image)
+            else:
+                images.append(image)
+                good.append(key)
+        empty = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
+        indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
+        positions = torch.tensor([key.position for key in good], dtype=torch.int64)
+        stacked = torch.stack(images) if images else empty
+        return Batch(stacked, self.labels[indices], indices, positions, failed)
+
+    def _transform(self, epoch: int) -> Transform:
+        if self.current is None or self.current[0] != epoch:
+            self.current = epoch, self.transform_for(epoch)
+        return self.current[1]
+
+    def _read(self, key: Key, transform: Transform) -> Tensor | BadImage:
+        path = self.path(key.sample)
+        try:
+            image = read_image(path)
+        except BadImage as bad:
+            return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
+        # Only the CPU's generator: torch.manual_seed would also reset the accelerator's.
+        generator = torch.default_generator
+        state = generator.get_state()
+        try:
+            if self.seed is not None:
+                generator.manual_seed(random_seed(self.seed, "augment", key.epoch, key.sample))
+            return transform(image)
+        except Exception as error:  # loader processes report no file names by themselves
+            raise RuntimeError(f"{printable(path)}: the transform failed: {error}") from error
+        finally:
+            generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class Always:
+    """The same transform in every epoch."""
+
+    transform: Transform
+
+    def __call__(self, epoch: int) -> Transform:  # noqa: ARG002
+        return self.transform

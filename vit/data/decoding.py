@@ -1,0 +1,239 @@
+"""One safe reader of pictures for training, evaluation and prediction.
+
+A file gives an upright RGB picture or a BadImage, and nothing else: no hang on a pipe, no bomb, no
+half picture, no exception of a parser. What a picture means:
+
+    several frames       the first
+    EXIF orientation     applied; a damaged tag is ignored
+    transparency         over white
+    16 bits a channel    scaled, not clipped; 32-bit integers count as 16-bit
+    floating point       0 to 1, or 0 to 255 where a value is above 1
+"""
+
+import errno
+import os
+import re
+import stat
+import struct
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+
+from vit.errors import BadImage
+
+# Only parsers of formats that people keep pictures in; the common ones first.
+FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"),
+    *("AVIF", "JPEG2000", "ICO", "DIB", "QOI"),
+)
+MAX_BYTES = 2**28
+MAX_PIXELS = 100_000_000
+"""Below Pillow's own limit of 179 million: a picture may need eight bytes a pixel on the way."""
+PNG_CHUNKS = 10_000
+
+UPRIGHT: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# What is often found under a picture's name: pattern of the first bytes, what to call it.
+STRANGERS = (
+    (rb"\A....ftyp(hei|hev|mif1|msf1)", "a HEIC picture: convert it to JPEG or PNG"),
+    (rb"\A....ftypavi", "a damaged AVIF picture, or AVIF is missing in this Pillow"),
+    (rb"\A....ftyp", "a video"),
+    (rb"\A(\xff\x0a|\0\0\0\x0cJXL )", "a JPEG XL picture: convert it to JPEG or PNG"),
+    (rb"\A\s*<(!doctype html|html|head)", "a web page, maybe a failed download"),
+    (rb"\A\s*<(\?xml|svg)", "XML or SVG: convert it to PNG"),
+    (rb"\Aversion https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
+    (rb"\A%PDF", "a PDF document"),
+    (rb"\APK\x03\x04", "a ZIP archive: unpack it"),
+    (rb"\A\s*\{", "JSON, maybe a failed download"),
+    (rb"\A(\xff\xd8\xff|\x89PNG|GIF8|RIFF|BM|II\*|MM\0\*)", "damaged from its first bytes on"),
+    (rb"\A[\t\n\r -~]*\Z", "text"),
+)
+
+
+def read_image(path: str | os.PathLike[str]) -> Image.Image:
+    """The picture in the file `path`: its first frame, upright, RGB.
+
+    Raises:
+        BadImage: Anything else; the reason is short and names no path.
+    """
+    with _opened(path) as image:
+        image.load()
+        turn = UPRIGHT.get(_orientation(image))
+        colour = to_rgb(image)
+        return colour if turn is None else colour.transpose(turn)
+
+
+def check_header(path: str | os.PathLike[str]) -> None:
+    """Refuse `path` where that is clear without decoding it: type, format, dimensions, a cut PNG.
+
+    Raises:
+        BadImage: As in `read_image`, which may still refuse what passes here.
+    """
+    with _opened(path) as image:
+        if image.format == "PNG" and image.fp is not None:
+            _check_png(image.fp)
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[ImageFile.ImageFile]:
+    """The picture in `path` with its header read; whatever fails inside becomes a BadImage."""
+    name = os.fsdecode(path)
+    try:
+        with _QUIET, _regular_file(name) as file, _identified(file) as image:
+            width, height = image.size
+            if width < 1 or height < 1:
+                raise _RefusedError(f"has no pixels: {width} x {height}")
+            if width * height > MAX_PIXELS:
+                raise _RefusedError(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
+            yield image
+    except _RefusedError as refusal:
+        raise BadImage(name, str(refusal)) from None
+    except Image.DecompressionBombError:
+        raise BadImage(name, f"declares more than {MAX_PIXELS:,} pixels") from None
+    except Exception as error:  # any parser, any exception: one file must not end a run
+        words = " ".join(str(error).split())[:120]
+        raise BadImage(name, f"damaged or cut short ({words or type(error).__name__})") from None
+
+
+class _RefusedError(Exception):
+    """Why a file is not accepted, without its name."""
+
+
+def _regular_file(name: str) -> BinaryIO:
+    """Open `name` unless it is something whose reading may block, never end, or be too long."""
+    try:
+        # Looked at before opening too: opening a device can have effects of its own.
+        _check_status(os.stat(name))
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(name, flags), "rb")
+    except FileNotFoundError:
+        raise _RefusedError(
+            "a link to a missing file" if os.path.islink(name) else "no such file"
+        ) from None
+    except PermissionError:
+        raise _RefusedError("no permission to read it") from None
+    except OSError as error:
+        loop = error.errno == errno.ELOOP
+        reason = "a link that leads in a circle" if loop else error.strerror
+        raise _RefusedError(reason or "cannot be opened") from None
+    try:
+        _check_status(os.fstat(file.fileno()))
+    except _RefusedError:
+        file.close()
+        raise
+    return file
+
+
+def _check_status(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise _RefusedError("a folder, not a picture")
+    if not stat.S_ISREG(status.st_mode):
+        raise _RefusedError("not a regular file (a pipe, socket or device)")
+    if not status.st_size:
+        raise _RefusedError("an empty file (0 bytes)")
+    if status.st_size > MAX_BYTES:
+        raise _RefusedError(f"{status.st_size:,} bytes are more than the limit of {MAX_BYTES:,}")
+
+
+def _identified(file: BinaryIO) -> ImageFile.ImageFile:
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        file.seek(0)
+        start = file.read(512)
+        names = (name for pattern, name in STRANGERS if re.match(pattern, start, re.I | re.S))
+        raise _RefusedError(f"not a readable picture ({next(names, 'unknown content')})") from None
+
+
+def _check_png(file: IO[bytes]) -> None:
+    """Refuse a PNG whose pixel data reach beyond the end of the file."""
+    size, position = os.fstat(file.fileno()).st_size, 8
+    for _ in range(PNG_CHUNKS):
+        file.seek(position)
+        header = file.read(8)
+        if len(header) < 8:
+            return
+        length, kind = struct.unpack(">I4s", header)
+        end = position + 8 + length
+        # The last 4 bytes are a checksum of the whole, without which all pixels are there.
+        if kind == b"IDAT" and end - 4 > size:
+            raise _RefusedError("cut short: the pixel data are not complete")
+        position = end + 4
+
+
+def _orientation(image: Image.Image) -> object:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # a damaged tag must not cost the picture
+        return None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """A loaded picture of any mode as RGB; transparency over white, deep channels scaled."""
+    if image.mode[0] in "IF":
+        return Image.fromarray(_scaled(np.asarray(image))).convert("RGB")
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        colour = image.convert("RGBA")
+        white = Image.new("RGBA", colour.size, "white")
+        return Image.alpha_composite(white, colour).convert("RGB")
+    if image.mode == "LAB":
+        from PIL import ImageCms
+
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        converted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
+        assert converted is not None
+        return converted
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _scaled(grey: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Grey values of 16 or 32 bits, (height, width), as bytes."""
+    low, high = float(grey.min()), float(grey.max())
+    limit = 65535.0 if grey.dtype.kind != "f" else 1.0 if high <= 1 else 255.0
+    if not 0 <= low <= high <= limit:  # also false for NaN
+        raise _RefusedError(f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}")
+    scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))
+    return np.asarray(scaled, dtype=np.uint8)
+
+
+class _Quiet:
+    """Silences Pillow's warnings while any thread reads; catch_warnings alone is not for threads.
+
+    They tell of damage that is either harmless or reported as a BadImage, and with `-W error`
+    they would refuse good pictures.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.readers = 0
+        self.filters = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.readers:
+                self.filters = warnings.catch_warnings()
+                self.filters.__enter__()
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+            self.readers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.readers -= 1
+            if not self.readers:
+                self.filters.__exit__(None, None, None)
+
+
+_QUIET = _Quiet()

@@ -1,0 +1,264 @@
+"""Batches of pictures, loaded by processes that stay alive over all epochs.
+
+What a batch holds is decided in schedule.py and dataset.py; here it is only brought.
+"""
+
+import gc
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from vit.data.dataset import Always, Batch, ImageDataset
+from vit.data.samples import Sample
+from vit.data.schedule import Key, Schedule, Stream
+from vit.data.seeding import random_seed
+from vit.data.transforms import Transform
+from vit.errors import BadImage, DataError
+
+__all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
+
+OnBadImage = Literal["stop", "skip"]
+MOST_WORKERS = 8
+
+
+class TrainingLoader:
+    """Micro-batches of this device, from any (epoch, step) on.
+
+    One set of loader processes lives through all epochs as long as they are asked for in order,
+    and loads the next epoch's first batches while the caller validates.
+
+    Args:
+        samples: Files and their classes.
+        transform_for: The transform of an epoch.
+        schedule: Which samples make which micro-batch.
+        epochs: Number of epochs of the run.
+        workers: Loader processes, 0 to load in this one; None to choose by the number of cores.
+        on_bad_image: `stop` raises a BadImage; `skip` leaves it out and names it in `failed`.
+        pin_memory: Put batches where a GPU can fetch them by itself.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        transform_for: Callable[[int], Transform],
+        schedule: Schedule,
+        *,
+        epochs: int,
+        workers: int | None = None,
+        on_bad_image: OnBadImage = "stop",
+        pin_memory: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self.stream = Stream(schedule, epochs)
+        self.feed = Feed(
+            ImageDataset(samples, transform_for, seed=schedule.seed),
+            self.stream,
+            workers=default_workers(schedule.world_size) if workers is None else workers,
+            on_bad_image=on_bad_image,
+            pin_memory=pin_memory,
+        )
+        self.next: tuple[int, int] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps of one epoch."""
+        return self.schedule.steps_per_epoch
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The micro-batches of `epoch` from `start_step` on; skipped ones are not read.
+
+        Loading starts with the call, not with the first batch.
+
+        Raises:
+            BadImage: A picture cannot be read, and `on_bad_image` is `stop`.
+        """
+        first = epoch, start_step * self.schedule.accumulate
+        if self.next != first:
+            self.close()
+            self.stream.start = first
+            self.feed.start()
+        return self._take(*first)
+
+    def close(self) -> None:
+        """Stop the loader processes; the next epoch starts new ones."""
+        self.next = None
+        self.feed.stop()
+
+    def _take(self, epoch: int, first: int) -> Iterator[Batch]:
+        end = self.steps_per_epoch * self.schedule.accumulate
+        for number in range(first, end):
+            self.next = None  # until this batch is here, the place in the stream is unknown
+            batch = self.feed.take()
+            self.next = (epoch + 1, 0) if number + 1 == end else (epoch, number + 1)
+            yield batch
+
+
+class EvaluationLoader:
+    """Every sample exactly once over all devices, in order, none twice; may be iterated again.
+
+    Args:
+        samples: Files and their classes.
+        preprocessing: The transform.
+        batch_size: Pictures of one batch on one device.
+        rank: Number of this device, from 0; it reads each `world_size`-th sample.
+        world_size: Number of devices.
+        workers: As in `TrainingLoader`; they live as long as this object.
+        on_bad_image: As in `TrainingLoader`.
+        pin_memory: As in `TrainingLoader`.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        preprocessing: Transform,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int | None = None,
+        on_bad_image: OnBadImage = "skip",
+        pin_memory: bool = False,
+    ) -> None:
+        samples_here = range(rank, len(samples), world_size)
+        keys = [Key(0, sample, place) for place, sample in enumerate(samples_here)]
+        self.keys = [keys[at : at + batch_size] for at in range(0, len(keys), batch_size)]
+        workers = default_workers(world_size) if workers is None else workers
+        self.feed = Feed(
+            ImageDataset(samples, Always(preprocessing)),
+            self.keys,
+            workers=min(workers, len(self.keys)),
+            on_bad_image=on_bad_image,
+            pin_memory=pin_memory,
+            persistent=True,
+        )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.feed.start()
+        for _ in self.keys:
+            yield self.feed.take()
+
+    def close(self) -> None:
+        """Stop the loader processes; the next iteration starts new ones."""
+        self.feed.stop()
+
+
+class Feed:
+    """torch's loader over given micro-batches, with failures told in the main process.
+
+    Args:
+        dataset: Makes a micro-batch of a list of keys.
+        keys: The lists.
+        workers: Loader processes; 0 to load in this one.
+        on_bad_image: As in `TrainingLoader`.
+        pin_memory: As in `TrainingLoader`.
+        persistent: Keep the processes from one pass over `keys` to the next.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        keys: Iterable[list[Key]],
+        *,
+        workers: int,
+        on_bad_image: OnBadImage,
+        pin_memory: bool,
+        persistent: bool = False,
+    ) -> None:
+        self.on_bad_image = on_bad_image
+        with quiet():
+            self.loader = DataLoader(
+                dataset,
+                batch_sampler=keys,
+                num_workers=workers,
+                collate_fn=as_it_is,
+                pin_memory=pin_memory,
+                persistent_workers=persistent and workers > 0,
+                worker_init_fn=start_worker,
+                # Forked processes start in milliseconds and share the list of files; they never
+                # touch the accelerator.
+                multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+                # Its own generator: an iterator draws a base seed, from the global one by default.
+                generator=torch.Generator(),
+            )
+        self.batches: Iterator[Batch] = iter(())
+
+    def start(self) -> None:
+        """Begin a pass."""
+        with quiet():
+            self.batches = iter(self.loader)
+
+    def take(self) -> Batch:
+        """The next micro-batch.
+
+        Raises:
+            BadImage: A picture cannot be read, and `on_bad_image` is `stop`.
+            DataError: A loader process died.
+        """
+        try:
+            batch = next(self.batches)
+            if batch.failed and self.on_bad_image == "stop":
+                raise BadImage(batch.failed[0].path, batch.failed[0].reason)
+        except RuntimeError as error:
+            self.stop()
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                "a loader process was killed, most likely for lack of memory or of shared memory "
+                "(/dev/shm); use fewer workers (-j) or a smaller batch_size"
+            ) from error
+        except BaseException:
+            self.stop()
+            raise
+        return batch
+
+    def stop(self) -> None:
+        """End the processes now."""
+        # Not when the iterator is collected: a traceback may keep it, and processes forked in the
+        # meantime inherit it.
+        shutdown = getattr(self.batches, "_shutdown_workers", None)
+        self.batches = iter(())
+        self.loader._iterator = None
+        if shutdown is not None:
+            shutdown()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of more processes than cores, or of a fork beside threads such as torch's own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        yield
+
+
+def default_workers(world_size: int) -> int:
+    """Loader processes of one device: its share of the cores, at most 8."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(max(cores // world_size, 1), MOST_WORKERS)
+
+
+def as_it_is(batch: Any) -> Any:
+    """The dataset stacks the pictures itself."""
+    return batch
+
+
+def start_worker(worker: int) -> None:  # noqa: ARG001
+    """Called first in each loader process."""
+    # The main process decides what a signal means, and may want one more step before it stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A scheduler may signal the whole group: a dead loader would break the step in progress.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # What was inherited stays untouched: no finaliser of the main process's objects runs here, and
+    # no page is copied for it.
+    gc.freeze()

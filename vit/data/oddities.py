@@ -1,0 +1,108 @@
+"""What looks wrong in a data set although it can be trained on: told before time is spent on it."""
+
+import contextlib
+import hashlib
+import os
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from vit.data.classes import Pictures
+from vit.data.folders import count, some
+from vit.errors import printable
+
+IMBALANCE = 10
+"""Times the smallest class from which on the largest one is worth a note."""
+FEW = 10
+"""Pictures a class below which training is a poor idea."""
+MOST_COMPARED = 50_000
+"""Pictures up to which equal files are looked for."""
+TAIL = 4096
+
+
+def name_notes(classes: Sequence[str]) -> list[str]:
+    """Classes whose names look the same."""
+    by_form: dict[str, list[str]] = defaultdict(list)
+    for name in classes:
+        by_form[unicodedata.normalize("NFC", name)].append(name)
+    return [
+        f"classes that look the same, equal in normalised Unicode: {', '.join(map(ascii, names))} "
+        f"({printable(form)})"
+        for form, names in by_form.items()
+        if len(names) > 1
+    ]
+
+
+def count_notes(train: Pictures) -> list[str]:
+    """Too few pictures, or very unequal classes."""
+    counts = {name: len(paths) for name, paths in train.items()}
+    total = sum(counts.values())
+    least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
+    notes = []
+    if total < FEW * len(counts):
+        notes.append(f"only {count(total, 'training picture')} for {len(counts)} classes: very few")
+    if counts[most] >= IMBALANCE * counts[least]:
+        notes.append(
+            f"imbalanced classes: {printable(least)} has the fewest, "
+            f"{count(counts[least], 'picture')}; {printable(most)} has {counts[most]:,}"
+        )
+    return notes
+
+
+def equal_notes(train: Pictures, val: Pictures, root: str) -> list[str]:
+    """Files of the same content in training and validation, or under two classes."""
+    where = {path: ("train", name) for name, paths in train.items() for path in paths}
+    where |= {path: ("val", name) for name, paths in val.items() for path in paths}
+    if len(where) > MOST_COMPARED:
+        return [f"equal files were not looked for: more than {MOST_COMPARED:,} pictures"]
+    leaks: list[str] = []
+    twins: list[str] = []
+    for group in equal_files(where):
+        first = group[0]
+        kinds = {where[path][0] for path in group}
+        others = [path for path in group if where[path] != where[first]]
+        if not others:
+            continue
+        pair = " = ".join(printable(os.path.relpath(path, root)) for path in (first, others[0]))
+        (leaks if len(kinds) > 1 else twins).append(pair)
+    notes = []
+    if leaks:
+        pictures = count(len(leaks), "picture")
+        notes.append(f"{pictures} in training and in validation (leak): {some(leaks, 3)}")
+    if twins:
+        notes.append(f"{count(len(twins), 'picture')} in more than one class: {some(twins, 3)}")
+    return notes
+
+
+def equal_files(paths: Iterable[str]) -> list[list[str]]:
+    """Groups of files with the same bytes; unreadable ones are in none."""
+    groups = [list(paths)]
+    for kind in (_size, _tail, _digest):  # each reads more of fewer files
+        groups = [part for group in groups for part in _grouped(group, kind)]
+    return groups
+
+
+def _grouped(paths: list[str], kind: Callable[[str], object]) -> list[list[str]]:
+    by_kind: dict[object, list[str]] = defaultdict(list)
+    for path in paths:
+        with contextlib.suppress(OSError):  # reported when its header is checked
+            by_kind[kind(path)].append(path)
+    return [group for group in by_kind.values() if len(group) > 1]
+
+
+def _size(path: str) -> int:
+    return os.path.getsize(path)
+
+
+def _tail(path: str) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(os.path.getsize(path) - TAIL, 0))
+        return hashlib.blake2b(file.read(TAIL)).digest()
+
+
+def _digest(path: str) -> bytes:
+    digest = hashlib.blake2b()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.digest()

@@ -1,0 +1,153 @@
+"""The one way a picture becomes network input in evaluation, prediction and export.
+
+    input = (resize, centre crop, bytes / 255 - mean) / std
+
+It is saved in the run, so that no later use can differ from the validation of the training.
+Equals timm's evaluation transform (crop modes `center` and `squash`) bit by bit.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+
+from vit.errors import ConfigError
+
+Triple = tuple[float, float, float]
+Resize = Literal["crop", "squash"]
+Interpolation = Literal["bilinear", "bicubic"]
+
+RESAMPLING: dict[str, Image.Resampling] = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+WHOLE_LIMIT = 2**24
+"""Pixels of a resized picture above which only its crop is computed; 1 x 3000 would take 450 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """A picture of any size becomes (3, height, width) bytes; a batch of bytes becomes floats.
+
+    Args:
+        image_size: (height, width) of the result, in pixels.
+        resize: `crop` keeps the aspect ratio and cuts the centre out; `squash` does not keep it.
+        crop_share: Share of the resized side that the centre crop keeps, in (0, 1].
+        interpolation: How pixels are resampled.
+        mean: Subtracted from each channel, as a share of full brightness.
+        std: Divides each channel afterwards.
+
+    Raises:
+        ConfigError: A value is impossible.
+    """
+
+    image_size: tuple[int, int]
+    resize: Resize = "crop"
+    crop_share: float = 0.9
+    interpolation: Interpolation = "bicubic"
+    mean: Triple = (0.5, 0.5, 0.5)
+    std: Triple = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        size = self.image_size
+        if len(size) != 2 or not all(type(side) is int and side > 0 for side in size):
+            raise ConfigError(f"image_size={size!r}: must be a height and a width in pixels")
+        for name, names in (("resize", Resize), ("interpolation", Interpolation)):
+            value, allowed = getattr(self, name), get_args(names)
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+        if not 0 < self.crop_share <= 1:
+            raise ConfigError(f"crop_share={self.crop_share!r}: must be in (0, 1]")
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if len(value) != 3 or not all(math.isfinite(number) for number in value):
+                raise ConfigError(f"{name}={value!r}: must be three finite numbers")
+        if min(self.std) <= 0:
+            raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """RGB picture -> its bytes, (3, height, width)."""
+        return to_bytes(self.fit(image))
+
+    def fit(self, image: Image.Image) -> Image.Image:
+        """Resize `image` and cut the centre out of it."""
+        height, width = self.image_size
+        full = full_width, full_height = self._resized(*image.size)
+        # int(round()) as torchvision's centre crop rounds: half a pixel goes to the even side.
+        left, top = round((full_width - width) / 2), round((full_height - height) / 2)
+        box = (left, top, left + width, top + height)
+        resample = RESAMPLING[self.interpolation]
+        if full_width * full_height <= WHOLE_LIMIT:
+            return image.resize(full, resample).crop(box)
+        x, y = image.width / full_width, image.height / full_height
+        source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+        return image.resize((width, height), resample, box=source)
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) of the whole picture before the centre is cut out."""
+        rows, cols = (math.floor(side / self.crop_share) for side in self.image_size)
+        if self.resize == "squash":
+            return cols, rows
+        if rows == cols:
+            long = int(rows * max(width, height) / min(width, height))
+            return (rows, long) if width <= height else (long, rows)
+        ratio = min(height / rows, width / cols)
+        return round(width / ratio), round(height / ratio)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Bytes (batch, 3, height, width) -> floats of the same shape, on the same device."""
+        mean, std = (
+            torch.tensor(values, device=images.device)[:, None, None]
+            for values in (self.mean, self.std)
+        )
+        return (images.float() / 255).sub_(mean).div_(std)
+
+    @property
+    def mean_colour(self) -> tuple[int, int, int]:
+        """The colour that is (nearly) zero after normalisation, as bytes."""
+        red, green, blue = (min(max(round(255 * share), 0), 255) for share in self.mean)
+        return red, green, blue
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":
+        """The inverse of `to_dict`; every key must be there, and no other.
+
+        Raises:
+            ConfigError: A key is missing or unknown, or a value has the wrong type.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or values.keys() != names:
+            found = sorted(values) if isinstance(values, dict) else values
+            raise ConfigError(f"preprocessing has {found!r}; expected exactly {sorted(names)}")
+        for name in ("image_size", "mean", "std"):
+            if not isinstance(values[name], list | tuple) or not all(map(_number, values[name])):
+                raise ConfigError(f"preprocessing.{name}={values[name]!r}: expected numbers")
+        if not _number(values["crop_share"]):
+            raise ConfigError(f"preprocessing.crop_share={values['crop_share']!r}: not a number")
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**plain)
+
+
+def to_bytes(image: Image.Image) -> Tensor:
+    """RGB picture -> its bytes, (3, height, width)."""
+    pixels = torch.from_numpy(np.array(image))
+    return rearrange(pixels, "height width channels -> channels height width").contiguous()
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,30 @@
+"""What every source of pictures gives: samples, and classes by name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A file and the number of its class."""
+
+    path: str
+    label: int
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set ready for training."""
+
+    classes: tuple[str, ...]
+    """Names of the classes, sorted; a label is an index into them."""
+    train: tuple[Sample, ...]
+    """Training pictures."""
+    val: tuple[Sample, ...]
+    """Validation pictures."""
+    notes: tuple[str, ...]
+    """What the user should know: what was left out, what looks wrong; safe on a terminal."""
+    made: bool
+    """Whether the validation pictures were chosen by us."""
+    root: Path
+    """Folder that holds all of them."""

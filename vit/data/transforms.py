@@ -1,0 +1,158 @@
+"""Training pictures are cropped, flipped, moved and recoloured at random.
+
+Every draw comes from torch's global generator, which the dataset seeds for each picture.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vit.config import AugmentConfig
+from vit.data.preprocessing import RESAMPLING, Preprocessing, to_bytes
+
+Box = tuple[float, float, float, float]
+TRIES = 10
+ERASED = (0.02, 1 / 3)
+"""Smallest and largest share of a picture that is erased."""
+ERASED_RATIO = 10 / 3
+
+
+class Transform(Protocol):
+    """An RGB picture of any size becomes (3, height, width) bytes."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of every result."""
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """RGB picture -> its bytes, (3, height, width)."""
+
+
+def training_transform(config: AugmentConfig, preprocessing: Preprocessing) -> Transform:
+    """The random version of `preprocessing`: same size, same interpolation, same mean colour."""
+    return TrainingTransform(config, preprocessing)
+
+
+class TrainingTransform:
+    """Random crop, flips, rotation and shift, operations on colour, random erasing, in this order.
+
+    Args:
+        config: Which of them, and how strong.
+        preprocessing: Gives the size, the interpolation, the fill colour, and the geometry where
+            crops are off (`min_crop` 1).
+    """
+
+    def __init__(self, config: AugmentConfig, preprocessing: Preprocessing) -> None:
+        self.config = config
+        self.preprocessing = preprocessing
+        self.image_size = preprocessing.image_size
+        self.operations = _operations(config, preprocessing.mean_colour)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """RGB picture -> its bytes, (3, height, width)."""
+        image = self._flipped(self._cropped(image))
+        if self.config.rotate or self.config.translate:
+            image = self._moved(image)
+        for operation in self.operations:
+            image = operation(image)
+        pixels = to_bytes(image)
+        if self.config.erase and _draw(1)[0] < self.config.erase:
+            erase(pixels, self.preprocessing.mean_colour)
+        return pixels
+
+    def _cropped(self, image: Image.Image) -> Image.Image:
+        if self.config.min_crop == 1:
+            return self.preprocessing.fit(image)
+        height, width = self.image_size
+        box = random_box(*image.size, self.config.min_crop, self.config.crop_ratio)
+        return image.resize((width, height), RESAMPLING[self.preprocessing.interpolation], box=box)
+
+    def _flipped(self, image: Image.Image) -> Image.Image:
+        if self.config.hflip and _draw(1)[0] < self.config.hflip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.config.vflip and _draw(1)[0] < self.config.vflip:
+            image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+        return image
+
+    def _moved(self, image: Image.Image) -> Image.Image:
+        turn, right, down = (2 * draw - 1 for draw in _draw(3))
+        shift = self.config.translate
+        return image.rotate(
+            turn * self.config.rotate,
+            resample=RESAMPLING[self.preprocessing.interpolation],
+            translate=(round(right * shift * image.width), round(down * shift * image.height)),
+            fillcolor=self.preprocessing.mean_colour,
+        )
+
+
+def random_box(width: int, height: int, min_area: float, max_ratio: float) -> Box:
+    """A part of a picture, as (left, top, right, bottom) in fractions of pixels.
+
+    Its area is uniform in [min_area, 1] of the picture's, the logarithm of its aspect ratio
+    uniform too. Where ten draws do not fit, the largest centred box of an allowed ratio.
+
+    Source: Szegedy et al., "Going Deeper with Convolutions", section 6, arXiv:1409.4842.
+    """
+    log_ratio = math.log(max_ratio)
+    for _ in range(TRIES):
+        size, shape, right, down = _draw(4)
+        area = width * height * (min_area + (1 - min_area) * size)
+        ratio = math.exp((2 * shape - 1) * log_ratio)
+        box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if box_width <= width and box_height <= height:
+            left, top = right * (width - box_width), down * (height - box_height)
+            return left, top, min(left + box_width, width), min(top + box_height, height)
+    box_width, box_height = min(width, height * max_ratio), min(height, width * max_ratio)
+    left, top = (width - box_width) / 2, (height - box_height) / 2
+    return left, top, left + box_width, top + box_height
+
+
+def erase(pixels: Tensor, colour: tuple[int, int, int]) -> None:
+    """Paint one random rectangle of `pixels`, (3, height, width), in place.
+
+    Source: Zhong et al., "Random Erasing Data Augmentation", algorithm 1, arXiv:1708.04896.
+    """
+    _, height, width = pixels.shape
+    for _ in range(TRIES):
+        size, shape, down, right = _draw(4)
+        area = height * width * (ERASED[0] + (ERASED[1] - ERASED[0]) * size)
+        ratio = math.exp((2 * shape - 1) * math.log(ERASED_RATIO))
+        rows, cols = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < rows < height and 0 < cols < width:
+            top, left = int(down * (height - rows + 1)), int(right * (width - cols + 1))
+            fill = torch.tensor(colour, dtype=pixels.dtype)[:, None, None]
+            pixels[:, top : top + rows, left : left + cols] = fill
+            return
+
+
+def _operations(
+    config: AugmentConfig, fill: tuple[int, int, int]
+) -> list[Callable[[Image.Image], Image.Image]]:
+    """torchvision's random operations on colour and shape that `config` asks for."""
+    if config.auto_augment == "none" and not config.color_jitter:
+        return []
+    from torchvision.transforms import v2  # two seconds of import, paid only where it is used
+
+    bilinear = v2.InterpolationMode.BILINEAR
+    policies: dict[str, Callable[[], Any]] = {
+        "none": v2.Identity,
+        "randaugment": lambda: v2.RandAugment(
+            config.randaugment_layers,
+            config.randaugment_magnitude,
+            interpolation=bilinear,
+            fill=list(fill),
+        ),
+        "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=bilinear, fill=list(fill)),
+    }
+    strength = config.color_jitter
+    jitter = v2.ColorJitter(strength, strength, strength) if strength else v2.Identity()
+    return [policies[config.auto_augment](), jitter]
+
+
+def _draw(count: int) -> list[float]:
+    """Numbers from 0 to 1 from torch's global generator."""
+    return torch.rand(count).tolist()

@@ -1,0 +1,1 @@
+"""How good answers are: metrics with intervals, and calibration."""

@@ -1,0 +1,173 @@
+"""Scores of a classifier from its probabilities: accuracy, calibration, and each class by itself.
+
+Everything is computed in float64 from five numbers an image (`Outcomes`), so that a large data
+set needs no table of images x classes, and processes can gather their parts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BINS = 15
+Z95 = 1.959963984540054  # the standard normal's 97.5 % point
+LEAST = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What the scores need to know of each image; five tensors of shape (images,).
+
+    Args:
+        labels: The true class.
+        answers: The most probable class; of equal ones the first.
+        confidences: Probability of `answers`.
+        ranks: Place of the true class among all, 0 for the most probable.
+        likelihoods: Probability of the true class.
+    """
+
+    labels: Tensor
+    answers: Tensor
+    confidences: Tensor
+    ranks: Tensor
+    likelihoods: Tensor
+
+    @staticmethod
+    def of(probabilities: Tensor, labels: Tensor) -> "Outcomes":
+        """Outcomes of `probabilities`, (images, classes), under the true `labels`, (images,).
+
+        Raises:
+            ValueError: The shapes do not fit, a label is not a class, or a probability is not
+                a finite number.
+        """
+        if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
+            raise ValueError(
+                f"probabilities {tuple(probabilities.shape)} and labels {tuple(labels.shape)}: "
+                "need (images, classes) and (images,)"
+            )
+        probabilities, labels = probabilities.double(), labels.long()
+        classes = probabilities.shape[1]
+        if bool(((labels < 0) | (labels >= classes)).any()):
+            raise ValueError(f"labels must be from 0 to {classes - 1}, one of {classes} classes")
+        if not bool(probabilities.isfinite().all()):
+            raise ValueError("a probability is not a finite number")
+        order = ranking(probabilities)
+        places = order.argsort(dim=1)
+        own = labels.unsqueeze(1)
+        answers = order[:, 0]
+        return Outcomes(
+            labels=labels,
+            answers=answers,
+            confidences=probabilities.gather(1, answers.unsqueeze(1)).squeeze(1),
+            ranks=places.gather(1, own).squeeze(1),
+            likelihoods=probabilities.gather(1, own).squeeze(1),
+        )
+
+    @staticmethod
+    def cat(parts: Sequence["Outcomes"]) -> "Outcomes":
+        """All images of `parts`, in order; `parts` is not empty."""
+        names = [field.name for field in fields(Outcomes)]
+        return Outcomes(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def ranking(probabilities: Tensor) -> Tensor:
+    """Classes from the most to the least probable, (images, classes); of equal ones the first.
+
+    The one rule for ties: bf16 logits do tie, and what is shown must be what is scored.
+    """
+    return probabilities.sort(dim=1, descending=True, stable=True).indices
+
+
+def classification_scores(
+    probabilities: Tensor, labels: Tensor, classes: Sequence[str]
+) -> dict[str, Any]:
+    """Every score of `summarise`, from (images, classes) probabilities and (images,) labels."""
+    return summarise(Outcomes.of(probabilities, labels), classes)
+
+
+def summarise(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
+    """Scores of at least one image, as plain numbers that JSON takes; shares are in [0, 1].
+
+    Classes that the data lacks follow scikit-learn's defaults: `macro_f1` is the mean over the
+    classes that occur among labels or answers, `balanced_accuracy` over those among labels; an
+    undefined precision, recall or f1 is 0. `per_class` lists every class of the model; one
+    without an image has count 0.
+
+    Raises:
+        ValueError: There is no image.
+    """
+    count = len(outcomes)
+    if count == 0:
+        raise ValueError("no image to score")
+    right = int((outcomes.ranks == 0).sum())
+    per_class = class_scores(outcomes, classes)
+    answered = set(outcomes.answers.tolist())
+    seen = [row for index, row in enumerate(per_class) if row["count"] or index in answered]
+    labelled = [row for row in per_class if row["count"]]
+    return {
+        "count": count,
+        "top1": right / count,
+        "top5": int((outcomes.ranks < 5).sum()) / count,
+        "top1_interval": list(wilson_interval(right, count)),
+        "loss": float(-outcomes.likelihoods.clamp(min=LEAST).log().mean()),
+        "macro_f1": math.fsum(row["f1"] for row in seen) / len(seen),
+        "balanced_accuracy": math.fsum(row["recall"] for row in labelled) / len(labelled),
+        "ece": calibration_error(outcomes.confidences, outcomes.ranks == 0),
+        "per_class": per_class,
+    }
+
+
+def class_scores(outcomes: Outcomes, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """label, count, precision, recall and f1 of each of `classes`; undefined ones are 0."""
+    size = len(classes)
+    labelled = outcomes.labels.bincount(minlength=size).tolist()
+    answered = outcomes.answers.bincount(minlength=size).tolist()
+    hits = outcomes.labels[outcomes.ranks == 0].bincount(minlength=size).tolist()
+    return [
+        {
+            "label": label,
+            "count": count,
+            "precision": hit / answers if answers else 0.0,
+            "recall": hit / count if count else 0.0,
+            "f1": 2 * hit / (count + answers) if count + answers else 0.0,
+        }
+        for label, count, answers, hit in zip(classes, labelled, answered, hits, strict=True)
+    ]
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """95 % interval of a share, which stays inside [0, 1] and is honest at 0 and at 1.
+
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference",
+    Journal of the American Statistical Association 22, 1927.
+    """
+    share, spread = successes / trials, Z95**2 / trials
+    centre = (share + spread / 2) / (1 + spread)
+    half = Z95 / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
+    low = 0.0 if successes == 0 else centre - half
+    return low, 1.0 if successes == trials else centre + half
+
+
+def calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -> float:
+    """Mean distance between confidence and accuracy, over equally wide bins of confidence.
+
+    A bin contains its upper edge. Bins weigh by their images.
+
+    Args:
+        confidences: Probability of each answer, (images,).
+        right: Whether each answer is right, (images,).
+        bins: Number of bins over [0, 1].
+
+    Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
+    """
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    place = torch.bucketize(confidences.double(), edges[1:-1])
+    gaps = right.double() - confidences.double()
+    sums = torch.zeros(bins, dtype=torch.float64).index_add(0, place, gaps)
+    return float(sums.abs().sum()) / len(confidences)

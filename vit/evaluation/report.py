@@ -1,0 +1,261 @@
+"""report.html of a run: what was trained, how good it is, where it errs, and how to use it.
+
+One file that opens anywhere, offline: its charts are SVG, its pictures are inside it.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vit.config import Config
+from vit.errors import printable
+from vit.evaluation.charts import Curve, curves
+from vit.evaluation.findings import calibration, class_table, confusions, mistakes
+from vit.evaluation.metrics import Outcomes, summarise
+from vit.evaluation.page import (
+    Html,
+    called,
+    document,
+    duration,
+    join,
+    numbers,
+    percent,
+    plural,
+    table,
+    tag,
+)
+from vit.settings import all_settings, flatten, make_config
+from vit.version import __version__
+from vit.weights.tensorfile import write_text
+
+REPORT_FILE = "report.html"
+MOST_NAMES = 50
+TOLD = {"data", "model", "num_classes", "workers"}  # elsewhere, or no choice about the network
+PRIVACY = "It loads nothing from anywhere, and may show pictures of the data set."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a report tells of a run beside its scores.
+
+    Args:
+        config: The completed settings.
+        classes: Names, by output of the network.
+        parameters: Numbers in the network.
+        machine: Devices and arithmetic, such as `1 x cuda, bf16`.
+        train_images: Number of training pictures.
+        root: Folder of the data, from which pictures are named.
+        made: Whether we chose the validation pictures.
+        epoch: The best epoch, whose weights are measured, from 1.
+        left_out: Pictures that could not be read, and why.
+    """
+
+    config: Config
+    classes: Sequence[str]
+    parameters: int
+    machine: str
+    train_images: int
+    root: Path
+    made: bool
+    epoch: int
+    left_out: Mapping[str, str]
+
+
+def write_report(
+    folder: Path,
+    *,
+    facts: RunFacts,
+    events: Sequence[Mapping[str, Any]],
+    outcomes: Outcomes,
+    paths: Sequence[str],
+) -> None:
+    """Write `folder`/report.html.
+
+    Args:
+        folder: The run folder.
+        facts: What was trained.
+        events: Lines of metrics.jsonl, at least one.
+        outcomes: Of the validation pictures that could be read, at least one.
+        paths: Their files, in the same order.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    scores = summarise(outcomes, facts.classes)
+    epochs = [event for event in events if event["event"] == "epoch"]
+    name = printable(folder.resolve().name or folder)
+    sections = [
+        headline(name, facts, scores, epochs),
+        learning(facts, epochs),
+        class_table(scores["per_class"]),
+        confusions(outcomes, scores["per_class"]),
+        calibration(scores, float(outcomes.confidences.mean())),
+        mistakes(outcomes, paths, facts.classes, facts.root),
+        unreadable(facts),
+        settings(facts.config),
+        usage(folder, facts.config),
+        tag("footer", f"Written by vit {__version__}. ", PRIVACY, class_="soft small"),
+    ]
+    write_text(folder / REPORT_FILE, document(f"{name}: {percent(scores['top1'])}", *sections))
+
+
+def headline(
+    name: str, facts: RunFacts, scores: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]
+) -> Html:
+    """The one number, what it was counted on, and what produced it."""
+    model, training = facts.config.model, facts.config.training
+    low, high = scores["top1_interval"]
+    size, count = len(facts.classes), scores["count"]
+    common = max(scores["per_class"], key=lambda row: row["count"])
+    seconds = sum(event["seconds"] for event in epochs)
+    tiles = {
+        "best epoch": f"{facts.epoch} of {len(epochs)}",
+        "validation pictures": f"{count:,}",
+        "classes": f"{size:,}",
+        **({"top-5": percent(scores["top5"])} if size > 5 else {}),
+        "macro F1": percent(scores["macro_f1"]),
+        "balanced accuracy": percent(scores["balanced_accuracy"]),
+        "loss": f"{scores['loss']:.4f}",
+    }
+    origin = (
+        f"held out of the data by vit ({percent(facts.config.data.val_share, 0)} of each class, "
+        f"seed {training.seed}; split.json names them)"
+        if facts.made
+        else "the data's own validation folder"
+    )
+    return join(
+        tag("h1", called(name)),
+        tag(
+            "p",
+            f"{training.model}, {facts.parameters / 1e6:.1f} M parameters: pictures of "
+            f"{model.image_size} px in patches of {model.patch_size}, {model.depth} blocks of "
+            f"width {model.dim} with {plural(model.num_heads, 'head')}. Trained on "
+            f"{plural(facts.train_images, 'picture')} of ",
+            tag("code", called(facts.config.data.data)),
+            f" for {plural(len(epochs), 'epoch')}, {duration(seconds)} on {facts.machine}.",
+            class_="soft",
+        ),
+        tag(
+            "div",
+            tag("b", percent(scores["top1"])),
+            tag("span", "validation top-1; 95 % interval ", f"{percent(low)} to {percent(high)}"),
+            class_="hero",
+        ),
+        tag(
+            "dl",
+            *(tag("div", tag("dt", k), tag("dd", v)) for k, v in tiles.items()),
+            class_="tiles",
+        ),
+        tag(
+            "p",
+            f"Measured with the weights of epoch {facts.epoch} on {origin}. Always answering ",
+            called(common["label"]),
+            f" would reach {percent(common['count'] / count)}. The best epoch was chosen on these "
+            "pictures, which flatters it a little; pictures kept apart tell the rest.",
+            class_="soft small",
+        ),
+    )
+
+
+def learning(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
+    """Curves over epochs, and the numbers behind them."""
+    numbers_of = [int(event["epoch"]) for event in epochs]
+    loss = [
+        Curve("training", "train", [event["train_loss"] for event in epochs]),
+        Curve("validation", "val", [event["val_loss"] for event in epochs]),
+    ]
+    top1 = [Curve("validation", "val", [event["val_top1"] for event in epochs])]
+    rows = [
+        numbers(
+            event["epoch"],
+            f"{event['train_loss']:.4f}",
+            f"{event['val_loss']:.4f}",
+            percent(event["val_top1"]),
+            f"{event['lr']:.2e}",
+            f"{event['images_per_second']:,.0f}",
+        )
+        for event in epochs
+    ]
+    heads = ("epoch", "training loss", "validation loss", "top-1", "lr", "pictures/s")
+    head = [tag("th", text, class_="n") for text in heads]
+    return tag(
+        "section",
+        tag("h2", "How it learned"),
+        tag(
+            "div",
+            tag("figure", curves("Loss", numbers_of, loss, best=facts.epoch)),
+            tag("figure", curves("Top-1", numbers_of, top1, best=facts.epoch, unit="%")),
+            class_="pair",
+        ),
+        tag(
+            "p",
+            f"The dotted line marks epoch {facts.epoch}, the best. The training loss is taken on "
+            "augmented pictures while the network still changes, so it may lie above the other.",
+            class_="soft small",
+        ),
+        tag("details", tag("summary", "All epochs in numbers"), table(head, rows)),
+    )
+
+
+def unreadable(facts: RunFacts) -> Html:
+    """Pictures that took no part, where there are any."""
+    if not facts.left_out:
+        return Html("")
+    named = list(facts.left_out.items())[:MOST_NAMES]
+    rows = [[tag("th", called(path), class_="name"), tag("td", why)] for path, why in named]
+    lead = f"{plural(len(facts.left_out), 'picture')} could not be read and took no part."
+    if len(named) < len(facts.left_out):
+        lead += f" The first {len(named)}:"
+    body = table([tag("th", "file"), tag("th", "why")], rows, class_="wide")
+    return tag("section", tag("h2", "Left out"), tag("p", lead), body)
+
+
+def settings(config: Config) -> Html:
+    """What was chosen, beside what is the default of the same preset."""
+    chosen, default = flatten(config), flatten(make_config({"model": config.training.model}))
+    changed = [n for n in chosen if chosen[n] != default[n] and n not in TOLD]
+    lead = (
+        f"Settings that differ from the defaults of {config.training.model}; config.yaml has all."
+        if changed
+        else f"All settings are the defaults of {config.training.model}."
+    )
+    head = [tag("th", text) for text in ("setting", "value", "default")]
+    head.append(tag("th", "meaning", class_="wordy"))
+    rows = [
+        [
+            tag("th", tag("code", name)),
+            tag("td", tag("code", written(chosen[name]))),
+            tag("td", tag("code", written(default[name])), class_="soft"),
+            tag("td", all_settings()[name].help, class_="soft wordy"),
+        ]
+        for name in changed
+    ]
+    shown = [table(head, rows, class_="wide")] if rows else []
+    return tag("section", tag("h2", "Settings"), tag("p", lead), *shown)
+
+
+def written(value: object) -> str:
+    """A setting's value as a person would type it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def usage(folder: Path, config: Config) -> Html:
+    """How to ask the network, measure it elsewhere, and train it again."""
+    where, data = shlex.quote(str(folder)), shlex.quote(config.data.data)
+    commands = {
+        "Label pictures:": f"vit predict {where} IMAGE...",
+        "Measure it on pictures that took no part in any choice:": (
+            f"vit evaluate {where} {data} --split test"
+        ),
+        "Train it again:": f"vit train --config {shlex.quote(str(folder / 'config.yaml'))}",
+        "From Python:": f"import vit; vit.Predictor({str(folder)!r})(['picture.jpg'])",
+    }
+    lines = [
+        join(tag("p", title), tag("pre", tag("code", command)))
+        for title, command in commands.items()
+    ]
+    return tag("section", tag("h2", "Use it"), *lines)

@@ -1,0 +1,1 @@
+"""A saved model and pictures in, answers out."""

@@ -1,0 +1,118 @@
+"""Measures a saved model on labelled pictures, through the predictor that answers users.
+
+So the top-1 of `vit evaluate` is exactly the one counted from `vit predict` on the same files.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.data.samples import Sample
+from vit.data.sources import open_labelled, resolve
+from vit.errors import DataError, RunError, printable
+from vit.evaluation.metrics import Outcomes, summarise
+from vit.inference.predictor import Answer, PathLike, Predictor
+from vit.weights.folder import LoadedRun
+
+SPLIT_FILE = "split.json"
+
+
+def evaluate(
+    model: PathLike | LoadedRun,
+    data: str,
+    *,
+    split: str = "val",
+    device: str | None = None,
+    batch_size: int | None = None,
+    precision: str = "auto",
+    workers: int | None = None,
+    say: Callable[[str], object] = lambda _note: None,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
+) -> dict[str, Any]:
+    """Scores of `model` on one split of `data`, as plain values that JSON takes.
+
+    Classes are matched by name. Where training held pictures out of `data` itself, only those are
+    measured, never the ones that it learned from.
+
+    Args:
+        model: A run folder, or one that is already loaded.
+        data: A folder of labelled pictures, or the name of a built-in set.
+        split: Which of its parts; `val` is the first validation folder there is.
+        device, batch_size, precision, workers: As for Predictor.
+        say: Receives notes about the data.
+        progress: Receives how many pictures are done, of how many, after each batch.
+
+    Returns:
+        count, top1, top5, top1_interval, loss, macro_f1, balanced_accuracy, ece, per_class, and
+        `failed`: the pictures that cannot be read, which the numbers leave out.
+
+    Raises:
+        DataError: There is no such split, it has a class that the model does not know, or not one
+            of its pictures can be read.
+        VitError: The model, the device or a setting cannot be used.
+    """
+    predictor = Predictor(
+        model, device=device, batch_size=batch_size, precision=precision, workers=workers
+    )
+    held_out = () if isinstance(model, LoadedRun) else held_out_pictures(Path(model), data)
+    samples, notes = open_labelled(data, split=split, classes=predictor.classes, held_out=held_out)
+    for note in notes:
+        say(note)
+    parts, failed = measure(predictor, samples, progress)
+    if not parts:
+        first = failed[0]
+        raise DataError(
+            f"{printable(data)}: none of {len(failed)} pictures can be measured; the first is "
+            f"{printable(first['image'])}: {printable(first['error'])}"
+        )
+    return {**summarise(Outcomes.cat(parts), predictor.classes), "failed": failed}
+
+
+def measure(
+    predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
+) -> tuple[list[Outcomes], list[dict[str, str]]]:
+    """Outcomes of the readable pictures, batch by batch, and {"image", "error"} of the others."""
+    parts: list[Outcomes] = []
+    failed: list[dict[str, str]] = []
+    done = 0
+    for answers in predictor.batches(sample.path for sample in samples):
+        parts += outcomes(answers, samples[done : done + len(answers)])
+        failed += [{"image": a.image, "error": a.error} for a in answers if a.error is not None]
+        done += len(answers)
+        progress(done, len(samples))
+    return parts, failed
+
+
+def outcomes(answers: list[Answer], samples: tuple[Sample, ...]) -> list[Outcomes]:
+    """Outcomes of the readable pictures of one batch: one item, or none where there are none."""
+    rows, labels = [], []
+    for answer, sample in zip(answers, samples, strict=True):
+        if answer.probabilities is not None:
+            rows.append(answer.probabilities)
+            labels.append(sample.label)
+    return [Outcomes.of(torch.stack(rows), torch.tensor(labels))] if rows else []
+
+
+def held_out_pictures(run: Path, data: str) -> list[str]:
+    """Names that the training of `run` held out for validation, if `data` is what it split.
+
+    It is where the folder is the same, or where it has every one of the names: moved or copied.
+
+    Raises:
+        RunError: split.json of the run is damaged.
+    """
+    path = run / SPLIT_FILE
+    if not path.is_file():
+        return []
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names, origin = [os.fspath(name) for name in record["val"]], Path(record["root"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
+    root, _ = resolve(data)
+    same = root.resolve() == origin or all((root / name).is_file() for name in names)
+    return names if same else []

@@ -1,0 +1,158 @@
+"""A run folder answers for pictures: read, prepare, normalise, network, softmax.
+
+Evaluation goes the same way (vit/inference/evaluate.py), so both give the same numbers.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from vit.data.decoding import read_image
+from vit.errors import BadImage, ConfigError
+from vit.evaluation.metrics import ranking
+from vit.inference.results import Prediction
+from vit.model.precision import autocast, resolve_device, resolve_precision
+from vit.weights.folder import LoadedRun, load_run
+
+PathLike = str | os.PathLike[str]
+# larger batches leave a CPU's caches: a fifth slower at 64 than at 16 (ViT-Ti and ViT-S at 224)
+BATCH_SIZES = {"cpu": 16}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Probabilities of one picture's classes, (classes,) float64, or why there are none."""
+
+    image: str
+    probabilities: Tensor | None
+    error: str | None = None
+
+
+class Predictor:
+    """Labels pictures with a saved model.
+
+    On one machine a list gives the same numbers every time, to the last digit: batches are cut
+    in its order, a picture that cannot be read leaves its place blank, and the last batch is
+    filled up with blank ones to a power of two, so that few shapes occur. (A matrix product
+    rounds differently for another number of rows: the last digits do depend on `batch_size`.)
+
+    Args:
+        run: A run folder, or one that is already loaded.
+        device: cpu, cuda, cuda:N or mps; the best one here when left out.
+        batch_size: Pictures in one pass through the network; 16 on a CPU, else 64 when left out.
+        precision: auto, fp32, bf16 or fp16; auto is bf16 where the hardware has it.
+        workers: Threads that read pictures; one a core, at most 8, when left out.
+
+    Raises:
+        VitError: The run, the device or a setting cannot be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        run: PathLike | LoadedRun,
+        *,
+        device: str | None = None,
+        batch_size: int | None = None,
+        precision: str = "auto",
+        workers: int | None = None,
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: must be at least 1")
+        if workers is not None and workers < 1:
+            raise ConfigError(f"workers={workers}: must be at least 1")
+        self.device = resolve_device(device)
+        self.precision = resolve_precision(precision, self.device)
+        loaded = run if isinstance(run, LoadedRun) else load_run(run)
+        self.classes = tuple(loaded.classes)
+        self.preprocessing = loaded.preprocessing
+        self.model = loaded.model.eval().to(self.device)
+        self.batch_size = batch_size or BATCH_SIZES.get(self.device.type, 64)
+        self.workers = workers or min(8, os.cpu_count() or 1)
+
+    def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
+        """One Prediction for each path of `images`, in their order; see `stream`."""
+        return list(self.stream(images, top_k=top_k))
+
+    def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[Prediction]:
+        """Predictions in the order of `images`, as they are made; memory does not grow.
+
+        Args:
+            images: Paths of pictures; taken as they are needed, two batches ahead.
+            top_k: Most probable classes to name; all of them where there are fewer.
+
+        Raises:
+            ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
+        """
+        if top_k < 1:
+            raise ConfigError(f"top_k={top_k}: must be at least 1")
+        if isinstance(images, str | bytes | os.PathLike):
+            raise ConfigError(f"images={images!r} is one path; give a list of paths")
+        return (self._name(answer, top_k) for batch in self.batches(images) for answer in batch)
+
+    def batches(self, images: Iterable[PathLike]) -> Iterator[list[Answer]]:
+        """Answers of `batch_size` pictures at a time, in order, while threads read the next."""
+        paths = (os.fspath(path) for path in images)
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read-image")
+        ahead: deque[tuple[list[str], list[Future[Tensor | BadImage]]]] = deque()
+        try:
+            while chunk := list(islice(paths, self.batch_size)):
+                ahead.append((chunk, [pool.submit(self._read, path) for path in chunk]))
+                if len(ahead) > 1:
+                    yield self._answer(*ahead.popleft())
+            while ahead:
+                yield self._answer(*ahead.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _read(self, path: str) -> Tensor | BadImage:
+        """One prepared picture, uint8 (channels, height, width), or why there is none."""
+        try:
+            return self.preprocessing(read_image(path))
+        except BadImage as error:
+            return error
+        except (ValueError, OSError, MemoryError) as error:
+            return BadImage(path, f"cannot be resized: {error}")
+
+    def _answer(self, paths: list[str], pictures: list[Future[Tensor | BadImage]]) -> list[Answer]:
+        height, width = self.preprocessing.image_size
+        rows = min(self.batch_size, 1 << (len(paths) - 1).bit_length())
+        images = torch.zeros(rows, 3, height, width, dtype=torch.uint8)
+        errors: dict[int, str] = {}
+        for place, future in enumerate(pictures):
+            picture = future.result()
+            if isinstance(picture, BadImage):
+                errors[place] = picture.reason
+            else:
+                images[place] = picture
+        if len(errors) == len(paths):
+            return [Answer(path, None, errors[place]) for place, path in enumerate(paths)]
+        probabilities = self._probabilities(images)
+        for place, row in enumerate(probabilities[: len(paths)]):
+            if place not in errors and not row.isfinite().all():
+                errors[place] = f"the network overflowed in {self.precision}; try precision fp32"
+        return [
+            Answer(path, None if place in errors else row, errors.get(place))
+            for place, (path, row) in enumerate(zip(paths, probabilities, strict=False))
+        ]
+
+    @torch.inference_mode()
+    def _probabilities(self, images: Tensor) -> Tensor:
+        """uint8 (batch, channels, height, width) -> float64 on the CPU, (batch, classes)"""
+        images = self.preprocessing.normalise(images.to(self.device))
+        with autocast(self.precision, self.device):
+            logits: Tensor = self.model(images)
+        return logits.float().cpu().double().softmax(dim=1)
+
+    def _name(self, answer: Answer, top_k: int) -> Prediction:
+        if answer.probabilities is None:
+            return Prediction(answer.image, error=answer.error)
+        best = ranking(answer.probabilities.unsqueeze(0))[0, :top_k]
+        scores = answer.probabilities[best].tolist()
+        labels = [self.classes[index] for index in best.tolist()]
+        return Prediction(answer.image, tuple(zip(labels, scores, strict=True)))

@@ -1,0 +1,1 @@
+"""The network: images to logits, in torch and einops only."""

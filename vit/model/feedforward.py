@@ -1,0 +1,75 @@
+"""The part of a block that treats each token alone.
+
+    MLP(x) = activation(x W1 + b1) W2 + b2
+    SwiGLU(x) = (SiLU(x Wg + bg) * (x Wx + bx)) W2 + b2
+
+Source: Vaswani et al., section 3.3, arXiv:1706.03762; Hendrycks and Gimpel (GELU),
+arXiv:1606.08415; Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class MLP(nn.Module):
+    """Widens each token, applies an activation, and narrows it again.
+
+    Args:
+        dim: Width of a token.
+        hidden_dim: Width inside.
+        activation: Applied inside; the exact GELU by default.
+        dropout: Probability of dropping an activation, inside and at the end, during training.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.act = activation or nn.GELU()
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        tokens: Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        return tokens
+
+
+class SwiGLU(nn.Module):
+    """Widens each token twice, lets one copy gate the other, and narrows the product.
+
+    It has three matrices: two thirds of an MLP's `hidden_dim` give the MLP's number of parameters.
+
+    Args:
+        dim: Width of a token.
+        hidden_dim: Width inside.
+        dropout: Probability of dropping an activation, inside and at the end, during training.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.fc1_g = nn.Linear(dim, hidden_dim)
+        self.fc1_x = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        gated = F.silu(self.fc1_g(x)) * self.fc1_x(x)
+        tokens: Tensor = self.drop(self.fc2(self.drop(gated)))
+        return tokens
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), the first approximation of Hendrycks and Gimpel (CLIP uses it)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(...) -> (...)"""
+        return x * torch.sigmoid(1.702 * x)

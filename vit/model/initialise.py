@@ -1,0 +1,65 @@
+"""The weights before training: those of the JAX ViT, in one function.
+
+Source: Dosovitskiy et al., arXiv:2010.11929, and its code (google-research/vision_transformer,
+models_vit.py): Xavier-uniform matrices, LeCun-normal patch projection, a head of zeros.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vit.model.blocks import LayerScale
+
+
+def xavier_qkv(weight: Tensor) -> None:
+    """Xavier-uniform for query, key and value as the three square matrices that they are."""
+    for matrix in weight.chunk(3):
+        nn.init.xavier_uniform_(matrix)
+
+
+def lecun_normal(weight: Tensor) -> None:
+    """Normal with variance 1 / fan_in, cut at two standard deviations."""
+    std = math.sqrt(1 / weight.shape[1]) / 0.87962566103423978  # std of a normal cut at +-2
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def normal(std: float) -> Callable[[Tensor], object]:
+    """Normal with mean zero."""
+    return lambda tensor: nn.init.normal_(tensor, std=std)
+
+
+# The first pattern found in a parameter's name decides.
+RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
+    (r"^cls_token$", nn.init.zeros_),
+    # Not zeros, as the class token: registers that start equal get equal gradients for ever.
+    (r"^reg_token$", normal(0.02)),
+    (r"^pos_embed$", normal(0.02)),
+    (r"^patch_embed\.proj\.weight$", lecun_normal),
+    (r"norm\d?\.weight$|\.gamma$", nn.init.ones_),
+    (r"\.attn\.qkv\.weight$", xavier_qkv),
+    (r"\.(attn\.proj|mlp\.fc\w+)\.weight$", nn.init.xavier_uniform_),
+    (r"\.mlp\.fc\w+\.bias$", normal(1e-6)),
+    (r"^head\.weight$", nn.init.zeros_),
+    (r"\.bias$", nn.init.zeros_),
+)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> None:
+    """Set every parameter of `model`, from torch's global random generator.
+
+    Raises:
+        ValueError: No rule covers a parameter.
+    """
+    for name, parameter in model.named_parameters():
+        rules = (rule for pattern, rule in RULES if re.search(pattern, name))
+        rule = next(rules, None)
+        if rule is None:
+            raise ValueError(f"no rule initialises {name}; add one to RULES")
+        rule(parameter)
+    for module in model.modules():
+        if isinstance(module, LayerScale):
+            module.gamma.fill_(module.initial_value)

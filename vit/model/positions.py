@@ -1,0 +1,151 @@
+"""How tokens know their place: a table of positions, added once before the first block.
+
+Learned: Dosovitskiy et al., appendix D.4, arXiv:2010.11929. Sinusoidal in one dimension: Vaswani
+et al., section 3.5, arXiv:1706.03762. In two: Beyer et al., "Better plain ViT baselines for
+ImageNet-1k", arXiv:2205.01580; He et al. (MAE), appendix A.1, arXiv:2111.06377.
+
+The table belongs to the network, which owns it as `pos_embed`. Its rows are those of the
+positioned prefix tokens, then of the patches, row by row.
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+TEMPERATURE = 10_000.0
+
+Grid = tuple[int, int]
+
+
+class LearnedPositions(nn.Module):
+    """Adds one learned vector per place, stretched where the images have another size.
+
+    Args:
+        grid: Rows and columns of the patches that the table describes.
+        dim: Width of a token.
+        prefix: Prefix tokens (class token) that have a row of their own in the table.
+        unplaced: Further prefix tokens (registers), which have no position.
+    """
+
+    def __init__(self, grid: Grid, dim: int, *, prefix: int, unplaced: int = 0) -> None:
+        super().__init__()
+        self.grid, self.dim, self.prefix = grid, dim, prefix
+        self.padding = (0, 0, unplaced, 0)
+
+    def table(self) -> Tensor | None:
+        """The table before training, (1, prefix + rows * cols, dim), or None without one."""
+        rows, cols = self.grid
+        return nn.Parameter(torch.zeros(1, self.prefix + rows * cols, self.dim))
+
+    def at(self, table: Tensor, grid: Grid) -> Tensor:
+        """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
+        return resize_positions(table, self.grid, grid, prefix=self.prefix)
+
+    def forward(self, tokens: Tensor, table: Tensor, grid: Grid) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        positions = table if grid == self.grid else self.at(table, grid)
+        return tokens + F.pad(positions, self.padding)
+
+
+class SinusoidalPositions(LearnedPositions):
+    """Adds sines and cosines of each patch's place; prefix tokens get zeros.
+
+    Args:
+        grid: Rows and columns of the patches of the usual image.
+        dim: Width of a token.
+        encode: The formula, (grid, dim) -> (rows * cols, dim).
+        prefix, unplaced: As for LearnedPositions.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        dim: int,
+        *,
+        encode: Callable[[Grid, int], Tensor],
+        prefix: int,
+        unplaced: int = 0,
+    ) -> None:
+        super().__init__(grid, dim, prefix=prefix, unplaced=unplaced)
+        self.encode = encode
+
+    def table(self) -> Tensor | None:
+        """The table, (1, prefix + rows * cols, dim)."""
+        return F.pad(self.encode(self.grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
+
+    def at(self, table: Tensor, grid: Grid) -> Tensor:
+        """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
+        positions = F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
+        return positions.to(table)
+
+
+class NoPositions(nn.Module):
+    """Leaves the tokens as they are: the network sees a bag of patches."""
+
+    def table(self) -> Tensor | None:
+        """None: there is no table."""
+        return None
+
+    def forward(self, tokens: Tensor, _table: None, _grid: Grid) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        return tokens
+
+
+def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Tensor:
+    """Stretch a learned table to another grid, so that trained weights fit other images.
+
+    Prefix rows (class token) are not pixels and stay as they are.
+
+    Args:
+        table: Learned positions of the old grid, (1, prefix + patches, dim).
+        old: Rows and columns of the table's grid, in patches.
+        new: Rows and columns wanted.
+        prefix: Rows of the table in front of the patches.
+
+    Returns:
+        Positions of the new grid, (1, prefix + rows * cols, dim).
+
+    Source: Dosovitskiy et al., section 3.2, arXiv:2010.11929 (bicubic, antialiased, as in timm).
+    """
+    patches = rearrange(table[:, prefix:], "1 (rows cols) dim -> 1 dim rows cols", rows=old[0])
+    stretched = F.interpolate(patches.float(), size=new, mode="bicubic", antialias=True)
+    tokens = rearrange(stretched, "1 dim rows cols -> 1 (rows cols) dim").to(table.dtype)
+    return torch.cat([table[:, :prefix], tokens], dim=1)
+
+
+def sinusoidal_1d(grid: Grid, dim: int) -> Tensor:
+    """Places counted along the rows; sines in even entries, cosines in odd ones.
+
+    entry 2i = sin(place / 10000^(2i / dim)),  entry 2i + 1 = cos(the same)
+
+    Returns:
+        Positions, (rows * cols, dim).
+    """
+    rows, cols = grid
+    angles = _angles(torch.arange(rows * cols), dim // 2)
+    return rearrange([angles.sin(), angles.cos()], "two places waves -> places (waves two)")
+
+
+def sinusoidal_2d(grid: Grid, dim: int) -> Tensor:
+    """Four quarters: sines, then cosines of the column; sines, then cosines of the row.
+
+    entry i of a quarter: angle = place / 10000^(i / (dim / 4))
+
+    These are MAE's frequencies; Beyer et al.'s code divides i by dim / 4 - 1 instead.
+
+    Returns:
+        Positions, (rows * cols, dim).
+    """
+    rows, cols = grid
+    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    by_col, by_row = _angles(col.flatten(), dim // 4), _angles(row.flatten(), dim // 4)
+    return torch.cat([by_col.sin(), by_col.cos(), by_row.sin(), by_row.cos()], dim=1)
+
+
+def _angles(places: Tensor, waves: int) -> Tensor:
+    """place / 10000^(i / waves), (places, waves); in double, since a far place loses digits."""
+    frequencies = TEMPERATURE ** -(torch.arange(waves, dtype=torch.float64) / waves)
+    return torch.outer(places.double(), frequencies).float()

@@ -1,0 +1,100 @@
+"""Where the network runs, and in which arithmetic: one rule for training and for prediction."""
+
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vit.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+# as torch.cpu.get_capabilities and /proc/cpuinfo spell them: matrix units, then ARM
+FAST_BF16 = frozenset({"amx_bf16", "bf16", "sve_bf16"})
+AMD = frozenset({"AMD", "AuthenticAMD"})
+
+
+def resolve_device(name: torch.device | str | None = None) -> torch.device:
+    """The device called `name`; without a name the best one here: CUDA, then MPS, then the CPU.
+
+    Raises:
+        ConfigError: There is no such device, or it cannot be used on this machine.
+    """
+    here = usable_devices()
+    if name is None:
+        return torch.device(here[0])
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        raise ConfigError(
+            f"device={str(name)!r} cannot be used on this machine, which has {', '.join(here)}; "
+            "leave it out for the best one"
+        ) from None
+    return device
+
+
+def usable_devices() -> list[str]:
+    """Names of the devices of this machine, the fastest kind first."""
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    return [*cuda, *mps, "cpu"]
+
+
+def resolve_precision(name: str, device: torch.device | str) -> Precision:
+    """The arithmetic that `name` means on `device`; `auto` is bf16 where the hardware has it.
+
+    Emulated bf16 is slower than float32 and no more exact, so `auto` never picks it. A precision
+    asked for by its name is taken as it is.
+
+    Raises:
+        ConfigError: `name` is none of auto, fp32, bf16, fp16.
+    """
+    if name == "auto":
+        return "bf16" if has_bf16(torch.device(device)) else "fp32"
+    for known in DTYPES:
+        if name == known:
+            return known
+    raise ConfigError(f"precision={name!r}: choose one of auto, {', '.join(DTYPES)}")
+
+
+def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
+    """Run matrix products in `precision` inside the `with`; fp32 switches autocast off."""
+    kind = torch.device(device).type
+    if precision == "fp32":
+        return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, dtype=DTYPES[precision])
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether `device` multiplies bf16 matrices in hardware, and faster than float32 ones."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # without oneDNN a CPU that has the instructions is not asked to use them
+    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and onednn and _cpu_has_fast_bf16()
+
+
+@cache
+def _cpu_has_fast_bf16() -> bool:
+    words = _cpu_words()
+    # AVX512-BF16 runs at twice the rate of float32 on Zen 4, but at half of it on Intel, whose
+    # AMX a virtual machine may hide (80 against 140 GFLOP/s on a core of Emerald Rapids)
+    return bool(words & FAST_BF16) or ("avx512_bf16" in words and bool(words & AMD))
+
+
+def _cpu_words() -> set[str]:
+    """Features and name of the CPU, as single words."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        found = torch.cpu.get_capabilities()
+        features = {name for name, here in found.items() if here is True}
+        return features | set(str(found.get("cpu_name", "")).split())
+    cpuinfo = Path("/proc/cpuinfo")  # torch before 2.11, on Linux
+    return set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.exists() else set()

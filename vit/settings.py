@@ -1,0 +1,233 @@
+"""Settings as people write them: flat names in YAML files and flags, turned into a Config.
+
+A preset is applied first, then the file, then the flags. Every key is checked against the fields
+of vit/config.py; nothing unknown, doubled or of another type passes.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from vit.config import SECTIONS, Config
+from vit.errors import ConfigError, printable
+from vit.presets import preset
+
+MOST_BYTES = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field of a section, as the command line and the YAML file see it."""
+
+    name: str
+    section: str
+    kind: Any
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+
+
+@cache
+def all_settings() -> dict[str, Setting]:
+    """Every setting by name, in the order of the sections and their fields."""
+    found: dict[str, Setting] = {}
+    for section, kind in SECTIONS.items():
+        hints, docs = typing.get_type_hints(kind), field_docs(kind)
+        for field in dataclasses.fields(kind):
+            assert field.name not in found, f"two settings are called {field.name}"
+            aliases = field.metadata.get("aliases", ())
+            found[field.name] = Setting(
+                field.name, section, hints[field.name], field.default, docs[field.name], aliases
+            )
+    return found
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, read from its source."""
+    body = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(statement.target, ast.Name)
+            assert isinstance(following.value, ast.Constant)
+            docs[statement.target.id] = str(following.value.value)
+    return docs
+
+
+@cache
+def names_by_alias() -> dict[str, str]:
+    """Field name of every key a file may use: the names, and the long flags without dashes."""
+    found = {name: name for name in all_settings()}
+    for setting in all_settings().values():
+        for alias in setting.aliases:
+            if alias.startswith("--"):
+                found[alias[2:].replace("-", "_")] = setting.name
+    return found
+
+
+def nearest(word: str, words: typing.Iterable[str]) -> str:
+    """`; did you mean X?` for the word of `words` nearest to `word`, or nothing."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def make_config(values: Mapping[str, Any]) -> Config:
+    """Build a Config from flat values, by name or alias; the preset named by `model` comes first.
+
+    Raises:
+        ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
+    """
+    chosen: dict[str, Any] = {}
+    for key, value in values.items():
+        name = names_by_alias().get(str(key).replace("-", "_"))
+        if name is None:
+            hint = nearest(str(key), names_by_alias())
+            raise ConfigError(f"{printable(key)} is not a setting{hint}")
+        if name in chosen:
+            raise ConfigError(f"{name} is given twice, once as {printable(key)}")
+        chosen[name] = convert(all_settings()[name].kind, value, name)
+    model = chosen.get("model", all_settings()["model"].default)
+    chosen = {**preset(model), **chosen}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in chosen.items():
+        sections[all_settings()[name].section][name] = value
+    return Config(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every setting of `config` by name, as plain values; `make_config` gives it back."""
+    flat = {}
+    for setting in all_settings().values():
+        value = getattr(getattr(config, setting.section), setting.name)
+        flat[setting.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def convert(kind: Any, value: Any, name: str) -> Any:
+    """Check `value`, from a file or typed as a flag, against the annotation `kind`.
+
+    Raises:
+        ConfigError: It has another type, or is not one of the choices.
+    """
+    if isinstance(kind, types.UnionType):
+        if value is None or value == "none":
+            return None
+        return convert(typing.get_args(kind)[0], value, name)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            hint = nearest(str(value), choices)
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}{hint}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        kinds = typing.get_args(kind)
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
+        return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
+    converted = PLAIN[kind](value)
+    if converted is None:
+        raise ConfigError(f"{name}={value!r} is not {WORDS[kind]}")
+    return converted
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _float(value: Any) -> float | None:
+    """YAML 1.1 reads 1e-3, without a dot, as a string: that is a number here."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bool(value: Any) -> bool | None:
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    return value if type(value) is bool else words.get(str(value).lower())
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+PLAIN: dict[type, typing.Callable[[Any], Any]] = {
+    int: _int,
+    float: _float,
+    bool: _bool,
+    str: _str,
+}
+WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without tags of its own, doubled keys or aliases (which can grow without bound)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ConfigError("YAML aliases (*name) are not taken in a settings file")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{printable(key)} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Flat values of a YAML file, not yet checked against the settings.
+
+    Raises:
+        ConfigError: The file is missing, too large, not YAML, or not a flat mapping.
+    """
+    try:
+        raw = Path(path).read_bytes()
+        if len(raw) > MOST_BYTES:
+            raise ConfigError(f"is larger than {MOST_BYTES:,} bytes")
+        values = yaml.load(raw, _StrictLoader)
+        if not isinstance(values, dict):
+            raise ConfigError("is not a list of `name: value` lines")
+    except OSError as error:
+        raise ConfigError(f"{printable(path)}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        reason = printable(" ".join(str(error).split()))
+        raise ConfigError(f"{printable(path)}: {reason}") from None
+    return values
+
+
+def write_settings(path: str | Path, config: Config, header: str = "") -> None:
+    """Write every setting of `config` as flat YAML that `read_settings` takes."""
+    lines = [f"# {line}".rstrip() + "\n" for line in header.splitlines()]
+    for section in SECTIONS:
+        names = {setting.name for setting in all_settings().values() if setting.section == section}
+        values = {name: value for name, value in flatten(config).items() if name in names}
+        lines += [f"\n# {section}\n", _plain_yaml(values)]
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def _plain_yaml(values: dict[str, Any]) -> str:
+    """A line a setting; lists stay on their line."""
+    rows = []
+    for name, value in values.items():
+        flow = isinstance(value, list) or None
+        text = yaml.safe_dump(value, default_flow_style=flow, allow_unicode=True, width=10_000)
+        rows.append(f"{name}: {text.removesuffix(chr(10)).removesuffix('...').rstrip()}")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,1 @@
+"""How we learn: the loop, optimisation, schedule, losses, moving average, checkpoints."""

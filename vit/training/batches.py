@@ -1,0 +1,85 @@
+"""The loaders of a run: which pictures, in which size, for this process."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vit.config import Config
+from vit.data.loading import EvaluationLoader, Schedule, TrainingLoader
+from vit.data.preprocessing import Preprocessing
+from vit.data.samples import Sample
+from vit.data.transforms import Transform, training_transform
+from vit.training.loop import Training
+from vit.training.schedule import image_size_at
+
+
+@dataclass(frozen=True)
+class TransformFor:
+    """The training transform of an epoch; pictures may grow from epoch to epoch."""
+
+    config: Config
+    preprocessing: Preprocessing
+
+    def __call__(self, epoch: int) -> Transform:
+        full = self.config.model.image_size
+        side = image_size_at(
+            epoch,
+            epochs=self.config.training.epochs,
+            start=self.config.training.start_image_size or full,
+            full=full,
+            multiple=self.config.model.patch_size,
+        )
+        sized = dataclasses.replace(self.preprocessing, image_size=(side, side))
+        return training_transform(self.config.augment, sized)
+
+
+def make_schedule(config: Config, count: int, *, rank: int = 0, processes: int = 1) -> Schedule:
+    """Which of `count` samples make which step.
+
+    Raises:
+        DataError: The batch is larger than the data, or does not split evenly.
+    """
+    return Schedule(
+        count=count,
+        seed=config.training.seed,
+        batch_size=config.data.batch_size,
+        accumulate=config.data.accumulate,
+        rank=rank,
+        world_size=processes,
+    )
+
+
+def training_loader(run: Training, samples: Sequence[Sample]) -> TrainingLoader:
+    """Micro-batches for this process, augmented."""
+    config, accelerator = run.config, run.accelerator
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    return TrainingLoader(
+        samples,
+        TransformFor(config, run.preprocessing),
+        make_schedule(config, len(samples), rank=rank, processes=processes),
+        epochs=config.training.epochs,
+        workers=config.data.workers,
+        on_bad_image=config.data.on_bad_image,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+
+
+def evaluation_loader(run: Training, samples: Sequence[Sample]) -> EvaluationLoader:
+    """This process's share of the validation pictures."""
+    config, accelerator = run.config, run.accelerator
+    return EvaluationLoader(
+        samples,
+        run.preprocessing,
+        batch_size=micro_batch_size(run),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        workers=config.data.workers,
+        on_bad_image=config.data.on_bad_image,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+
+
+def micro_batch_size(run: Training) -> int:
+    """Pictures that a device takes at once while training, and so also while measuring."""
+    data = run.config.data
+    return max(data.batch_size // (run.processes * data.accumulate), 1)

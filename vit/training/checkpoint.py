@@ -1,0 +1,182 @@
+"""What a training needs to continue: one file a checkpoint, safetensors, nothing pickled.
+
+    checkpoints/step-00001234.safetensors
+        model/<name>, ema/<name>, optimizer/<name>/<moment>      tensors
+        state                                                    JSON in the metadata
+
+The newest whole file is the one that resumes; a damaged one is passed over, and said. Old ones are
+deleted only after a newer one is whole.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vit.errors import RunError, WeightsError, printable
+from vit.training.ema import MovingAverage
+from vit.weights.tensorfile import read_tensors, write_tensors
+
+KEEP = 2
+FILE = re.compile(r"step-(\d+)\.safetensors")
+
+Say = Callable[[str], None]
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    average: MovingAverage | None,
+    state: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint of step `state["step"]`, then delete all but the newest two.
+
+    Raises:
+        RunError: It cannot be written; the earlier ones are untouched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    if average is not None:
+        tensors |= {f"ema/{name}": value for name, value in average.state_dict().items()}
+    moments, numbers = _optimizer_state(optimizer)
+    tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
+    text = json.dumps({**state, "optimizer": numbers}, sort_keys=True)
+    path = folder / f"step-{state['step']:08d}.safetensors"
+    write_tensors(path, tensors, {"state": text})
+    for old in find_checkpoints(folder)[KEEP:]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    average: MovingAverage | None,
+    say: Say,
+) -> dict[str, Any] | None:
+    """Restore the newest whole checkpoint of `folder`.
+
+    Returns:
+        Its state, or None where there is no checkpoint at all.
+
+    Raises:
+        RunError: There are checkpoints, and every one is damaged.
+        WeightsError: The checkpoint is of another network or optimiser.
+    """
+    paths = find_checkpoints(folder)
+    for path in paths:
+        try:
+            tensors, metadata = read_tensors(path)
+        except WeightsError as error:
+            say(f"{error}; going on from the checkpoint before it")
+            continue
+        state: dict[str, Any] = json.loads(metadata["state"])
+        _restore(path, _split(tensors), state.pop("optimizer"), model, optimizer, average)
+        return state
+    if paths:
+        raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
+    return None
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in `folder`, the newest first."""
+    found = [path for path in folder.glob("step-*.safetensors") if FILE.fullmatch(path.name)]
+    return sorted(found, reverse=True)
+
+
+def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
+    for name, tensor in tensors.items():
+        part, rest = name.split("/", 1)
+        parts[part][rest] = tensor
+    return parts
+
+
+def _restore(
+    path: Path,
+    parts: dict[str, dict[str, Tensor]],
+    numbers: dict[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    average: MovingAverage | None,
+) -> None:
+    require_same(path, "the network", parts["model"], model.state_dict())
+    expected_average = {} if average is None else average.state_dict()
+    require_same(path, "the moving average", parts["ema"], expected_average)
+    model.load_state_dict(parts["model"])
+    if average is not None:
+        average.load_state_dict(parts["ema"])
+    _load_optimizer_state(path, optimizer, parts["optimizer"], numbers)
+
+
+def require_same(
+    path: Path, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that are missing, extra, or of another shape, by name.
+
+    Raises:
+        WeightsError: The message has the first few names.
+    """
+    faults = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    faults += [f"{name} is not expected" for name in found.keys() - expected.keys()]
+    faults += [
+        f"{name} has shape {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in found.keys() & expected.keys()
+        if found[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise WeightsError(
+            f"{printable(path)} does not fit {what}: {', '.join(sorted(faults)[:3])}"
+            f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}"
+        )
+
+
+def _parameter_names(optimizer: Optimizer) -> list[str]:
+    """Names of the parameters in the order in which a state dict numbers them."""
+    return [name for group in optimizer.param_groups for name in group["names"]]
+
+
+def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of `optimizer` by parameter name: its tensors, and its plain numbers."""
+    names = _parameter_names(optimizer)
+    tensors, numbers = {}, {}
+    for index, moments in optimizer.state_dict()["state"].items():
+        for key, value in moments.items():
+            name = f"{names[index]}/{key}"
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            else:
+                numbers[name] = value
+    return tensors, numbers
+
+
+def _load_optimizer_state(
+    path: Path, optimizer: Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> None:
+    names = _parameter_names(optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in {**tensors, **numbers}.items():
+        parameter, key = name.rsplit("/", 1)
+        if parameter not in names:
+            raise WeightsError(f"{printable(path)}: optimiser state of {parameter}, which is gone")
+        state.setdefault(names.index(parameter), {})[key] = value
+    stateful = bool(state)
+    missing = [name for index, name in enumerate(names) if stateful and index not in state]
+    if missing:
+        raise WeightsError(f"{printable(path)} has no optimiser state of {', '.join(missing[:3])}")
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def clean_leftovers(folder: Path) -> None:
+    """Delete what a killed process left half written."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,125 @@
+"""Which parameters decay, how fast each layer learns, and the optimisers by name."""
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vit.config import TrainingConfig
+from vit.errors import ConfigError
+
+# tokens and positions are not matrices that map one space to another
+TOKENS = ("cls_token", "reg_token", "pos_embed")
+
+
+def parameter_groups(
+    model: nn.Module, *, depth: int, weight_decay: float, layer_decay: float
+) -> list[dict[str, Any]]:
+    """Parameters in groups of equal weight decay and learning rate.
+
+    Weight decay stays off biases, norms and scales (anything with one axis), positions and tokens.
+    The learning rate of a group is the run's, times `lr_scale` = layer_decay ** (layers above it).
+
+    Returns:
+        Groups for an optimiser, each with `params`, `names`, `weight_decay`, `lr_scale`.
+
+    Source: layer-wise decay as in BEiT, Bao et al., appendix, arXiv:2106.08254.
+    """
+    groups: dict[tuple[float, float], dict[str, Any]] = defaultdict(
+        lambda: {"params": [], "names": []}
+    )
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = parameter.ndim > 1 and name.split(".")[-1] not in TOKENS
+        scale = layer_decay ** (depth + 1 - layer_of(name, depth))
+        group = groups[weight_decay if decays else 0.0, scale]
+        group["params"].append(parameter)
+        group["names"].append(name)
+    return [
+        {**group, "weight_decay": decay, "lr_scale": scale}
+        for (decay, scale), group in groups.items()
+    ]
+
+
+def layer_of(name: str, depth: int) -> int:
+    """0 for what makes tokens, 1 to depth for the blocks, depth + 1 for what follows them.
+
+    The last norm goes with the last block, as in timm.
+    """
+    block = re.match(r"blocks\.(\d+)\.", name)
+    if block:
+        return int(block[1]) + 1
+    if name.startswith("norm."):
+        return depth
+    return 0 if name.startswith(("patch_embed.", "norm_pre.", *TOKENS)) else depth + 1
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> Optimizer:
+    """The optimiser named in `config`, over the parameters of `model`.
+
+    AdamW is torch's; every other name is looked up in timm's factory.
+
+    Raises:
+        ConfigError: timm has no optimiser of that name, or it does not take these settings.
+    """
+    groups = parameter_groups(
+        model, depth=depth, weight_decay=config.weight_decay, layer_decay=config.layer_decay
+    )
+    options = {} if config.betas is None else {"betas": config.betas}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, **options)  # type: ignore[arg-type]
+    return _timm_optimizer(groups, config, options)
+
+
+def _timm_optimizer(
+    groups: list[dict[str, Any]], config: TrainingConfig, options: dict[str, Any]
+) -> Optimizer:
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if config.optimizer not in list_optimizers():
+        raise ConfigError(
+            f"optimizer={config.optimizer!r} is not known; one of {', '.join(list_optimizers())}"
+        )
+    if "muon" in config.optimizer:
+        groups = _for_muon(groups)
+    names = [group.pop("names") for group in groups]
+    try:
+        optimizer = create_optimizer_v2(groups, opt=config.optimizer, lr=config.lr, **options)
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"optimizer={config.optimizer!r}: {error}") from None
+    if config.betas is not None and "betas" not in optimizer.defaults:
+        raise ConfigError(f"betas={config.betas}: optimizer={config.optimizer!r} has none")
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        group["names"] = group_names
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
+
+
+def _for_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Muon is for the matrices inside the blocks; everything else falls back to AdamW.
+
+    Source: Jordan et al., "Muon", 2024, kellerjordan.github.io/posts/muon.
+    """
+    split = []
+    for group in groups:
+        for fallback in (False, True):
+            chosen = [
+                (name, parameter)
+                for name, parameter in zip(group["names"], group["params"], strict=True)
+                if (parameter.ndim == 2 and name.startswith("blocks.")) is not fallback
+            ]
+            if chosen:
+                names, parameters = (list(part) for part in zip(*chosen, strict=True))
+                new = {"names": names, "params": parameters, "use_fallback": fallback}
+                split.append({**group, **new})
+    return split
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Give every parameter group its share of `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]

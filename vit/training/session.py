@@ -1,0 +1,282 @@
+"""One training from its first or resumed step to its last: epochs, records and checkpoints."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
+from vit.data.samples import Splits
+from vit.errors import DataError, printable
+from vit.training.batches import evaluation_loader, training_loader
+from vit.training.checkpoint import clean_leftovers, load_checkpoint, save_checkpoint
+from vit.training.ending import leave_report
+from vit.training.interruption import Interrupted, Interruption
+from vit.training.loop import Training, Validation, train_one_epoch, validate
+from vit.training.progress import Progress, say
+from vit.training.run_folder import CHECKPOINTS, Metrics
+from vit.training.setup import fingerprint
+from vit.weights.folder import save_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What a training ended with.
+
+    Args:
+        folder: The run folder.
+        classes: Class names, in the order of the network's outputs.
+        epoch: The epoch whose weights are in model.safetensors, from 1.
+        val_top1: Share of validation pictures that they label right.
+    """
+
+    folder: Path
+    classes: tuple[str, ...]
+    epoch: int
+    val_top1: float
+
+
+class Session:
+    """One training from its first or resumed step to its last: epochs, records and checkpoints."""
+
+    def __init__(
+        self,
+        run: Training,
+        folder: Path,
+        splits: Splits,
+        steps: int,
+        interruption: Interruption,
+    ) -> None:
+        self.run = run
+        self.folder = folder
+        self.splits = splits
+        self.steps = steps
+        self.interruption = interruption
+        self.main = run.accelerator.is_main_process
+        self.epoch = 0  # how many are recorded
+        self.best: dict[str, Any] | None = None
+        self.part = {"images": 0, "loss_sum": 0.0}  # of an epoch that a checkpoint cut in two
+        self.saved = time.monotonic()
+        self.opened: list[TrainingLoader | EvaluationLoader] = []
+        self.metrics: Metrics | None = None
+        self.progress: Progress | None = None
+
+    def begin(self, resuming: bool) -> None:
+        """Restore the newest checkpoint, if there is one, and say what is about to happen.
+
+        Raises:
+            DataError: The pictures are not those that the run began with.
+        """
+        run, state = self.run, None
+        tell = say if self.main else lambda _: None
+        if resuming:
+            clean_leftovers(self.folder / CHECKPOINTS)
+            state = load_checkpoint(
+                self.folder / CHECKPOINTS,
+                model=run.network,
+                optimizer=run.optimizer,
+                average=run.average,
+                say=tell,
+            )
+        if state is not None:
+            if state["data"] != fingerprint(self.splits):
+                raise DataError(
+                    "the data set changed since this run began (pictures added, removed or "
+                    "renamed): restore it, or start a new run with another --out"
+                )
+            run.step, self.epoch = state["step"], state["epoch"]
+            self.best, self.part = state["best"], state["part"]
+            run.failed = dict(state["failed"])
+            if (scaler := run.accelerator.scaler) is not None:
+                scaler.load_state_dict(state["scaler"])
+            tell(f"resuming at step {run.step} of {self.total_steps}")
+        if self.main:
+            size = 0 if state is None else state["metrics_bytes"]
+            self.metrics = Metrics(self.folder / "metrics.jsonl", size)
+        self.introduce(tell)
+
+    def close(self) -> None:
+        """Let go of loader processes, the metrics file and the progress bar."""
+        for opened in (*self.opened, self.metrics, self.progress):
+            if opened is not None:
+                opened.close()
+
+    @property
+    def total_steps(self) -> int:
+        return self.run.config.training.epochs * self.steps
+
+    def introduce(self, tell: Any) -> None:
+        """The preflight lines: what will be trained, on what, how."""
+        run, splits = self.run, self.splits
+        accelerator, config = run.accelerator, run.config
+        parameters = sum(p.numel() for p in run.network.parameters()) / 1e6
+        precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+        tell(
+            f"{len(splits.train)} training and {len(splits.val)} validation pictures, "
+            f"{len(splits.classes)} classes"
+        )
+        tell(
+            f"{parameters:.1f} M parameters, {config.model.image_size} px, "
+            f"{accelerator.num_processes} x {accelerator.device.type}, {precision}, "
+            f"batch {config.data.batch_size}, {self.total_steps} steps in "
+            f"{config.training.epochs} epochs -> {printable(self.folder)}"
+        )
+
+    def run_all(self) -> TrainingResult:
+        """Train what is left of the epochs."""
+        run = self.run
+        training = training_loader(run, self.splits.train)
+        evaluation = evaluation_loader(run, self.splits.val)
+        self.opened += [training, evaluation]
+        for epoch in range(self.epoch, run.config.training.epochs):
+            done = run.step - epoch * self.steps
+            self.run_epoch(epoch, training.epoch(epoch, done))
+            measured = validate(run, iter(evaluation), len(self.splits.val))
+            self.finish_epoch(epoch, measured)
+        training.close()
+        evaluation.close()
+        run.accelerator.wait_for_everyone()
+        assert self.best is not None
+        if self.main:
+            self.tell_end()
+            leave_report(
+                run,
+                self.folder,
+                self.splits,
+                epoch=self.best["epoch"],
+                interruption=self.interruption,
+            )
+        return TrainingResult(
+            folder=self.folder,
+            classes=self.splits.classes,
+            epoch=self.best["epoch"],
+            val_top1=self.best["val_top1"],
+        )
+
+    def run_epoch(self, epoch: int, batches: Iterator[Batch]) -> None:
+        """Make the steps of `epoch` that are left."""
+        epochs, done = self.run.config.training.epochs, self.run.step - epoch * self.steps
+        total = self.steps * self.run.config.data.batch_size
+        self.progress = Progress(f"epoch {epoch + 1}/{epochs}", total, visible=self.main)
+        train_one_epoch(
+            self.run,
+            batches,
+            epoch=epoch,
+            steps=self.steps - done,
+            progress=self.progress,
+            after_step=self.after_step,
+        )
+        self.progress.close()
+
+    def after_step(self, loss_sum: float, images: int) -> None:
+        """Between two steps: keep the sums of the epoch, save when it is time, heed a signal."""
+        self.part["loss_sum"] += loss_sum
+        self.part["images"] += images
+        number = self.agreed_signal()
+        minutes = (time.monotonic() - self.saved) / 60
+        if number or minutes >= self.run.config.training.checkpoint_minutes:
+            self.save()
+        if number:
+            raise Interrupted(
+                f"interrupted at step {self.run.step} of {self.total_steps}; continue with "
+                f"vit train --resume --out {printable(self.folder)}",
+                number,
+            )
+
+    def agreed_signal(self) -> int:
+        """The signal that any process has received, or 0; the same answer on all of them."""
+        number = self.interruption.number
+        if self.run.processes == 1:
+            return number
+        mine = torch.tensor([number], device=self.run.accelerator.device)
+        return int(self.run.accelerator.gather(mine).max())
+
+    def finish_epoch(self, epoch: int, measured: Validation) -> None:
+        """Record an epoch, keep its weights if they are the best so far, and save."""
+        assert self.progress is not None
+        progress, run = self.progress, self.run
+        event = {
+            "event": "epoch",
+            "epoch": epoch + 1,
+            "step": run.step,
+            "train_loss": self.part["loss_sum"] / max(self.part["images"], 1),
+            "val_loss": measured.loss,
+            "val_top1": measured.top1,
+            "lr": run.lr_at(run.step - 1),
+            "images_per_second": round(progress.rate, 1),
+            "data_wait": round(progress.data_wait, 4),
+            "seconds": round(progress.seconds, 2),
+        }
+        self.part, self.epoch = {"images": 0, "loss_sum": 0.0}, epoch + 1
+        better = self.best is None or self.rank(event) > self.rank(self.best)
+        if better:
+            self.best = event
+        if self.metrics is not None:
+            self.metrics.write(event)
+            self.tell_epoch(event, measured, better)
+            if better:
+                self.save_best()
+        self.save()
+
+    @staticmethod
+    def rank(event: dict[str, Any]) -> tuple[float, float]:
+        """What the best epoch has most of: accuracy, then the lower loss."""
+        return event["val_top1"], -event["val_loss"]
+
+    def save_best(self) -> None:
+        """Write the weights that were measured, the average where one is kept."""
+        run = self.run
+        averaged = contextlib.nullcontext() if run.average is None else run.average.in_place()
+        with averaged:
+            save_model(
+                self.folder,
+                run.network,
+                config=run.config,
+                classes=self.splits.classes,
+                preprocessing=run.preprocessing,
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint, from the main process."""
+        self.saved = time.monotonic()
+        if self.metrics is None:
+            return
+        run, scaler = self.run, self.run.accelerator.scaler
+        state = {
+            "step": run.step,
+            "epoch": self.epoch,
+            "best": self.best,
+            "part": self.part,
+            "failed": run.failed,
+            "data": fingerprint(self.splits),
+            "metrics_bytes": self.metrics.size(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        save_checkpoint(
+            self.folder / CHECKPOINTS,
+            model=run.network,
+            optimizer=run.optimizer,
+            average=run.average,
+            state=state,
+        )
+
+    def tell_epoch(self, event: dict[str, Any], measured: Validation, better: bool) -> None:
+        lost = f"  {len(measured.failed)} unreadable" if measured.failed else ""
+        say(
+            f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
+            f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
+            f"val top-1 {event['val_top1']:.2%}{' *' if better else '  '}  "
+            f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
+        )
+
+    def tell_end(self) -> None:
+        assert self.best is not None
+        if count := len(self.run.failed):
+            say(f"{count} picture{'s' * (count > 1)} could not be read and were left out")
+        best = f"epoch {self.best['epoch']}, validation top-1 {self.best['val_top1']:.2%}"
+        say(f"best: {best} of {len(self.splits.val)} pictures")
+        say(f"now: vit predict {printable(self.folder)} IMAGE...")

@@ -1,0 +1,1 @@
+"""Files to networks and back: other libraries' weights, and run folders."""

@@ -1,0 +1,127 @@
+"""Tensors on disk, so that damage is noticed: safetensors with a SHA-256 of all they hold.
+
+A file is written beside its place, flushed to the disk, then renamed: at every moment there is
+either the old file or the whole new one. Nothing is pickled.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vit.errors import RunError, WeightsError, printable
+
+DIGEST = "sha256"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write `tensors` and `metadata` to the safetensors file `path`, with their digest.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    notes = {**metadata, DIGEST: digest(on_cpu, metadata)}
+    write_safely(path, lambda beside: _write_in_order(beside, on_cpu, notes))
+
+
+def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """safetensors' file with its metadata sorted: its own order changes from run to run."""
+    save_file(tensors, path, metadata)
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= length, "sorting must not make the header longer"
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file made by `write_tensors`.
+
+    Raises:
+        WeightsError: The file is missing, cut, or any bit of it has changed.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise WeightsError(f"{printable(path)} is missing") from None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{printable(path)} is damaged: {error}") from None
+    expected = metadata.pop(DIGEST, None)
+    if expected is None:
+        raise WeightsError(f"{printable(path)} has no {DIGEST}: it was not written by vit")
+    if digest(tensors, metadata) != expected:
+        raise WeightsError(
+            f"{printable(path)} is damaged: its content does not match its {DIGEST}; "
+            "use another copy"
+        )
+    return tensors, metadata
+
+
+def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 over names, types, shapes and bytes of `tensors`, and over `metadata`."""
+    total = hashlib.sha256()
+    for key, text in sorted(metadata.items()):
+        total.update(f"{len(key)} {key} {len(text)} {text}\n".encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{len(name)} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file as safely as the tensors.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    write_safely(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_safely(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` on a temporary name, flush it to the disk, and rename it to `path`."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming(path):
+        try:
+            write(beside)
+            _flush(beside)
+            beside.replace(path)
+            _flush(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn a failed write inside the `with` into one line that names `path` and the cause."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
+        reason = "the disk is full: free some space" if full else str(error)
+        raise RunError(
+            f"{printable(path)} could not be written: {reason}; what was there before is untouched"
+        ) from None
+
+
+def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows has no handle for a folder to flush
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
