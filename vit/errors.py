@@ -1,6 +1,7 @@
 """What a user can mend, as exceptions whose message says what, where and the remedy in one line."""
 
 import os
+import shlex
 import unicodedata
 
 
@@ -53,6 +54,11 @@ def printable(name: object) -> str:
     """
     text = os.fsdecode(name) if isinstance(name, bytes | os.PathLike) else str(name)
     return "".join(_escape(character) for character in text)
+
+
+def quoted(path: object) -> str:
+    """`path` as a shell takes it, for a command that somebody may copy."""
+    return shlex.quote(printable(path))
 
 
 def _escape(character: str) -> str:

@@ -51,8 +51,8 @@ def interrupt_at(monkeypatch):
 def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
-    expected = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "checkpoints"}
-    assert names == expected
+    files = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "report.html"}
+    assert names == files | {"checkpoints"}
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
     assert found[0].keys() == {

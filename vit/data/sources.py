@@ -146,6 +146,8 @@ def _without_training(
 def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:
     """Files to predict: each input is a file, a folder (walked) or a glob; their order is kept.
 
+    The name of a built-in set stands for its validation pictures, where no file has that name.
+
     A file that is missing or no picture stays in the list, so that it is reported at its place.
 
     Args:
@@ -161,6 +163,8 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
         paths = sorted(glob.glob(given, recursive=True)) if is_glob else [given]
         if not paths:
             raise DataError(f"{printable(given)}: matches no file")
+        if given in builtin.SETS and not os.path.lexists(given):
+            paths = [str(builtin.SETS[given]() / "val")]
         for path in paths:
             found += _walked(path, notes) if os.path.isdir(path) else [path]
     return found

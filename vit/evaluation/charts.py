@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vit.evaluation.page import Html, called, join, table, tag
 
 WIDTH, HEIGHT = 420, 260
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 46, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 18, 46, 40
 MOST_DOTS = 40
 RIGHT_SHADE, WRONG_SHADE = "29 78 216", "194 65 12"  # red green blue
 STRONG = 0.75  # shade above which only white letters can be read
@@ -31,15 +31,16 @@ class Curve:
     values: Sequence[float]
 
 
-def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
+def nice_ticks(low: float, high: float, most: int = 7) -> list[float]:
     """At most `most` round numbers, evenly spaced, that span `low` to `high`."""
     if not high > low:
         room = abs(low) / 10 or 1.0
         low, high = low - room, high + room
-    rough = (high - low) / (most - 2)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    for step in (power * factor for factor in (1, 2, 5, 10, 20)):
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first < most:
+            break
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
@@ -97,7 +98,7 @@ def curves(
 
 def shown(value: float, unit: str) -> str:
     """A value as the axis has it: a share in percent, anything else in a few digits."""
-    return f"{100 * value:.4g} %" if unit == "%" else f"{value:.4g}"
+    return f"{100 * value:.4g}%" if unit == "%" else f"{value:.4g}"
 
 
 def _axes(
@@ -155,7 +156,7 @@ def heat_table(confusion: Confusion, classes: Sequence[str]) -> Html:
             _shaded(count, math.sqrt(count / total), right=answer == label)
             for answer, count in enumerate(counts)
         ]
-        rows.append([tag("th", called(name)), *cells])
+        rows.append([tag("th", called(name), title=name), *cells])
     return table([tag("th", "true ↓  answer →"), *head], rows, class_="heat")
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,19 +54,15 @@ def _class_row(row: Mapping[str, Any]) -> list[Html]:
     return [name, *shares, f1]
 
 
-def confusion_counts(outcomes: Outcomes, size: int) -> Confusion:
+def confusion_counts(outcomes: Outcomes) -> Confusion:
     """How many pictures there are of each (true class, answer) that occurs."""
-    pairs, counts = (outcomes.labels * size + outcomes.answers).unique(return_counts=True)
-    return {
-        (pair // size, pair % size): count
-        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True)
-    }
+    return Counter(zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True))
 
 
 def confusions(outcomes: Outcomes, rows: Sequence[Mapping[str, Any]]) -> Html:
     """Which classes are taken for which: all of them, or the most frequent pairs."""
     classes = [row["label"] for row in rows]
-    counts = confusion_counts(outcomes, len(classes))
+    counts = confusion_counts(outcomes)
     if len(classes) <= FEW_CLASSES:
         hint = (
             "A row is a true class, a column an answer; blue is right, orange is wrong, and the "
@@ -158,10 +155,10 @@ def mistakes(outcomes: Outcomes, paths: Sequence[str], classes: Sequence[str], r
     if not wrong:
         lead = f"None: all of {plural(len(outcomes), 'answer')} are right."
     else:
+        some = f"these are the {len(figures)} surest" if len(figures) < len(wrong) else "all shown"
         lead = (
-            f"{len(wrong):,} of {plural(len(outcomes), 'picture')} are labelled wrong. Shown are "
-            f"{len(figures)} with the highest scores: the answer with its score, then what the "
-            "data say. Look for wrong labels among them first."
+            f"{len(wrong):,} of {plural(len(outcomes), 'answer')} are wrong, {some}: the answer "
+            "with its score, then what the data say. Look for wrong labels among them first."
         )
     wall = [tag("div", *figures, class_="wall")] if figures else []
     return tag("section", tag("h2", "The surest mistakes"), tag("p", lead), *wall)

@@ -9,6 +9,7 @@ import html
 from vit.errors import printable
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+LONG = 72  # characters of a name that are shown; beyond, its ends
 VOID = frozenset({"meta", "img", "br"})
 
 LIGHT = """
@@ -44,12 +45,13 @@ pre { margin: .3rem 0 1rem; padding: .7rem .9rem; border: 1px solid var(--line);
     margin: 1.4rem 0 .6rem; }
 .hero b { font-size: clamp(2.8rem, 9vw, 4.2rem); line-height: 1; letter-spacing: -.02em;
     font-variant-numeric: tabular-nums; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr));
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr));
     gap: .6rem; margin: 1.2rem 0; padding: 0; }
 .tiles div { padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 8px;
-    background: var(--card); break-inside: avoid; }
+    background: var(--card); break-inside: avoid; display: flex; flex-direction: column;
+    justify-content: space-between; }
 .tiles dt { color: var(--soft); font-size: .82rem; }
-.tiles dd { margin: 0; font-size: 1.25rem; font-weight: 600; }
+.tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr));
     gap: 1.2rem; }
 figure { margin: 0; break-inside: avoid; }
@@ -60,15 +62,20 @@ th { font-weight: 600; text-align: left; }
 thead th { color: var(--soft); font-size: .82rem; vertical-align: bottom; }
 th, td { padding: .28rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.n, th.n { text-align: right; white-space: nowrap; overflow-wrap: normal; }
+th code, td code { white-space: nowrap; overflow-wrap: normal; }
 tr { break-inside: avoid; }
 .bar { background: linear-gradient(var(--bar), var(--bar)) left / 0 100% no-repeat; }
-.name { max-width: 22rem; font-weight: 400; }
+.name { min-width: 7rem; max-width: 22rem; font-weight: 400; }
 details { margin: .8rem 0; }
 summary { cursor: pointer; color: var(--val); }
-.heat td { min-width: 2.6rem; padding: .3rem; border: 1px solid var(--line); text-align: center; }
+.heat { font-size: .85rem; }
+.heat td { min-width: 2.05rem; padding: .3rem .2rem; border: 1px solid var(--line);
+    text-align: center; }
 .heat th { border: 0; font-weight: 400; }
-.heat tbody th { max-width: 12rem; text-align: right; }
-.heat thead th { padding: .3rem .1rem; text-align: left; color: var(--ink); }
+.heat tbody th { position: sticky; left: 0; background: var(--paper); text-align: right; }
+.heat tbody bdi { display: block; max-width: 12rem; overflow: hidden; white-space: nowrap;
+    text-overflow: ellipsis; }
+.heat thead th { padding: .3rem .1rem; text-align: left; color: var(--ink); white-space: nowrap; }
 .heat .up { display: inline-block; max-height: 9rem; overflow: hidden; writing-mode: vertical-rl;
     transform: rotate(180deg); white-space: nowrap; text-overflow: ellipsis; }
 .heat .strong { color: var(--strong); }
@@ -95,11 +102,14 @@ svg circle.val { fill: var(--val); }
 footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid var(--line); }
 @media (max-width: 34rem) {
     .wordy { display: none; }
+    .name { min-width: 4.4rem; }
+    .heat tbody bdi { max-width: 6rem; }
     .wall { grid-template-columns: repeat(2, 1fr); }
     th, td { padding: .28rem .4rem; }
 }
 @media print {
-    body { max-width: none; padding: 0; font-size: 10pt; }
+    html { font-size: 12px; }
+    body { max-width: none; padding: 0; }
     * { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
     .scroll { overflow: visible; }
     details:not([open]) { display: none; }
@@ -141,7 +151,10 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 def called(name: object) -> Html:
     """A name that somebody chose; its writing direction does not reach its neighbours."""
-    return tag("bdi", name)
+    text = printable(name)
+    if len(text) <= LONG:
+        return tag("bdi", text)
+    return tag("bdi", f"{text[: LONG // 2]} ... {text[-LONG // 3 :]}", title=text)
 
 
 def table(head: list[Html], rows: list[list[Html]], **attributes: object) -> Html:
@@ -164,11 +177,19 @@ def numbers(*values: object) -> list[Html]:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    return f"{100 * share:.{digits}f} %"
+    return f"{share:.{digits}%}"
 
 
 def plural(count: int, noun: str, many: str = "") -> str:
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def magnitude(count: int) -> str:
+    """A large number in a few digits, such as `21.7 M`."""
+    for power, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= power:
+            return f"{count / power:.3g} {unit}"
+    return str(count)
 
 
 def duration(seconds: float) -> str:

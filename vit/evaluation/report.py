@@ -3,14 +3,13 @@
 One file that opens anywhere, offline: its charts are SVG, its pictures are inside it.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.errors import printable
+from vit.errors import printable, quoted
 from vit.evaluation.charts import Curve, curves
 from vit.evaluation.findings import calibration, class_table, confusions, mistakes
 from vit.evaluation.metrics import Outcomes, summarise
@@ -20,6 +19,7 @@ from vit.evaluation.page import (
     document,
     duration,
     join,
+    magnitude,
     numbers,
     percent,
     plural,
@@ -33,7 +33,7 @@ from vit.weights.tensorfile import write_text
 REPORT_FILE = "report.html"
 MOST_NAMES = 50
 TOLD = {"data", "model", "num_classes", "workers"}  # elsewhere, or no choice about the network
-PRIVACY = "It loads nothing from anywhere, and may show pictures of the data set."
+PRIVACY = "This file loads nothing from anywhere, and may show pictures of the data set."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def write_report(
         mistakes(outcomes, paths, facts.classes, facts.root),
         unreadable(facts),
         settings(facts.config),
-        usage(folder, facts.config),
+        usage(folder),
         tag("footer", f"Written by vit {__version__}. ", PRIVACY, class_="soft small"),
     ]
     write_text(folder / REPORT_FILE, document(f"{name}: {percent(scores['top1'])}", *sections))
@@ -107,31 +107,24 @@ def headline(
     """The one number, what it was counted on, and what produced it."""
     model, training = facts.config.model, facts.config.training
     low, high = scores["top1_interval"]
-    size, count = len(facts.classes), scores["count"]
-    common = max(scores["per_class"], key=lambda row: row["count"])
     seconds = sum(event["seconds"] for event in epochs)
     tiles = {
-        "best epoch": f"{facts.epoch} of {len(epochs)}",
-        "validation pictures": f"{count:,}",
-        "classes": f"{size:,}",
-        **({"top-5": percent(scores["top5"])} if size > 5 else {}),
+        f"best of {plural(len(epochs), 'epoch')}": facts.epoch,
+        "validation pictures": f"{scores['count']:,}",
+        "classes": f"{len(facts.classes):,}",
+        **({"top-5": percent(scores["top5"])} if len(facts.classes) > 5 else {}),
         "macro F1": percent(scores["macro_f1"]),
         "balanced accuracy": percent(scores["balanced_accuracy"]),
         "loss": f"{scores['loss']:.4f}",
     }
-    origin = (
-        f"held out of the data by vit ({percent(facts.config.data.val_share, 0)} of each class, "
-        f"seed {training.seed}; split.json names them)"
-        if facts.made
-        else "the data's own validation folder"
-    )
     return join(
         tag("h1", called(name)),
         tag(
             "p",
-            f"{training.model}, {facts.parameters / 1e6:.1f} M parameters: pictures of "
-            f"{model.image_size} px in patches of {model.patch_size}, {model.depth} blocks of "
-            f"width {model.dim} with {plural(model.num_heads, 'head')}. Trained on "
+            f"Vision Transformer of {magnitude(facts.parameters)} parameters (preset "
+            f"{training.model}): pictures of {model.image_size} px in patches of "
+            f"{model.patch_size}, {model.depth} blocks of width {model.dim} with "
+            f"{plural(model.num_heads, 'head')}. Trained on "
             f"{plural(facts.train_images, 'picture')} of ",
             tag("code", called(facts.config.data.data)),
             f" for {plural(len(epochs), 'epoch')}, {duration(seconds)} on {facts.machine}.",
@@ -140,7 +133,7 @@ def headline(
         tag(
             "div",
             tag("b", percent(scores["top1"])),
-            tag("span", "validation top-1; 95 % interval ", f"{percent(low)} to {percent(high)}"),
+            tag("span", f"validation top-1; 95% interval {percent(low)} to {percent(high)}"),
             class_="hero",
         ),
         tag(
@@ -148,14 +141,27 @@ def headline(
             *(tag("div", tag("dt", k), tag("dd", v)) for k, v in tiles.items()),
             class_="tiles",
         ),
-        tag(
-            "p",
-            f"Measured with the weights of epoch {facts.epoch} on {origin}. Always answering ",
-            called(common["label"]),
-            f" would reach {percent(common['count'] / count)}. The best epoch was chosen on these "
-            "pictures, which flatters it a little; pictures kept apart tell the rest.",
-            class_="soft small",
-        ),
+        caution(facts, scores),
+    )
+
+
+def caution(facts: RunFacts, scores: Mapping[str, Any]) -> Html:
+    """What the headline's number is worth."""
+    common = max(scores["per_class"], key=lambda row: row["count"])
+    share = percent(facts.config.data.val_share, 0)
+    origin = (
+        f"pictures that vit held out of the data ({share} of each class, seed "
+        f"{facts.config.training.seed}; split.json names them)"
+        if facts.made
+        else "the data's own validation folder"
+    )
+    return tag(
+        "p",
+        f"Measured with the weights of epoch {facts.epoch} on {origin}. Always answering “",
+        called(common["label"]),
+        f"” would reach {percent(common['count'] / scores['count'])}. The best epoch was chosen on "
+        "these pictures, which flatters it a little; pictures kept apart tell the rest.",
+        class_="soft small",
     )
 
 
@@ -243,15 +249,15 @@ def written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def usage(folder: Path, config: Config) -> Html:
+def usage(folder: Path) -> Html:
     """How to ask the network, measure it elsewhere, and train it again."""
-    where, data = shlex.quote(str(folder)), shlex.quote(config.data.data)
+    where, config = quoted(folder), quoted(folder / "config.yaml")
     commands = {
         "Label pictures:": f"vit predict {where} IMAGE...",
-        "Measure it on pictures that took no part in any choice:": (
-            f"vit evaluate {where} {data} --split test"
+        "Measure it on other pictures, with a folder for each class:": (
+            f"vit evaluate {where} FOLDER"
         ),
-        "Train it again:": f"vit train --config {shlex.quote(str(folder / 'config.yaml'))}",
+        "Train it again:": f"vit train --config {config} --out ANOTHER_FOLDER",
         "From Python:": f"import vit; vit.Predictor({str(folder)!r})(['picture.jpg'])",
     }
     lines = [

@@ -11,7 +11,7 @@ import torch
 
 from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
 from vit.data.samples import Splits
-from vit.errors import DataError, printable
+from vit.errors import DataError, printable, quoted
 from vit.training.batches import evaluation_loader, training_loader
 from vit.training.checkpoint import clean_leftovers, load_checkpoint, save_checkpoint
 from vit.training.ending import leave_report
@@ -183,7 +183,7 @@ class Session:
         if number:
             raise Interrupted(
                 f"interrupted at step {self.run.step} of {self.total_steps}; continue with "
-                f"vit train --resume --out {printable(self.folder)}",
+                f"vit train --resume --out {quoted(self.folder)}",
                 number,
             )
 
@@ -279,4 +279,4 @@ class Session:
             say(f"{count} picture{'s' * (count > 1)} could not be read and were left out")
         best = f"epoch {self.best['epoch']}, validation top-1 {self.best['val_top1']:.2%}"
         say(f"best: {best} of {len(self.splits.val)} pictures")
-        say(f"now: vit predict {printable(self.folder)} IMAGE...")
+        say(f"now: vit predict {quoted(self.folder)} IMAGE...")

@@ -13,8 +13,8 @@ from vit.data.checking import check_samples, without
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
-from vit.data.sources import relative
 from vit.data.seeding import random_seed
+from vit.data.sources import relative
 from vit.errors import BadImage, ConfigError
 from vit.model.build import build_classifier
 from vit.model.precision import resolve_precision

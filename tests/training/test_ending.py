@@ -1,0 +1,94 @@
+"""The report at the end of a training: it is there, it is right, and it never costs the run."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from vit.commands.main import main
+from vit.errors import RunError
+from vit.training.interruption import Interrupted
+from vit.training.train import train
+
+
+@pytest.fixture
+def run(tiny_config, tmp_path):
+    """A finished run of two epochs."""
+    return train(tiny_config(epochs=2), tmp_path / "run").folder
+
+
+def test_the_report_names_the_classes_and_has_the_validations_number(run):
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert all(f"<bdi>{name}</bdi>" in page for name in ("blue", "green", "red"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    best = max((json.loads(line) for line in lines), key=lambda e: (e["val_top1"], -e["val_loss"]))
+    assert f"<b>{best['val_top1']:.2%}</b>" in page
+    assert f"<dd>{best['val_loss']:.4f}</dd>" in page
+
+
+def test_the_report_equals_what_evaluate_says(run, colour_data, tmp_path):
+    scores = tmp_path / "scores.json"
+    words = [str(run), str(colour_data), "--json", str(scores), "--device", "cpu"]
+    assert main(["evaluate", *words, "--precision", "fp32"]) == 0
+    expected = json.loads(scores.read_text())
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for name in ("top1", "macro_f1", "balanced_accuracy"):
+        assert f"{expected[name]:.2%}" in page
+    assert f"calibration error {expected['ece']:.4f}" in page
+
+
+def test_resuming_a_finished_run_writes_the_report_again(run, tiny_config, capsys):
+    before = (run / "report.html").read_bytes()
+    (run / "report.html").write_bytes(b"old")
+    train(tiny_config(epochs=2), run, resume=True)
+    assert (run / "report.html").read_bytes() == before
+    assert capsys.readouterr().err.splitlines()[-1] == f"report: {run / 'report.html'}"
+
+
+def test_a_full_disk_costs_the_report_and_nothing_else(tiny_config, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise RunError("report.html could not be written: the disk is full: free some space")
+
+    monkeypatch.setattr("vit.evaluation.report.write_text", full)
+    result = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    assert result.epoch == 1
+    assert not (tmp_path / "run/report.html").exists()
+    told = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"note: no report\.html, but the run is complete: .*full.*", told[-1])
+
+
+def test_a_signal_stops_the_measuring_but_the_run_is_complete(tiny_config, tmp_path, monkeypatch):
+    original = "vit.training.session.Session.tell_end"
+
+    def send(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(original, send)
+    config = tiny_config(epochs=1, warmup_epochs=0)
+    with pytest.raises(Interrupted, match=r"the run is complete.*--resume") as stopped:
+        train(config, tmp_path / "run")
+    assert stopped.value.exit_code == 143
+    monkeypatch.undo()
+    train(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run/report.html").is_file()
+
+
+def test_a_picture_that_vanished_is_told(tiny_config, tmp_path, colour_data):
+    import shutil
+
+    data = tmp_path / "data"
+    shutil.copytree(colour_data, data)
+    for picture in (data / "val").rglob("*.png"):
+        content = bytearray(picture.read_bytes())
+        content[len(content) // 2] ^= 0xFF  # its header is right, its pixels are not
+        picture.write_bytes(content)
+        break
+    train(
+        tiny_config(epochs=1, warmup_epochs=0, data=str(data), on_bad_image="skip"),
+        tmp_path / "run",
+    )
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "1 picture could not be read and took no part." in page
+    assert "<dd>20</dd>" in page
