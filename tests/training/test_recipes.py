@@ -1,0 +1,58 @@
+"""Every recipe in configs/ takes its first steps, on a few random photographs."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.data.sources import open_splits
+from vit.settings import make_config, read_settings
+from vit.training.batches import training_loader
+from vit.training.loop import train_one_step
+from vit.training.setup import complete, make_accelerator, make_training
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight random pictures in two classes, and two to validate on."""
+    root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 1)):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 255, size=(40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.jpg")
+    return root
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_takes_its_first_steps(path, photos):
+    small = {"data": str(photos), "batch_size": 4, "workers": 0, "device": "cpu"}
+    config = make_config({**read_settings(path), **small})
+    splits = open_splits(str(photos), val_share=0.2, seed=0)
+    config = complete(config, splits, given=())
+    run = make_training(config, make_accelerator(config.training), total_steps=100)
+    before = {name: p.detach().clone() for name, p in run.network.named_parameters()}
+    loader = training_loader(run, splits.train)
+    losses = [train_one_step(run, [batch], epoch=0)[0] for batch in loader.epoch(0)]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    still = {n for n, p in run.network.named_parameters() if torch.equal(p, before[n])}
+    assert not still, f"{path.name}: two steps left {sorted(still)} as they were"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_how_to_run_it(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    header = [line for line in lines if line.startswith("#")]
+    assert len(header) >= 4
+    assert any(f"-c configs/{path.name}" in line for line in header)
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 5
