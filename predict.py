@@ -1,8 +1,6 @@
 """`python predict.py MODEL INPUT ...` is `vit predict MODEL INPUT ...`."""
 
-import sys
-
-from vit.commands.main import main
+from vit.commands.main import console
 
 if __name__ == "__main__":
-    sys.exit(main(["predict", *sys.argv[1:]]))
+    console("predict")

@@ -1,8 +1,6 @@
 """`python train.py DATA ...` is `vit train DATA ...`."""
 
-import sys
-
-from vit.commands.main import main
+from vit.commands.main import console
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    console("train")

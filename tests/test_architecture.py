@@ -29,7 +29,7 @@ ALLOWED = {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
     "vit.inference": {*NUMERIC, "PIL", *LEVEL_0, *LEVEL_1, *LEVEL_2},
-    "vit.commands": {*NUMERIC, "psutil", "tqdm", "vit", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
+    "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip
 # a library that only these files of a part may import
 ONLY = {"timm": {"vit/weights", "vit/training/optimization.py"}, "accelerate": {"vit/training"}}

@@ -62,6 +62,8 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"min_lr": 1}, "is more than lr"),
         ({"batch_size": 10, "accumulate": 3}, "does not divide batch_size=10"),
         ({"start_image_size": 100}, "start_image_size=100: must be a multiple of patch_size=16"),
+        ({"out": "x"}, "out is not a setting of a file: give it as the flag --out"),
+        ({"training": {"lr": 1}}, "settings are flat"),
         ({"opt": "sgd", "optimizer": "lamb"}, "optimizer is given twice"),
         ({"std": [0.5, 0, 0.5]}, "must be more than 0"),
     ],
@@ -81,7 +83,7 @@ def test_refuses_in_one_line(values, message):
         ("a: &x [1, 2]\nb: *x\n", "aliases"),
         ("lr: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("lr: [1\n", "expected"),
-        ("", "is not a list of `name: value` lines"),
+        ("just words\n", "is not a list of `name: value` lines"),
         ("a: " + "[" * 5000, "YAML"),
     ],
 )
@@ -93,6 +95,11 @@ def test_refuses_files_that_are_no_settings(tmp_path, text, message):
     assert str(file) in str(error.value)
     assert message in str(error.value) or len(text) > 1000
     assert "\n" not in str(error.value)
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing yet\n")
+    assert read_settings(tmp_path / "a.yaml") == {}
 
 
 def test_a_missing_file_is_named():

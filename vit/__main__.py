@@ -1,7 +1,5 @@
 """`python -m vit COMMAND` is `vit COMMAND`."""
 
-import sys
+from vit.commands.main import console
 
-from vit.commands.main import main
-
-sys.exit(main())
+console()

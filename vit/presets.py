@@ -44,7 +44,8 @@ def preset(name: str) -> dict[str, Any]:
         ConfigError: No preset has this name; the message has the nearest ones.
     """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3) or sorted(PRESETS)[:3]
+        alike = difflib.get_close_matches(name, PRESETS, n=3)
+        near = [known for known in PRESETS if known.startswith(name)][:3] or alike or [*PRESETS][:3]
         raise ConfigError(
             f"model={name!r} is not a preset; the nearest are {', '.join(near)} "
             "(`vit models` lists all)"

@@ -23,6 +23,7 @@ from vit.errors import ConfigError, printable
 from vit.presets import preset
 
 MOST_BYTES = 1_000_000
+FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,21 +89,39 @@ def make_config(values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
     """
-    chosen: dict[str, Any] = {}
-    for key, value in values.items():
-        name = names_by_alias().get(str(key).replace("-", "_"))
-        if name is None:
-            hint = nearest(str(key), names_by_alias())
-            raise ConfigError(f"{printable(key)} is not a setting{hint}")
-        if name in chosen:
-            raise ConfigError(f"{name} is given twice, once as {printable(key)}")
-        chosen[name] = convert(all_settings()[name].kind, value, name)
+    chosen = checked(values)
     model = chosen.get("model", all_settings()["model"].default)
     chosen = {**preset(model), **chosen}
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in chosen.items():
         sections[all_settings()[name].section][name] = value
     return Config(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by the settings' own names and in their types; they may still not fit together.
+
+    Raises:
+        ConfigError: A name is unknown or given twice, or a value has the wrong type.
+    """
+    chosen: dict[str, Any] = {}
+    for key, value in values.items():
+        name = names_by_alias().get(str(key).replace("-", "_"))
+        if name is None:
+            raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
+        if name in chosen:
+            raise ConfigError(f"{name} is given twice, once as {printable(key)}")
+        chosen[name] = convert(all_settings()[name].kind, value, name)
+    return chosen
+
+
+def why_unknown(key: Any, value: Any) -> str:
+    """What may have been meant by a key that no setting has."""
+    if key in FLAGS_ONLY:
+        return f" of a file: give it as the flag --{key}"
+    if isinstance(value, dict):
+        return ": settings are flat, write them without a section"
+    return nearest(str(key), names_by_alias())
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -203,12 +222,15 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         if len(raw) > MOST_BYTES:
             raise ConfigError(f"is larger than {MOST_BYTES:,} bytes")
         values = yaml.load(raw, _StrictLoader)
+        if values is None:
+            return {}
         if not isinstance(values, dict):
             raise ConfigError("is not a list of `name: value` lines")
     except OSError as error:
         raise ConfigError(f"{printable(path)}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        reason = printable(" ".join(str(error).split()))
+        text = str(error).replace('in "<byte string>", ', "at ")
+        reason = printable(" ".join(text.split()))
         raise ConfigError(f"{printable(path)}: {reason}") from None
     return values
 

@@ -50,6 +50,18 @@ def test_two_processes_equal_one(tiny_config, tmp_path):
         assert ours["lr"] == theirs["lr"]
 
 
+def test_torchs_launcher_needs_no_device(tiny_config, tmp_path):
+    config = tiny_config(device="auto", num_classes=3, epochs=1, warmup_epochs=0)
+    write_settings(tmp_path / "settings.yaml", config)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", str(ROOT / "train.py"), "-c", str(tmp_path / "settings.yaml")]
+    command += ["--out", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stderr
+
+
 def test_one_of_two_processes_says_what_is_wrong(tmp_path):
     done = launch(2, "nowhere", "--out", str(tmp_path / "run"))
     assert done.returncode != 0

@@ -215,8 +215,58 @@ def data_with_a_bad_picture(colour_data, tmp_path):
 
 
 def test_a_bad_picture_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_picture):
-    with pytest.raises(BadImage, match=r"red/3\.png"):
-        train(tiny_config(data=str(data_with_a_bad_picture)), tmp_path / "run")
+    data = str(data_with_a_bad_picture)
+    with pytest.raises(BadImage, match=r"red/3\.png.*--resume --on-bad-image skip"):
+        train(tiny_config(data=data), tmp_path / "run")
+    assert find_checkpoints(tmp_path / "run/checkpoints")
+    train(tiny_config(data=data, on_bad_image="skip"), tmp_path / "run", resume=True)
+    assert len(events(tmp_path / "run")) == 3
+
+
+def test_a_start_that_failed_keeps_the_run_it_would_overwrite(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    with pytest.raises(ConfigError, match="optimizer='adamww'"):
+        train(tiny_config(optimizer="adamww"), tmp_path / "run", overwrite=True)
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_start_that_failed_does_not_block_the_next(tiny_config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "run_all", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(tiny_config(), tmp_path / "run")
+    assert (tmp_path / "run/config.yaml").exists()
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
+    from vit.training.run_folder import Metrics
+
+    config = tiny_config(epochs=1, warmup_epochs=0)
+    train(config, tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    other = Metrics(tmp_path / "run/metrics.jsonl")
+    with pytest.raises(RunError, match="is being trained by another process"):
+        train(config, tmp_path / "run", resume=True)
+    other.close()
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("vit.training.loop.loss_of", full)
+    with pytest.raises(RunError, match="out of memory: lower --batch-size"):
+        train(tiny_config(), tmp_path / "run")
+
+
+def test_files_of_a_run_can_be_read_by_others(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*.*")}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert modes == {0o666 & ~umask}
 
 
 def test_a_bad_picture_is_skipped_and_counted(
@@ -245,6 +295,9 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", "--device", "tpu"], "device='tpu'"),
         (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
         (["DATA", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["DATA", "--opt", "adamww"], "some that are: adamw"),
+        (["DATA", "--resume", "--overwrite"], "exclude each other"),
+        (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),
         (["DATA", "--in-chans", "4"], "pictures are read as RGB"),
     ],
 )

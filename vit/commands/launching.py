@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import vit
-
 
 def processes_asked(environment: Mapping[str, str], parent: Sequence[str]) -> int:
     """How many processes accelerate's launcher was asked for, where it started a single one.
@@ -35,8 +33,8 @@ def processes_asked(environment: Mapping[str, str], parent: Sequence[str]) -> in
     return 1
 
 
-def start_processes_if_asked(words: Sequence[str]) -> None:
-    """Become torch's launcher of `vit WORDS` where accelerate's was asked for several processes."""
+def start_processes_if_asked() -> None:
+    """Become torch's launcher where accelerate's was asked for several processes on CPUs."""
     if "ACCELERATE_USE_CPU" not in os.environ or "MASTER_ADDR" not in os.environ:
         return
     import psutil  # accelerate brings it
@@ -46,9 +44,9 @@ def start_processes_if_asked(words: Sequence[str]) -> None:
     if count == 1:
         return
     print(f"starting {count} processes with torch.distributed.run", file=sys.stderr, flush=True)
-    home = str(Path(vit.__file__).parents[1])
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    script = Path(sys.argv[0])
+    # by its path: `-m` would let modules in the current folder stand in for installed ones
+    program = ["-m", "vit"] if script.name == "__main__.py" else [str(script)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(count), "-m", "vit", *words]
-    os.execve(sys.executable, launcher, environment)
+    launcher += ["--nproc-per-node", str(count), *program, *sys.argv[1:]]
+    os.execv(sys.executable, launcher)

@@ -65,20 +65,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(words[0], words[1:])
 
 
-def console() -> None:
-    """Entry point of the installed `vit` script."""
-    sys.exit(main())
+def console(*first: str) -> None:
+    """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
+    try:
+        code = main([*first, *sys.argv[1:]])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _reader_gone()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _reader_gone() -> int:
+    """Nothing is left to say to the reader of our output; Python must not try when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def run_command(name: str, words: list[str]) -> int:
     """Parse the words of one command and run it."""
     command = importlib.import_module(f"vit.commands.{name}")
-    parser = Parser(prog=f"vit {name}", description=COMMANDS[name].capitalize() + ".")
+    parser = Parser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
-        args = parser.parse(words)
-        args.words = [name, *words]
-        code: int = command.run(args)
+        code: int = command.run(parser.parse(words))
     except SystemExit as stop:
         return int(stop.code or 0)
     except VitError as error:
@@ -88,13 +99,16 @@ def run_command(name: str, words: list[str]) -> int:
             print(f"vit {name}{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # the reader of our output has gone: nothing is left to say to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_gone()
     except KeyboardInterrupt:
         print(f"vit {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def sentence(line: str) -> str:
+    """`line` with a capital and a full stop."""
+    return f"{line[0].upper()}{line[1:]}."
 
 
 def usage() -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vit.commands.options import add_network_options, whole_number
-from vit.commands.output import check_output, open_output, progress_bar, say
-from vit.errors import DataError
+from vit.commands.output import check_output, is_device, open_output, progress_bar, say
+from vit.errors import DataError, VitError, printable
 
-SUFFIXES = {".jsonl": "jsonl", ".csv": "csv"}
+SUFFIXES = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-k",
         "--top-k",
+        "--topk",
         type=whole_number,
         default=5,
         metavar="K",
-        help="most probable classes to name",
+        help="most probable classes to name (default: 5)",
     )
     parser.add_argument(
         "--format",
@@ -47,8 +48,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_network_options(parser)
 
 
+def style_of(path: str | None) -> str:
+    """The format that the name of `path` asks for; a table on standard output and devices.
+
+    Raises:
+        VitError: The name ends in something else.
+    """
+    if path is None or is_device(path):
+        return "table"
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise VitError(f"{printable(path)}: name it .jsonl or .csv, or add --format")
+    return SUFFIXES[suffix]
+
+
 def run(args: argparse.Namespace) -> int:
-    check_output(args.out, overwrite=args.overwrite)
+    if os.path.isfile(args.model):
+        name = printable(args.model)
+        raise VitError(f"{name} is a file, not a run folder: MODEL comes first, then INPUT")
+    path = None if args.out == "-" else args.out
+    style = args.format or style_of(path)
+    check_output(path, overwrite=args.overwrite)
     images = find_images(args.inputs)
 
     from vit.inference.predictor import Predictor
@@ -62,13 +82,12 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
     )
     top_k = min(args.top_k, len(predictor.classes))
-    style = args.format or SUFFIXES.get(Path(args.out or "").suffix.lower(), "table")
     header, line = FORMATS[style](Layout(top_k, predictor.classes, images))
-    shown = args.out is None and sys.stdout.isatty()
+    shown = path is None and sys.stdout.isatty()
     failed = 0
     with (
         progress_bar(len(images), unit="image", results_on_terminal=shown) as bar,
-        open_output(args.out) as out,
+        open_output(path) as out,
     ):
         out.write(header)
         for prediction in predictor.stream(images, top_k=top_k):

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from vit.commands.launching import start_processes_if_asked
 from vit.config import SECTIONS
-from vit.errors import ConfigError
-from vit.settings import Setting, all_settings, make_config, names_by_alias, read_settings
+from vit.errors import ConfigError, printable
+from vit.presets import preset
+from vit.settings import Setting, all_settings, checked, make_config, read_settings
 
 TITLES = {
     "training": "training",
@@ -45,8 +46,7 @@ def add_setting(group: Any, setting: Setting) -> None:
     """One flag: its text is checked with the settings of a file, so errors are the same."""
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
-    shown = "" if setting.default is None else f" (default: {setting.default})"
-    options["help"] = (setting.help + shown).replace("%", "%%")
+    options["help"] = f"{setting.help}{default_shown(setting)}".replace("%", "%%")
     if setting.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         return
@@ -54,22 +54,45 @@ def add_setting(group: Any, setting: Setting) -> None:
         options["metavar"] = "{" + "|".join(typing.get_args(setting.kind)) + "}"
     else:
         options["metavar"] = setting.name.split("_")[-1].upper()
-    if "tuple" in str(setting.kind):
-        options["nargs"] = "+"
+    if count := numbers_taken(setting.kind):
+        options["nargs"] = count
     group.add_argument(*flags, **options)
+
+
+def default_shown(setting: Setting) -> str:
+    """What --help says of the value where the flag is not given."""
+    if setting.name == "num_classes":
+        return ""
+    if setting.name in preset(str(all_settings()["model"].default)):
+        return " (default: the preset's)"
+    if setting.default is None:
+        return ""
+    number = isinstance(setting.default, float)
+    return f" (default: {setting.default:.4g})" if number else f" (default: {setting.default})"
+
+
+def numbers_taken(kind: Any) -> int:
+    """How many values a flag of this type takes; 0 for the ordinary one."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is tuple:
+            return len(typing.get_args(option))
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 0, or comes with the error."""
-    start_processes_if_asked(args.words)
+    start_processes_if_asked()
     values = gather(args)
     config = make_config(values)
     if not config.data.data:
-        raise ConfigError("DATA is missing: give a folder of images, or a built-in set: digits")
+        raise ConfigError(
+            "DATA is missing: give a folder of images, a built-in set (digits), or --resume with "
+            "the --out of a run"
+        )
     from vit.training.train import train
 
-    given = [names_by_alias().get(str(key).replace("-", "_"), "") for key in values]
-    train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=given)
+    given = checked(values)
+    train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=[*given])
     return 0
 
 
@@ -85,9 +108,11 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     if source is None and args.resume and args.out:
         stored = Path(args.out) / "config.yaml"
         source = stored if stored.is_file() else None
-    values = {} if source is None else read_settings(source)
-    by_alias = names_by_alias()
-    for key in [key for key in values if by_alias.get(str(key).replace("-", "_")) in flags]:
-        del values[key]
-    values.update(flags)
-    return values
+    if source is None:
+        return flags
+    try:
+        values = checked(read_settings(source))
+    except ConfigError as error:
+        where = printable(source)
+        raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
+    return {**values, **flags}

@@ -61,6 +61,8 @@ def open_splits(data: str, *, val_share: float, seed: int) -> Splits:
     else:
         val, more = _read_val(folders[val_name], root, tuple(train))
         notes += more
+        if val_name == "test":
+            notes.append("no val folder: validates on test, so keep other pictures for the end")
     if not any(val.values()):
         raise DataError(f"{printable(root)}: no pictures left to validate on; add some")
     notes += name_notes(tuple(train)) + count_notes(train) + equal_notes(train, val, str(root))
@@ -115,12 +117,15 @@ def open_labelled(
     name = next((name for name in wanted if name in folders), None)
     if name is None and (split != "val" or folders.keys() - {"train"}):
         there = some(list(folders)) or "class folders only"
-        raise DataError(f"{printable(root)}: no {printable(split)} folder; it has {there}")
+        hint = "; leave the split out for held-out pictures" if not folders else ""
+        raise DataError(f"{printable(root)}: no {printable(split)} folder; it has {there}{hint}")
     place = folders[name] if name else folders.get("train", root)
     found = read_classes(place, walk)
     if name is None:
         found, note = _without_training(found, held_out, root)
         notes.append(note)
+    elif name != split:
+        notes.append(f"measured on {name}/")
     found, more = matched(found, tuple(classes), where=printable(place), owner="the model")
     samples = labelled(found, tuple(classes))
     if not samples:

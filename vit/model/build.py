@@ -30,6 +30,7 @@ from vit.model.positions import (
     sinusoidal_2d,
 )
 from vit.presets import preset
+from vit.settings import all_settings, convert
 
 Builder = Callable[[ModelConfig], nn.Module]
 
@@ -98,7 +99,9 @@ def create_model(name: str, **settings: Any) -> VisionTransformer:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(known)}"
         raise ConfigError(f"{key} is not a model setting{hint}")
-    return build_classifier(ModelConfig(**{**preset(name), **settings}))
+    kinds = all_settings()
+    chosen = {key: convert(kinds[key].kind, value, key) for key, value in settings.items()}
+    return build_classifier(ModelConfig(**{**preset(name), **chosen}))
 
 
 def build_classifier(config: ModelConfig) -> VisionTransformer:

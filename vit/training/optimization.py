@@ -1,5 +1,6 @@
 """Which parameters decay, how fast each layer learns, and the optimisers by name."""
 
+import difflib
 import re
 from collections import defaultdict
 from typing import Any
@@ -81,15 +82,17 @@ def _timm_optimizer(
     from timm.optim import create_optimizer_v2, list_optimizers
 
     if config.optimizer not in list_optimizers():
+        near = difflib.get_close_matches(config.optimizer, list_optimizers(), n=3)
+        near = near or ["adamw", "sgd", "lamb", "muon"]
         raise ConfigError(
-            f"optimizer={config.optimizer!r} is not known; one of {', '.join(list_optimizers())}"
+            f"optimizer={config.optimizer!r} is not known; some that are: {', '.join(near)}"
         )
     if "muon" in config.optimizer:
         groups = _for_muon(groups)
     names = [group.pop("names") for group in groups]
     try:
         optimizer = create_optimizer_v2(groups, opt=config.optimizer, lr=config.lr, **options)
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"optimizer={config.optimizer!r}: {error}") from None
     if config.betas is not None and "betas" not in optimizer.defaults:
         raise ConfigError(f"betas={config.betas}: optimizer={config.optimizer!r} has none")

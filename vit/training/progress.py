@@ -1,5 +1,6 @@
 """What a person sees while a network trains: a bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import sys
 import time
 
@@ -10,7 +11,9 @@ PLAIN_SECONDS = 30.0
 
 def say(text: str) -> None:
     """One line to standard error, clear of a progress bar."""
-    tqdm.write(text, file=sys.stderr)
+    # a reader that has gone, such as `| head`, must not end hours of training
+    with contextlib.suppress(BrokenPipeError):
+        tqdm.write(text, file=sys.stderr)
 
 
 class Progress:

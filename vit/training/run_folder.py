@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vit.config import Config
 from vit.data.samples import Splits
@@ -18,10 +18,11 @@ FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "split.json"),
     REPORT_FILE,
 )
+WEIGHTS = "model.safetensors"
 CHECKPOINTS = "checkpoints"
 
-# settings that change how fast a run goes, not what it computes
-FREE = {"workers", "device", "compile", "checkpoint_minutes"}
+# settings that change how a run goes on, not what it computes
+FREE = {"workers", "device", "compile", "checkpoint_minutes", "on_bad_image"}
 
 
 def default_folder(data: str) -> Path:
@@ -29,34 +30,40 @@ def default_folder(data: str) -> Path:
     return Path("runs") / (Path(data).resolve().name or "run")
 
 
-def prepare_folder(folder: Path, config: Config, *, resume: bool, overwrite: bool) -> bool:
-    """Make `folder` ours, before anything costs time.
+def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Whether `folder` holds a run to continue; said before anything costs time.
 
-    Returns:
-        True where an earlier run is there to continue.
+    A start that failed before its first weights leaves nothing worth keeping, so it counts as none.
 
     Raises:
         RunError: The folder is taken, and neither `resume` nor `overwrite` was asked for; or it is
-            not a run and would be overwritten; or it cannot be written.
-        ConfigError: The run to continue has other settings.
+            not a run and would be overwritten.
     """
     where = printable(folder)
+    if resume and overwrite:
+        raise RunError("resume and overwrite exclude each other: choose one")
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"--out {where} is a file: give a folder")
+        raise RunError(f"run folder {where} is a file: give a folder")
     taken = folder.is_dir() and any(folder.iterdir())
-    ours = (folder / "config.yaml").is_file()
-    if taken and not ours:
-        raise RunError(f"--out {where} has files that no training wrote: give another folder")
-    if taken and not (resume or overwrite):
-        raise RunError(f"--out {where} exists: --resume continues it, --overwrite starts anew")
-    if taken and resume:
-        require_same_settings(config, stored_config(folder), where)
-        return True
+    if taken and not (folder / "config.yaml").is_file():
+        raise RunError(f"{where} has files that no training wrote: give another folder")
+    begun = (folder / WEIGHTS).is_file() or any((folder / CHECKPOINTS).glob("*.safetensors"))
+    if begun and not (resume or overwrite):
+        raise RunError(f"run folder {where} exists: --resume continues it, --overwrite starts anew")
+    return begun and resume
+
+
+def claim_folder(folder: Path, config: Config, splits: Splits) -> None:
+    """Empty `folder` of an earlier run, and record what reproduces this one.
+
+    Raises:
+        RunError: It cannot be written.
+    """
     with naming(folder):
-        if taken:
+        if folder.is_dir():
             clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    return False
+    write_start(folder, config, splits)
 
 
 def clear(folder: Path) -> None:
@@ -71,13 +78,14 @@ def stored_config(folder: Path) -> Config:
     return make_config(read_settings(folder / "config.yaml"))
 
 
-def require_same_settings(config: Config, stored: Config, where: str) -> None:
+def require_same_settings(config: Config, folder: Path) -> None:
     """Refuse to continue a run with settings that would make it another run.
 
     Raises:
         ConfigError: The message has the first setting that differs, with both values.
     """
-    ours, theirs = flatten(config), flatten(stored)
+    where = printable(folder)
+    ours, theirs = flatten(config), flatten(stored_config(folder))
     changed = [name for name in ours if ours[name] != theirs[name] and name not in FREE]
     if changed:
         name = changed[0]
@@ -101,18 +109,42 @@ def write_start(folder: Path, config: Config, splits: Splits) -> None:
         write_text(folder / "split.json", json.dumps(record, indent=1) + "\n")
 
 
+def lock(file: BinaryIO) -> None:
+    """Hold `file` until it is closed or this process ends, so that two trainings never share a run.
+
+    Raises:
+        RunError: Another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such lock
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        folder = printable(Path(file.name).parent)
+        file.close()
+        raise RunError(f"{folder} is being trained by another process: wait, or stop it") from None
+
+
 class Metrics:
-    """Appends events to metrics.jsonl; on resume, what came after the checkpoint is cut off.
+    """Appends events to metrics.jsonl, and keeps other trainings out of the run meanwhile.
 
     Args:
         path: The file.
-        size: Bytes that the checkpoint knows of; the rest is dropped.
+
+    Raises:
+        RunError: Another process is writing it.
     """
 
-    def __init__(self, path: Path, size: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         with naming(path):
             self.file = path.open("ab")
-            self.file.truncate(size)
+        lock(self.file)
+
+    def cut(self, size: int) -> None:
+        """Drop what came after the `size` bytes that a checkpoint knows of."""
+        self.file.truncate(size)
 
     def write(self, event: dict[str, Any]) -> None:
         """Add one line."""

@@ -11,7 +11,7 @@ import torch
 
 from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
 from vit.data.samples import Splits
-from vit.errors import DataError, printable, quoted
+from vit.errors import BadImage, DataError, printable, quoted
 from vit.training.batches import evaluation_loader, training_loader
 from vit.training.checkpoint import clean_leftovers, load_checkpoint, save_checkpoint
 from vit.training.ending import leave_report
@@ -19,7 +19,7 @@ from vit.training.interruption import Interrupted, Interruption
 from vit.training.loop import Training, Validation, train_one_epoch, validate
 from vit.training.progress import Progress, say
 from vit.training.run_folder import CHECKPOINTS, Metrics
-from vit.training.setup import fingerprint
+from vit.training.setup import fingerprint, preflight
 from vit.weights.folder import save_model
 
 
@@ -73,6 +73,8 @@ class Session:
         """
         run, state = self.run, None
         tell = say if self.main else lambda _: None
+        if self.main:
+            self.metrics = Metrics(self.folder / "metrics.jsonl")
         if resuming:
             clean_leftovers(self.folder / CHECKPOINTS)
             state = load_checkpoint(
@@ -94,10 +96,11 @@ class Session:
             if (scaler := run.accelerator.scaler) is not None:
                 scaler.load_state_dict(state["scaler"])
             tell(f"resuming at step {run.step} of {self.total_steps}")
-        if self.main:
-            size = 0 if state is None else state["metrics_bytes"]
-            self.metrics = Metrics(self.folder / "metrics.jsonl", size)
-        self.introduce(tell)
+        if self.metrics is not None:
+            self.metrics.cut(0 if state is None else state["metrics_bytes"])
+        for line in preflight(run, self.splits, self.total_steps):
+            tell(line)
+        tell(f"run folder: {printable(self.folder)}")
 
     def close(self) -> None:
         """Let go of loader processes, the metrics file and the progress bar."""
@@ -109,23 +112,6 @@ class Session:
     def total_steps(self) -> int:
         return self.run.config.training.epochs * self.steps
 
-    def introduce(self, tell: Any) -> None:
-        """The preflight lines: what will be trained, on what, how."""
-        run, splits = self.run, self.splits
-        accelerator, config = run.accelerator, run.config
-        parameters = sum(p.numel() for p in run.network.parameters()) / 1e6
-        precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-        tell(
-            f"{len(splits.train)} training and {len(splits.val)} validation pictures, "
-            f"{len(splits.classes)} classes"
-        )
-        tell(
-            f"{parameters:.1f} M parameters, {config.model.image_size} px, "
-            f"{accelerator.num_processes} x {accelerator.device.type}, {precision}, "
-            f"batch {config.data.batch_size}, {self.total_steps} steps in "
-            f"{config.training.epochs} epochs -> {printable(self.folder)}"
-        )
-
     def run_all(self) -> TrainingResult:
         """Train what is left of the epochs."""
         run = self.run
@@ -134,8 +120,10 @@ class Session:
         self.opened += [training, evaluation]
         for epoch in range(self.epoch, run.config.training.epochs):
             done = run.step - epoch * self.steps
-            self.run_epoch(epoch, training.epoch(epoch, done))
-            measured = validate(run, iter(evaluation), len(self.splits.val))
+            with self.saving_at_bad_images():
+                self.run_epoch(epoch, training.epoch(epoch, done))
+                measured = validate(run, iter(evaluation), len(self.splits.val))
+            self.heed_signal()
             self.finish_epoch(epoch, measured)
         training.close()
         evaluation.close()
@@ -176,16 +164,38 @@ class Session:
         """Between two steps: keep the sums of the epoch, save when it is time, heed a signal."""
         self.part["loss_sum"] += loss_sum
         self.part["images"] += images
-        number = self.agreed_signal()
         minutes = (time.monotonic() - self.saved) / 60
-        if number or minutes >= self.run.config.training.checkpoint_minutes:
+        if minutes >= self.run.config.training.checkpoint_minutes:
             self.save()
-        if number:
+        self.heed_signal()
+
+    def heed_signal(self) -> None:
+        """Save and stop if a signal has come.
+
+        Raises:
+            Interrupted: It has.
+        """
+        if number := self.agreed_signal():
+            self.save()
             raise Interrupted(
                 f"interrupted at step {self.run.step} of {self.total_steps}; continue with "
                 f"vit train --resume --out {quoted(self.folder)}",
                 number,
             )
+
+    @contextlib.contextmanager
+    def saving_at_bad_images(self) -> Iterator[None]:
+        """Save before a picture that cannot be read stops the run, and say how to go on."""
+        try:
+            yield
+        except BadImage as bad:
+            self.save()
+            raise BadImage(
+                bad.path,
+                f"{bad.reason}; stopped at step {self.run.step}: put a good file there, or leave "
+                f"such files out: vit train --resume --on-bad-image skip --out "
+                f"{quoted(self.folder)}",
+            ) from None
 
     def agreed_signal(self) -> int:
         """The signal that any process has received, or 0; the same answer on all of them."""

@@ -2,10 +2,11 @@
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from vit.config import Config, TrainingConfig
@@ -14,10 +15,10 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
 from vit.data.seeding import random_seed
-from vit.data.sources import relative
-from vit.errors import BadImage, ConfigError
+from vit.data.sources import open_splits, relative
+from vit.errors import BadImage, ConfigError, RunError
 from vit.model.build import build_classifier
-from vit.model.precision import resolve_precision
+from vit.model.precision import resolve_device, resolve_precision
 from vit.training.ema import MovingAverage
 from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
@@ -32,24 +33,52 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 
     Raises:
         ConfigError: The device is unknown or absent, or cannot compute in that precision.
+        RunError: Several processes were started, and they cannot meet.
     """
-    kind, _, index = config.device.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "mps"):
-        raise ConfigError(f"device={config.device!r}: choose auto, cpu, cuda, cuda:N or mps")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={config.device!r}: torch sees no CUDA device; use --device cpu")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(f"device={config.device!r}: torch sees no MPS device; use --device cpu")
-    if index:
-        if not index.isdecimal() or int(index) >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise ConfigError(f"device={config.device!r}: there are {count} CUDA devices")
-        torch.cuda.set_device(int(index))
-    device = PartialState(cpu=True if kind == "cpu" else None).device
-    precision = resolve_precision(config.precision, device)
-    if precision == "fp16" and device.type == "cpu":
+    chosen = None if config.device == "auto" else config.device
+    device = resolve_device(chosen)
+    if chosen and device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+    # What launchers say stands in the environment; accelerate joins processes on CPUs only where
+    # it is told that they are CPUs.
+    on_cpu = device.type == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    precision = resolve_precision(config.precision, "cpu" if on_cpu else device)
+    if precision == "fp16" and on_cpu:
         raise ConfigError("precision='fp16': has no loss scaling on a CPU; use bf16 or fp32")
-    return Accelerator(cpu=kind == "cpu", mixed_precision=MIXED[precision])
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=MIXED[precision])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise RunError(
+            f"{started} processes were started, and {accelerator.num_processes} can work together "
+            f"on device={config.device}: start one, or give --device"
+        )
+    return accelerator
+
+
+def look_at_data(
+    config: Config, given: Sequence[str], accelerator: Accelerator, say: Say
+) -> tuple[Config, Splits]:
+    """The pictures of a run, and its settings completed with what they say.
+
+    Raises:
+        DataError: The data cannot be trained on.
+        ConfigError: A setting does not fit the data.
+        BadImage: A picture cannot be read, and `on_bad_image` is stop.
+    """
+    data = config.data
+    splits = open_splits(data.data, val_share=data.val_share, seed=config.training.seed)
+    config = complete(config, splits, given)
+    splits = readable(splits, config, accelerator)
+    for note in splits.notes:
+        say(f"note: {note}")
+    config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
+    batch_size, images = config.data.batch_size, len(splits.train)
+    if (lost := images % batch_size / images) > 0.1:
+        say(
+            f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
+            f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
+        )
+    return config, splits
 
 
 def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
@@ -87,10 +116,11 @@ def readable(splits: Splits, config: Config, accelerator: Accelerator) -> Splits
     broadcast_object_list(found)
     bad = found[0]
     if bad and config.data.on_bad_image == "stop":
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        others = ", ".join(str(image) for image in bad[1:5])
+        more = f" (and {len(bad) - 1} more: {others})" if others else ""
         raise BadImage(
             bad[0].path,
-            f"{bad[0].reason}{more}: mend or delete it, or leave such files out with "
+            f"{bad[0].reason}{more}; mend or delete, or leave such files out with "
             "--on-bad-image skip",
         )
     return without(splits, bad)
@@ -168,3 +198,18 @@ def fingerprint(splits: Splits) -> str:
     for samples in (splits.train, splits.val):
         lines += [f"{relative(s.path, splits.root)}\t{s.label}" for s in samples]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
+    """What will be trained, on what, how."""
+    accelerator, config = run.accelerator, run.config
+    parameters = sum(parameter.numel() for parameter in run.network.parameters())
+    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters:,}"
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    return [
+        f"{len(splits.train):,} training and {len(splits.val):,} validation pictures, "
+        f"{len(splits.classes)} classes",
+        f"{size} parameters, {config.model.image_size} px, {accelerator.num_processes} x "
+        f"{accelerator.device.type}, {precision}, batch {config.data.batch_size}, {total_steps:,} "
+        f"steps in {config.training.epochs} epochs",
+    ]

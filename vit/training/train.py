@@ -4,26 +4,25 @@ settings + data -> splits -> completed settings -> network, optimiser, loaders
 each epoch: steps -> validation -> metrics.jsonl, model.safetensors if best -> checkpoint
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
+import torch
 
 from vit.config import Config
-from vit.data.sources import open_splits
-from vit.errors import BadImage
+from vit.errors import BadImage, RunError, printable
 from vit.training.batches import make_schedule
 from vit.training.interruption import Interruption
 from vit.training.progress import say
-from vit.training.run_folder import default_folder, prepare_folder, write_start
-from vit.training.session import Session, TrainingResult
-from vit.training.setup import (
-    complete,
-    fit_batch_size,
-    make_accelerator,
-    make_training,
-    readable,
+from vit.training.run_folder import (
+    claim_folder,
+    default_folder,
+    look_at_folder,
+    require_same_settings,
 )
+from vit.training.session import Session, TrainingResult
+from vit.training.setup import look_at_data, make_accelerator, make_training
 
 
 def train(
@@ -48,29 +47,38 @@ def train(
     """
     accelerator = make_accelerator(config.training)
     tell = say if accelerator.is_main_process else lambda _: None
-    folder, data = Path(out or default_folder(config.data.data)), config.data
-    splits = open_splits(data.data, val_share=data.val_share, seed=config.training.seed)
-    config = complete(config, splits, given)
-    splits = readable(splits, config, accelerator)
-    for note in splits.notes:
-        tell(f"note: {note}")
-    config = fit_batch_size(config, len(splits.train), accelerator.num_processes, tell)
+    folder = Path(out or default_folder(config.data.data))
+    resuming = look_at_folder(folder, resume=resume, overwrite=overwrite)
+    config, splits = look_at_data(config, given, accelerator, tell)
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
-    steps = schedule.steps_per_epoch
-    resuming = [False]
-    if accelerator.is_main_process:
-        resuming = [prepare_folder(folder, config, resume=resume, overwrite=overwrite)]
-        if not resuming[0]:
-            write_start(folder, config, splits)
-    broadcast_object_list(resuming)
-    run = make_training(config, accelerator, config.training.epochs * steps)
-    with Interruption() as interruption:
-        session = Session(run, folder, splits, steps, interruption)
-        try:
-            session.begin(resuming[0])
-            return session.run_all()
-        except BadImage as error:
-            error.everywhere = False
+    if resuming:
+        require_same_settings(config, folder)
+    elif resume:
+        tell(f"note: no run in {printable(folder)} yet: starting one")
+    with mendable():
+        run = make_training(config, accelerator, config.training.epochs * schedule.steps_per_epoch)
+        if accelerator.is_main_process and not resuming:
+            claim_folder(folder, config, splits)
+        accelerator.wait_for_everyone()
+        with Interruption() as interruption:
+            session = Session(run, folder, splits, schedule.steps_per_epoch, interruption)
+            with contextlib.closing(session):
+                session.begin(resuming)
+                return session.run_all()
+
+
+@contextlib.contextmanager
+def mendable() -> Iterator[None]:
+    """Turn errors of the machine into errors with a remedy."""
+    try:
+        yield
+    except BadImage as error:
+        error.everywhere = False
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        finally:
-            session.close()
+        raise RunError(
+            "out of memory: lower --batch-size, raise --accumulate, or take a smaller --model or "
+            "--image-size"
+        ) from None

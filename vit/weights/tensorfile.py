@@ -64,10 +64,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if expected is None:
         raise WeightsError(f"{printable(path)} has no {DIGEST}: it was not written by vit")
     if digest(tensors, metadata) != expected:
-        raise WeightsError(
-            f"{printable(path)} is damaged: its content does not match its {DIGEST}; "
-            "use another copy"
-        )
+        raise WeightsError(f"{printable(path)} is damaged: its content does not match its {DIGEST}")
     return tensors, metadata
 
 
@@ -97,6 +94,7 @@ def write_safely(path: Path, write: Callable[[Path], object]) -> None:
     with naming(path):
         try:
             write(beside)
+            beside.chmod(0o666 & ~_umask())  # some writers keep others from reading
             _flush(beside)
             beside.replace(path)
             _flush(path.parent)
@@ -111,10 +109,18 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-        reason = "the disk is full: free some space" if full else str(error)
-        raise RunError(
-            f"{printable(path)} could not be written: {reason}; what was there before is untouched"
-        ) from None
+        reason = (
+            "the disk is full: free some space"
+            if full
+            else getattr(error, "strerror", None) or error
+        )
+        raise RunError(f"{printable(path)} could not be written: {reason}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # there is no way to read it without setting it
+    os.umask(mask)
+    return mask
 
 
 def _flush(path: Path) -> None:
