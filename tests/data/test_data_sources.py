@@ -35,7 +35,7 @@ def test_a_split_of_its_own_is_taken(make_tree, val):
     assert [sample.label for sample in splits.val] == [0, 0, 0, 1, 1]
     assert len(splits.train) == 24
     assert [note for note in splits.notes if "validates on test" not in note] == []
-    assert bool(splits.notes) == (name == "test")
+    assert bool(splits.notes) == (val == "test")
 
 
 def test_val_comes_before_test(make_tree):
