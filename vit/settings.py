@@ -140,7 +140,7 @@ def convert(kind: Any, value: Any, name: str) -> Any:
         ConfigError: It has another type, or is not one of the choices.
     """
     if isinstance(kind, types.UnionType):
-        if value is None or value == "none":
+        if value in (None, "none", ["none"]):
             return None
         return convert(typing.get_args(kind)[0], value, name)
     if typing.get_origin(kind) is Literal:
@@ -161,8 +161,11 @@ def convert(kind: Any, value: Any, name: str) -> Any:
 
 
 def _int(value: Any) -> int | None:
-    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
-        return int(value)
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return None
     return value if type(value) is int else None
 
 
@@ -172,7 +175,7 @@ def _float(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
 

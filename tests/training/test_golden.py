@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vit.settings import make_config, read_settings
+from vit.training.loop import StepSums
 from vit.training.session import Session
 from vit.training.train import train
 
@@ -23,9 +24,9 @@ def first_losses(folder: Path) -> list[float]:
     losses: list[float] = []
     original = Session.after_step
 
-    def after_step(self: Session, loss_sum: float, images: int) -> None:
-        losses.append(loss_sum / images)
-        original(self, loss_sum, images)
+    def after_step(self: Session, sums: StepSums) -> None:
+        losses.append(sums.loss / sums.images)
+        original(self, sums)
 
     settings = read_settings(HERE.parents[1] / "configs/smoke.yaml")
     config = make_config({**settings, "workers": 0, "device": "cpu"})

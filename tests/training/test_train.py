@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,16 @@ from safetensors.torch import load_file
 
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
+from vit.settings import write_settings
+from vit.training import loop
 from vit.training.checkpoint import find_checkpoints
 from vit.training.interruption import Interrupted
 from vit.training.loop import require_finite
+from vit.training.run_folder import Metrics
 from vit.training.session import Session
 from vit.training.train import train
 
+ROOT = Path(__file__).parents[2]
 TIMES = {"images_per_second", "data_wait", "seconds"}
 
 
@@ -31,19 +38,20 @@ def untimed(folder: Path) -> list[dict]:
 
 @pytest.fixture
 def interrupt_at(monkeypatch):
-    """Make the process receive a signal after a given step, once."""
+    """Make the process receive a signal in a given step, once."""
     sent = []
 
     def arrange(step: int, number: int = signal.SIGTERM) -> None:
-        original = Session.after_step
+        original, steps = loop.set_lr, []
 
-        def after_step(self, loss_sum, images):
-            if self.run.step == step and not sent:
+        def set_lr(optimizer, lr):
+            if len(steps) + 1 == step and not sent:
                 sent.append(number)
                 os.kill(os.getpid(), number)
-            original(self, loss_sum, images)
+            steps.append(lr)
+            original(optimizer, lr)
 
-        monkeypatch.setattr(Session, "after_step", after_step)
+        monkeypatch.setattr("vit.training.loop.set_lr", set_lr)
 
     return arrange
 
@@ -52,7 +60,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
     files = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "report.html"}
-    assert names == files | {"checkpoints"}
+    assert names - {".lock"} == files | {"checkpoints"}
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
     assert found[0].keys() == {
@@ -240,16 +248,93 @@ def test_a_start_that_failed_does_not_block_the_next(tiny_config, tmp_path, monk
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
-    from vit.training.run_folder import Metrics
-
     config = tiny_config(epochs=1, warmup_epochs=0)
     train(config, tmp_path / "run")
-    before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    other = Metrics(tmp_path / "run/metrics.jsonl")
-    with pytest.raises(RunError, match="is being trained by another process"):
-        train(config, tmp_path / "run", resume=True)
-    other.close()
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*") if path.is_file()}
+    code = (
+        "import sys; from pathlib import Path; from vit.training.run_folder import claim_folder;"
+        "held = claim_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        for choice in ("resume", "overwrite"):
+            with pytest.raises(RunError, match="is being trained by another process"):
+                train(config, tmp_path / "run", **{choice: True})
+        other.stdin.close()
+    assert before == {path: path.read_bytes() for path in before}
+    train(config, tmp_path / "run", overwrite=True)
+
+
+def test_a_killed_run_resumes_at_once_and_exactly(tiny_config, tmp_path):
+    config = tiny_config(epochs=4, num_classes=3, workers=2)
+    train(config, tmp_path / "whole")
+    write_settings(tmp_path / "settings.yaml", config)
+    words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run")]
+    with subprocess.Popen([sys.executable, "-m", "vit", *words], cwd=ROOT) as process:
+        while not find_checkpoints(tmp_path / "run/checkpoints"):
+            time.sleep(0.002)
+        process.kill()
+    assert main([*words, "--resume"]) == 0
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "run")
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
+        tmp_path / "run/model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "lion", "adan", "nadamw"])
+def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, optimizer):
+    config = tiny_config(optimizer=optimizer)
+    train(config, tmp_path / "whole")
+    interrupt_at(5)
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "parts")
+    train(config, tmp_path / "parts", resume=True)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+
+
+def test_a_cut_of_the_metrics_leaves_no_gap(tmp_path):
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for number in range(3):
+        metrics.write({"epoch": number})
+    size = metrics.size() // 3
+    metrics.cut(size)
+    assert metrics.size() == size
+    metrics.write({"epoch": 7})
+    metrics.close()
+    assert [event["epoch"] for event in events(tmp_path)] == [0, 7]
+    shorter = Metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match="is shorter than"):
+        shorter.cut(10_000)
+    shorter.close()
+
+
+def test_a_newer_damaged_checkpoint_does_not_crowd_out_good_ones(tiny_config, tmp_path):
+    folder = tmp_path / "run/checkpoints"
+    train(tiny_config(epochs=2), tmp_path / "run")
+    newest = find_checkpoints(folder)[0]
+    (folder / "step-00099999.safetensors").write_bytes(newest.read_bytes()[:1000])
+    train(tiny_config(epochs=2), tmp_path / "run", resume=True)
+    train(tiny_config(epochs=2), tmp_path / "run", overwrite=True)
+    assert [path.name for path in find_checkpoints(folder)] == [
+        "step-00000006.safetensors",
+        "step-00000003.safetensors",
+    ]
+
+
+def test_a_validation_loss_that_is_not_finite_stops(tiny_config, tmp_path, monkeypatch):
+    original = loop.set_lr
+    monkeypatch.setattr("vit.training.loop.set_lr", lambda o, lr: original(o, 1e36 * bool(lr)))
+    with pytest.raises(RunError, match="became"):
+        train(tiny_config(epochs=1, warmup_epochs=0, batch_size=36), tmp_path / "run")
+
+
+def test_two_trainings_in_one_process(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "a")
+    train(tiny_config(epochs=1, warmup_epochs=0, precision="bf16"), tmp_path / "b")
 
 
 def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
@@ -273,8 +358,9 @@ def test_a_bad_picture_is_skipped_and_counted(
     tiny_config, tmp_path, data_with_a_bad_picture, capsys
 ):
     config = tiny_config(data=str(data_with_a_bad_picture), on_bad_image="skip")
-    train(config, tmp_path / "run")
-    assert "1 picture could not be read and were left out" in capsys.readouterr().err
+    result = train(config, tmp_path / "run")
+    assert [Path(path).name for path in result.failed] == ["3.png"]
+    assert "1 of the pictures could not be read and were left out:" in capsys.readouterr().err
 
 
 def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
@@ -296,6 +382,7 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
         (["DATA", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["DATA", "--opt", "adamww"], "some that are: adamw"),
+        (["DATA", "--opt", "kron"], "its state cannot be resumed"),
         (["DATA", "--resume", "--overwrite"], "exclude each other"),
         (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),
         (["DATA", "--in-chans", "4"], "pictures are read as RGB"),

@@ -80,7 +80,7 @@ def numbers_taken(kind: Any) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the exit code is 0, or comes with the error."""
+    """Train; the exit code is 1 where pictures were left out, or comes with the error."""
     start_processes_if_asked()
     values = gather(args)
     config = make_config(values)
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     from vit.training.train import train
 
     given = checked(values)
-    train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=[*given])
-    return 0
+    result = train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=[*given])
+    return int(bool(result.failed))
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Feed:
                 raise BadImage(batch.failed[0].path, batch.failed[0].reason)
         except RuntimeError as error:
             self.stop()
-            if "DataLoader worker" not in str(error):
+            if "DataLoader worker (pid" not in str(error):
                 raise
             raise DataError(
                 "a loader process was killed, most likely for lack of memory or of shared memory "

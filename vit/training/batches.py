@@ -59,7 +59,7 @@ def training_loader(run: Training, samples: Sequence[Sample]) -> TrainingLoader:
         make_schedule(config, len(samples), rank=rank, processes=processes),
         epochs=config.training.epochs,
         workers=config.data.workers,
-        on_bad_image=config.data.on_bad_image,
+        on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
     )
 
@@ -74,7 +74,7 @@ def evaluation_loader(run: Training, samples: Sequence[Sample]) -> EvaluationLoa
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         workers=config.data.workers,
-        on_bad_image=config.data.on_bad_image,
+        on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
     )
 

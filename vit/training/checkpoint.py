@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from vit.errors import RunError, WeightsError, printable
 from vit.training.ema import MovingAverage
 from vit.weights.tensorfile import read_tensors, write_tensors
 
+CHECKPOINTS = "checkpoints"
 KEEP = 2
 FILE = re.compile(r"step-(\d+)\.safetensors")
 
@@ -46,11 +48,16 @@ def save_checkpoint(
         tensors |= {f"ema/{name}": value for name, value in average.state_dict().items()}
     moments, numbers = _optimizer_state(optimizer)
     tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
-    text = json.dumps({**state, "optimizer": numbers}, sort_keys=True)
+    text = json.dumps(
+        {**state, "optimizer": numbers, "groups": _group_settings(optimizer)}, sort_keys=True
+    )
     path = folder / f"step-{state['step']:08d}.safetensors"
     write_tensors(path, tensors, {"state": text})
-    for old in find_checkpoints(folder)[KEEP:]:
-        old.unlink()
+    found = find_checkpoints(folder)
+    kept = [each for each in found if each <= path][:KEEP]  # a newer one is a damaged one
+    for old in found:
+        if old not in kept:
+            old.unlink()
     return path
 
 
@@ -79,7 +86,10 @@ def load_checkpoint(
             say(f"{error}; going on from the checkpoint before it")
             continue
         state: dict[str, Any] = json.loads(metadata["state"])
-        _restore(path, _split(tensors), state.pop("optimizer"), model, optimizer, average)
+        numbers, groups = state.pop("optimizer"), state.pop("groups")
+        _restore(path, _split(tensors), numbers, model, optimizer, average)
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({k: _from_plain(value, group.get(k)) for k, value in saved.items()})
         return state
     if paths:
         raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
@@ -158,6 +168,29 @@ def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str,
     return tensors, numbers
 
 
+def _group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What each group carries beside its parameters; some optimisers count their steps there."""
+    left_out = ("params", "names", "lr")
+    return [
+        {key: _to_plain(value) for key, value in group.items() if key not in left_out}
+        for group in optimizer.param_groups
+    ]
+
+
+def _to_plain(value: Any) -> Any:
+    """`value` for JSON."""
+    if not isinstance(value, Tensor):
+        return value
+    return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def _from_plain(value: Any, present: Any) -> Any:
+    """The inverse of `_to_plain`; JSON has no tuples, so `present` tells where there was one."""
+    if isinstance(value, dict) and "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return tuple(value) if isinstance(present, tuple) else value
+
+
 def _load_optimizer_state(
     path: Path, optimizer: Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> None:
@@ -174,9 +207,3 @@ def _load_optimizer_state(
         raise WeightsError(f"{printable(path)} has no optimiser state of {', '.join(missing[:3])}")
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def clean_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half written."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)

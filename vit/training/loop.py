@@ -5,6 +5,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from signal import SIGINT, SIGTERM
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,12 +19,16 @@ from vit.data.loading import Batch
 from vit.data.mixing import draw_plan, mix
 from vit.data.preprocessing import Preprocessing
 from vit.data.seeding import random_seed
-from vit.errors import BadImage, RunError
+from vit.errors import BadImage, DataError, RunError
 from vit.model.classifier import VisionTransformer
+from vit.training.agreement import gathered
 from vit.training.ema import MovingAverage
+from vit.training.interruption import Interruption
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import set_lr
 from vit.training.progress import Progress
+
+LEAST_SCALE = 1e-4
 
 
 @dataclass(kw_only=True)
@@ -42,6 +48,8 @@ class Training:
     step: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Pictures left out while training, and why."""
+    interruption: Interruption | None = None
+    """Where a signal is noted."""
 
     @property
     def processes(self) -> int:
@@ -55,7 +63,7 @@ def train_one_epoch(
     epoch: int,
     steps: int,
     progress: Progress,
-    after_step: Callable[[float, int], None],
+    after_step: Callable[["StepSums"], None],
 ) -> None:
     """Make `steps` optimiser steps from `batches`.
 
@@ -65,31 +73,48 @@ def train_one_epoch(
         epoch: Which epoch this is, from 0.
         steps: Optimiser steps to make.
         progress: Told of every step.
-        after_step: Called with the summed loss and the number of pictures of each step.
+        after_step: Called after each of them.
 
     Raises:
         RunError: The loss is not finite; the weights are those of the step before.
+        BadImage: A picture cannot be read, and `on_bad_image` is stop; likewise.
     """
     run.model.train()
     for _ in range(steps):
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(run.config.data.accumulate)]
         waited = time.perf_counter() - started
-        loss_sum, images = train_one_step(run, micro_batches, epoch)
-        progress.advance(images, loss_sum, waited)
-        after_step(loss_sum, images)
+        sums = train_one_step(run, micro_batches, epoch)
+        progress.advance(int(sums.images), sums.loss, waited)
+        after_step(sums)
 
 
-def train_one_step(run: Training, micro_batches: list[Batch], epoch: int) -> tuple[float, int]:
-    """One update of the weights from this process's share of a batch.
+class StepSums(NamedTuple):
+    """What a step saw, summed over all processes, so that all of them decide alike."""
 
-    Returns:
-        Summed loss and number of pictures, over all processes.
-    """
+    loss: float
+    """Summed loss of the pictures."""
+    images: float
+    """Pictures."""
+    failed: float
+    """Pictures that could not be read."""
+    interrupted: float
+    """Processes that have received SIGINT."""
+    terminated: float
+    """Processes that have received SIGTERM."""
+
+    @property
+    def signal(self) -> int:
+        """The signal to heed, or 0."""
+        return SIGTERM if self.terminated else SIGINT if self.interrupted else 0
+
+
+def train_one_step(run: Training, micro_batches: list[Batch], epoch: int) -> StepSums:
+    """One update of the weights from this process's share of a batch."""
     set_lr(run.optimizer, run.lr_at(run.step))
-    sums = torch.zeros(2, device=run.accelerator.device)
+    device = run.accelerator.device
+    total = torch.zeros((), device=device, dtype=widest(device))
     for index, batch in enumerate(micro_batches):
-        run.failed.update((bad.path, bad.reason) for bad in batch.failed)
         last = index == len(micro_batches) - 1
         waiting = contextlib.nullcontext() if last else run.accelerator.no_sync(run.model)
         with waiting:
@@ -97,16 +122,41 @@ def train_one_step(run: Training, micro_batches: list[Batch], epoch: int) -> tup
             # gradients are averaged over processes; the loss is a sum over the whole batch
             share = run.processes / run.config.data.batch_size
             run.accelerator.backward(loss * share)
-        sums += torch.stack([loss.detach(), loss.new_tensor(len(batch.labels))])
+        total += loss.detach()
     norm = clip(run)
-    loss_sum, images = run.accelerator.reduce(sums).tolist()
-    require_finite(run, loss_sum / max(images, 1), float(norm))
+    failed = [bad for batch in micro_batches for bad in batch.failed]
+    signal = run.interruption.number if run.interruption else 0
+    counts = [sum(len(batch.labels) for batch in micro_batches), len(failed)]
+    counts += [signal == SIGINT, signal == SIGTERM]
+    parts = torch.cat([total[None], torch.tensor(counts, device=device, dtype=total.dtype)])
+    sums = StepSums(*run.accelerator.reduce(parts).tolist())
+    if sums.failed:
+        leave_out(run, failed)
+    require_finite(run, sums.loss / max(sums.images, 1), float(norm))
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average is not None:
         run.average.update(run.step)
     run.step += 1
-    return loss_sum, int(images)
+    return sums
+
+
+def leave_out(run: Training, failed: list[BadImage]) -> None:
+    """Remember the pictures that no process could read.
+
+    Raises:
+        BadImage: They were to stop the run; on all processes.
+    """
+    everyones = gathered(failed)
+    if run.config.data.on_bad_image == "stop":
+        run.optimizer.zero_grad()
+        raise BadImage(everyones[0].path, everyones[0].reason)
+    run.failed.update((bad.path, bad.reason) for bad in everyones)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most exact floating type of `device`, for sums."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def loss_of(run: Training, batch: Batch, epoch: int, *, micro_batch: int) -> Tensor:
@@ -142,6 +192,11 @@ def require_finite(run: Training, loss: float, norm: float) -> None:
     With fp16 an infinite gradient is everyday: the scaler skips that step by itself.
     """
     scaled = run.accelerator.mixed_precision == "fp16"
+    if scaled and run.accelerator.scaler.get_scale() < LEAST_SCALE:
+        raise RunError(
+            f"gradients overflow fp16 whatever their scale, at step {run.step}: lower --lr, or use "
+            "--precision bf16 or fp32"
+        )
     if math.isfinite(loss) and (scaled or math.isfinite(norm)):
         return
     what = f"the loss became {loss}" if not math.isfinite(loss) else f"the gradient became {norm}"
@@ -158,7 +213,7 @@ class Validation:
     count: int
     loss: float
     top1: float
-    failed: tuple[BadImage, ...]
+    failed: int
 
 
 @torch.no_grad()
@@ -169,6 +224,11 @@ def validate(run: Training, batches: Iterator[Batch], expected: int) -> Validati
         run: The average of the weights is measured where one is kept.
         batches: This process's share of the pictures.
         expected: How many pictures there are, over all processes.
+
+    Raises:
+        BadImage: A picture cannot be read, and `on_bad_image` is stop.
+        DataError: None can be read.
+        RunError: The loss is not finite.
     """
     run.model.eval()
     averaged = contextlib.nullcontext() if run.average is None else run.average.in_place()
@@ -183,9 +243,17 @@ def validate(run: Training, batches: Iterator[Batch], expected: int) -> Validati
             correct = (logits.argmax(dim=1) == batch.labels).sum()
             sums += torch.stack([loss, correct, loss.new_tensor(len(logits)), loss.new_tensor(0)])
     sums[3] = len(failed)
-    on_device = sums.float() if run.accelerator.device.type == "mps" else sums
-    total = run.accelerator.reduce(on_device.to(run.accelerator.device)).tolist()
+    device = run.accelerator.device
+    total = run.accelerator.reduce(sums.to(device, widest(device))).tolist()
     loss_sum, correct_sum, count, lost = total
     assert count + lost == expected, f"{count:.0f} of {expected} validation pictures were measured"
-    top1 = correct_sum / max(count, 1)
-    return Validation(int(count), loss_sum / max(count, 1), top1, tuple(failed))
+    if lost:
+        leave_out(run, failed)
+    if not count:
+        raise DataError("not one validation picture can be read")
+    if not math.isfinite(loss_sum):
+        raise RunError(
+            f"the validation loss became {loss_sum / count} after step {run.step}: lower --lr, or "
+            "raise --warmup-epochs"
+        )
+    return Validation(int(count), loss_sum / count, correct_sum / count, int(lost))

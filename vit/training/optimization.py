@@ -15,6 +15,9 @@ from vit.errors import ConfigError
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed")
 
+# timm's that a training here cannot use
+UNFIT = ("kron", "adahessian")
+
 
 def parameter_groups(
     model: nn.Module, *, depth: int, weight_decay: float, layer_decay: float
@@ -86,6 +89,11 @@ def _timm_optimizer(
         near = near or ["adamw", "sgd", "lamb", "muon"]
         raise ConfigError(
             f"optimizer={config.optimizer!r} is not known; some that are: {', '.join(near)}"
+        )
+    if config.optimizer.startswith(UNFIT):
+        raise ConfigError(
+            f"optimizer={config.optimizer!r}: its state cannot be resumed, or it needs second "
+            "derivatives; take another, such as adamw or muon"
         )
     if "muon" in config.optimizer:
         groups = _for_muon(groups)

@@ -1,8 +1,8 @@
 """The folder a training writes: settings, split, metrics, checkpoints, and whose it is."""
 
+import errno
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,6 +12,7 @@ from vit.data.sources import relative
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.report import REPORT_FILE
 from vit.settings import flatten, make_config, read_settings, write_settings
+from vit.training.checkpoint import CHECKPOINTS
 from vit.weights.tensorfile import naming, write_safely, write_text
 
 FILES = (
@@ -19,7 +20,7 @@ FILES = (
     REPORT_FILE,
 )
 WEIGHTS = "model.safetensors"
-CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 # settings that change how a run goes on, not what it computes
 FREE = {"workers", "device", "compile", "checkpoint_minutes", "on_bad_image"}
@@ -44,7 +45,8 @@ def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
         raise RunError("resume and overwrite exclude each other: choose one")
     if folder.exists() and not folder.is_dir():
         raise RunError(f"run folder {where} is a file: give a folder")
-    taken = folder.is_dir() and any(folder.iterdir())
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not (folder / "config.yaml").is_file():
         raise RunError(f"{where} has files that no training wrote: give another folder")
     begun = (folder / WEIGHTS).is_file() or any((folder / CHECKPOINTS).glob("*.safetensors"))
@@ -53,24 +55,45 @@ def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     return begun and resume
 
 
-def claim_folder(folder: Path, config: Config, splits: Splits) -> None:
-    """Empty `folder` of an earlier run, and record what reproduces this one.
+def claim_folder(folder: Path) -> BinaryIO:
+    """Make `folder` ours until the returned file is closed or this process ends.
 
     Raises:
-        RunError: It cannot be written.
+        RunError: Another process is training there, or the folder cannot be written.
     """
     with naming(folder):
-        if folder.is_dir():
-            clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    write_start(folder, config, splits)
+        file = (folder / LOCK).open("ab")
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such lock
+        return file
+    try:
+        # of the kind that loader processes do not inherit: they may outlive us by seconds
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            where = printable(folder)
+            raise RunError(f"{where} is being trained by another process: stop that one") from None
+        # any other: a file system without locks
+    return file
 
 
 def clear(folder: Path) -> None:
     """Delete what a training wrote in `folder`, and nothing else."""
+    clean_leftovers(folder)
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    for path in (folder / CHECKPOINTS).glob("step-*.safetensors"):
+        path.unlink()
+
+
+def clean_leftovers(folder: Path) -> None:
+    """Delete what a killed process left half written in a run folder."""
+    for place in (folder, folder / CHECKPOINTS):
+        for path in place.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def stored_config(folder: Path) -> Config:
@@ -96,7 +119,9 @@ def require_same_settings(config: Config, folder: Path) -> None:
 
 
 def write_start(folder: Path, config: Config, splits: Splits) -> None:
-    """Record what reproduces the run: the completed settings, and our own split."""
+    """Empty a folder that is ours, and record what reproduces the run: settings, and our split."""
+    with naming(folder):
+        clear(folder)
     header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
     write_safely(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
     if splits.made:
@@ -109,42 +134,30 @@ def write_start(folder: Path, config: Config, splits: Splits) -> None:
         write_text(folder / "split.json", json.dumps(record, indent=1) + "\n")
 
 
-def lock(file: BinaryIO) -> None:
-    """Hold `file` until it is closed or this process ends, so that two trainings never share a run.
-
-    Raises:
-        RunError: Another process holds it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such lock
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        folder = printable(Path(file.name).parent)
-        file.close()
-        raise RunError(f"{folder} is being trained by another process: wait, or stop it") from None
-
-
 class Metrics:
-    """Appends events to metrics.jsonl, and keeps other trainings out of the run meanwhile.
+    """Appends events to metrics.jsonl.
 
     Args:
         path: The file.
-
-    Raises:
-        RunError: Another process is writing it.
     """
 
     def __init__(self, path: Path) -> None:
         with naming(path):
             self.file = path.open("ab")
-        lock(self.file)
 
     def cut(self, size: int) -> None:
-        """Drop what came after the `size` bytes that a checkpoint knows of."""
+        """Drop what came after the `size` bytes that a checkpoint knows of.
+
+        Raises:
+            RunError: There are fewer.
+        """
+        if self.file.seek(0, os.SEEK_END) < size:
+            name = printable(self.file.name)
+            raise RunError(
+                f"{name} is shorter than its checkpoint knows: restore it, or start anew"
+            )
         self.file.truncate(size)
+        self.file.seek(size)
 
     def write(self, event: dict[str, Any]) -> None:
         """Add one line."""

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
 from vit.data.samples import Splits
 from vit.errors import BadImage, DataError, printable, quoted
+from vit.training.agreement import agreed_signal, require_same_step
 from vit.training.batches import evaluation_loader, training_loader
-from vit.training.checkpoint import clean_leftovers, load_checkpoint, save_checkpoint
+from vit.training.checkpoint import CHECKPOINTS, load_checkpoint, save_checkpoint
 from vit.training.ending import leave_report
 from vit.training.interruption import Interrupted, Interruption
-from vit.training.loop import Training, Validation, train_one_epoch, validate
+from vit.training.loop import StepSums, Training, Validation, train_one_epoch, validate
 from vit.training.progress import Progress, say
-from vit.training.run_folder import CHECKPOINTS, Metrics
+from vit.training.run_folder import Metrics, clean_leftovers
 from vit.training.setup import fingerprint, preflight
 from vit.weights.folder import save_model
 
@@ -32,12 +31,14 @@ class TrainingResult:
         classes: Class names, in the order of the network's outputs.
         epoch: The epoch whose weights are in model.safetensors, from 1.
         val_top1: Share of validation pictures that they label right.
+        failed: Pictures that could not be read and were left out, and why.
     """
 
     folder: Path
     classes: tuple[str, ...]
     epoch: int
     val_top1: float
+    failed: dict[str, str]
 
 
 class Session:
@@ -54,6 +55,7 @@ class Session:
         self.run = run
         self.folder = folder
         self.splits = splits
+        self.data = fingerprint(splits)
         self.steps = steps
         self.interruption = interruption
         self.main = run.accelerator.is_main_process
@@ -74,9 +76,9 @@ class Session:
         run, state = self.run, None
         tell = say if self.main else lambda _: None
         if self.main:
+            clean_leftovers(self.folder)
             self.metrics = Metrics(self.folder / "metrics.jsonl")
         if resuming:
-            clean_leftovers(self.folder / CHECKPOINTS)
             state = load_checkpoint(
                 self.folder / CHECKPOINTS,
                 model=run.network,
@@ -85,17 +87,18 @@ class Session:
                 say=tell,
             )
         if state is not None:
-            if state["data"] != fingerprint(self.splits):
+            if state["data"] != self.data:
                 raise DataError(
                     "the data set changed since this run began (pictures added, removed or "
                     "renamed): restore it, or start a new run with another --out"
                 )
             run.step, self.epoch = state["step"], state["epoch"]
             self.best, self.part = state["best"], state["part"]
-            run.failed = dict(state["failed"])
+            run.failed |= state["failed"]
             if (scaler := run.accelerator.scaler) is not None:
                 scaler.load_state_dict(state["scaler"])
             tell(f"resuming at step {run.step} of {self.total_steps}")
+        require_same_step(run.accelerator, run.step)
         if self.metrics is not None:
             self.metrics.cut(0 if state is None else state["metrics_bytes"])
         for line in preflight(run, self.splits, self.total_steps):
@@ -123,7 +126,7 @@ class Session:
             with self.saving_at_bad_images():
                 self.run_epoch(epoch, training.epoch(epoch, done))
                 measured = validate(run, iter(evaluation), len(self.splits.val))
-            self.heed_signal()
+            self.heed(agreed_signal(run.accelerator, self.interruption.number))
             self.finish_epoch(epoch, measured)
         training.close()
         evaluation.close()
@@ -143,12 +146,13 @@ class Session:
             classes=self.splits.classes,
             epoch=self.best["epoch"],
             val_top1=self.best["val_top1"],
+            failed=run.failed,
         )
 
     def run_epoch(self, epoch: int, batches: Iterator[Batch]) -> None:
         """Make the steps of `epoch` that are left."""
         epochs, done = self.run.config.training.epochs, self.run.step - epoch * self.steps
-        total = self.steps * self.run.config.data.batch_size
+        total = (self.steps - done) * self.run.config.data.batch_size
         self.progress = Progress(f"epoch {epoch + 1}/{epochs}", total, visible=self.main)
         train_one_epoch(
             self.run,
@@ -160,27 +164,27 @@ class Session:
         )
         self.progress.close()
 
-    def after_step(self, loss_sum: float, images: int) -> None:
+    def after_step(self, sums: StepSums) -> None:
         """Between two steps: keep the sums of the epoch, save when it is time, heed a signal."""
-        self.part["loss_sum"] += loss_sum
-        self.part["images"] += images
+        self.part["loss_sum"] += sums.loss
+        self.part["images"] += int(sums.images)
         minutes = (time.monotonic() - self.saved) / 60
         if minutes >= self.run.config.training.checkpoint_minutes:
             self.save()
-        self.heed_signal()
+        self.heed(sums.signal)
 
-    def heed_signal(self) -> None:
+    def heed(self, signal: int) -> None:
         """Save and stop if a signal has come.
 
         Raises:
             Interrupted: It has.
         """
-        if number := self.agreed_signal():
+        if signal:
             self.save()
             raise Interrupted(
                 f"interrupted at step {self.run.step} of {self.total_steps}; continue with "
                 f"vit train --resume --out {quoted(self.folder)}",
-                number,
+                signal,
             )
 
     @contextlib.contextmanager
@@ -196,14 +200,6 @@ class Session:
                 f"such files out: vit train --resume --on-bad-image skip --out "
                 f"{quoted(self.folder)}",
             ) from None
-
-    def agreed_signal(self) -> int:
-        """The signal that any process has received, or 0; the same answer on all of them."""
-        number = self.interruption.number
-        if self.run.processes == 1:
-            return number
-        mine = torch.tensor([number], device=self.run.accelerator.device)
-        return int(self.run.accelerator.gather(mine).max())
 
     def finish_epoch(self, epoch: int, measured: Validation) -> None:
         """Record an epoch, keep its weights if they are the best so far, and save."""
@@ -262,7 +258,7 @@ class Session:
             "best": self.best,
             "part": self.part,
             "failed": run.failed,
-            "data": fingerprint(self.splits),
+            "data": self.data,
             "metrics_bytes": self.metrics.size(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -275,7 +271,7 @@ class Session:
         )
 
     def tell_epoch(self, event: dict[str, Any], measured: Validation, better: bool) -> None:
-        lost = f"  {len(measured.failed)} unreadable" if measured.failed else ""
+        lost = f"  {measured.failed} unreadable" if measured.failed else ""
         say(
             f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
@@ -285,8 +281,10 @@ class Session:
 
     def tell_end(self) -> None:
         assert self.best is not None
-        if count := len(self.run.failed):
-            say(f"{count} picture{'s' * (count > 1)} could not be read and were left out")
+        if self.run.failed:
+            say(f"{len(self.run.failed)} of the pictures could not be read and were left out:")
+        for path, reason in sorted(self.run.failed.items()):
+            say(f"  {BadImage(path, reason)}")
         best = f"epoch {self.best['epoch']}, validation top-1 {self.best['val_top1']:.2%}"
         say(f"best: {best} of {len(self.splits.val)} pictures")
         say(f"now: vit predict {quoted(self.folder)} IMAGE...")

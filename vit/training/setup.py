@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 
 from vit.config import Config, TrainingConfig
 from vit.data.checking import check_samples, without
@@ -19,6 +20,7 @@ from vit.data.sources import open_splits, relative
 from vit.errors import BadImage, ConfigError, RunError
 from vit.model.build import build_classifier
 from vit.model.precision import resolve_device, resolve_precision
+from vit.training.agreement import on_main
 from vit.training.ema import MovingAverage
 from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
@@ -36,6 +38,11 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         RunError: Several processes were started, and they cannot meet.
     """
     chosen = None if config.device == "auto" else config.device
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if chosen and ":" in chosen and started > 1:
+        raise ConfigError(
+            f"device={chosen!r}: {started} processes take a device each; say --device cuda or cpu"
+        )
     device = resolve_device(chosen)
     if chosen and device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
@@ -45,8 +52,15 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     precision = resolve_precision(config.precision, "cpu" if on_cpu else device)
     if precision == "fp16" and on_cpu:
         raise ConfigError("precision='fp16': has no loss scaling on a CPU; use bf16 or fp32")
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=MIXED[precision])
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    # an earlier training in this Python process may have had another device or precision
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=MIXED[precision],
+        # buffers are positions that never change; a process without pictures left to validate
+        # would be waited for
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
     if accelerator.num_processes != started:
         raise RunError(
             f"{started} processes were started, and {accelerator.num_processes} can work together "
@@ -57,8 +71,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 
 def look_at_data(
     config: Config, given: Sequence[str], accelerator: Accelerator, say: Say
-) -> tuple[Config, Splits]:
-    """The pictures of a run, and its settings completed with what they say.
+) -> tuple[Config, Splits, dict[str, str]]:
+    """The settings of a run completed with what its pictures say, the pictures, and the bad ones.
 
     Raises:
         DataError: The data cannot be trained on.
@@ -68,7 +82,8 @@ def look_at_data(
     data = config.data
     splits = open_splits(data.data, val_share=data.val_share, seed=config.training.seed)
     config = complete(config, splits, given)
-    splits = readable(splits, config, accelerator)
+    bad = find_bad_images(splits, config, accelerator)
+    splits = without(splits, bad)
     for note in splits.notes:
         say(f"note: {note}")
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
@@ -78,7 +93,7 @@ def look_at_data(
             f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
             f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
         )
-    return config, splits
+    return config, splits, {image.path: image.reason for image in bad}
 
 
 def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
@@ -103,18 +118,13 @@ def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
 
 
-def readable(splits: Splits, config: Config, accelerator: Accelerator) -> Splits:
-    """`splits` without the pictures whose headers cannot be read, looked at by one process.
+def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) -> list[BadImage]:
+    """Pictures whose headers cannot be read, looked at by one process for all.
 
     Raises:
         BadImage: There are some, and `on_bad_image` is stop.
-        DataError: A class has no readable training picture left.
     """
-    found: list[list[BadImage]] = [[]]
-    if accelerator.is_main_process:
-        found[0] = check_samples([*splits.train, *splits.val])
-    broadcast_object_list(found)
-    bad = found[0]
+    bad = on_main(accelerator, lambda: check_samples([*splits.train, *splits.val]))
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
@@ -123,7 +133,7 @@ def readable(splits: Splits, config: Config, accelerator: Accelerator) -> Splits
             f"{bad[0].reason}{more}; mend or delete, or leave such files out with "
             "--on-bad-image skip",
         )
-    return without(splits, bad)
+    return bad
 
 
 def preprocessing_of(config: Config) -> Preprocessing:

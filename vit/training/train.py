@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from vit.config import Config
-from vit.errors import BadImage, RunError, printable
+from vit.errors import DataError, RunError, printable
+from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
 from vit.training.interruption import Interruption
 from vit.training.progress import say
@@ -20,6 +21,7 @@ from vit.training.run_folder import (
     default_folder,
     look_at_folder,
     require_same_settings,
+    write_start,
 )
 from vit.training.session import Session, TrainingResult
 from vit.training.setup import look_at_data, make_accelerator, make_training
@@ -48,37 +50,45 @@ def train(
     accelerator = make_accelerator(config.training)
     tell = say if accelerator.is_main_process else lambda _: None
     folder = Path(out or default_folder(config.data.data))
-    resuming = look_at_folder(folder, resume=resume, overwrite=overwrite)
-    config, splits = look_at_data(config, given, accelerator, tell)
+    resuming = on_main(
+        accelerator, lambda: look_at_folder(folder, resume=resume, overwrite=overwrite)
+    )
+    config, splits, failed = look_at_data(config, given, accelerator, tell)
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
     if resuming:
         require_same_settings(config, folder)
     elif resume:
         tell(f"note: no run in {printable(folder)} yet: starting one")
-    with mendable():
+    with mendable(), Interruption() as interruption, contextlib.ExitStack() as stack:
         run = make_training(config, accelerator, config.training.epochs * schedule.steps_per_epoch)
-        if accelerator.is_main_process and not resuming:
-            claim_folder(folder, config, splits)
-        accelerator.wait_for_everyone()
-        with Interruption() as interruption:
-            session = Session(run, folder, splits, schedule.steps_per_epoch, interruption)
-            with contextlib.closing(session):
-                session.begin(resuming)
-                return session.run_all()
+        run.failed, run.interruption = failed, interruption
+
+        def claim() -> None:
+            stack.enter_context(claim_folder(folder))
+            if not resuming:
+                write_start(folder, config, splits)
+
+        on_main(accelerator, claim)
+        session = Session(run, folder, splits, schedule.steps_per_epoch, interruption)
+        stack.callback(session.close)
+        session.begin(resuming)
+        return session.run_all()
 
 
 @contextlib.contextmanager
 def mendable() -> Iterator[None]:
-    """Turn errors of the machine into errors with a remedy."""
+    """Turn errors of the machine into errors with a remedy; one process alone may meet them."""
     try:
         yield
-    except BadImage as error:
+    except DataError as error:
         error.everywhere = False
         raise
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        raise RunError(
+        full = RunError(
             "out of memory: lower --batch-size, raise --accumulate, or take a smaller --model or "
             "--image-size"
-        ) from None
+        )
+        full.everywhere = False
+        raise full from None

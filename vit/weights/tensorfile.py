@@ -4,12 +4,12 @@ A file is written beside its place, flushed to the disk, then renamed: at every 
 either the old file or the whole new one. Nothing is pickled.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,7 +55,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # cloned: they would be views into the file, which could then not be deleted
+            names = file.keys()
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except FileNotFoundError:
         raise WeightsError(f"{printable(path)} is missing") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -94,7 +96,8 @@ def write_safely(path: Path, write: Callable[[Path], object]) -> None:
     with naming(path):
         try:
             write(beside)
-            beside.chmod(0o666 & ~_umask())  # some writers keep others from reading
+            with contextlib.suppress(PermissionError):  # some network disks know no modes
+                beside.chmod(0o666 & ~_umask())  # some writers keep others from reading
             _flush(beside)
             beside.replace(path)
             _flush(path.parent)
@@ -102,7 +105,7 @@ def write_safely(path: Path, write: Callable[[Path], object]) -> None:
             beside.unlink(missing_ok=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Turn a failed write inside the `with` into one line that names `path` and the cause."""
     try:
@@ -126,7 +129,7 @@ def _umask() -> int:
 def _flush(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
         return  # Windows has no handle for a folder to flush
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
