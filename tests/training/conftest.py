@@ -1,5 +1,6 @@
 """A folder of pictures that a tiny network can learn, and the settings to do so in seconds."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,15 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
         return make_config({**tiny, **changes})
 
     return build
+
+
+@pytest.fixture
+def data_with_a_bad_picture(colour_data: Path, tmp_path: Path) -> Path:
+    """The colours, one picture of which is damaged in the middle: its header is right."""
+    copy = tmp_path / "bad data"
+    shutil.copytree(colour_data, copy)
+    victim = copy / "train/red/3.png"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(content)
+    return copy

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from vit.commands.launching import processes_asked
 from vit.settings import write_settings
+from vit.training.checkpoint import find_checkpoints
 from vit.training.train import train
 
 CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
@@ -60,6 +61,19 @@ def test_torchs_launcher_needs_no_device(tiny_config, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert "2 x cpu" in done.stderr
+
+
+def test_both_stop_at_a_bad_picture_that_one_has_met(
+    tiny_config, tmp_path, data_with_a_bad_picture
+):
+    config = tiny_config(device="auto", data=str(data_with_a_bad_picture), num_classes=3)
+    write_settings(tmp_path / "settings.yaml", config)
+    done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run"))
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("vit train")]
+    assert len(said) == 1
+    assert "red/3.png" in said[0]
+    assert find_checkpoints(tmp_path / "run/checkpoints")
 
 
 def test_one_of_two_processes_says_what_is_wrong(tmp_path):

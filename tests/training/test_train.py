@@ -208,20 +208,6 @@ def test_an_infinite_gradient_stops_too():
         require_finite(Run, 1.0, float("inf"))
 
 
-@pytest.fixture
-def data_with_a_bad_picture(colour_data, tmp_path):
-    """The colours, one picture of which is damaged in the middle: its header is right."""
-    import shutil
-
-    copy = tmp_path / "bad data"
-    shutil.copytree(colour_data, copy)
-    victim = copy / "train/red/3.png"
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    victim.write_bytes(content)
-    return copy
-
-
 def test_a_bad_picture_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_picture):
     data = str(data_with_a_bad_picture)
     with pytest.raises(BadImage, match=r"red/3\.png.*--resume --on-bad-image skip"):
