@@ -198,6 +198,11 @@ PLAIN: dict[type, typing.Callable[[Any], Any]] = {
 WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
+def default_folder(data: str) -> Path:
+    """Where a run goes when nobody says: `runs/<name of the data>`."""
+    return Path("runs") / (Path(data).resolve().name or "run")
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML without tags of its own, doubled keys or aliases (which can grow without bound)."""
 

@@ -9,7 +9,7 @@ from vit.commands.launching import start_processes_if_asked
 from vit.config import SECTIONS
 from vit.errors import ConfigError, printable
 from vit.presets import preset
-from vit.settings import Setting, all_settings, checked, make_config, read_settings
+from vit.settings import Setting, all_settings, checked, default_folder, make_config, read_settings
 
 TITLES = {
     "training": "training",
@@ -105,8 +105,8 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     if args.data is not None:
         flags["data"] = args.data
     source = args.config
-    if source is None and args.resume and args.out:
-        stored = Path(args.out) / "config.yaml"
+    if source is None and args.resume and (args.out or args.data):
+        stored = Path(args.out or default_folder(args.data)) / "config.yaml"
         source = stored if stored.is_file() else None
     if source is None:
         return flags

@@ -26,11 +26,6 @@ LOCK = ".lock"
 FREE = {"workers", "device", "compile", "checkpoint_minutes", "on_bad_image"}
 
 
-def default_folder(data: str) -> Path:
-    """Where a run goes when nobody says: `runs/<name of the data>`."""
-    return Path("runs") / (Path(data).resolve().name or "run")
-
-
 def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     """Whether `folder` holds a run to continue; said before anything costs time.
 

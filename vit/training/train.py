@@ -12,13 +12,13 @@ import torch
 
 from vit.config import Config
 from vit.errors import DataError, RunError, printable
+from vit.settings import default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
 from vit.training.interruption import Interruption
 from vit.training.progress import say
 from vit.training.run_folder import (
     claim_folder,
-    default_folder,
     look_at_folder,
     require_same_settings,
     write_start,
