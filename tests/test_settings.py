@@ -126,7 +126,8 @@ def test_hidden_dim_is_four_times_dim_unless_set():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_a_config(path):
-    make_config(read_settings(path))
+    config = make_config(read_settings(path))
+    assert make_config(flatten(config)) == config
 
 
 def test_there_are_recipes():

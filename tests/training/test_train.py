@@ -319,8 +319,11 @@ def test_a_validation_loss_that_is_not_finite_stops(tiny_config, tmp_path, monke
 
 
 def test_two_trainings_in_one_process(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "a")
-    train(tiny_config(epochs=1, warmup_epochs=0, precision="bf16"), tmp_path / "b")
+    first = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "a")
+    second = train(tiny_config(epochs=1, warmup_epochs=0, precision="bf16"), tmp_path / "b")
+    losses = [events(result.folder)[0]["train_loss"] for result in (first, second)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
