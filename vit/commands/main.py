@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vit.errors import VitError, printable
 from vit.settings import nearest
@@ -25,10 +25,10 @@ EXIT_INTERRUPTED = 130
 class Parser(argparse.ArgumentParser):
     """Errors are one line; an unknown flag is answered with the nearest known one."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(
             allow_abbrev=False,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:

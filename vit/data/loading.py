@@ -253,7 +253,7 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def start_worker(worker: int) -> None:  # noqa: ARG001
+def start_worker(_worker: int) -> None:
     """Called first in each loader process."""
     # The main process decides what a signal means, and may want one more step before it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

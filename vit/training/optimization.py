@@ -73,9 +73,9 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> O
     groups = parameter_groups(
         model, depth=depth, weight_decay=config.weight_decay, layer_decay=config.layer_decay
     )
-    options = {} if config.betas is None else {"betas": config.betas}
+    options: dict[str, Any] = {} if config.betas is None else {"betas": config.betas}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, **options)  # type: ignore[arg-type]
+        return torch.optim.AdamW(groups, lr=config.lr, **options)
     return _timm_optimizer(groups, config, options)
 
 
