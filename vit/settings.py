@@ -1,7 +1,7 @@
 """Settings as people write them: flat names in YAML files and flags, turned into a Config.
 
 A preset is applied first, then the file, then the flags. Every key is checked against the fields
-of vit/config.py; nothing unknown, doubled or of another type passes.
+of vit/config/; nothing unknown, doubled or of another type passes.
 """
 
 import ast
@@ -109,6 +109,8 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         name = names_by_alias().get(str(key).replace("-", "_"))
         if name is None:
             raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
+        if name == "batch_size" and value == "auto":  # of a device, that is: a step keeps its own
+            name, value = "accumulate", None
         if name in chosen:
             raise ConfigError(f"{name} is given twice, once as {printable(key)}")
         chosen[name] = convert(all_settings()[name].kind, value, name)
@@ -139,8 +141,8 @@ def convert(kind: Any, value: Any, name: str) -> Any:
     Raises:
         ConfigError: It has another type, or is not one of the choices.
     """
-    if isinstance(kind, types.UnionType):
-        if value in (None, "none", ["none"]):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        if value in (None, "none", "auto", ["none"]):
             return None
         return convert(typing.get_args(kind)[0], value, name)
     if typing.get_origin(kind) is Literal:

@@ -11,8 +11,9 @@ from PIL import Image
 from vit.data.sources import open_splits
 from vit.settings import make_config, read_settings
 from vit.training.batches import training_loader
+from vit.training.devices import make_accelerator
 from vit.training.loop import train_one_step
-from vit.training.setup import complete, make_accelerator, make_training
+from vit.training.setup import complete, make_training
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -36,7 +37,7 @@ def test_a_recipe_takes_its_first_steps(path, photos):
     config = make_config({**read_settings(path), **small})
     splits = open_splits(str(photos), val_share=0.2, seed=0)
     config = complete(config, splits, given=())
-    run = make_training(config, make_accelerator(config.training), total_steps=100)
+    run = make_training(config, make_accelerator(config.run), total_steps=100)
     before = {name: p.detach().clone() for name, p in run.network.named_parameters()}
     loader = training_loader(run, splits.train)
     losses = [train_one_step(run, [batch], epoch=0)[0] for batch in loader.epoch(0)]

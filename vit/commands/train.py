@@ -16,6 +16,7 @@ TITLES = {
     "model": "network (a preset gives what is not set here)",
     "data": "data",
     "augment": "augmentation",
+    "run": "the run",
 }
 
 
@@ -104,6 +105,7 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     flags = {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
     if args.data is not None:
         flags["data"] = args.data
+    flags = checked(flags)
     source = args.config
     if source is None and args.resume and (args.out or args.data):
         stored = Path(args.out or default_folder(args.data)) / "config.yaml"

@@ -1,7 +1,7 @@
 """Names meet classes here, and nowhere else.
 
 A layer takes plain numbers and never sees the config. To add an option: write the class, add its
-line below, and add its name to the Literal in vit/config.py (a test compares the two).
+line below, and add its name to the Literal in vit/config/ (a test compares the two).
 """
 
 import difflib

@@ -43,7 +43,7 @@ def make_schedule(config: Config, count: int, *, rank: int = 0, processes: int =
         count=count,
         seed=config.training.seed,
         batch_size=config.data.batch_size,
-        accumulate=config.data.accumulate,
+        accumulate=config.data.micro_batches,
         rank=rank,
         world_size=processes,
     )
@@ -82,4 +82,4 @@ def evaluation_loader(run: Training, samples: Sequence[Sample]) -> EvaluationLoa
 def micro_batch_size(run: Training) -> int:
     """Pictures that a device takes at once while training, and so also while measuring."""
     data = run.config.data
-    return max(data.batch_size // (run.processes * data.accumulate), 1)
+    return max(data.batch_size // (run.processes * data.micro_batches), 1)

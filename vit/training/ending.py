@@ -15,8 +15,9 @@ from vit.data.samples import Splits
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.metrics import Outcomes
 from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
-from vit.model.precision import autocast, resolve_precision
+from vit.model.precision import autocast
 from vit.training.batches import micro_batch_size
+from vit.training.devices import inference_precision
 from vit.training.interruption import Interrupted, Interruption
 from vit.training.loop import Training
 from vit.training.progress import say
@@ -72,7 +73,7 @@ def measure(
         Outcomes, the files they belong to, and the files that cannot be read with the reason.
     """
     device = run.accelerator.device
-    precision = resolve_precision(run.config.training.precision, device)
+    precision = inference_precision(run.config.run.precision, device)
     model = loaded.model.to(device)
     loader = EvaluationLoader(
         splits.val,
@@ -110,7 +111,7 @@ def measure(
 def machine(run: Training) -> str:
     """Devices and arithmetic, such as `1 x cuda, bf16`."""
     device = run.accelerator.device
-    precision = resolve_precision(run.config.training.precision, device)
+    precision = inference_precision(run.config.run.precision, device)
     return f"{run.processes} x {device.type} in {precision}"
 
 

@@ -82,7 +82,7 @@ def train_one_epoch(
     run.model.train()
     for _ in range(steps):
         started = time.perf_counter()
-        micro_batches = [next(batches) for _ in range(run.config.data.accumulate)]
+        micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
         waited = time.perf_counter() - started
         sums = train_one_step(run, micro_batches, epoch)
         progress.advance(int(sums.images), sums.loss, waited)

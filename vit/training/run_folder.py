@@ -23,7 +23,10 @@ WEIGHTS = "model.safetensors"
 LOCK = ".lock"
 
 # settings that change how a run goes on, not what it computes
-FREE = {"workers", "device", "compile", "checkpoint_minutes", "on_bad_image"}
+FREE = {
+    *("workers", "device", "compile", "on_bad_image", "track"),
+    *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
+}
 
 
 def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:

@@ -169,7 +169,7 @@ class Session:
         self.part["loss_sum"] += sums.loss
         self.part["images"] += int(sums.images)
         minutes = (time.monotonic() - self.saved) / 60
-        if minutes >= self.run.config.training.checkpoint_minutes:
+        if minutes >= self.run.config.run.checkpoint_minutes:
             self.save()
         self.heed(sums.signal)
 

@@ -2,71 +2,27 @@
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
 
-from vit.config import Config, TrainingConfig
+from vit.config import Config
 from vit.data.checking import check_samples, without
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
 from vit.data.seeding import random_seed
 from vit.data.sources import open_splits, relative
-from vit.errors import BadImage, ConfigError, RunError
+from vit.errors import BadImage, ConfigError
 from vit.model.build import build_classifier
-from vit.model.precision import resolve_device, resolve_precision
 from vit.training.agreement import on_main
 from vit.training.ema import MovingAverage
 from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
 from vit.training.schedule import CosineSchedule
 
-MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 Say = Callable[[str], None]
-
-
-def make_accelerator(config: TrainingConfig) -> Accelerator:
-    """The devices of this process, in the arithmetic that they are good at.
-
-    Raises:
-        ConfigError: The device is unknown or absent, or cannot compute in that precision.
-        RunError: Several processes were started, and they cannot meet.
-    """
-    chosen = None if config.device == "auto" else config.device
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if chosen and ":" in chosen and started > 1:
-        raise ConfigError(
-            f"device={chosen!r}: {started} processes take a device each; say --device cuda or cpu"
-        )
-    device = resolve_device(chosen)
-    if chosen and device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
-    # What launchers say stands in the environment; accelerate joins processes on CPUs only where
-    # it is told that they are CPUs.
-    on_cpu = device.type == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    precision = resolve_precision(config.precision, "cpu" if on_cpu else device)
-    if precision == "fp16" and on_cpu:
-        raise ConfigError("precision='fp16': has no loss scaling on a CPU; use bf16 or fp32")
-    # an earlier training in this Python process may have had another device or precision
-    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision=MIXED[precision],
-        # buffers are positions that never change; a process without pictures left to validate
-        # would be waited for
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
-    if accelerator.num_processes != started:
-        raise RunError(
-            f"{started} processes were started, and {accelerator.num_processes} can work together "
-            f"on device={config.device}: start one, or give --device"
-        )
-    return accelerator
 
 
 def look_at_data(
@@ -156,7 +112,7 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
         DataError: There are fewer pictures than micro-batches in a step.
     """
     data = config.data
-    batch_size = fitting_batch_size(images, data.batch_size, processes * data.accumulate)
+    batch_size = fitting_batch_size(images, data.batch_size, processes * data.micro_batches)
     if batch_size != data.batch_size:
         say(
             f"note: only {images} training pictures, fewer than batch_size={data.batch_size}: "
@@ -174,7 +130,7 @@ def make_training(config: Config, accelerator: Accelerator, total_steps: int) ->
     network.to(accelerator.device)
     optimizer = make_optimizer(network, training, depth=config.model.depth)
     average = MovingAverage(network, training.ema) if training.ema else None
-    if training.compile:
+    if config.run.compile:
         network.compile()
     model, prepared = accelerator.prepare(network, optimizer)
     warmup_steps = round(training.warmup * total_steps / training.epochs)

@@ -15,6 +15,7 @@ from vit.errors import DataError, RunError, printable
 from vit.settings import default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
+from vit.training.devices import make_accelerator
 from vit.training.interruption import Interruption
 from vit.training.progress import say
 from vit.training.run_folder import (
@@ -24,7 +25,7 @@ from vit.training.run_folder import (
     write_start,
 )
 from vit.training.session import Session, TrainingResult
-from vit.training.setup import look_at_data, make_accelerator, make_training
+from vit.training.setup import look_at_data, make_training
 
 
 def train(
@@ -47,7 +48,7 @@ def train(
     Raises:
         VitError: Something the caller can mend: see the message.
     """
-    accelerator = make_accelerator(config.training)
+    accelerator = make_accelerator(config.run)
     tell = say if accelerator.is_main_process else lambda _: None
     folder = Path(out or default_folder(config.data.data))
     resuming = on_main(

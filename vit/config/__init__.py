@@ -1,0 +1,53 @@
+"""Every setting of a run: its name, type, default, and one sentence of help.
+
+Frozen dataclasses, checked when built; the flags of the command line and the keys of a YAML file
+are the fields' names. Imports no torch, so `--help` is instant.
+"""
+
+from dataclasses import dataclass, field, fields
+
+from vit.config.data import AugmentConfig, DataConfig
+from vit.config.model import ModelConfig
+from vit.config.run import RunConfig
+from vit.config.section import Section
+from vit.config.training import TrainingConfig
+from vit.errors import ConfigError
+
+__all__ = [
+    "SECTIONS",
+    "AugmentConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "RunConfig",
+    "Section",
+    "TrainingConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run: what to build, what to feed it, how to train it."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.training.soup and self.run.keep_best < 2:
+            raise ConfigError(
+                f"keep_best={self.run.keep_best}: a soup is made of several epochs; say how many"
+            )
+        start, patch_size = self.training.start_image_size, self.model.patch_size
+        if start is None:
+            return
+        if start % patch_size or not patch_size <= start <= self.model.image_size:
+            raise ConfigError(
+                f"start_image_size={start}: must be a multiple of patch_size={patch_size} "
+                f"from {patch_size} to image_size={self.model.image_size}"
+            )
+
+
+SECTIONS: dict[str, type] = {field.name: field.type for field in fields(Config)}  # type: ignore[misc]

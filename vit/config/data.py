@@ -1,0 +1,99 @@
+"""Settings of the pictures: which, how they are read and batched, how they are varied."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vit.config.section import Section, setting
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Which pictures, and how they are read, batched and evaluated."""
+
+    data: str = ""
+    """A folder of images, or the name of a built-in set."""
+    val_share: float = 0.2
+    """Share of each class held out for validation where the data has no split of its own."""
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    """What a picture that cannot be read does: stop the run, or be left out and counted."""
+    workers: int | None = setting(None, "-j")
+    """Loader processes per device; one a core, at most 8, when left empty."""
+    batch_size: int = setting(128, "-b")
+    """Pictures in one optimiser step, over all devices and micro-batches."""
+    accumulate: int | None = setting(1, "--grad-accum-steps")
+    """Micro-batches that make one optimiser step; auto takes as few as a GPU's memory allows."""
+    resize: Literal["crop", "squash"] = "crop"
+    """Evaluation: centre crop after resizing the short side, or squeeze the whole picture."""
+    crop_share: float = setting(0.9, "--crop-pct")
+    """Evaluation: share of the resized short side that the centre crop keeps."""
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
+    """How pictures are resized."""
+    mean: Triple = (0.5, 0.5, 0.5)
+    """Mean of each colour channel, as a share of full brightness, subtracted from pictures."""
+    std: Triple = (0.5, 0.5, 0.5)
+    """Standard deviation of each colour channel, by which pictures are divided."""
+
+    def __post_init__(self) -> None:
+        self.check_least(1, "batch_size")
+        if self.workers is not None:
+            self.check_least(0, "workers")
+        if not 0 < self.val_share < 1:
+            self.refuse("val_share", "must be between 0 and 1, both excluded")
+        if not 0 < self.crop_share <= 1:
+            self.refuse("crop_share", "must be more than 0 and at most 1")
+        if min(self.std) <= 0:
+            self.refuse("std", "must be more than 0 in every channel")
+        if self.accumulate is not None:
+            self.check_least(1, "accumulate")
+            if self.batch_size % self.accumulate:
+                self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one optimiser step; 1 while nobody has found out what fits."""
+        return self.accumulate or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig(Section):
+    """How training pictures are varied."""
+
+    min_crop: float = 0.08
+    """Smallest share of a picture's area that a random crop keeps; 1 switches crops off."""
+    crop_ratio: float = 4 / 3
+    """Largest change of aspect ratio in a random crop."""
+    hflip: float = 0.5
+    """Probability of a left-right flip."""
+    vflip: float = 0.0
+    """Probability of an upside-down flip."""
+    rotate: float = 0.0
+    """Largest random rotation, in degrees."""
+    translate: float = 0.0
+    """Largest random shift, as a share of the picture's side."""
+    color_jitter: float = 0.0
+    """Strength of random brightness, contrast and saturation."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment"] = setting("none", "--aa")
+    """A policy of random operations (arXiv:1909.13719, arXiv:2103.10158)."""
+    randaugment_layers: int = 2
+    """Operations on a picture under randaugment."""
+    randaugment_magnitude: int = 9
+    """Strength of each operation under randaugment, from 0 to 30."""
+    erase: float = setting(0.0, "--reprob")
+    """Probability of erasing a random rectangle (arXiv:1708.04896)."""
+    mixup: float = 0.0
+    """Alpha of MixUp's Beta distribution (arXiv:1710.09412); 0 is off."""
+    cutmix: float = 0.0
+    """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
+    mix_probability: float = setting(1.0, "--mixup-prob")
+    """Probability that a pair of pictures is mixed at all, where mixup or cutmix is on."""
+
+    def __post_init__(self) -> None:
+        self.check_share("hflip", "vflip", "translate", "erase", "mix_probability", one=True)
+        self.check_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
+        self.check_least(1, "crop_ratio", "randaugment_layers")
+        if not 0 < self.min_crop <= 1:
+            self.refuse("min_crop", "must be more than 0 and at most 1")
+        if self.randaugment_magnitude > 30:
+            self.refuse("randaugment_magnitude", "must be at most 30")

@@ -1,0 +1,35 @@
+"""What every group of settings has: aliases of its fields, and checks that name what is wrong."""
+
+from dataclasses import field
+from typing import Any
+
+from vit.errors import ConfigError
+
+
+def setting(default: Any, *aliases: str) -> Any:
+    """A field with the other flags that people type for it, such as `-b` or `--img-size`."""
+    return field(default=default, metadata={"aliases": aliases})
+
+
+class Section:
+    """A group of settings; its subclasses are frozen dataclasses."""
+
+    def refuse(self, name: str, why: str) -> None:
+        """Raise a ConfigError that names the setting and its value."""
+        raise ConfigError(f"{name}={getattr(self, name)!r}: {why}")
+
+    def check_least(self, least: float, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) >= least:
+                self.refuse(name, f"must be at least {least}")
+
+    def check_above(self, bound: float, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) > bound:
+                self.refuse(name, f"must be more than {bound}")
+
+    def check_share(self, *names: str, one: bool = False) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not (0 <= value < 1 or (one and value == 1)):
+                self.refuse(name, f"must be a share from 0 to 1{'' if one else ', 1 excluded'}")

@@ -1,0 +1,79 @@
+"""Settings of learning: for how long, by which optimiser, with which regularisation."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from vit.config.section import Section, setting
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """What is trained, for how long, and by which optimiser."""
+
+    task: Literal["classify"] = "classify"
+    """What the network learns."""
+    model: str = "vit_tiny_patch16_224"
+    """Preset that gives the model settings not set otherwise; `vit models` lists them."""
+    epochs: int = 30
+    """Passes over the training pictures."""
+    time: str | None = None
+    """Time for the whole training, such as 90s, 30m or 2h; it then chooses epochs itself."""
+    lr: float = 1e-3
+    """Peak learning rate, for the whole batch."""
+    min_lr: float = 1e-6
+    """Learning rate at the end of the cosine."""
+    warmup_epochs: float | None = None
+    """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
+    optimizer: str = setting("adamw", "--opt")
+    """adamw, or the name of any optimiser in timm's factory."""
+    weight_decay: float = 0.05
+    """Decay of weight matrices; biases, norms, positions and tokens have none."""
+    betas: tuple[float, float] | None = setting(None, "--opt-betas")
+    """Momentum decays of the optimiser; its own default when left empty."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each block to the one before it; 1 is off."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradient of all parameters; 0 is off."""
+    smoothing: float = 0.1
+    """Share of a label that is spread over all classes."""
+    ema: float = setting(0.0, "--model-ema-decay")
+    """Decay per step of the moving average of the weights; 0 keeps none."""
+    start_image_size: int | None = None
+    """Side of pictures in the first epochs, growing to image_size; image_size when left empty."""
+    seed: int = 0
+    """Decides initial weights, order and augmentation of pictures, dropout and our own split."""
+    patience: int | None = None
+    """Stop after this many epochs without a better one; never early when left empty."""
+    soup: bool = False
+    """At the end, average those of the keep_best epochs that are better together."""
+
+    def __post_init__(self) -> None:
+        self.check_least(1, "epochs")
+        self.check_above(0, "lr", "layer_decay")
+        self.check_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
+        self.check_share("smoothing", "ema")
+        if self.patience is not None:
+            self.check_least(1, "patience")
+        if self.time is not None and not DURATION.fullmatch(self.time):
+            self.refuse("time", "write a number and s, m or h, such as 90s, 30m or 1.5h")
+        if self.min_lr > self.lr:
+            self.refuse("min_lr", f"is more than lr={self.lr}")
+        if self.warmup_epochs is not None:
+            self.check_least(0, "warmup_epochs")
+            if self.warmup_epochs >= self.epochs:
+                self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}")
+
+    @property
+    def seconds(self) -> float | None:
+        """Time for the whole training; None where nobody said."""
+        found = DURATION.fullmatch(self.time or "")
+        return float(found[1]) * SECONDS[found[2]] if found else None
+
+    @property
+    def warmup(self) -> float:
+        """Epochs of linear warm-up."""
+        return min(self.epochs / 10, 5) if self.warmup_epochs is None else self.warmup_epochs
