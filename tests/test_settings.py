@@ -28,6 +28,21 @@ def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
     assert config.training.optimizer == "lamb"
 
 
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2 h", 7200)]
+)
+def test_a_duration_has_its_unit(written, seconds):
+    assert make_config({"time": written}).training.seconds == seconds
+
+
+def test_a_batch_that_fits_is_found_by_splitting_the_one_of_a_step():
+    for word in ({"batch_size": "auto"}, {"accumulate": "auto"}):
+        config = make_config(word)
+        assert config.data.accumulate is None
+        assert config.data.batch_size == make_config({}).data.batch_size
+        assert config.data.micro_batches == 1
+
+
 def test_a_preset_comes_first():
     config = make_config({"model": "vit_base_patch32_384", "depth": 3})
     assert (config.model.dim, config.model.depth, config.model.patch_size) == (768, 3, 32)
@@ -61,6 +76,14 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"epochs": 2, "warmup_epochs": 2}, "must be less than epochs=2"),
         ({"min_lr": 1}, "is more than lr"),
         ({"batch_size": 10, "accumulate": 3}, "does not divide batch_size=10"),
+        ({"batch_size": "auto", "accumulate": 2}, "accumulate is given twice"),
+        ({"batch_size": "many"}, "batch_size='many' is not a whole number"),
+        ({"time": "soon"}, "time='soon': write a number and s, m or h"),
+        ({"soup": True}, "keep_best=1: a soup is made of several epochs"),
+        ({"keep_best": 0}, "keep_best=0: must be at least 1"),
+        ({"patience": 0}, "patience=0: must be at least 1"),
+        ({"checkpoint_steps": 0}, "checkpoint_steps=0: must be at least 1"),
+        ({"track": "excel"}, "track='excel': choose one of tensorboard"),
         ({"start_image_size": 100}, "start_image_size=100: must be a multiple of patch_size=16"),
         ({"out": "x"}, "out is not a setting of a file: give it as the flag --out"),
         ({"training": {"lr": 1}}, "settings are flat"),

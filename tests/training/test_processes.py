@@ -1,11 +1,14 @@
 """Two processes on the CPU train the same network as one, and count each picture once."""
 
-import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 from vit.commands.launching import processes_asked
 from vit.settings import write_settings
 from vit.training.checkpoint import find_checkpoints
+from vit.training.ending import read_events
 from vit.training.train import train
 
 CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
@@ -40,15 +44,14 @@ def test_two_processes_equal_one(tiny_config, tmp_path):
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=2e-4, rtol=0)
-    first, second = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    )
-    assert len(first) == len(second) == 2
+    first, second = (read_events(tmp_path / name) for name in ("one", "two"))
+    assert len(first) == len(second) == 2 * 4 + 2
     for ours, theirs in zip(first, second, strict=True):
-        assert abs(ours["train_loss"] - theirs["train_loss"]) < 1e-4
-        assert abs(ours["val_loss"] - theirs["val_loss"]) < 1e-4
-        assert ours["lr"] == theirs["lr"]
+        assert ours.keys() == theirs.keys()
+        for name in {"loss", "train_loss", "val_loss"} & ours.keys():
+            assert abs(ours[name] - theirs[name]) < 1e-4
+        for name in {"event", "step", "epoch", "lr", "val_images"} & ours.keys():
+            assert ours[name] == theirs[name]
 
 
 def test_torchs_launcher_needs_no_device(tiny_config, tmp_path):
@@ -82,6 +85,69 @@ def test_one_of_two_processes_says_what_is_wrong(tmp_path):
     said = [line for line in done.stderr.splitlines() if line.startswith("vit train")]
     assert len(said) == 1
     assert "nowhere: no such folder" in said[0]
+
+
+def test_torchs_launcher_restarts_a_killed_process(tiny_config, tmp_path):
+    config = tiny_config(device="auto", num_classes=3, epochs=12, checkpoint_steps=2)
+    write_settings(tmp_path / "settings.yaml", config)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "--max-restarts", "1", str(ROOT / "train.py"), "--resume"]
+    command += ["-c", str(tmp_path / "settings.yaml"), "--out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole = subprocess.run(
+        [*command, str(tmp_path / "whole")],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "parts"
+    with subprocess.Popen(
+        [*command, str(folder)], stderr=subprocess.PIPE, text=True, env=environment
+    ) as launcher:
+        while not find_checkpoints(folder / "checkpoints") and launcher.poll() is None:
+            time.sleep(0.01)
+        processes = psutil.Process(launcher.pid).children()
+        assert len(processes) == 2
+        processes[1].kill()
+        said = launcher.communicate(timeout=300)[1]
+    assert launcher.returncode == 0, said
+    assert "resuming at step" in said
+    assert untimed(tmp_path / "whole") == untimed(folder)
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_is_heeded_once(tiny_config, tmp_path, number):
+    # long steps, so that the launcher's signal comes before the first one was heeded
+    slow = {"image_size": 224, "dim": 64, "depth": 4, "batch_size": 24}
+    config = tiny_config(device="auto", num_classes=3, epochs=1500, checkpoint_steps=2, **slow)
+    write_settings(tmp_path / "settings.yaml", config)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", str(ROOT / "train.py"), "-c", str(tmp_path / "settings.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "run")],
+        stderr=subprocess.PIPE, text=True, env=environment,
+    ) as launcher:  # fmt: skip
+        while not find_checkpoints(tmp_path / "run/checkpoints") and launcher.poll() is None:
+            time.sleep(0.01)
+        # as systemd and `scancel --full` do; the launcher then sends it once more
+        for process in (*psutil.Process(launcher.pid).children(), launcher):
+            process.send_signal(number)
+        said = launcher.communicate(timeout=300)[1]
+    told = re.search(r"vit train: interrupted at step (\d+) of 1500", said)
+    assert told, said
+    newest = find_checkpoints(tmp_path / "run/checkpoints")[0]
+    assert newest.name == f"step-{int(told[1]):08d}.safetensors"
+
+
+def untimed(folder: Path) -> list[dict]:
+    times = {"images_per_second", "data_wait", "seconds"}
+    return [
+        {key: value for key, value in event.items() if key not in times}
+        for event in read_events(folder)
+    ]
 
 
 @pytest.mark.parametrize(

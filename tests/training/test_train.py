@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.settings import write_settings
-from vit.training import loop
+from vit.training import checkpoint, loop, validation
 from vit.training.checkpoint import find_checkpoints
 from vit.training.interruption import Interrupted
 from vit.training.loop import require_finite
@@ -27,13 +27,15 @@ ROOT = Path(__file__).parents[2]
 TIMES = {"images_per_second", "data_wait", "seconds"}
 
 
-def events(folder: Path) -> list[dict]:
+def events(folder: Path, kind: str = "epoch") -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if event["event"] == kind]
 
 
 def untimed(folder: Path) -> list[dict]:
-    return [{k: v for k, v in event.items() if k not in TIMES} for event in events(folder)]
+    found = [*events(folder, "step"), *events(folder)]
+    return [{k: v for k, v in event.items() if k not in TIMES} for event in found]
 
 
 @pytest.fixture
@@ -64,10 +66,14 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
     assert found[0].keys() == {
-        "event", "epoch", "step", "train_loss", "val_loss", "val_top1", "lr",
+        "event", "epoch", "step", "train_loss", "val_loss", "val_top1", "val_images", "lr",
         "images_per_second", "data_wait", "seconds",
     }  # fmt: skip
     assert found[-1]["train_loss"] < found[0]["train_loss"]
+    steps = events(result.folder, "step")
+    assert [event["step"] for event in steps] == [*range(1, 19)]
+    assert [event["epoch"] for event in steps] == [1 + number // 3 for number in range(18)]
+    assert steps[0].keys() == {"event", "step", "epoch", "loss", "lr", "grad_norm"}
     assert result.val_top1 == max(event["val_top1"] for event in found) > 0.9
     assert len(find_checkpoints(result.folder / "checkpoints")) == 2
 
@@ -96,6 +102,31 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tiny_config, tmp_path, in
         tmp_path / "parts/model.safetensors"
     ).read_bytes()
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+
+
+def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monkeypatch):
+    whole = tiny_config(batch_size=4)
+    train(whole, tmp_path / "whole")
+    batches = []
+
+    def measure(run, batch):
+        batches.append(batch)
+        if len(batches) == 8:  # the second of six in the second epoch
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(run, batch)
+
+    original = validation.measure
+    monkeypatch.setattr("vit.training.validation.measure", measure)
+    with pytest.raises(Interrupted) as stopped:
+        train(whole, tmp_path / "parts")
+    assert stopped.value.exit_code == 130
+    assert len(batches) == 8
+    assert len(events(tmp_path / "parts")) == 1
+    train(whole, tmp_path / "parts", resume=True)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
+        tmp_path / "parts/model.safetensors"
+    ).read_bytes()
 
 
 def test_resume_begins_where_there_is_nothing(tiny_config, tmp_path):
@@ -285,11 +316,11 @@ def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, op
 def test_a_cut_of_the_metrics_leaves_no_gap(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     for number in range(3):
-        metrics.write({"epoch": number})
+        metrics.write({"event": "epoch", "epoch": number})
     size = metrics.size() // 3
     metrics.cut(size)
     assert metrics.size() == size
-    metrics.write({"epoch": 7})
+    metrics.write({"event": "epoch", "epoch": 7})
     metrics.close()
     assert [event["epoch"] for event in events(tmp_path)] == [0, 7]
     shorter = Metrics(tmp_path / "metrics.jsonl")
@@ -350,6 +381,43 @@ def test_a_bad_picture_is_skipped_and_counted(
     result = train(config, tmp_path / "run")
     assert [Path(path).name for path in result.failed] == ["3.png"]
     assert "1 of the pictures could not be read and were left out:" in capsys.readouterr().err
+
+
+def test_pairs_that_are_mixed_stay_together(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"is 3 pictures in each of 4 parts.*a multiple of 8"):
+        train(tiny_config(accumulate=4), tmp_path / "run")
+    plain = tiny_config(accumulate=4, mixup=0, cutmix=0, epochs=1, warmup_epochs=0)
+    train(plain, tmp_path / "run")
+
+
+def test_best_weights_that_are_gone_are_noticed(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    (tmp_path / "run/model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"model\.safetensors is missing, and epoch 1"):
+        train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
+
+
+def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, monkeypatch):
+    def full(folder, snapshot, state):
+        raise RunError("step-00000002.safetensors could not be written: the disk is full")
+
+    monkeypatch.setattr("vit.training.keeping.write_checkpoint", full)
+    with pytest.raises(RunError, match="the disk is full"):
+        train(tiny_config(epochs=40, checkpoint_steps=2), tmp_path / "run")
+    assert len(events(tmp_path / "run", "step")) < 10
+
+
+def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
+    written = []
+
+    def note(folder, snapshot, state):
+        written.append(state["step"])
+        return original(folder, snapshot, state)
+
+    original = checkpoint.write_checkpoint
+    monkeypatch.setattr("vit.training.keeping.write_checkpoint", note)
+    train(tiny_config(epochs=2, checkpoint_steps=2), tmp_path / "run")
+    assert written == [2, 3, 4, 6, 6]
 
 
 def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):

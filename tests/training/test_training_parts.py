@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vit.config import TrainingConfig
 from vit.errors import ConfigError
 from vit.settings import make_config
-from vit.training.ema import MovingAverage
+from vit.training.ema import MovingAverage, exchanged
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import layer_of, make_optimizer, parameter_groups, set_lr
 from vit.training.schedule import CosineSchedule, image_size_at
@@ -152,6 +152,6 @@ def test_the_average_is_in_place_only_inside():
     model.weight.data.fill_(1.0)
     average = MovingAverage(model, 0.9)
     model.weight.data.fill_(2.0)
-    with average.in_place():
+    with exchanged(model, average.state_dict()):
         assert model.weight.item() == 1.0
     assert (model.weight.item(), average.average["weight"].item()) == (2.0, 1.0)

@@ -1,6 +1,7 @@
 """`vit train DATA [settings]`: settings from a preset, a YAML file and flags -> a run folder."""
 
 import argparse
+import time
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,7 @@ def numbers_taken(kind: Any) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 where pictures were left out, or comes with the error."""
+    began = time.monotonic()
     start_processes_if_asked()
     values = gather(args)
     config = make_config(values)
@@ -93,7 +95,14 @@ def run(args: argparse.Namespace) -> int:
     from vit.training.train import train
 
     given = checked(values)
-    result = train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=[*given])
+    result = train(
+        config,
+        args.out,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        given=[*given],
+        began=began,
+    )
     return int(bool(result.failed))
 
 

@@ -26,7 +26,7 @@ class RunConfig(Section):
     """Optimiser steps between two checkpoints; by time and epoch alone when left empty."""
     keep_best: int = 1
     """How many of the best epochs keep their weights; those of the best are model.safetensors."""
-    track: Literal["tensorboard", "wandb", "mlflow", "trackio", "aim", "swanlab"] | None = None
+    track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = None
     """Send losses and scores to this experiment tracker as well."""
 
     def __post_init__(self) -> None:

@@ -83,11 +83,17 @@ class ImageDataset(Dataset[Batch]):
             else:
                 images.append(image)
                 good.append(key)
-        empty = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
+        if not images:
+            return self.empty(transform)._replace(failed=failed)
         indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
         positions = torch.tensor([key.position for key in good], dtype=torch.int64)
-        stacked = torch.stack(images) if images else empty
-        return Batch(stacked, self.labels[indices], indices, positions, failed)
+        return Batch(torch.stack(images), self.labels[indices], indices, positions, failed)
+
+    def empty(self, transform: Transform) -> Batch:
+        """A batch without pictures, of the shapes that `transform` gives."""
+        none = torch.empty(0, dtype=torch.int64)
+        images = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
+        return Batch(images, self.labels[none], none, none, [])
 
     def _transform(self, epoch: int) -> Transform:
         if self.current is None or self.current[0] != epoch:

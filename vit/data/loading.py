@@ -4,6 +4,7 @@ What a batch holds is decided in schedule.py and dataset.py; here it is only bro
 """
 
 import gc
+import math
 import os
 import signal
 import sys
@@ -126,12 +127,17 @@ class EvaluationLoader:
         on_bad_image: OnBadImage = "skip",
         pin_memory: bool = False,
     ) -> None:
+        self.rounds = math.ceil(len(range(0, len(samples), world_size)) / batch_size)
+        """Batches of the device that has most of them."""
         samples_here = range(rank, len(samples), world_size)
         keys = [Key(0, sample, place) for place, sample in enumerate(samples_here)]
         self.keys = [keys[at : at + batch_size] for at in range(0, len(keys), batch_size)]
         workers = default_workers(world_size) if workers is None else workers
+        dataset = ImageDataset(samples, Always(preprocessing))
+        self.empty = dataset.empty(preprocessing)
+        """A batch without pictures, for a device that has run out of them."""
         self.feed = Feed(
-            ImageDataset(samples, Always(preprocessing)),
+            dataset,
             self.keys,
             workers=min(workers, len(self.keys)),
             on_bad_image=on_bad_image,

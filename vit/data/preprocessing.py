@@ -99,13 +99,13 @@ class Preprocessing:
         ratio = min(height / rows, width / cols)
         return round(width / ratio), round(height / ratio)
 
-    def normalise(self, images: Tensor) -> Tensor:
+    def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Bytes (batch, 3, height, width) -> floats of the same shape, on the same device."""
         mean, std = (
-            torch.tensor(values, device=images.device)[:, None, None]
+            torch.tensor(values, device=images.device, dtype=dtype)[:, None, None]
             for values in (self.mean, self.std)
         )
-        return (images.float() / 255).sub_(mean).div_(std)
+        return (images.to(dtype) / 255).sub_(mean).div_(std)
 
     @property
     def mean_colour(self) -> tuple[int, int, int]:

@@ -49,6 +49,7 @@ class RunFacts:
         root: Folder of the data, from which pictures are named.
         made: Whether we chose the validation pictures.
         epoch: The best epoch, whose weights are measured, from 1.
+        soup: Epochs, the average of whose weights is measured instead, if any.
         left_out: Pictures that could not be read, and why.
     """
 
@@ -60,6 +61,7 @@ class RunFacts:
     root: Path
     made: bool
     epoch: int
+    soup: Sequence[int] = ()
     left_out: Mapping[str, str]
 
 
@@ -110,6 +112,7 @@ def headline(
     seconds = sum(event["seconds"] for event in epochs)
     tiles = {
         f"best of {plural(len(epochs), 'epoch')}": facts.epoch,
+        **({"soup of epochs": ", ".join(map(str, facts.soup))} if facts.soup else {}),
         "validation pictures": f"{scores['count']:,}",
         "classes": f"{len(facts.classes):,}",
         **({"top-5": percent(scores["top5"])} if len(facts.classes) > 5 else {}),
@@ -155,12 +158,16 @@ def caution(facts: RunFacts, scores: Mapping[str, Any]) -> Html:
         if facts.made
         else "the data's own validation folder"
     )
+    whose, chosen = f"epoch {facts.epoch}", "The best epoch was"
+    if facts.soup:
+        members = ", ".join(map(str, facts.soup))
+        whose, chosen = f"a soup, the average of epochs {members},", "The soup's epochs were"
     return tag(
         "p",
-        f"Measured with the weights of epoch {facts.epoch} on {origin}. Always answering “",
+        f"Measured with the weights of {whose} on {origin}. Always answering “",
         called(common["label"]),
-        f"” would reach {percent(common['count'] / scores['count'])}. The best epoch was chosen on "
-        "these pictures, which flatters it a little; pictures kept apart tell the rest.",
+        f"” would reach {percent(common['count'] / scores['count'])}. {chosen} chosen on "
+        "these pictures, which flatters a little; pictures kept apart tell the rest.",
         class_="soft small",
     )
 

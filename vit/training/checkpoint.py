@@ -11,6 +11,7 @@ deleted only after a newer one is whole.
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.optim import Optimizer
 
 from vit.errors import RunError, WeightsError, printable
 from vit.training.ema import MovingAverage
-from vit.weights.tensorfile import read_tensors, write_tensors
+from vit.training.sharding import copies, forget_gathered, pieces_like
+from vit.weights.tensorfile import naming, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 KEEP = 2
@@ -29,30 +31,56 @@ FILE = re.compile(r"step-(\d+)\.safetensors")
 Say = Callable[[str], None]
 
 
-def save_checkpoint(
-    folder: Path,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: MovingAverage | None,
-    state: Mapping[str, Any],
-) -> Path:
-    """Write a checkpoint of step `state["step"]`, then delete all but the newest two.
+@dataclass(frozen=True)
+class Snapshot:
+    """What training has learnt by one moment; nothing changes it afterwards."""
 
-    Raises:
-        RunError: It cannot be written; the earlier ones are untouched.
+    tensors: dict[str, Tensor]
+    """By part and name, as in the file; whole, on the CPU."""
+    optimizer: dict[str, Any]
+    """Plain numbers of the optimiser's state, by parameter and name."""
+    groups: list[dict[str, Any]]
+    """Settings of the optimiser's groups."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that are validated: the average where one is kept, and what has none."""
+        parts = split(self.tensors)
+        return {**parts["model"], **parts["ema"]}
+
+
+def take_snapshot(
+    model: nn.Module, optimizer: Optimizer, average: MovingAverage | None, *, keep: bool = True
+) -> Snapshot:
+    """Copy everything that a checkpoint holds, so that training may go on while it is written.
+
+    Args:
+        model: The network; where it is in pieces, every process must take part.
+        optimizer: Of its parameters.
+        average: Of its parameters.
+        keep: False on processes that only give their pieces.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    forget_gathered(model)
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     if average is not None:
         tensors |= {f"ema/{name}": value for name, value in average.state_dict().items()}
     moments, numbers = _optimizer_state(optimizer)
     tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
+    return Snapshot(copies(tensors, keep=keep), numbers, _group_settings(optimizer))
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot, state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of step `state["step"]`, then delete all but the newest two.
+
+    Raises:
+        RunError: It cannot be written; the earlier ones are untouched.
+    """
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
-        {**state, "optimizer": numbers, "groups": _group_settings(optimizer)}, sort_keys=True
+        {**state, "optimizer": snapshot.optimizer, "groups": snapshot.groups}, sort_keys=True
     )
     path = folder / f"step-{state['step']:08d}.safetensors"
-    write_tensors(path, tensors, {"state": text})
+    write_tensors(path, snapshot.tensors, {"state": text})
     found = find_checkpoints(folder)
     kept = [each for each in found if each <= path][:KEEP]  # a newer one is a damaged one
     for old in found:
@@ -87,7 +115,7 @@ def load_checkpoint(
             continue
         state: dict[str, Any] = json.loads(metadata["state"])
         numbers, groups = state.pop("optimizer"), state.pop("groups")
-        _restore(path, _split(tensors), numbers, model, optimizer, average)
+        _restore(path, split(tensors), numbers, model, optimizer, average)
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({k: _from_plain(value, group.get(k)) for k, value in saved.items()})
         return state
@@ -102,7 +130,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of a checkpoint by part, then by name."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
     for name, tensor in tensors.items():
         part, rest = name.split("/", 1)
@@ -121,9 +150,10 @@ def _restore(
     require_same(path, "the network", parts["model"], model.state_dict())
     expected_average = {} if average is None else average.state_dict()
     require_same(path, "the moving average", parts["ema"], expected_average)
-    model.load_state_dict(parts["model"])
+    present = model.state_dict()
+    model.load_state_dict({n: pieces_like(t, present[n]) for n, t in parts["model"].items()})
     if average is not None:
-        average.load_state_dict(parts["ema"])
+        average.load_state_dict({n: pieces_like(t, present[n]) for n, t in parts["ema"].items()})
     _load_optimizer_state(path, optimizer, parts["optimizer"], numbers)
 
 
@@ -195,12 +225,15 @@ def _load_optimizer_state(
     path: Path, optimizer: Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> None:
     names = _parameter_names(optimizer)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **numbers}.items():
         parameter, key = name.rsplit("/", 1)
         if parameter not in names:
             raise WeightsError(f"{printable(path)}: optimiser state of {parameter}, which is gone")
-        state.setdefault(names.index(parameter), {})[key] = value
+        index = names.index(parameter)
+        piece = pieces_like(value, parameters[index]) if isinstance(value, Tensor) else value
+        state.setdefault(index, {})[key] = piece
     stateful = bool(state)
     missing = [name for index, name in enumerate(names) if stateful and index not in state]
     if missing:

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from vit.config import RunConfig
 from vit.errors import ConfigError, RunError
 from vit.model.precision import Precision, resolve_device, resolve_precision
+from vit.training.sharding import shard_on_cpus
 
 # accelerate's names; what is not mixed is set up in `set_arithmetic`
 MIXED = {"bf16": "bf16", "fp16": "fp16"}
@@ -39,6 +40,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     on_cpu = device.type == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     precision = arithmetic(config.precision, torch.device("cpu") if on_cpu else device)
     set_arithmetic(precision, deterministic=config.deterministic)
+    meet_again("gloo" if on_cpu else "nccl")
     # an earlier training in this Python process may have had another device or precision
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
@@ -46,12 +48,36 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         mixed_precision=MIXED.get(precision, "no"),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
+    shard_on_cpus(accelerator, asked=os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true")
     if accelerator.num_processes != started:
         raise RunError(
             f"{started} processes were started, and {accelerator.num_processes} can work together "
             f"on device={config.device}: start one, or give --device"
         )
     return accelerator
+
+
+def meet_again(backend: str) -> None:
+    """Join the other processes where torch's launcher has started all of them anew.
+
+    It hands the new ones the store of the old ones, in which the addresses of the dead still stand
+    (torch 2.15): those of each attempt get a prefix of their own.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or torch.distributed.is_initialized():
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
+        torch.distributed.init_process_group(
+            backend,
+            store=PrefixStore(f"attempt {attempt}", store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=PATIENCE,
+        )
 
 
 def arithmetic(name: str, device: torch.device) -> str:

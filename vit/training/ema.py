@@ -6,11 +6,13 @@ Source: Polyak and Juditsky, 1992; the early steps are weighted as in Tarvainen 
 "Mean teachers", section 3, arXiv:1703.01780.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from vit.training.sharding import forget_gathered
 
 
 class MovingAverage:
@@ -36,29 +38,39 @@ class MovingAverage:
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), weight)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside the `with`, the network computes with the average."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, parameter in self.parameters.items():
-            kept = parameter.detach().clone()
-            parameter.copy_(self.average[name])
-            self.average[name].copy_(kept)
-
     def state_dict(self) -> dict[str, Tensor]:
         """The average by parameter name."""
         return self.average
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`; its names and shapes must be those of the network."""
         assert state.keys() == self.average.keys(), "the average has other names than the network"
         for name, value in state.items():
             self.average[name].copy_(value)
+
+
+@contextmanager
+def exchanged(model: nn.Module, others: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Inside the `with`, `model` computes with the weights in `others`, which hold its own.
+
+    Args:
+        model: The network itself, not what wraps it.
+        others: Weights by name, of the same shapes and in the same pieces; None changes nothing.
+    """
+    _swap(model, others or {})
+    try:
+        yield
+    finally:
+        _swap(model, others or {})
+
+
+@torch.no_grad()
+def _swap(model: nn.Module, others: Mapping[str, Tensor]) -> None:
+    if others:
+        forget_gathered(model)
+    parameters = dict(model.named_parameters())
+    for name, other in others.items():
+        kept = parameters[name].detach().clone()
+        parameters[name].copy_(other)
+        other.copy_(kept)

@@ -18,30 +18,31 @@ from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
 from vit.model.precision import autocast
 from vit.training.batches import micro_batch_size
 from vit.training.devices import inference_precision
-from vit.training.interruption import Interrupted, Interruption
+from vit.training.interruption import Interrupted
 from vit.training.loop import Training
 from vit.training.progress import say
 from vit.weights.folder import LoadedRun, load_run
 
 
-def leave_report(
-    run: Training, folder: Path, splits: Splits, *, epoch: int, interruption: Interruption
-) -> None:
+def leave_report(run: Training, folder: Path, splits: Splits, *, epoch: int) -> None:
     """Write report.html, or say in one line why there is none.
 
     Args:
         run: The finished training.
         folder: The run folder.
         splits: The data.
-        epoch: The epoch whose weights are in the folder, from 1.
-        interruption: Heeded between two batches.
+        epoch: The best epoch, from 1.
 
     Raises:
         Interrupted: A signal came; the run itself is complete.
     """
     try:
         loaded = load_run(folder)
-        outcomes, paths, failed = measure(run, loaded, splits, folder, interruption)
+        outcomes, paths, failed = measure(run, loaded, splits, folder)
+        events = read_events(folder)
+        soups = [
+            event["epochs"] for event in events if event["event"] == "soup" and event["better"]
+        ]
         facts = RunFacts(
             config=run.config,
             classes=splits.classes,
@@ -51,9 +52,9 @@ def leave_report(
             root=splits.root,
             made=splits.made,
             epoch=epoch,
+            soup=soups[0] if soups else (),
             left_out={**run.failed, **failed},
         )
-        events = read_events(folder)
         write_report(folder, facts=facts, events=events, outcomes=outcomes, paths=paths)
     except Interrupted:
         raise
@@ -65,7 +66,7 @@ def leave_report(
 
 @torch.inference_mode()
 def measure(
-    run: Training, loaded: LoadedRun, splits: Splits, folder: Path, interruption: Interruption
+    run: Training, loaded: LoadedRun, splits: Splits, folder: Path
 ) -> tuple[Outcomes, list[str], dict[str, str]]:
     """Answers of the best weights to every validation picture, as the training measured them.
 
@@ -87,11 +88,11 @@ def measure(
     failed: dict[str, str] = {}
     try:
         for batch in loader:
-            if interruption.number:
+            if run.interruption.number:
                 raise Interrupted(
                     f"interrupted before {REPORT_FILE} was written; the run is complete, and "
                     f"vit train --resume --out {printable(folder)} writes it",
-                    interruption.number,
+                    run.interruption.number,
                 )
             failed.update((bad.path, bad.reason) for bad in batch.failed)
             if not len(batch.labels):

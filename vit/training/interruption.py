@@ -1,7 +1,10 @@
 """SIGINT and SIGTERM ask a training to stop after its step; a second one stops it at once."""
 
+import math
+import os
 import signal
 import threading
+import time
 from types import FrameType
 
 from vit.errors import VitError
@@ -21,12 +24,19 @@ class Interrupted(VitError):
 
 
 class Interruption:
-    """Inside the `with`, the first signal is remembered in `number` instead of acted on."""
+    """Inside the `with`, the first signal is remembered in `number` instead of acted on.
+
+    Args:
+        echo_seconds: A second signal that comes so soon is taken for the first one: a launcher
+            hands its own on to processes that the terminal or the scheduler has told already.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, echo_seconds: float = 0.0) -> None:
         self.number = 0
+        self.echo_seconds = echo_seconds
+        self._noted = -math.inf
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
@@ -38,8 +48,11 @@ class Interruption:
         self._restore()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.number = number
-        self._restore()
+        if not self.number:
+            self.number, self._noted = number, time.monotonic()
+        elif time.monotonic() - self._noted > self.echo_seconds:
+            self._restore()
+            os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from signal import SIGINT, SIGTERM
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from vit.data.loading import Batch
 from vit.data.mixing import draw_plan, mix
 from vit.data.preprocessing import Preprocessing
 from vit.data.seeding import random_seed
-from vit.errors import BadImage, DataError, RunError
+from vit.errors import BadImage, RunError
 from vit.model.classifier import VisionTransformer
 from vit.training.agreement import gathered
 from vit.training.ema import MovingAverage
@@ -27,8 +27,10 @@ from vit.training.interruption import Interruption
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import set_lr
 from vit.training.progress import Progress
+from vit.training.sharding import whole
 
 LEAST_SCALE = 1e-4
+SIGNALS = (SIGTERM, SIGINT)  # the first one that any process has received counts
 
 
 @dataclass(kw_only=True)
@@ -48,12 +50,34 @@ class Training:
     step: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Pictures left out while training, and why."""
-    interruption: Interruption | None = None
-    """Where a signal is noted."""
+    interruption: Interruption = field(default_factory=Interruption)
+    """Where a signal to this process is noted."""
 
     @property
     def processes(self) -> int:
         return int(self.accelerator.num_processes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of pictures, weights and losses."""
+        return torch.float64 if self.config.run.precision == "fp64" else torch.float32
+
+
+class Step(NamedTuple):
+    """What an optimiser step saw, the same on all processes, so that all of them decide alike."""
+
+    loss: float
+    """Mean loss of the pictures."""
+    images: int
+    """Pictures, over all processes."""
+    grad_norm: float
+    """Norm of the gradient of all parameters, before it was clipped."""
+    lr: float
+    """Learning rate of the step."""
+    signal: int
+    """The signal to heed, or 0."""
+    due: bool
+    """Whether a process wants a checkpoint."""
 
 
 def train_one_epoch(
@@ -63,16 +87,18 @@ def train_one_epoch(
     epoch: int,
     steps: int,
     progress: Progress,
-    after_step: Callable[["StepSums"], None],
+    due: Callable[[], bool],
+    after_step: Callable[[Step], None],
 ) -> None:
     """Make `steps` optimiser steps from `batches`.
 
     Args:
         run: Updated in place.
-        batches: Micro-batches of this process, `accumulate` of them a step.
+        batches: Micro-batches of this process.
         epoch: Which epoch this is, from 0.
         steps: Optimiser steps to make.
         progress: Told of every step.
+        due: Asked in every step: does this process want a checkpoint?
         after_step: Called after each of them.
 
     Raises:
@@ -84,34 +110,41 @@ def train_one_epoch(
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
         waited = time.perf_counter() - started
-        sums = train_one_step(run, micro_batches, epoch)
-        progress.advance(int(sums.images), sums.loss, waited)
-        after_step(sums)
+        step = train_one_step(run, micro_batches, epoch, due=due())
+        progress.advance(step.images, step.loss * step.images, waited)
+        after_step(step)
 
 
-class StepSums(NamedTuple):
-    """What a step saw, summed over all processes, so that all of them decide alike."""
-
-    loss: float
-    """Summed loss of the pictures."""
-    images: float
-    """Pictures."""
-    failed: float
-    """Pictures that could not be read."""
-    interrupted: float
-    """Processes that have received SIGINT."""
-    terminated: float
-    """Processes that have received SIGTERM."""
-
-    @property
-    def signal(self) -> int:
-        """The signal to heed, or 0."""
-        return SIGTERM if self.terminated else SIGINT if self.interrupted else 0
-
-
-def train_one_step(run: Training, micro_batches: list[Batch], epoch: int) -> StepSums:
+def train_one_step(
+    run: Training, micro_batches: list[Batch], epoch: int, *, due: bool = False
+) -> Step:
     """One update of the weights from this process's share of a batch."""
-    set_lr(run.optimizer, run.lr_at(run.step))
+    lr = run.lr_at(run.step)
+    set_lr(run.optimizer, lr)
+    total = accumulate(run, micro_batches, epoch)
+    norm = float(clip(run))
+    failed = [bad for batch in micro_batches for bad in batch.failed]
+    loss, images, lost, wants, *signals = summed(
+        run,
+        total,
+        [sum(len(batch.labels) for batch in micro_batches), len(failed), due],
+        [run.interruption.number == number for number in SIGNALS],
+    )
+    if lost:
+        leave_out(run, failed)
+    mean = loss / max(images, 1)
+    require_finite(run, mean, norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    if run.average is not None:
+        run.average.update(run.step)
+    run.step += 1
+    signal = next((number for number, had in zip(SIGNALS, signals, strict=True) if had), 0)
+    return Step(mean, int(images), norm, lr, signal, wants > 0)
+
+
+def accumulate(run: Training, micro_batches: list[Batch], epoch: int) -> Tensor:
+    """Gradients of the batch, averaged over processes; returns this process's summed loss."""
     device = run.accelerator.device
     total = torch.zeros((), device=device, dtype=widest(device))
     for index, batch in enumerate(micro_batches):
@@ -123,22 +156,15 @@ def train_one_step(run: Training, micro_batches: list[Batch], epoch: int) -> Ste
             share = run.processes / run.config.data.batch_size
             run.accelerator.backward(loss * share)
         total += loss.detach()
-    norm = clip(run)
-    failed = [bad for batch in micro_batches for bad in batch.failed]
-    signal = run.interruption.number if run.interruption else 0
-    counts = [sum(len(batch.labels) for batch in micro_batches), len(failed)]
-    counts += [signal == SIGINT, signal == SIGTERM]
-    parts = torch.cat([total[None], torch.tensor(counts, device=device, dtype=total.dtype)])
-    sums = StepSums(*run.accelerator.reduce(parts).tolist())
-    if sums.failed:
-        leave_out(run, failed)
-    require_finite(run, sums.loss / max(sums.images, 1), float(norm))
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    if run.average is not None:
-        run.average.update(run.step)
-    run.step += 1
-    return sums
+    return total
+
+
+def summed(run: Training, total: Tensor, *counts: Sequence[float]) -> list[float]:
+    """`total` and `counts`, each summed over the processes, by one message."""
+    flat = [number for part in counts for number in part]
+    parts = torch.cat([total[None], torch.tensor(flat, device=total.device, dtype=total.dtype)])
+    numbers: list[float] = run.accelerator.reduce(parts).tolist()
+    return numbers
 
 
 def leave_out(run: Training, failed: list[BadImage]) -> None:
@@ -164,7 +190,7 @@ def loss_of(run: Training, batch: Batch, epoch: int, *, micro_batch: int) -> Ten
     config, rank = run.config, run.accelerator.process_index
     torch.manual_seed(random_seed(config.training.seed, "model", run.step, micro_batch, rank))
     device = run.accelerator.device
-    images = run.preprocessing.normalise(batch.images.to(device, non_blocking=True))
+    images = run.preprocessing.normalise(batch.images.to(device, non_blocking=True), run.dtype)
     labels = batch.labels.to(device, non_blocking=True)
     targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
     plan = draw_plan(
@@ -183,7 +209,7 @@ def clip(run: Training) -> Tensor:
     """Shorten the gradient to the largest norm allowed; returns its norm before."""
     most = run.config.training.clip_grad or math.inf
     norm: Tensor = run.accelerator.clip_grad_norm_(run.network.parameters(), most)
-    return norm
+    return whole(norm)
 
 
 def require_finite(run: Training, loss: float, norm: float) -> None:
@@ -204,56 +230,3 @@ def require_finite(run: Training, loss: float, norm: float) -> None:
         f"{what} at step {run.step}: nothing of it was saved; lower --lr, raise --warmup-epochs or "
         "use --precision fp32"
     )
-
-
-@dataclass(frozen=True)
-class Validation:
-    """What the validation pictures say of the network."""
-
-    count: int
-    loss: float
-    top1: float
-    failed: int
-
-
-@torch.no_grad()
-def validate(run: Training, batches: Iterator[Batch], expected: int) -> Validation:
-    """Measure the network on every validation picture exactly once, over all processes.
-
-    Args:
-        run: The average of the weights is measured where one is kept.
-        batches: This process's share of the pictures.
-        expected: How many pictures there are, over all processes.
-
-    Raises:
-        BadImage: A picture cannot be read, and `on_bad_image` is stop.
-        DataError: None can be read.
-        RunError: The loss is not finite.
-    """
-    run.model.eval()
-    averaged = contextlib.nullcontext() if run.average is None else run.average.in_place()
-    sums = torch.zeros(4, dtype=torch.float64)
-    failed: list[BadImage] = []
-    with averaged:
-        for batch in batches:
-            failed += batch.failed
-            images = batch.images.to(run.accelerator.device, non_blocking=True)
-            logits = run.model(run.preprocessing.normalise(images)).float().cpu()
-            loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-            correct = (logits.argmax(dim=1) == batch.labels).sum()
-            sums += torch.stack([loss, correct, loss.new_tensor(len(logits)), loss.new_tensor(0)])
-    sums[3] = len(failed)
-    device = run.accelerator.device
-    total = run.accelerator.reduce(sums.to(device, widest(device))).tolist()
-    loss_sum, correct_sum, count, lost = total
-    assert count + lost == expected, f"{count:.0f} of {expected} validation pictures were measured"
-    if lost:
-        leave_out(run, failed)
-    if not count:
-        raise DataError("not one validation picture can be read")
-    if not math.isfinite(loss_sum):
-        raise RunError(
-            f"the validation loss became {loss_sum / count} after step {run.step}: lower --lr, or "
-            "raise --warmup-epochs"
-        )
-    return Validation(int(count), loss_sum / count, correct_sum / count, int(lost))

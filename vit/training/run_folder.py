@@ -1,8 +1,10 @@
 """The folder a training writes: settings, split, metrics, checkpoints, and whose it is."""
 
+import dataclasses
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,7 +14,9 @@ from vit.data.sources import relative
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.report import REPORT_FILE
 from vit.settings import flatten, make_config, read_settings, write_settings
+from vit.training.best import BEST
 from vit.training.checkpoint import CHECKPOINTS
+from vit.training.tracking import TRACKING
 from vit.weights.tensorfile import naming, write_safely, write_text
 
 FILES = (
@@ -27,6 +31,10 @@ FREE = {
     *("workers", "device", "compile", "on_bad_image", "track"),
     *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
 }
+
+
+# settings that the data completes
+FROM_DATA = {"num_classes", "batch_size"}
 
 
 def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -83,13 +91,14 @@ def clear(folder: Path) -> None:
     clean_leftovers(folder)
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    for path in (folder / CHECKPOINTS).glob("step-*.safetensors"):
+    for path in (*folder.glob(f"{CHECKPOINTS}/step-*"), *folder.glob(f"{BEST}/epoch-*")):
         path.unlink()
+    shutil.rmtree(folder / TRACKING, ignore_errors=True)
 
 
 def clean_leftovers(folder: Path) -> None:
     """Delete what a killed process left half written in a run folder."""
-    for place in (folder, folder / CHECKPOINTS):
+    for place in (folder, folder / CHECKPOINTS, folder / BEST):
         for path in place.glob(".*.tmp"):
             path.unlink(missing_ok=True)
 
@@ -97,6 +106,20 @@ def clean_leftovers(folder: Path) -> None:
 def stored_config(folder: Path) -> Config:
     """The completed settings of the run in `folder`."""
     return make_config(read_settings(folder / "config.yaml"))
+
+
+def settled(config: Config, folder: Path) -> Config:
+    """`config` with what was found out when the run in `folder` began.
+
+    That is the number of epochs that fits `time`, and of micro-batches that fit the memory: found
+    out anew, they would make it another run.
+    """
+    stored, training, data = stored_config(folder), config.training, config.data
+    if training.time is not None:
+        training = dataclasses.replace(training, time=None, epochs=stored.training.epochs)
+    if data.accumulate is None:
+        data = dataclasses.replace(data, accumulate=stored.data.accumulate)
+    return dataclasses.replace(config, training=training, data=data)
 
 
 def require_same_settings(config: Config, folder: Path) -> None:
@@ -110,9 +133,12 @@ def require_same_settings(config: Config, folder: Path) -> None:
     changed = [name for name in ours if ours[name] != theirs[name] and name not in FREE]
     if changed:
         name = changed[0]
+        remedy = "leave the flag out, or start a new run with another --out"
+        if name in FROM_DATA:
+            remedy = f"if nobody gave it, the data set changed: restore it; or {remedy}"
         raise ConfigError(
             f"{name}={ours[name]!r} differs from {theirs[name]!r} in {where}: a run resumes with "
-            "its own settings; leave the flag out, or start a new run with another --out"
+            f"its own settings; {remedy}"
         )
 
 
@@ -165,9 +191,13 @@ class Metrics:
             self.file.flush()
 
     def size(self) -> int:
-        """Bytes so far, all of them on the disk."""
-        os.fsync(self.file.fileno())
+        """Bytes so far."""
         return self.file.tell()
+
+    def flush(self) -> None:
+        """Bring what was written to the disk; another thread may go on writing."""
+        with naming(Path(self.file.name)):
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()

@@ -1,25 +1,31 @@
-"""One training from its first or resumed step to its last: epochs, records and checkpoints."""
+"""One training from its first or resumed step to its last: steps, epochs, and when to save."""
 
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
+from torch import Tensor
+
+from vit.data.loading import Batch
 from vit.data.samples import Splits
-from vit.errors import BadImage, DataError, printable, quoted
+from vit.errors import BadImage, DataError, WeightsError, quoted
 from vit.training.agreement import agreed_signal, require_same_step
 from vit.training.batches import evaluation_loader, training_loader
-from vit.training.checkpoint import CHECKPOINTS, load_checkpoint, save_checkpoint
+from vit.training.best import BestEpochs, stopped_early
+from vit.training.checkpoint import CHECKPOINTS, load_checkpoint
 from vit.training.ending import leave_report
-from vit.training.interruption import Interrupted, Interruption
-from vit.training.loop import StepSums, Training, Validation, train_one_epoch, validate
-from vit.training.progress import Progress, say
-from vit.training.run_folder import Metrics, clean_leftovers
+from vit.training.interruption import Interrupted
+from vit.training.keeping import Keeper
+from vit.training.loop import Step, Training, train_one_epoch
+from vit.training.pace import Pace, steps_left
+from vit.training.progress import Progress
+from vit.training.records import Records
 from vit.training.setup import fingerprint, preflight
-from vit.weights.folder import save_model
+from vit.training.sharding import pieces_like
+from vit.training.soup import make_soup
+from vit.training.validation import Validation, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +35,8 @@ class TrainingResult:
     Args:
         folder: The run folder.
         classes: Class names, in the order of the network's outputs.
-        epoch: The epoch whose weights are in model.safetensors, from 1.
-        val_top1: Share of validation pictures that they label right.
+        epoch: The best epoch, from 1; its weights are in model.safetensors, or those of a soup.
+        val_top1: Share of validation pictures that model.safetensors labels right.
         failed: Pictures that could not be read and were left out, and why.
     """
 
@@ -42,30 +48,32 @@ class TrainingResult:
 
 
 class Session:
-    """One training from its first or resumed step to its last: epochs, records and checkpoints."""
+    """One training from its first or resumed step to its last.
 
-    def __init__(
-        self,
-        run: Training,
-        folder: Path,
-        splits: Splits,
-        steps: int,
-        interruption: Interruption,
-    ) -> None:
+    Args:
+        run: What is trained.
+        folder: The run folder.
+        splits: The data.
+        steps: Optimiser steps of an epoch.
+    """
+
+    def __init__(self, run: Training, folder: Path, splits: Splits, steps: int) -> None:
         self.run = run
         self.folder = folder
         self.splits = splits
         self.data = fingerprint(splits)
         self.steps = steps
-        self.interruption = interruption
-        self.main = run.accelerator.is_main_process
         self.epoch = 0  # how many are recorded
-        self.best: dict[str, Any] | None = None
         self.part = {"images": 0, "loss_sum": 0.0}  # of an epoch that a checkpoint cut in two
-        self.saved = time.monotonic()
-        self.opened: list[TrainingLoader | EvaluationLoader] = []
-        self.metrics: Metrics | None = None
-        self.progress: Progress | None = None
+        self.best = BestEpochs(folder, run.config.run.keep_best)
+        self.records = Records(run, folder)
+        self.keeper = Keeper(run, folder, splits.classes, self.best, self.records.metrics)
+        self.training = training_loader(run, splits.train)
+        self.evaluation = evaluation_loader(run, splits.val)
+
+    @property
+    def total_steps(self) -> int:
+        return self.run.config.training.epochs * self.steps
 
     def begin(self, resuming: bool) -> None:
         """Restore the newest checkpoint, if there is one, and say what is about to happen.
@@ -73,11 +81,7 @@ class Session:
         Raises:
             DataError: The pictures are not those that the run began with.
         """
-        run, state = self.run, None
-        tell = say if self.main else lambda _: None
-        if self.main:
-            clean_leftovers(self.folder)
-            self.metrics = Metrics(self.folder / "metrics.jsonl")
+        run, tell, state = self.run, self.records.tell, None
         if resuming:
             state = load_checkpoint(
                 self.folder / CHECKPOINTS,
@@ -87,91 +91,104 @@ class Session:
                 say=tell,
             )
         if state is not None:
-            if state["data"] != self.data:
-                raise DataError(
-                    "the data set changed since this run began (pictures added, removed or "
-                    "renamed): restore it, or start a new run with another --out"
-                )
-            run.step, self.epoch = state["step"], state["epoch"]
-            self.best, self.part = state["best"], state["part"]
-            run.failed |= state["failed"]
-            if (scaler := run.accelerator.scaler) is not None:
-                scaler.load_state_dict(state["scaler"])
+            self.restore(state)
             tell(f"resuming at step {run.step} of {self.total_steps}")
         require_same_step(run.accelerator, run.step)
-        if self.metrics is not None:
-            self.metrics.cut(0 if state is None else state["metrics_bytes"])
+        self.records.start(metrics_bytes=0 if state is None else state["metrics_bytes"])
         for line in preflight(run, self.splits, self.total_steps):
             tell(line)
-        tell(f"run folder: {printable(self.folder)}")
+        tell(f"run folder: {quoted(self.folder)}")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint says.
+
+        Raises:
+            DataError: The pictures are not those that the run began with.
+            RunError: The best weights so far are gone.
+        """
+        then, now = state["data"], self.data
+        if then != now:
+            raise DataError(
+                f"the data set changed since this run began ({then['train']} training and "
+                f"{then['val']} validation pictures then, {now['train']} and {now['val']} now; "
+                "some added, removed, renamed or relabelled): restore it, or start a new run with "
+                "another --out"
+            )
+        run = self.run
+        run.step, self.epoch, self.part = state["step"], state["epoch"], dict(state["part"])
+        run.failed |= state["failed"]
+        self.best.restore(state["best"])
+        self.keeper.before = state["best"]
+        self.keeper.require_model()
+        if (scaler := run.accelerator.scaler) is not None:
+            scaler.load_state_dict(state["scaler"])
 
     def close(self) -> None:
-        """Let go of loader processes, the metrics file and the progress bar."""
-        for opened in (*self.opened, self.metrics, self.progress):
-            if opened is not None:
-                opened.close()
-
-    @property
-    def total_steps(self) -> int:
-        return self.run.config.training.epochs * self.steps
+        """Let go of loader processes and files."""
+        for opened in (self.keeper, self.training, self.evaluation, self.records):
+            opened.close()
 
     def run_all(self) -> TrainingResult:
         """Train what is left of the epochs."""
-        run = self.run
-        training = training_loader(run, self.splits.train)
-        evaluation = evaluation_loader(run, self.splits.val)
-        self.opened += [training, evaluation]
-        for epoch in range(self.epoch, run.config.training.epochs):
-            done = run.step - epoch * self.steps
+        run, training = self.run, self.run.config.training
+        self.pace = Pace(
+            steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
+            validations=training.epochs - self.epoch,
+            validation_share=len(self.splits.val) / run.config.data.batch_size,
+        )
+        while self.epoch < training.epochs and not self.stopped_early():
+            done = run.step - self.epoch * self.steps
             with self.saving_at_bad_images():
-                self.run_epoch(epoch, training.epoch(epoch, done))
-                measured = validate(run, iter(evaluation), len(self.splits.val))
-            self.heed(agreed_signal(run.accelerator, self.interruption.number))
-            self.finish_epoch(epoch, measured)
-        training.close()
-        evaluation.close()
+                progress = self.run_epoch(self.training.epoch(self.epoch, done))
+                measured = validate(run, self.evaluation, len(self.splits.val), self.averaged)
+            self.heed(agreed_signal(run.accelerator, run.interruption.number))
+            assert measured is not None
+            self.finish_epoch(measured, progress)
+            self.pace.validated()
+        self.keeper.wait()
+        self.training.close()
+        soup = self.cook() if training.soup else None
+        self.evaluation.close()
         run.accelerator.wait_for_everyone()
-        assert self.best is not None
-        if self.main:
-            self.tell_end()
-            leave_report(
-                run,
-                self.folder,
-                self.splits,
-                epoch=self.best["epoch"],
-                interruption=self.interruption,
-            )
+        chosen = soup or self.best.first
+        self.records.end(chosen, pictures=len(self.splits.val))
+        if run.accelerator.is_main_process:
+            leave_report(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,
             classes=self.splits.classes,
-            epoch=self.best["epoch"],
-            val_top1=self.best["val_top1"],
+            epoch=self.best.first["epoch"],
+            val_top1=chosen["val_top1"],
             failed=run.failed,
         )
 
-    def run_epoch(self, epoch: int, batches: Iterator[Batch]) -> None:
-        """Make the steps of `epoch` that are left."""
-        epochs, done = self.run.config.training.epochs, self.run.step - epoch * self.steps
-        total = (self.steps - done) * self.run.config.data.batch_size
-        self.progress = Progress(f"epoch {epoch + 1}/{epochs}", total, visible=self.main)
+    def run_epoch(self, batches: Iterator[Batch]) -> Progress:
+        """Make the steps that are left of the epoch."""
+        left = (self.epoch + 1) * self.steps - self.run.step
+        progress = self.records.open_progress(self.epoch, left * self.run.config.data.batch_size)
         train_one_epoch(
             self.run,
             batches,
-            epoch=epoch,
-            steps=self.steps - done,
-            progress=self.progress,
+            epoch=self.epoch,
+            steps=left,
+            progress=progress,
+            due=self.keeper.due,
             after_step=self.after_step,
         )
-        self.progress.close()
+        progress.close()
+        return progress
 
-    def after_step(self, sums: StepSums) -> None:
-        """Between two steps: keep the sums of the epoch, save when it is time, heed a signal."""
-        self.part["loss_sum"] += sums.loss
-        self.part["images"] += int(sums.images)
-        minutes = (time.monotonic() - self.saved) / 60
-        if minutes >= self.run.config.run.checkpoint_minutes:
+    def after_step(self, seen: Step) -> None:
+        """Between two steps: record it, save when it is time, heed a signal."""
+        self.part["loss_sum"] += seen.loss * seen.images
+        self.part["images"] += seen.images
+        self.records.step(self.epoch, seen)
+        if line := self.pace.step():
+            self.records.tell(line)
+        often = self.run.config.run.checkpoint_steps
+        if seen.due or (often and self.run.step % often == 0):
             self.save()
-        self.heed(sums.signal)
+        self.heed(seen.signal)
 
     def heed(self, signal: int) -> None:
         """Save and stop if a signal has come.
@@ -180,7 +197,7 @@ class Session:
             Interrupted: It has.
         """
         if signal:
-            self.save()
+            self.save_and_wait()
             raise Interrupted(
                 f"interrupted at step {self.run.step} of {self.total_steps}; continue with "
                 f"vit train --resume --out {quoted(self.folder)}",
@@ -193,7 +210,7 @@ class Session:
         try:
             yield
         except BadImage as bad:
-            self.save()
+            self.save_and_wait()
             raise BadImage(
                 bad.path,
                 f"{bad.reason}; stopped at step {self.run.step}: put a good file there, or leave "
@@ -201,90 +218,67 @@ class Session:
                 f"{quoted(self.folder)}",
             ) from None
 
-    def finish_epoch(self, epoch: int, measured: Validation) -> None:
-        """Record an epoch, keep its weights if they are the best so far, and save."""
-        assert self.progress is not None
-        progress, run = self.progress, self.run
-        event = {
-            "event": "epoch",
-            "epoch": epoch + 1,
-            "step": run.step,
-            "train_loss": self.part["loss_sum"] / max(self.part["images"], 1),
-            "val_loss": measured.loss,
-            "val_top1": measured.top1,
-            "lr": run.lr_at(run.step - 1),
-            "images_per_second": round(progress.rate, 1),
-            "data_wait": round(progress.data_wait, 4),
-            "seconds": round(progress.seconds, 2),
-        }
-        self.part, self.epoch = {"images": 0, "loss_sum": 0.0}, epoch + 1
-        better = self.best is None or self.rank(event) > self.rank(self.best)
-        if better:
-            self.best = event
-        if self.metrics is not None:
-            self.metrics.write(event)
-            self.tell_epoch(event, measured, better)
-            if better:
-                self.save_best()
+    def save_and_wait(self) -> None:
+        """Write a checkpoint before anybody leaves: a launcher ends the others with the first."""
         self.save()
+        self.keeper.wait()
+        self.run.accelerator.wait_for_everyone()
 
-    @staticmethod
-    def rank(event: dict[str, Any]) -> tuple[float, float]:
-        """What the best epoch has most of: accuracy, then the lower loss."""
-        return event["val_top1"], -event["val_loss"]
+    def finish_epoch(self, measured: Validation, progress: Progress) -> None:
+        """Record an epoch, keep its weights if they are among the best so far, and save."""
+        train_loss = self.part["loss_sum"] / max(self.part["images"], 1)
+        event = self.records.epoch_event(self.epoch + 1, train_loss, measured, progress)
+        kept = self.best.offer(event)
+        self.part, self.epoch = {"images": 0, "loss_sum": 0.0}, self.epoch + 1
+        self.records.epoch(event, measured, best=self.best.first is event)
+        self.save(kept=kept)
 
-    def save_best(self) -> None:
-        """Write the weights that were measured, the average where one is kept."""
+    @property
+    def averaged(self) -> Mapping[str, Tensor] | None:
+        """The weights that are measured, where they are not the network's own."""
+        return None if self.run.average is None else self.run.average.state_dict()
+
+    def stopped_early(self) -> bool:
+        """Whether the last `patience` epochs brought nothing better."""
+        patience = self.run.config.training.patience
+        over = bool(self.best.events) and stopped_early(
+            self.best.first["epoch"], self.epoch, patience
+        )
+        if over:
+            self.records.tell(f"note: no better epoch in {patience}: stopping early")
+        return over
+
+    def cook(self) -> dict[str, Any] | None:
+        """Average the best epochs; where that is better, it is what the run answers with."""
         run = self.run
-        averaged = contextlib.nullcontext() if run.average is None else run.average.in_place()
-        with averaged:
-            save_model(
-                self.folder,
-                run.network,
-                config=run.config,
-                classes=self.splits.classes,
-                preprocessing=run.preprocessing,
-            )
 
-    def save(self) -> None:
-        """Write a checkpoint, from the main process."""
-        self.saved = time.monotonic()
-        if self.metrics is None:
-            return
-        run, scaler = self.run, self.run.accelerator.scaler
+        def worth(weights: Mapping[str, Tensor]) -> Validation | None:
+            present = run.network.state_dict()
+            pieces = {n: pieces_like(tensor, present[n]) for n, tensor in weights.items()}
+            return validate(run, self.evaluation, len(self.splits.val), pieces)
+
+        try:
+            made = make_soup(self.best, worth)
+        except WeightsError as error:  # the same files on all processes; the run is complete
+            self.records.tell(f"note: no soup: {error}")
+            return None
+        self.heed(agreed_signal(run.accelerator, run.interruption.number))
+        assert made is not None
+        event, weights = made
+        self.records.soup({**event, "step": run.step})
+        if run.accelerator.is_main_process:
+            self.keeper.save_model(weights)
+        return event if event["better"] else None
+
+    def save(self, *, kept: bool = False) -> None:
+        """Write a checkpoint, and the weights of the epoch that ended if they are `kept`."""
+        scaler = self.run.accelerator.scaler
         state = {
-            "step": run.step,
+            "step": self.run.step,
             "epoch": self.epoch,
-            "best": self.best,
-            "part": self.part,
-            "failed": run.failed,
+            "part": dict(self.part),
+            "failed": dict(self.run.failed),
             "data": self.data,
-            "metrics_bytes": self.metrics.size(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        save_checkpoint(
-            self.folder / CHECKPOINTS,
-            model=run.network,
-            optimizer=run.optimizer,
-            average=run.average,
-            state=state,
-        )
-
-    def tell_epoch(self, event: dict[str, Any], measured: Validation, better: bool) -> None:
-        lost = f"  {measured.failed} unreadable" if measured.failed else ""
-        say(
-            f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
-            f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
-            f"val top-1 {event['val_top1']:.2%}{' *' if better else '  '}  "
-            f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
-        )
-
-    def tell_end(self) -> None:
-        assert self.best is not None
-        if self.run.failed:
-            say(f"{len(self.run.failed)} of the pictures could not be read and were left out:")
-        for path, reason in sorted(self.run.failed.items()):
-            say(f"  {BadImage(path, reason)}")
-        best = f"epoch {self.best['epoch']}, validation top-1 {self.best['val_top1']:.2%}"
-        say(f"best: {best} of {len(self.splits.val)} pictures")
-        say(f"now: vit predict {quoted(self.folder)} IMAGE...")
+        self.keeper.save(state, epoch=self.epoch if kept else None)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,10 +18,13 @@ from vit.data.sources import open_splits, relative
 from vit.errors import BadImage, ConfigError
 from vit.model.build import build_classifier
 from vit.training.agreement import on_main
+from vit.training.devices import arithmetic
 from vit.training.ema import MovingAverage
 from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
+from vit.training.recomputation import recompute_blocks
 from vit.training.schedule import CosineSchedule
+from vit.training.sharding import is_sharded, require_shardable
 
 Say = Callable[[str], None]
 
@@ -110,9 +114,17 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
 
     Raises:
         DataError: There are fewer pictures than micro-batches in a step.
+        ConfigError: The batch does not split into whole pairs, and pairs are to be mixed.
     """
-    data = config.data
-    batch_size = fitting_batch_size(images, data.batch_size, processes * data.micro_batches)
+    data, parts = config.data, processes * config.data.micro_batches
+    mixing = parts > 1 and (config.augment.mixup or config.augment.cutmix)
+    unit = 2 * parts if mixing else parts
+    batch_size = fitting_batch_size(images, data.batch_size, unit)
+    if batch_size % unit and not batch_size % parts:
+        raise ConfigError(
+            f"batch_size={batch_size} is {batch_size // parts} pictures in each of {parts} parts, "
+            f"and MixUp and CutMix mix pairs: choose a multiple of {unit}"
+        )
     if batch_size != data.batch_size:
         say(
             f"note: only {images} training pictures, fewer than batch_size={data.batch_size}: "
@@ -124,15 +136,21 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
 def make_training(config: Config, accelerator: Accelerator, total_steps: int) -> Training:
     """Network, optimiser, average and schedule, on their devices."""
     training = config.training
+    require_shardable(accelerator, config)
     torch.manual_seed(random_seed(training.seed, "weights"))
     network = build_classifier(config.model)
     check_forward(network, config)
     network.to(accelerator.device)
-    optimizer = make_optimizer(network, training, depth=config.model.depth)
-    average = MovingAverage(network, training.ema) if training.ema else None
+    if config.run.precision == "fp64":
+        network.double()
+    if config.run.checkpoint_activations:
+        recompute_blocks(network)
     if config.run.compile:
         network.compile()
+    optimizer = make_optimizer(network, training, depth=config.model.depth)
     model, prepared = accelerator.prepare(network, optimizer)
+    # of the parameters as they are now: sharding has replaced them
+    average = MovingAverage(network, training.ema) if training.ema else None
     warmup_steps = round(training.warmup * total_steps / training.epochs)
     schedule = CosineSchedule(
         peak=training.lr, least=training.min_lr, warmup_steps=warmup_steps, total_steps=total_steps
@@ -158,12 +176,13 @@ def check_forward(network: torch.nn.Module, config: Config) -> None:
     assert logits.shape == (1, config.model.num_classes), f"logits are {tuple(logits.shape)}"
 
 
-def fingerprint(splits: Splits) -> str:
-    """A digest of which pictures there are and their labels, to notice a changed data set."""
+def fingerprint(splits: Splits) -> dict[str, Any]:
+    """Which pictures there are and their labels, as a digest, and how many."""
     lines = [str(splits.classes)]
     for samples in (splits.train, splits.val):
         lines += [f"{relative(s.path, splits.root)}\t{s.label}" for s in samples]
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
 
 
 def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
@@ -171,11 +190,16 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     accelerator, config = run.accelerator, run.config
     parameters = sum(parameter.numel() for parameter in run.network.parameters())
     size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters:,}"
-    precision = accelerator.mixed_precision.replace("no", "fp32")
+    kind = accelerator.device.type
+    precision = arithmetic(config.run.precision, accelerator.device)
+    sharded = " in pieces (FSDP)" if is_sharded(accelerator) else ""
+    repeated = ", deterministic" if config.run.deterministic else ""
+    micro = config.data.micro_batches
+    batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
     return [
         f"{len(splits.train):,} training and {len(splits.val):,} validation pictures, "
         f"{len(splits.classes)} classes",
-        f"{size} parameters, {config.model.image_size} px, {accelerator.num_processes} x "
-        f"{accelerator.device.type}, {precision}, batch {config.data.batch_size}, {total_steps:,} "
-        f"steps in {config.training.epochs} epochs",
+        f"{size} parameters{sharded}, {config.model.image_size} px, "
+        f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
+        f"{total_steps:,} steps in {config.training.epochs} epochs",
     ]

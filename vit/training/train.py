@@ -5,27 +5,37 @@ each epoch: steps -> validation -> metrics.jsonl, model.safetensors if best -> c
 """
 
 import contextlib
+import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from vit.config import Config
+from vit.data.samples import Splits
 from vit.errors import DataError, RunError, printable
 from vit.settings import default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
+from vit.training.budget import fit_time
 from vit.training.devices import make_accelerator
 from vit.training.interruption import Interruption
+from vit.training.memory import fit_memory
 from vit.training.progress import say
 from vit.training.run_folder import (
     claim_folder,
     look_at_folder,
     require_same_settings,
+    settled,
     write_start,
 )
 from vit.training.session import Session, TrainingResult
 from vit.training.setup import look_at_data, make_training
+from vit.training.trackers import require_tracker
+
+ECHO_SECONDS = 3.0
 
 
 def train(
@@ -35,6 +45,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     given: Sequence[str] = (),
+    began: float | None = None,
 ) -> TrainingResult:
     """Train a network, and leave everything about it in a run folder.
 
@@ -44,23 +55,26 @@ def train(
         resume: Continue from the newest checkpoint in `out`; begin where there is none.
         overwrite: Delete the run that is in `out`.
         given: Names of settings that somebody chose rather than left at their default.
+        began: When the time of `config.training.time` began, by `time.monotonic`; now if left out.
 
     Raises:
         VitError: Something the caller can mend: see the message.
     """
+    began = time.monotonic() if began is None else began
+    require_tracker(config.run.track)
     accelerator = make_accelerator(config.run)
     tell = say if accelerator.is_main_process else lambda _: None
     folder = Path(out or default_folder(config.data.data))
     resuming = on_main(
         accelerator, lambda: look_at_folder(folder, resume=resume, overwrite=overwrite)
     )
-    config, splits, failed = look_at_data(config, given, accelerator, tell)
-    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
-    if resuming:
-        require_same_settings(config, folder)
-    elif resume:
+    begun = folder if resuming else None
+    if resume and not resuming:
         tell(f"note: no run in {printable(folder)} yet: starting one")
-    with mendable(), Interruption() as interruption, contextlib.ExitStack() as stack:
+    config, splits, failed = complete_settings(config, given, accelerator, begun, began)
+    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
+    echo = ECHO_SECONDS if "WORLD_SIZE" in os.environ else 0.0  # a launcher is there
+    with mendable(), Interruption(echo) as interruption, contextlib.ExitStack() as stack:
         run = make_training(config, accelerator, config.training.epochs * schedule.steps_per_epoch)
         run.failed, run.interruption = failed, interruption
 
@@ -70,10 +84,37 @@ def train(
                 write_start(folder, config, splits)
 
         on_main(accelerator, claim)
-        session = Session(run, folder, splits, schedule.steps_per_epoch, interruption)
+        session = Session(run, folder, splits, schedule.steps_per_epoch)
         stack.callback(session.close)
         session.begin(resuming)
         return session.run_all()
+
+
+def complete_settings(
+    config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None, began: float
+) -> tuple[Config, Splits, dict[str, str]]:
+    """The settings of a run with all that data, memory and time say of them.
+
+    Args:
+        config: As asked for.
+        given: Names of the settings that somebody chose.
+        accelerator: The devices.
+        begun: Folder of the run that is resumed, whose settings these must be.
+        began: When the time of `config.training.time` began.
+
+    Returns:
+        Settings, the pictures, and those that cannot be read with the reason.
+    """
+    tell = say if accelerator.is_main_process else lambda _: None
+    if begun is not None:
+        config = settled(config, begun)
+    config, splits, failed = look_at_data(config, given, accelerator, tell)
+    if begun is not None:
+        require_same_settings(config, begun)
+    with mendable():
+        config = fit_memory(config, accelerator, tell)
+        config = fit_time(config, splits, accelerator, tell, began=began)
+    return config, splits, failed
 
 
 @contextlib.contextmanager

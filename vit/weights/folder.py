@@ -7,7 +7,7 @@ mixed up, are noticed before anything is predicted.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,20 @@ def save_model(
     classes: Sequence[str],
     preprocessing: Preprocessing,
 ) -> None:
-    """Write `model` to `folder`; what was there before stays whole until the new files are.
+    """Write `model` to `folder`: `save_weights` of its state."""
+    state = model.state_dict()
+    save_weights(folder, state, config=config, classes=classes, preprocessing=preprocessing)
+
+
+def save_weights(
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, Tensor],
+    *,
+    config: Config,
+    classes: Sequence[str],
+    preprocessing: Preprocessing,
+) -> None:
+    """Write a network to `folder`; what was there before stays whole until the new files are.
 
     Raises:
         WeightsError: The weights are not finite, or the other arguments do not describe them.
@@ -65,7 +78,7 @@ def save_model(
     """
     where, settings = Path(folder), config.model
     check_classes(classes, settings)
-    state = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().float() for name, tensor in weights.items()}
     check_fit(state, empty_model(settings))
     own = {
         "version": VERSION,

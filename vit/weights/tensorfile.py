@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from vit.errors import RunError, WeightsError, printable
 
 DIGEST = "sha256"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -30,7 +32,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     notes = {**metadata, DIGEST: digest(on_cpu, metadata)}
-    write_safely(path, lambda beside: _write_in_order(beside, on_cpu, notes))
+    needed = sum(tensor.nbytes for tensor in on_cpu.values())
+    write_safely(path, lambda beside: _write_in_order(beside, on_cpu, notes), needed)
 
 
 def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -90,10 +93,10 @@ def write_text(path: Path, text: str) -> None:
     write_safely(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
-def write_safely(path: Path, write: Callable[[Path], object]) -> None:
+def write_safely(path: Path, write: Callable[[Path], object], needed: int = 0) -> None:
     """Call `write` on a temporary name, flush it to the disk, and rename it to `path`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming(path):
+    with naming(path, needed):
         try:
             write(beside)
             with contextlib.suppress(PermissionError):  # some network disks know no modes
@@ -106,17 +109,22 @@ def write_safely(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn a failed write inside the `with` into one line that names `path` and the cause."""
+def naming(path: Path, needed: int = 0) -> Iterator[None]:
+    """Turn a failed write inside the `with` into one line that names `path` and the cause.
+
+    Args:
+        path: What is written.
+        needed: Its size in bytes, where that is known before.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-        reason = (
-            "the disk is full: free some space"
-            if full
-            else getattr(error, "strerror", None) or error
-        )
+        full = getattr(error, "errno", None) in FULL or "os error 28" in str(error)
+        reason = getattr(error, "strerror", None) or error
+        if full:
+            left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB"
+            wanted = f", which has {left} left for {needed / 1e6:,.1f}" if needed else ""
+            reason = f"the disk{wanted} is full: free some space"
         raise RunError(f"{printable(path)} could not be written: {reason}") from None
 
 

@@ -1,0 +1,215 @@
+"""Which epochs are best, what is kept of them, their soup, and when a run stops early."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from vit.errors import WeightsError
+from vit.training.best import BestEpochs, stopped_early
+from vit.training.ending import read_events
+from vit.training.interruption import Interrupted
+from vit.training.soup import average, make_soup
+from vit.training.train import train
+from vit.training.validation import Validation
+from vit.weights.folder import load_run
+from vit.weights.tensorfile import read_tensors
+
+
+def event(epoch: int, top1: float, loss: float = 1.0) -> dict:
+    return {"event": "epoch", "epoch": epoch, "val_top1": top1, "val_loss": loss}
+
+
+def test_the_best_are_kept_in_order(tmp_path):
+    best = BestEpochs(tmp_path, 2)
+    taken = [best.offer(e) for e in (event(1, 0.5), event(2, 0.4), event(3, 0.4), event(4, 0.6))]
+    assert taken == [True, True, False, True]  # of equal ones the earlier
+    assert [e["epoch"] for e in best.events] == [4, 1]
+    assert best.offer(event(5, 0.6, loss=0.5))
+    assert [e["epoch"] for e in best.events] == [5, 4]
+
+
+def test_pruning_leaves_what_a_checkpoint_may_go_back_to(tmp_path):
+    best = BestEpochs(tmp_path, 2)
+    for epoch in (1, 2, 3):
+        best.save(epoch, {"a": torch.zeros(1)})
+    best.prune([event(3, 0.1)], [event(1, 0.1)])
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == [
+        "epoch-0001.safetensors",
+        "epoch-0003.safetensors",
+    ]
+    with pytest.raises(WeightsError, match=r"epoch-0002\.safetensors is missing"):
+        best.load(2)
+
+
+def greedy(points: list[torch.Tensor], score) -> list[int]:
+    """The recipe, written again without files or tensors by name."""
+    order = sorted(range(len(points)), key=lambda i: (-score(points[i]), i))
+    soup = [order[0]]
+    for index in order[1:]:
+        tried = torch.stack([points[i] for i in [*soup, index]]).mean(dim=0)
+        if score(tried) >= score(torch.stack([points[i] for i in soup]).mean(dim=0)):
+            soup.append(index)
+    return sorted(soup)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_soup_is_the_greedy_one(tmp_path, seed):
+    generator = torch.Generator().manual_seed(seed)
+    points = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(5)]
+
+    def score(point: torch.Tensor) -> float:
+        return 1 / (1 + float(point.square().sum()))
+
+    best = BestEpochs(tmp_path, 5)
+    for index, point in enumerate(points):
+        best.save(index + 1, {"w": point})
+        best.offer(event(index + 1, score(point)))
+    made = make_soup(best, lambda weights: Validation(9, 1.0, score(weights["w"]), 0))
+    found, weights = made
+    members = greedy(points, score)
+    assert found["epochs"] == [index + 1 for index in members]
+    if found["better"]:
+        together = torch.stack([points[i] for i in members]).mean(dim=0)
+        torch.testing.assert_close(weights["w"], together)
+        assert found["val_top1"] > best.first["val_top1"]
+    else:
+        assert torch.equal(weights["w"], points[best.first["epoch"] - 1])
+
+
+def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[dict, float]:
+    """The soup of epochs whose one weight is their number; `soups` gives accuracy by weight."""
+    best = BestEpochs(tmp_path, len(scores))
+    for epoch, top1 in enumerate(scores, 1):
+        best.save(epoch, {"w": torch.tensor([float(epoch)])})
+        best.offer(event(epoch, top1))
+    found, weights = make_soup(best, lambda w: Validation(9, 1.0, soups[float(w["w"])], 0))
+    return found, float(weights["w"])
+
+
+def test_a_candidate_that_hurts_is_left_out_and_the_next_still_tried(tmp_path):
+    found, weight = made_of(tmp_path, [0.9, 0.8, 0.7], {1.5: 0.89, 2.0: 0.95})
+    assert (found["epochs"], found["better"], found["val_top1"]) == ([1, 3], True, 0.95)
+    assert weight == 2.0
+
+
+def test_an_equal_soup_takes_the_candidate_and_does_not_replace_the_best_epoch(tmp_path):
+    found, weight = made_of(tmp_path, [0.9, 0.8], {1.5: 0.9})
+    assert (found["epochs"], found["better"], weight) == ([1, 2], False, 1.0)
+
+
+def test_equal_epochs_are_tried_in_their_order(tmp_path):
+    found, weight = made_of(tmp_path, [0.8, 0.8, 0.8], {1.5: 0.9, 2.0: 0.9})
+    assert (found["epochs"], found["better"], weight) == ([1, 2, 3], True, 2.0)
+
+
+def test_weights_of_another_network_are_refused_by_name(tmp_path):
+    best = BestEpochs(tmp_path, 2)
+    for epoch in (1, 2):
+        best.save(epoch, {"w": torch.zeros(epoch)})
+        best.offer(event(epoch, 1 - epoch / 10))
+    with pytest.raises(WeightsError, match=r"epoch-0002.*w has shape \(2,\) instead of \(1,\)"):
+        make_soup(best, lambda _: Validation(9, 1.0, 0.5, 0))
+
+
+def test_damaged_weights_cost_the_soup_and_not_the_run(tiny_config, tmp_path, capsys):
+    config = tiny_config(epochs=4, keep_best=3, soup=True)
+    first = train(config, tmp_path / "run")
+    for path in (tmp_path / "run/best").iterdir():
+        if not path.name.endswith(f"{first.epoch:04d}.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+    again = train(config, tmp_path / "run", resume=True)
+    assert again.epoch == first.epoch
+    assert "note: no soup: " in capsys.readouterr().err
+    assert (tmp_path / "run/report.html").exists()
+
+
+def test_a_resumed_run_keeps_what_the_checkpoint_it_came_from_needs(tiny_config, tmp_path):
+    """The first checkpoint after a resume may turn out damaged; then that one is used again."""
+    config = tiny_config(epochs=6, keep_best=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vit.training.session.validate",
+            lambda run, *_: Validation(21, 1.0, run.step / 1000, 0),
+        )
+        patch.setattr("vit.training.session.Session.stopped_early", lambda s: s.epoch == 3)
+        train(config, tmp_path / "run")
+        patch.setattr("vit.training.session.Session.stopped_early", lambda s: s.epoch == 4)
+        train(config, tmp_path / "run", resume=True)
+    assert {path.name for path in (tmp_path / "run/best").iterdir()} == {
+        f"epoch-{epoch:04d}.safetensors" for epoch in (2, 3, 4)
+    }
+
+
+def test_an_average_keeps_the_type_and_sums_in_float64():
+    parts = [{"w": torch.full((2,), value, dtype=torch.bfloat16)} for value in (1.0, 256.0, 1.0)]
+    mean = average(parts)["w"]
+    assert mean.dtype == torch.bfloat16
+    assert torch.equal(mean, torch.full((2,), 86.0, dtype=torch.bfloat16))
+
+
+def test_stopping_early():
+    stops = [stopped_early(3, epoch, 2) for epoch in range(3, 7)]
+    assert stops == [False, False, True, True]
+    assert not stopped_early(3, 300, None)
+
+
+def test_a_run_keeps_its_best_epochs_and_cooks_them(tiny_config, tmp_path, capsys):
+    config = tiny_config(epochs=6, keep_best=3, soup=True)
+    result = train(config, tmp_path / "run")
+    *_, last = events = read_events(tmp_path / "run")
+    epochs = [event for event in events if event["event"] == "epoch"]
+    assert last["event"] == "soup"
+    assert "soup of epochs" in capsys.readouterr().err
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert ("a soup, the average of epochs" in page) is last["better"]
+    expected = sorted(epochs, key=lambda e: (-e["val_top1"], e["val_loss"]))[:3]
+    names = {f"epoch-{event['epoch']:04d}.safetensors" for event in expected}
+    assert names <= {path.name for path in (tmp_path / "run/best").iterdir()}
+    winner = average([read_tensors(tmp_path / "run/best" / f"epoch-{epoch:04d}.safetensors")[0]
+                      for epoch in last["epochs"]])  # fmt: skip
+    if not last["better"]:
+        path = tmp_path / "run/best" / f"epoch-{expected[0]['epoch']:04d}.safetensors"
+        winner = read_tensors(path)[0]
+    answers = load_run(tmp_path / "run").model.state_dict()
+    for name, value in winner.items():
+        assert torch.equal(answers[name], value)
+    assert result.val_top1 == (last if last["better"] else expected[0])["val_top1"]
+
+
+def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(epochs=5, keep_best=3, soup=True, patience=4)
+    train(config, tmp_path / "whole")
+
+    def stop(self, event):
+        raise Interrupted("now", 15)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("vit.training.records.Records.soup", stop)
+        train(config, tmp_path / "parts")
+    for _ in range(2):  # a finished run resumes to the same, too
+        train(config, tmp_path / "parts", resume=True)
+        first, second = (
+            [json.dumps({k: e[k] for k in e.keys() - {"images_per_second", "data_wait", "seconds"}},
+                        sort_keys=True) for e in read_events(tmp_path / name)]
+            for name in ("whole", "parts")
+        )  # fmt: skip
+        assert first == second
+        whole, parts = (
+            (tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")
+        )
+        assert whole == parts
+
+
+def test_a_run_stops_when_nothing_better_comes(tiny_config, tmp_path, monkeypatch, capsys):
+    scores = itertools.chain([0.5, 0.7], itertools.repeat(0.6))
+    monkeypatch.setattr(
+        "vit.training.session.validate", lambda *_: Validation(21, 1.0, next(scores), 0)
+    )
+    result = train(tiny_config(epochs=20, patience=3), tmp_path / "run")
+    assert result.epoch == 2
+    assert len([e for e in read_events(tmp_path / "run") if e["event"] == "epoch"]) == 5
+    assert "no better epoch in 3: stopping early" in capsys.readouterr().err
+    train(tiny_config(epochs=20, patience=3), tmp_path / "run", resume=True)
+    assert len([e for e in read_events(tmp_path / "run") if e["event"] == "epoch"]) == 5

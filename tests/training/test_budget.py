@@ -1,0 +1,239 @@
+"""Epochs that fit a given time, and the time that is left: on a clock that the tests turn."""
+
+import dataclasses
+import re
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vit.errors import ConfigError
+from vit.training import budget
+from vit.training.budget import Costs, count_that_fit, fit_time
+from vit.training.devices import make_accelerator
+from vit.training.loop import Step
+from vit.training.pace import Pace, duration, picture_side, steps_left
+from vit.training.setup import look_at_data
+from vit.training.validation import Validation
+
+STEP, VALIDATION, COMPILING = 0.25, 0.5, 4.0
+GROWING = {"image_size": 32, "start_image_size": 8, "patch_size": 4}
+
+
+class Clock:
+    """Stands still between the steps and validations of a test."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.steps: list[int] = []
+        self.validated: list[int] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def train_one_step(self, run, micro_batches, **_):
+        """Costs by the number of pixels; the first step of each size takes some time more."""
+        side = micro_batches[0].images.shape[-1]
+        new = side not in self.steps
+        self.steps.append(side)
+        full = run.config.model.image_size
+        self.now += STEP * side**2 / full**2 + COMPILING * new
+        return Step(0.0, 12, 0.0, 0.0, 0, False)
+
+    def validate(self, _, loader, expected):
+        pictures = sum(len(batch.labels) for batch in loader)
+        assert pictures == expected
+        self.validated.append(pictures)
+        self.now += VALIDATION * pictures / 21 + (len(self.validated) == 1)
+        return Validation(pictures, 1.0, 0.5, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for name, value in {"SAVE": 0.0, "DISK": float("inf"), "REPORT": 0.0}.items():
+        monkeypatch.setattr(budget, name, value)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    monkeypatch.setattr(budget, "train_one_step", clock.train_one_step)
+    monkeypatch.setattr(budget, "validate", clock.validate)
+    return clock
+
+
+@pytest.fixture
+def fit(tiny_config):
+    """Settings for a time, the lines that were said, and the settings that were found."""
+
+    def act(began: float, **changes):
+        said: list[str] = []
+        config = tiny_config(**{"warmup_epochs": None, **changes})
+        accelerator = make_accelerator(config.run)
+        config, splits, _ = look_at_data(config, [], accelerator, said.append)
+        fitted = fit_time(config, splits, accelerator, said.append, began=began)
+        assert accelerator._models == accelerator._optimizers == []
+        return config, said, fitted
+
+    return act
+
+
+def test_the_schedule_ends_inside_the_time(clock, fit):
+    config, said, fitted = fit(95.0, time="5m")
+    assert config.training.epochs == 3
+    assert fitted.training.time is None
+    training = dataclasses.replace(fitted.training, epochs=3, time="5m")
+    assert dataclasses.replace(fitted, training=training) == config  # nothing else has changed
+    spent = clock.now - 95
+    assert spent < 300 / 10 + 5 + COMPILING + 1  # before the measurement, and starts
+    epochs = fitted.training.epochs
+    needed = spent + COMPILING + 1 + epochs * (3 * STEP + VALIDATION)
+    assert 0.93 * 300 < needed <= 0.95 * 300
+    match = re.fullmatch(
+        r"note: time=5m: (\d+) epochs \(0\.25 s a step, 0\.5 s a validation\), about 5 min", said[0]
+    )
+    assert match is not None
+    assert int(match[1]) == epochs
+    assert len(said) == 1
+
+
+def test_pictures_that_grow_cost_less_at_first(clock, fit):
+    config, _, fitted = fit(100.0, time="5m", **GROWING)
+    assert set(clock.steps) == {8, 32}  # the smallest and the full size were measured
+    epochs = fitted.training.epochs
+    sides = [picture_side(config, epoch, epochs) for epoch in range(epochs)]
+    assert {8, 12, 16, 20, 24, 28, 32} == set(sides)
+    spent = clock.now - 100
+    steps = sum(3 * STEP * side**2 / 32**2 for side in sides)
+    needed = spent + 2 * COMPILING + 1 + steps + epochs * VALIDATION
+    assert 0.93 * 300 < needed <= 0.95 * 300
+    _, _, full = fit(100.0, time="5m", image_size=32, patch_size=4)
+    assert full.training.epochs < epochs
+
+
+def test_a_time_without_room_names_one_that_has(clock, fit):
+    with pytest.raises(ConfigError, match="time=9s: has no room for one epoch") as refused:
+        fit(clock.now, time="9s")
+    enough = re.search(r"use --time (\d+s) or more", str(refused.value))
+    assert enough
+    clock.steps, clock.validated = [], []
+    _, _, fitted = fit(clock.now, time=enough[1])
+    assert fitted.training.epochs >= 1
+
+
+def test_a_warmup_that_does_not_fit_says_what_did(clock, fit):
+    with pytest.raises(ConfigError, match=r"time=20s has room for \d epochs?: warmup_epochs=25"):
+        fit(clock.now, time="20s", warmup_epochs=25, epochs=30)
+
+
+def test_no_time_measures_nothing(clock, fit):
+    config, said, fitted = fit(0.0)
+    assert fitted == config
+    assert not said
+    assert not clock.steps
+
+
+def test_bursts_of_loading_are_measured_as_they_are(clock, fit, monkeypatch):
+    """Eight batches come at once, then comes a pause; the first came before the clock ran."""
+    calls: list[int] = []
+
+    def train_one_step(run, micro_batches, epoch):
+        calls.append(1)
+        clock.now += 0.8 if len(calls) > 16 and len(calls) % 8 == 1 else 0.01
+        return Step(0.0, 12, 0.0, 0.0, 0, False)
+
+    monkeypatch.setattr(budget, "train_one_step", train_one_step)
+    _, said, _ = fit(100.0, time="10m")
+    step = float(re.search(r"\((\S+) s a step", said[0])[1])
+    assert step == pytest.approx((0.8 + 7 * 0.01) / 8, rel=0.1)
+
+
+def test_measuring_a_real_training_leaves_nothing(fit, monkeypatch, data_with_a_bad_picture):
+    monkeypatch.setattr(budget, "MOST_SECONDS", 0.05)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    _, said, fitted = fit(
+        time.monotonic(),
+        time="1h",
+        data=str(data_with_a_bad_picture),
+        workers=1,
+        accumulate=3,
+    )
+    assert fitted.training.epochs > 100
+    assert fitted.data.on_bad_image == "stop"
+    assert "time=1h" in said[0]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+
+
+@pytest.mark.parametrize("room", [0.0, 0.9, 1.0, 6.99, 7.0, 7.01, 250.0])
+def test_the_count_is_the_largest(room):
+    found = count_that_fit(room, lambda epochs: epochs * 1.0)
+    assert found == int(room)
+
+
+def test_saving_and_ending_count():
+    costs = Costs(start=1, small_step=2, full_step=2, validation=3, saving=4, ending=5)
+    config = SimpleNamespace(
+        model=SimpleNamespace(image_size=16, patch_size=8),
+        training=SimpleNamespace(start_image_size=None),
+    )
+    assert costs.of(config, steps_per_epoch=10, epochs=2) == 1 + 2 * (10 * 2 + 3 + 4) + 5
+
+
+def lines(pace: Pace, clock: Clock, seconds: list[float]) -> list[str | None]:
+    said = []
+    for each in seconds:
+        clock.now += each
+        said.append(pace.step())
+    return said
+
+
+def test_pace_speaks_once_after_its_first_steps():
+    clock = Clock()
+    pace = Pace(steps=1000, validations=10, validation_share=3, clock=clock)
+    said = lines(pace, clock, [30.0, 5.0, *[0.2] * 20])  # the first two compile
+    assert said.index("about 3 min to go (0.2 s a step)") == 11  # 988 x 0.2 + 10 x 0.2
+    assert sum(line is not None for line in said) == 1
+
+
+def test_pace_does_not_wait_for_ten_slow_steps():
+    clock = Clock()
+    pace = Pace(steps=1000, validations=0, validation_share=0, clock=clock)
+    said = lines(pace, clock, [6.0] * 8)
+    assert [line for line in said if line] == ["about 100 min to go (6 s a step)"]
+    assert said[3]
+
+
+def test_pace_takes_a_validation_by_its_own_time():
+    clock = Clock()
+    pace = Pace(steps=100, validations=10, validation_share=3, clock=clock)
+    said = lines(pace, clock, [1.0] * 6)
+    clock.now += 100
+    pace.validated()
+    said += lines(pace, clock, [1.0] * 6)
+    assert [line for line in said if line] == ["about 16 min to go (1 s a step)"]  # 88 + 9 x 100
+
+
+def test_a_run_that_ends_soon_says_nothing():
+    clock = Clock()
+    pace = Pace(steps=40, validations=1, validation_share=1, clock=clock)
+    assert not any(lines(pace, clock, [0.3] * 40))
+
+
+def test_steps_left_count_by_their_pictures(tiny_config):
+    plain = tiny_config(epochs=4)
+    assert steps_left(plain, step=0, steps_per_epoch=3) == 12
+    assert steps_left(plain, step=7, steps_per_epoch=3) == 5
+    assert steps_left(plain, step=12, steps_per_epoch=3) == 0
+    growing = tiny_config(epochs=4, **GROWING)
+    sides = [picture_side(growing, epoch, 4) for epoch in range(4)]
+    assert (sides[0], sides[-1]) == (8, 32)
+    expected = 3 * sum(side**2 for side in sides) / 8**2 - 1
+    assert steps_left(growing, step=1, steps_per_epoch=3) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.4, "12 s"), (89, "89 s"), (100, "2 min"), (1690, "28 min"), (7500, "2 h 5 min")],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,63 @@
+"""Devices and arithmetic: what is chosen is set up and said, what cannot be is refused."""
+
+import pytest
+import torch
+
+from vit.errors import ConfigError
+from vit.training.checkpoint import find_checkpoints
+from vit.training.devices import arithmetic, inference_precision
+from vit.training.train import train
+from vit.weights.tensorfile import read_tensors
+
+CPU = torch.device("cpu")
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        ("tf32", "precision='tf32': is for NVIDIA GPUs"),
+        ("fp16", "precision='fp16': has no loss scaling on a CPU"),
+    ],
+)
+def test_arithmetic_that_a_cpu_has_not_is_refused(tiny_config, tmp_path, precision, message):
+    with pytest.raises(ConfigError, match=message):
+        train(tiny_config(precision=precision), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_float64_is_said_and_kept(tiny_config, tmp_path, capsys):
+    train(tiny_config(precision="fp64", epochs=1, warmup_epochs=0), tmp_path / "run")
+    assert "1 x cpu, fp64, batch 12" in capsys.readouterr().err
+    tensors, _ = read_tensors(find_checkpoints(tmp_path / "run/checkpoints")[0])
+    floats = [name for name, tensor in tensors.items() if not name.endswith("/step")]
+    assert all(tensors[name].dtype == torch.float64 for name in floats)
+    model, _ = read_tensors(tmp_path / "run/model.safetensors")
+    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+
+
+def test_prediction_uses_the_nearest_arithmetic():
+    assert arithmetic("fp64", CPU) == "fp64"
+    assert inference_precision("fp64", CPU) == inference_precision("tf32", CPU) == "fp32"
+    assert inference_precision("bf16", CPU) == "bf16"
+
+
+def test_deterministic_is_set_and_taken_back(tiny_config, tmp_path, capsys):
+    short = {"epochs": 1, "warmup_epochs": 0}
+    train(tiny_config(**short, deterministic=True), tmp_path / "a")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert "fp32, deterministic, batch 12" in capsys.readouterr().err
+    train(tiny_config(**short), tmp_path / "b")
+    assert not torch.are_deterministic_algorithms_enabled()
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second  # on a CPU it changes nothing
+
+
+@cuda
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_a_deterministic_gpu_repeats_itself(tiny_config, tmp_path, precision):
+    config = tiny_config(device="cuda", precision=precision, deterministic=True, dim=64)
+    train(config, tmp_path / "a")
+    train(config, tmp_path / "b")
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second

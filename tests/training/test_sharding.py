@@ -1,0 +1,93 @@
+"""FSDP, on two CPU processes: the weights of the whole run, checkpoints that any number reads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vit.settings import write_settings
+from vit.training.checkpoint import find_checkpoints
+from vit.training.ending import read_events
+from vit.training.train import train
+
+ROOT = Path(__file__).parents[2]
+FSDP = {
+    "ACCELERATE_USE_CPU": "True",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "PreNormBlock",
+    "OMP_NUM_THREADS": "1",
+}
+PLAIN = {"dropout": 0, "drop_path": 0, "batch_size": 8, "precision": "fp64", "num_classes": 3}
+
+
+def launch(settings: Path, out: Path, *words: str, **variables: str):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", str(ROOT / "train.py"), "-c", str(settings), "--out", str(out), *words]
+    environment = {**os.environ, **FSDP, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(find_checkpoints(folder / "checkpoints")[0])
+
+
+@pytest.mark.parametrize("position", ["learned", "sinusoidal_2d"])
+def test_pieces_train_like_the_whole(tiny_config, tmp_path, position):
+    config = tiny_config(**PLAIN, position=position, accumulate=2)
+    train(config, tmp_path / "one")
+    write_settings(tmp_path / "settings.yaml", config)
+    done = launch(tmp_path / "settings.yaml", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    assert "FSDP" in done.stderr
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-10, rtol=0)
+    first, second = (read_events(tmp_path / name) for name in ("one", "two"))
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in {"loss", "grad_norm", "val_loss", "train_loss"} & ours.keys():
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-9)
+
+
+def test_pieces_and_whole_resume_each_other(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(**PLAIN)
+    write_settings(tmp_path / "settings.yaml", config)
+    train(config, tmp_path / "whole")
+
+    done = launch(tmp_path / "settings.yaml", tmp_path / "mixed")
+    assert done.returncode == 0, done.stderr
+    # what two processes left after the second epoch, one goes on from, and the other way round
+    for path in find_checkpoints(tmp_path / "mixed/checkpoints")[:1]:
+        path.unlink()
+    train(config, tmp_path / "mixed", resume=True)
+    for path in find_checkpoints(tmp_path / "mixed/checkpoints")[:1]:
+        path.unlink()
+    done = launch(tmp_path / "settings.yaml", tmp_path / "mixed", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step 8" in done.stderr
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "mixed")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "variables", "message"),
+    [
+        ({"optimizer": "muon"}, {}, "optimizer='muon': under FSDP use adamw"),
+        ({}, {"FSDP_VERSION": "1"}, "FSDP of version 1 is not supported"),
+    ],
+)
+def test_what_fsdp_cannot_do_is_refused(tiny_config, tmp_path, change, variables, message):
+    write_settings(tmp_path / "settings.yaml", tiny_config(**{**PLAIN, **change}))
+    done = launch(tmp_path / "settings.yaml", tmp_path / "run", **variables)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("vit train")]
+    assert len(said) == 1
+    assert message in said[0]

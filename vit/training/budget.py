@@ -1,0 +1,269 @@
+"""`--time 30m`: as many epochs as fit into a given time, found by measuring before they begin.
+
+    start + sum of steps + epochs * (validation + saving) + ending <= time - margin
+
+The schedule is made for that number of epochs, so it ends where it should: at its last step.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from vit.config import Config
+from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
+from vit.data.samples import Sample, Splits
+from vit.errors import ConfigError
+from vit.training.batches import evaluation_loader, make_schedule, training_loader
+from vit.training.loop import Training, train_one_step
+from vit.training.pace import duration, picture_side
+from vit.training.rehearsal import LONG, largest, rehearse
+from vit.training.validation import validate
+
+Say = Callable[[str], None]
+
+# Share of the time that stays free, since no two minutes of a machine are alike.
+MARGIN = 0.05
+# One measurement (of steps at one size, of validation) takes this share of the time, and no more
+# seconds than this.
+SHARE = 0.03
+MOST_SECONDS = 10.0
+# Nothing is written to find out. Bytes a second of a checkpoint, digest included, and seconds of
+# each one whatever its size; and seconds of the report beside measuring.
+DISK = 200e6
+SAVE = 0.05
+REPORT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds that the parts of a run take."""
+
+    start: float
+    """Until steps have their pace: the network is built, loaders start, something compiles."""
+    small_step: float
+    """An optimiser step with the pictures of the first epoch."""
+    full_step: float
+    """An optimiser step with pictures of full size."""
+    validation: float
+    saving: float
+    """All that is written in an epoch."""
+    ending: float
+    """From the last epoch to the end of the process."""
+
+    def of(self, config: Config, steps_per_epoch: int, epochs: int) -> float:
+        """Seconds of a run of so many epochs."""
+        sides = Counter(picture_side(config, epoch, epochs) for epoch in range(epochs))
+        steps = sum(count * self.step(config, side) for side, count in sides.items())
+        each = self.validation + self.saving
+        return self.start + steps_per_epoch * steps + epochs * each + self.ending
+
+    def step(self, config: Config, side: int) -> float:
+        """Seconds of a step at pictures of `side`, on a line over the number of patches."""
+        full = config.model.image_size
+        small = config.training.start_image_size or full
+        share = (full**2 - side**2) / max(full**2 - small**2, 1)
+        return self.full_step + share * (self.small_step - self.full_step)
+
+
+def fit_time(
+    config: Config, splits: Splits, accelerator: Accelerator, say: Say, *, began: float
+) -> Config:
+    """`config` with as many epochs as its `time` has room for, found out by measuring.
+
+    Args:
+        config: Settings; `accumulate` is known.
+        splits: The pictures, some of which are read.
+        accelerator: The devices; all processes choose the same number.
+        say: Told in one line what was found.
+        began: When the run was started, by `time.monotonic`.
+
+    Returns:
+        Settings with `epochs`, and without `time`: they repeat the run.
+
+    Raises:
+        ConfigError: Not one epoch fits, or too few for `warmup_epochs`.
+    """
+    seconds = config.training.seconds
+    if seconds is None:
+        return config
+    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
+    most = min(SHARE * seconds, MOST_SECONDS)
+    rehearse(config, accelerator, lambda _: None)  # what it imports is not imported again
+    watch = Stopwatch(accelerator)
+    costs = rehearse(endless(config), accelerator, lambda run: measure(run, splits, watch, most))
+    spent = largest(accelerator, time.monotonic() - began)
+
+    def end(epochs: int) -> float:
+        return spent + costs.of(config, schedule.steps_per_epoch, epochs)
+
+    epochs = count_that_fit((1 - MARGIN) * seconds, end)
+    if not epochs:
+        raise ConfigError(too_short(config, costs, end(1), schedule.steps_per_epoch))
+    say(
+        f"note: time={config.training.time}: {counted(epochs, 'epoch')} ({costs.full_step:.2g} s a "
+        f"step, {costs.validation:.2g} s a validation), about {duration(end(epochs))}"
+    )
+    try:
+        return with_training(config, epochs=epochs, time=None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"time={config.training.time} has room for {counted(epochs, 'epoch')}: {error}"
+        ) from None
+
+
+def endless(config: Config) -> Config:
+    """`config` for measuring: pictures stay small, and the learning rate near 0 cannot diverge.
+
+    Pictures that cannot be read are for the run itself to meet, which can say how to go on.
+    """
+    data = dataclasses.replace(config.data, on_bad_image="skip")
+    whole = with_training(config, epochs=LONG, warmup_epochs=None)
+    return dataclasses.replace(whole, data=data)
+
+
+class Stopwatch:
+    """Seconds between its laps, the same on all processes: those of the slowest.
+
+    Args:
+        accelerator: The devices, which finish what they were asked to do before a lap is taken.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last one."""
+        torch.zeros(1, device=self.accelerator.device).item()  # waits for the device
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        return largest(self.accelerator, took)
+
+
+def measure(run: Training, splits: Splits, watch: Stopwatch, most: float) -> Costs:
+    """What the parts of a run like `run` cost, in about three times `most` seconds."""
+    training = run.config.training
+    build = watch.lap()
+    starts, small = time_steps(run, splits.train, watch, most)
+    full = small
+    if training.start_image_size not in (None, run.config.model.image_size):
+        run.config = with_training(run.config, start_image_size=None)
+        more, full = time_steps(run, splits.train, watch, most)
+        starts += more
+    share = run.config.data.batch_size * most / full
+    start, validation = time_validation(run, splits.val, watch, pictures=math.ceil(share))
+    kept = run.config.run.keep_best if training.soup else 0
+    # the main process alone measures once more for the report, and weights that may be averaged
+    return Costs(
+        start=build + starts + start,
+        small_step=small,
+        full_step=full,
+        validation=validation,
+        saving=saving(run, make_schedule(run.config, len(splits.train)).steps_per_epoch),
+        ending=REPORT + start + validation * (run.processes + kept),
+    )
+
+
+def time_steps(
+    run: Training, samples: Sequence[Sample], watch: Stopwatch, most: float
+) -> tuple[float, float]:
+    """Make steps for about `most` seconds after the first one, of the size of the first epoch.
+
+    Returns:
+        Seconds that the first steps took beyond their pace, and seconds of a step. The pace is the
+        mean of the later half: where loading is what takes time, batches come in bursts, so that a
+        median would be wrong, and the first ones were loaded before they were asked for.
+    """
+    loader = training_loader(run, samples)
+    batches = all_batches(loader)
+    seconds: list[float] = []
+    try:
+        while len(seconds) < 2 or sum(seconds[1:]) < most:
+            micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
+            train_one_step(run, micro_batches, epoch=0)
+            seconds.append(watch.lap())
+    finally:
+        loader.close()
+    pace = fmean(seconds[len(seconds) // 2 :])
+    return max(sum(seconds) - len(seconds) * pace, 0.0), pace
+
+
+def all_batches(loader: TrainingLoader) -> Iterator[Batch]:
+    """Micro-batches of epoch after epoch."""
+    return itertools.chain.from_iterable(loader.epoch(epoch) for epoch in range(LONG))
+
+
+def time_validation(
+    run: Training, samples: Sequence[Sample], watch: Stopwatch, *, pictures: int
+) -> tuple[float, float]:
+    """Validate twice on about so many pictures.
+
+    Returns:
+        Seconds that the first time took more than the second, and seconds of all `samples`.
+    """
+    part = samples[:: max(len(samples) // pictures, 1)]
+    loader = evaluation_loader(run, part)
+    try:
+        watch.lap()
+        first, second = (_timed_validation(run, loader, len(part), watch) for _ in range(2))
+    finally:
+        loader.close()
+    return max(first - second, 0.0), second * len(samples) / len(part)
+
+
+def _timed_validation(
+    run: Training, loader: EvaluationLoader, pictures: int, watch: Stopwatch
+) -> float:
+    validate(run, loader, pictures)
+    return watch.lap()
+
+
+def saving(run: Training, steps_per_epoch: int) -> float:
+    """Seconds that an epoch spends on writing, if each is the best so far.
+
+    Supposed, not measured: a checkpoint of weights, two moments and the average, at `DISK` bytes a
+    second.
+    """
+    weights = sum(p.numel() * p.element_size() for p in run.network.parameters())
+    checkpoint = SAVE + weights * (3 + (run.average is not None)) / DISK
+    checkpoints = 1 + steps_per_epoch // (run.config.run.checkpoint_steps or steps_per_epoch + 1)
+    return checkpoints * checkpoint + SAVE + weights / DISK
+
+
+def count_that_fit(room: float, end: Callable[[int], float]) -> int:
+    """The largest number, from 0, of epochs whose `end` is not after `room`."""
+    most = 1
+    while end(most) <= room:
+        most *= 2
+    return bisect_right(range(1, most + 1), room, key=end)
+
+
+def too_short(config: Config, costs: Costs, needed: float, steps_per_epoch: int) -> str:
+    """Why not one epoch fits, and what would."""
+    epoch = costs.of(config, steps_per_epoch, 1) - costs.start - costs.ending
+    enough = math.ceil(1.1 * needed / (1 - MARGIN))
+    return (
+        f"time={config.training.time}: has no room for one epoch of about {duration(epoch)}, with "
+        f"{duration(needed - epoch)} for start and report: use --time {enough}s or more, a "
+        "smaller --model or --image-size, or fewer pictures"
+    )
+
+
+def with_training(config: Config, **changes: Any) -> Config:
+    """`config` with other settings of training."""
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
+
+
+def counted(count: int, what: str) -> str:
+    """`1 epoch`, `2 epochs`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,135 @@
+"""What a run keeps on the disk while it goes on: checkpoints, and the weights of its best epochs.
+
+    at a step     copy weights, average and optimiser state
+    meanwhile     best weights -> metrics flushed -> checkpoint -> old files deleted
+
+In this order a run that is killed at any moment finds, beside its newest whole checkpoint, all the
+files that this checkpoint speaks of.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vit.errors import RunError, printable
+from vit.training.best import BestEpochs, Event
+from vit.training.checkpoint import CHECKPOINTS, Snapshot, take_snapshot, write_checkpoint
+from vit.training.loop import Training
+from vit.training.run_folder import WEIGHTS, Metrics
+from vit.training.sharding import is_sharded
+from vit.training.writer import Writer
+from vit.weights.folder import save_weights
+
+
+class Keeper:
+    """Writes checkpoints and the weights of the best epochs.
+
+    Args:
+        run: What is trained.
+        folder: The run folder.
+        classes: Names of the classes.
+        best: The best epochs so far.
+        metrics: Of the main process; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        run: Training,
+        folder: Path,
+        classes: Sequence[str],
+        best: BestEpochs,
+        metrics: Metrics | None,
+    ) -> None:
+        self.run = run
+        self.folder = folder
+        self.classes = classes
+        self.best = best
+        self.metrics = metrics
+        self.before: Sequence[Event] = ()  # best epochs of the checkpoint before
+        self.writer = Writer()
+        self.saved = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether the last checkpoint is too old, by the main process's clock.
+
+        Raises:
+            RunError: The last one could not be written.
+        """
+        self.writer.check()
+        minutes = (time.monotonic() - self.saved) / 60
+        return self.metrics is not None and minutes >= self.run.config.run.checkpoint_minutes
+
+    def save(self, state: Mapping[str, Any], *, epoch: int | None = None) -> None:
+        """Copy what a checkpoint holds, and let it be written.
+
+        Args:
+            state: What the checkpoint says beside its tensors.
+            epoch: An epoch that has just become one of the best, from 1.
+
+        Raises:
+            RunError: The checkpoint before could not be written.
+        """
+        run = self.run
+        self.saved = time.monotonic()
+        if self.metrics is None and not is_sharded(run.accelerator):
+            return
+        snapshot = take_snapshot(
+            run.network, run.optimizer, run.average, keep=self.metrics is not None
+        )
+        if self.metrics is None:
+            return
+        state = {**state, "metrics_bytes": self.metrics.size(), "best": self.best.state()}
+        is_best = epoch is not None and self.best.first["epoch"] == epoch
+        self.writer.submit(lambda: self._write(snapshot, state, epoch, is_best))
+
+    def _write(
+        self, snapshot: Snapshot, state: Mapping[str, Any], epoch: int | None, is_best: bool
+    ) -> None:
+        assert self.metrics is not None
+        if epoch is not None:
+            self.best.save(epoch, snapshot.weights())
+        if is_best:
+            self.save_model(snapshot.weights())
+        self.metrics.flush()
+        write_checkpoint(self.folder / CHECKPOINTS, snapshot, state)
+        self.best.prune(state["best"], self.before)
+        self.before = state["best"]
+
+    def save_model(self, weights: Mapping[str, Tensor]) -> None:
+        """Make `weights` those that the run answers with."""
+        run = self.run
+        save_weights(
+            self.folder,
+            weights,
+            config=run.config,
+            classes=self.classes,
+            preprocessing=run.preprocessing,
+        )
+
+    def require_model(self) -> None:
+        """Refuse to go on where the best weights so far are gone.
+
+        Raises:
+            RunError: model.safetensors is missing.
+        """
+        if self.best.events and not (self.folder / WEIGHTS).is_file():
+            raise RunError(
+                f"{printable(self.folder / WEIGHTS)} is missing, and epoch "
+                f"{self.best.first['epoch']}, whose weights it had, is over: restore it, or start "
+                "anew with --overwrite"
+            )
+
+    def wait(self) -> None:
+        """Return when everything is on the disk.
+
+        Raises:
+            RunError: It could not be written.
+        """
+        self.writer.wait()
+
+    def close(self) -> None:
+        """Let the writing in hand end."""
+        self.writer.close()

@@ -1,0 +1,108 @@
+"""How long a run still takes, from its first steps."""
+
+import time
+from collections.abc import Callable
+
+from vit.config import Config
+from vit.training.schedule import image_size_at
+
+# Steps before the clock starts: the first ones start loaders, compile, and warm up.
+WARM_UP = 2
+STEPS = 10
+SECONDS = 10.0
+# A run that ends sooner says nothing.
+LEAST_TO_GO = 10.0
+# What a picture costs in validation, as a share of its cost in training: the forward pass alone.
+VALIDATION_SHARE = 1 / 3
+
+
+class Pace:
+    """Says once, after the first steps of a session, about how long the rest takes.
+
+    Args:
+        steps: Optimiser steps left, as `steps_left` counts them.
+        validations: Validations left.
+        validation_share: Pictures of one validation, as a share of those of one step.
+        clock: Seconds since some moment.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: float,
+        validations: int,
+        validation_share: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.steps_left, self.validations_left = steps, validations
+        self.validation_share = validation_share
+        self.clock = clock
+        self.validation: float | None = None
+        self.done, self.timed, self.seconds = 0, 0, 0.0
+        self.last = clock()
+        self.said = False
+
+    def step(self) -> str | None:
+        """Call after each optimiser step; returns the line when there is enough to say it."""
+        now = self.clock()
+        self.done += 1
+        if self.done > WARM_UP:
+            self.timed += 1
+            self.seconds += now - self.last
+        self.last = now
+        ready = self.timed == STEPS or self.seconds >= SECONDS
+        if self.said or not ready:
+            return None
+        self.said = True
+        return self.line()
+
+    def validated(self) -> None:
+        """Call when a validation and its records are done, which are then no part of a step."""
+        now = self.clock()
+        self.validation, self.last = now - self.last, now
+        self.validations_left -= 1
+
+    def line(self) -> str | None:
+        """The time left at the pace so far; None where it is not worth a line."""
+        step = self.seconds / self.timed
+        validation = self.validation
+        if validation is None:
+            validation = VALIDATION_SHARE * self.validation_share * step
+        left = (self.steps_left - self.done) * step + self.validations_left * validation
+        if left < LEAST_TO_GO:
+            return None
+        return f"about {duration(left)} to go ({step:.2g} s a step)"
+
+
+def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
+    """Optimiser steps from `step` to the end of the run, in steps of the size of the next one.
+
+    A step at a larger picture counts for more, by the number of patches.
+    """
+    first = step // steps_per_epoch
+    epochs = config.training.epochs
+    sizes = [picture_side(config, epoch, epochs) ** 2 for epoch in range(first, epochs)]
+    if not sizes:
+        return 0.0
+    begun = step - first * steps_per_epoch
+    return steps_per_epoch * sum(sizes) / sizes[0] - begun
+
+
+def picture_side(config: Config, epoch: int, epochs: int) -> int:
+    """Side of the training pictures in an epoch of so many."""
+    full = config.model.image_size
+    return image_size_at(
+        epoch,
+        epochs=epochs,
+        start=config.training.start_image_size or full,
+        full=full,
+        multiple=config.model.patch_size,
+    )
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min` or `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,139 @@
+"""What a run says of itself: metrics.jsonl, an experiment tracker, and lines on the terminal."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from vit.errors import BadImage, quoted
+from vit.settings import flatten
+from vit.training.agreement import on_main
+from vit.training.loop import Step, Training
+from vit.training.progress import Progress, say
+from vit.training.run_folder import Metrics, clean_leftovers
+from vit.training.tracking import Tracking
+from vit.training.validation import Validation
+
+
+class Records:
+    """Tells what happens, from the main process alone.
+
+    Args:
+        run: What is trained.
+        folder: The run folder.
+    """
+
+    def __init__(self, run: Training, folder: Path) -> None:
+        self.run = run
+        self.folder = folder
+        self.main = run.accelerator.is_main_process
+        self.metrics: Metrics | None = None
+        self.tracking: Tracking | None = None
+        self.progress: Progress | None = None
+        if self.main:
+            clean_leftovers(folder)
+            self.metrics = Metrics(folder / "metrics.jsonl")
+
+    def start(self, *, metrics_bytes: int) -> None:
+        """Go on after what a checkpoint knows of.
+
+        Args:
+            metrics_bytes: Length of metrics.jsonl at that time.
+
+        Raises:
+            ConfigError: The tracker of a new run cannot start.
+        """
+        config, step = self.run.config, self.run.step
+
+        def start() -> None:
+            assert self.metrics is not None
+            self.metrics.cut(metrics_bytes)
+            if config.run.track is not None:
+                self.tracking = Tracking(config.run.track, self.folder, flatten(config), step=step)
+
+        on_main(self.run.accelerator, start)
+
+    def tell(self, line: str) -> None:
+        """A line to the user."""
+        if self.main:
+            say(line)
+
+    def open_progress(self, epoch: int, images: int) -> Progress:
+        """A bar for the `images` that are left of an epoch, which counts from 0."""
+        epochs = self.run.config.training.epochs
+        self.progress = Progress(f"epoch {epoch + 1}/{epochs}", images, visible=self.main)
+        return self.progress
+
+    def step(self, epoch: int, seen: Step) -> None:
+        """The optimiser step that has just been made, in an epoch counted from 0."""
+        event = step_event(self.run.step, epoch + 1, seen)
+        self._write(event)
+
+    def epoch_event(
+        self, epoch: int, train_loss: float, measured: Validation, progress: Progress
+    ) -> dict[str, Any]:
+        """The line of an epoch, counted from 1; times are those of its training part."""
+        return {
+            "event": "epoch",
+            "epoch": epoch,
+            "step": self.run.step,
+            "train_loss": train_loss,
+            "val_loss": measured.loss,
+            "val_top1": measured.top1,
+            "val_images": measured.count,
+            "lr": self.run.lr_at(self.run.step - 1),
+            "images_per_second": round(progress.rate, 1),
+            "data_wait": round(progress.data_wait, 4),
+            "seconds": round(progress.seconds, 2),
+        }
+
+    def epoch(self, event: dict[str, Any], measured: Validation, *, best: bool) -> None:
+        """An epoch that has been measured."""
+        self._write(event)
+        lost = f"  {measured.failed} unreadable" if measured.failed else ""
+        self.tell(
+            f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
+            f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
+            f"val top-1 {event['val_top1']:.2%}{' *' if best else '  '}  "
+            f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
+        )
+
+    def soup(self, event: dict[str, Any]) -> None:
+        """An average of epochs that has been measured."""
+        self._write(event)
+        members = ", ".join(map(str, event["epochs"]))
+        verdict = "" if event["better"] else ": not better than the best epoch, which stays"
+        self.tell(f"soup of epochs {members}: validation top-1 {event['val_top1']:.2%}{verdict}")
+
+    def end(self, chosen: dict[str, Any], *, pictures: int) -> None:
+        """What the run ends with: the event of its best epoch, or of a soup."""
+        failed = self.run.failed
+        if failed:
+            self.tell(f"{len(failed)} of the pictures could not be read and were left out:")
+        for path, reason in sorted(failed.items()):
+            self.tell(f"  {BadImage(path, reason)}")
+        what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
+        self.tell(f"best: {what}, validation top-1 {chosen['val_top1']:.2%} of {pictures} pictures")
+        self.tell(f"now: vit predict {quoted(self.folder)} IMAGE...")
+
+    def close(self) -> None:
+        """Let go of the metrics file, the progress bar and the tracker."""
+        for opened in (self.metrics, self.progress, self.tracking):
+            if opened is not None:
+                opened.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(event)
+
+
+def step_event(step: int, epoch: int, seen: Step) -> dict[str, Any]:
+    """The line of an optimiser step; both count from 1."""
+    return {
+        "event": "step",
+        "step": step,
+        "epoch": epoch,
+        "loss": seen.loss,
+        "lr": seen.lr,
+        # fp16 skips a step whose gradient overflows, and JSON has no infinity
+        "grad_norm": seen.grad_norm if math.isfinite(seen.grad_norm) else None,
+    }
