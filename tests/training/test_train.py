@@ -362,7 +362,7 @@ def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("vit.training.loop.loss_of", full)
-    with pytest.raises(RunError, match="out of memory: lower --batch-size"):
+    with pytest.raises(RunError, match="out of memory: -b auto"):
         train(tiny_config(), tmp_path / "run")
 
 

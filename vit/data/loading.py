@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ __all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_se
 
 OnBadImage = Literal["stop", "skip"]
 MOST_WORKERS = 8
+REST_SECONDS = 0.05
 
 
 class TrainingLoader:
@@ -200,6 +202,8 @@ class Feed:
 
     def start(self) -> None:
         """Begin a pass."""
+        if self.loader.num_workers:
+            come_to_rest()
         with quiet():
             self.batches = iter(self.loader)
 
@@ -252,6 +256,17 @@ def default_workers(world_size: int) -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(max(cores // world_size, 1), MOST_WORKERS)
+
+
+def come_to_rest() -> None:
+    """Let threads of torch.distributed leave Python before processes are forked.
+
+    One that is just leaving holds a lock that would stay closed in the new process, for ever:
+    python/cpython#112275, mended in Python 3.12.
+    """
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and sys.version_info < (3, 12):
+        time.sleep(REST_SECONDS)
 
 
 def as_it_is(batch: Any) -> Any:

@@ -1,5 +1,6 @@
 """The folder a training writes: settings, split, metrics, checkpoints, and whose it is."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -200,4 +201,5 @@ class Metrics:
             os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # a full disk, of which an error tells already
+            self.file.close()

@@ -126,11 +126,25 @@ def mendable() -> Iterator[None]:
         error.everywhere = False
         raise
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        told = remedy(error)
+        if told is None:
             raise
-        full = RunError(
-            "out of memory: lower --batch-size, raise --accumulate, or take a smaller --model or "
-            "--image-size"
+        failure = RunError(told)
+        failure.everywhere = False
+        raise failure from None
+
+
+def remedy(error: RuntimeError) -> str | None:
+    """What to say of an error that the machine is to blame for; None of any other."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
+        return (
+            "out of memory: -b auto or a larger --accumulate splits a step's batch; or use "
+            "--checkpoint-activations, a smaller --model or --image-size"
         )
-        full.everywhere = False
-        raise full from None
+    if isinstance(error, torch.distributed.DistError) or "gloo" in text.lower():
+        return (
+            "lost another process of this training, which may have said why "
+            f"({printable(text.splitlines()[0])[:120]}); go on with --resume"
+        )
+    return None

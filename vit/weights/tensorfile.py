@@ -123,8 +123,8 @@ def naming(path: Path, needed: int = 0) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         if full:
             left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB"
-            wanted = f", which has {left} left for {needed / 1e6:,.1f}" if needed else ""
-            reason = f"the disk{wanted} is full: free some space"
+            wanted = f" ({left} are left, and it needs {needed / 1e6:,.1f})" if needed else ""
+            reason = f"the disk is full{wanted}: free some space"
         raise RunError(f"{printable(path)} could not be written: {reason}") from None
 
 

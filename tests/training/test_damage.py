@@ -1,0 +1,215 @@
+"""Damaged checkpoints, full and read-only disks, changed data: one clear line, nothing lost."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import disks
+from tests.training.children import Job, command, complete, differences, train
+from vit.errors import WeightsError
+from vit.settings import write_settings
+from vit.training.checkpoint import find_checkpoints
+from vit.weights.tensorfile import read_tensors
+
+SMALL = {"batch_size": 6, "checkpoint_steps": 1}
+STOP = 10  # of 18 steps
+
+Stopped = Callable[[], Path]
+
+
+@pytest.fixture
+def words(tiny_config, tmp_path) -> list[str]:
+    """The command line of a small run, up to its folder."""
+    write_settings(tmp_path / "settings.yaml", tiny_config(**SMALL, num_classes=3))
+    return ["train", "-c", str(tmp_path / "settings.yaml"), "--out"]
+
+
+@pytest.fixture
+def whole(words, tmp_path) -> Path:
+    """The run that nothing disturbs."""
+    complete(command, [*words, str(tmp_path / "whole")], log=tmp_path / "whole.log")
+    return tmp_path / "whole"
+
+
+@pytest.fixture
+def stopped(tiny_config, tmp_path) -> Path:
+    """A run that a signal stopped in its second epoch."""
+    folder, log, config = tmp_path / "stopped", tmp_path / "stopped.log", tiny_config(**SMALL)
+    with Job(train, config, folder, False, None, (STOP - 1, 0), log=log) as job:
+        assert job.wait() == [143], job.said()
+    assert [path.name for path in find_checkpoints(folder / "checkpoints")] == [
+        f"step-{step:08d}.safetensors" for step in (STOP, STOP - 1)
+    ]
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but its lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def refusal(said: str) -> str:
+    """The only line that is no note."""
+    assert "Traceback" not in said, said
+    lines = [line for line in said.splitlines() if line.startswith("vit train: ")]
+    assert len(lines) == 1, said
+    return lines[0]
+
+
+def refused(words: list[str], log: Path) -> str:
+    """What a command says that ends with code 2."""
+    log.unlink(missing_ok=True)
+    with Job(command, words, log=log) as job:
+        assert job.wait() == [2], job.said()
+    return refusal(job.said())
+
+
+def is_noticed(path: Path, content: bytes) -> bool:
+    path.write_bytes(content)
+    try:
+        read_tensors(path)
+    except WeightsError:
+        return True
+    return False
+
+
+def test_every_damage_is_noticed(stopped, tmp_path):
+    newest = find_checkpoints(stopped / "checkpoints")[0]
+    raw, draw, copy = newest.read_bytes(), random.Random(0), tmp_path / newest.name
+    assert not is_noticed(copy, raw)
+    damaged: dict[str, bytes] = {}
+    while len(damaged) < 200:
+        place, bit = draw.randrange(len(raw)), draw.randrange(8)
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << bit
+        damaged[f"bit {bit} of byte {place}"] = bytes(flipped)
+    for size in (0, 1, 7, 8, len(raw) - 1, *draw.sample(range(9, len(raw) - 1), 45)):
+        damaged[f"cut to {size} bytes"] = raw[:size]
+    assert len(damaged) == 250
+    assert [name for name, content in damaged.items() if not is_noticed(copy, content)] == []
+
+
+def test_a_damaged_header_is_noticed_wherever_it_is(stopped, tmp_path):
+    newest = find_checkpoints(stopped / "checkpoints")[0]
+    raw, copy = newest.read_bytes(), tmp_path / newest.name
+    end = 8 + int.from_bytes(raw[:8], "little")
+    for place in (*range(8), *range(8, end, 211), *range(end - 8, end)):
+        for bit in range(8):
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << bit
+            assert is_noticed(copy, bytes(flipped)), f"bit {bit} of byte {place}"
+
+
+def test_a_torn_checkpoint_is_replaced_by_the_one_before_it(
+    stopped, whole, tiny_config, words, tmp_path
+):
+    newest = find_checkpoints(stopped / "checkpoints")[0]
+    size = newest.stat().st_size
+    for cut in (0, 1, 8, 1000, size // 2, size - 1):
+        folder = tmp_path / f"torn at {cut}"
+        shutil.copytree(stopped, folder)
+        torn = folder / "checkpoints" / newest.name
+        torn.write_bytes(newest.read_bytes()[:cut])
+        log = tmp_path / f"{cut}.log"
+        said = complete(command, [*words, str(folder), "--resume"], log=log)
+        assert re.search(rf"{newest.name}.* is damaged: .*; going on from the checkpoint", said)
+        assert f"resuming at step {STOP - 1} of 18" in said
+        assert differences(folder, whole) == [], f"cut to {cut} bytes"
+
+
+def test_damaged_checkpoints_alone_are_refused_and_kept(stopped, words, tmp_path):
+    for path in find_checkpoints(stopped / "checkpoints"):
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.write_bytes(content)
+    before = contents(stopped)
+    line = refused([*words, str(stopped), "--resume"], tmp_path / "log")
+    assert "every checkpoint is damaged" in line
+    assert contents(stopped) == before
+
+
+def on_a_disk(target: Callable[..., int], words: list[str], tmp_path: Path, *rest: int) -> str:
+    """Run one of disks.py; answers with what was said."""
+    place, log = tmp_path / "disk", tmp_path / "disk.log"
+    for folder in (place, tmp_path / "kept"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    log.unlink(missing_ok=True)
+    words = [*words, str(place / "run")]
+    with Job(target, words, place, tmp_path / "kept", *rest, log=log) as job:
+        codes = job.wait()
+    if codes == [disks.CANNOT]:
+        pytest.skip(f"no disk can be mounted here: {job.said()}")
+    assert codes == [0], job.said()
+    return job.said()
+
+
+def require_full_and_resumed(said: str, files: str, kept: Path, whole: Path) -> None:
+    """One line for the full disk; and with room again, the end of the undisturbed run."""
+    first, _ = said.split("-- resumed\n")
+    full = rf"disk/run/(checkpoints/)?({files}) could not be written: the disk is full.*: free some"
+    assert re.search(full, refusal(first)), refusal(first)
+    assert json.loads((kept / "codes").read_text()) == [2, 0]
+    assert not [*(kept / "stopped").rglob("*.tmp")]
+    for path in find_checkpoints(kept / "stopped/checkpoints"):
+        read_tensors(path)
+    assert differences(kept / "ended", whole) == []
+
+
+def test_a_full_disk_stops_a_run_that_continues_when_there_is_room(whole, words, tmp_path):
+    files = r"step-\d+\.safetensors|model\.safetensors|config\.json|metrics\.jsonl"
+    # before a step that leaves the first checkpoint, ends an epoch, is in the middle, is the last
+    for step, left in ((0, 0), (0, 100_000), (5, 60_000), (8, 0), (11, 150_000), (17, 4096)):
+        said = on_a_disk(disks.full, words, tmp_path, step, left, step)
+        require_full_and_resumed(said, files, tmp_path / "kept", whole)
+        assert [path.name for path in find_checkpoints(tmp_path / "kept/stopped/checkpoints")] == [
+            f"step-{number:08d}.safetensors" for number in (step, step - 1) if number > 0
+        ]
+
+
+def test_a_disk_too_full_for_a_line_of_metrics(tiny_config, tmp_path):
+    # 36 steps and no checkpoint among them: the metrics are the first that need another page
+    changes: dict[str, Any] = {"batch_size": 1, "mixup": 0, "cutmix": 0, "num_classes": 3}
+    write_settings(tmp_path / "settings.yaml", tiny_config(**changes, epochs=1, warmup_epochs=0))
+    words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out"]
+    complete(command, [*words, str(tmp_path / "whole")], log=tmp_path / "whole.log")
+    said = on_a_disk(disks.full, words, tmp_path, 5, 0, 0)
+    require_full_and_resumed(said, r"metrics\.jsonl", tmp_path / "kept", tmp_path / "whole")
+
+
+def test_a_read_only_disk_is_refused_and_the_run_is_intact(whole, words, tmp_path):
+    said = on_a_disk(disks.read_only, words, tmp_path, STOP - 1)
+    _, resumed, rest = re.split("-- (?:resumed|another)\n", said)
+    another, _ = rest.split("-- writable\n")
+    for part in (resumed, another):
+        assert re.search("could not be written: Read-only file system", refusal(part))
+    kept = tmp_path / "kept"
+    assert json.loads((kept / "codes").read_text()) == [143, 2, 2, 0]
+    assert [path.name for path in (kept / "stopped").iterdir()] == ["run"]
+    assert differences(kept / "ended", whole) == []
+
+
+@pytest.mark.parametrize(("add", "remove"), [(1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_changed_pictures_are_refused_and_the_run_is_intact(
+    tiny_config, colour_data, tmp_path, split, add, remove
+):
+    data, folder, log = tmp_path / "data", tmp_path / "run", tmp_path / "log"
+    shutil.copytree(colour_data, data)
+    config = tiny_config(**SMALL, data=str(data))
+    with Job(train, config, folder, False, None, (STOP - 1, 0), log=log) as job:
+        assert job.wait() == [143], job.said()
+    before = contents(folder)
+    if add:
+        shutil.copy(data / split / "red/0.png", data / split / "red/new.png")
+    if remove:
+        (data / split / "blue/2.png").unlink()
+    assert "the data set changed" in refused(["train", "--out", str(folder), "--resume"], log)
+    assert contents(folder) == before

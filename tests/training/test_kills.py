@@ -1,0 +1,229 @@
+"""A training that is killed at any moment, and resumed, is the one that was never stopped."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.children import Job, complete, differences, seen, train
+from vit.config import Config
+from vit.training.checkpoint import find_checkpoints
+from vit.weights.tensorfile import read_tensors
+
+EVERYTHING = {
+    "epochs": 3,
+    "batch_size": 6,
+    "color_jitter": 0.4,
+    "workers": 2,
+    "checkpoint_steps": 2,
+}
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL, and when.
+
+    Args:
+        moment: Seconds after the start of the process.
+        saving: Wait until a file is half written.
+        delay: Seconds to wait after it was begun.
+        loaders: Kill the loader processes too; otherwise they live on for seconds.
+    """
+
+    moment: float
+    saving: bool
+    delay: float
+    loaders: bool
+
+    def strike(self, job: Job, folder: Path) -> bool | None:
+        """Let a job train until the kill.
+
+        Returns:
+            Whether it left a file half written; None where the training ended before.
+        """
+        if job.ended(self.moment) or (self.saving and not self.stop_while_saving(job, folder)):
+            return None
+        code = job.kill(loaders=self.loaders)[0]
+        assert code in (KILLED, 0), f"exit code {code}:\n{job.said()}"
+        return is_saving(job, folder) if code == KILLED else None
+
+    def stop_while_saving(self, job: Job, folder: Path) -> bool:
+        """Stop the processes with a file half written; False where they end before."""
+        delay = self.delay
+        while True:
+            while not is_saving(job, folder):
+                if job.ended(0.0003):
+                    return False
+            time.sleep(delay)
+            job.send(signal.SIGSTOP)
+            if is_saving(job, folder):
+                return True
+            job.send(signal.SIGCONT)
+            delay /= 2
+
+
+def is_saving(job: Job, folder: Path) -> bool:
+    """Whether the job is writing a checkpoint or weights, or was when it ended."""
+    end = f".{job.processes[0].pid}.tmp"  # what an earlier one left may lie there too
+    places = [place for place in (folder, folder / "checkpoints") if place.is_dir()]
+    names = (name for place in places for name in os.listdir(place))
+    return any(".safetensors." in name and name.endswith(end) for name in names)
+
+
+def draw_kills(draw: random.Random, duration: float, *, saving: bool, twice: bool) -> list[Kill]:
+    """One kill at a random moment of a run, or two."""
+    return [
+        Kill(
+            moment=draw.uniform(0, duration / (2 if twice else 1)),
+            saving=saving,
+            delay=draw.uniform(0, 0.003) if saving else 0.0,
+            loaders=draw.random() < 0.5,
+        )
+        for _ in range(2 if twice else 1)
+    ]
+
+
+def lost_steps(folder: Path) -> int:
+    """Steps that were made, by metrics.jsonl, since the newest checkpoint.
+
+    Raises:
+        WeightsError: A checkpoint that has its name is not whole.
+    """
+    metrics, saved = folder / "metrics.jsonl", find_checkpoints(folder / "checkpoints")
+    made = metrics.read_bytes().count(b'"event": "step"') if metrics.exists() else 0
+    return made - max(
+        (json.loads(read_tensors(path)[1]["state"])["step"] for path in saved), default=0
+    )
+
+
+@pytest.fixture
+def whole(tiny_config, tmp_path) -> Iterator[tuple[Path, float]]:
+    """A run with everything random switched on that nothing disturbs, and its seconds."""
+    complete(train, tiny_config(epochs=1, warmup_epochs=0), tmp_path / "warm", log=tmp_path / "log")
+    started = time.monotonic()
+    complete(train, tiny_config(**EVERYTHING), tmp_path / "whole", log=tmp_path / "whole.log")
+    return tmp_path / "whole", time.monotonic() - started
+
+
+@dataclass
+class Tally:
+    """What became of a number of runs that were killed."""
+
+    killed: int = 0
+    while_saving: int = 0
+    missed: int = 0
+    failures: tuple[str, ...] = ()
+
+    def kill(
+        self, config: Config, folder: Path, whole: Path, kills: list[Kill], processes: int = 1
+    ) -> bool:
+        """Kill a run, resume it to its end, and compare; False where it ended before the kill."""
+        shutil.rmtree(folder, ignore_errors=True)
+        log, often = folder.with_suffix(".log"), config.run.checkpoint_steps or 0
+        faults, saving = [], False
+        with contextlib.ExitStack() as jobs:  # loaders that were spared live until its end
+            for number, kill in enumerate(kills):
+                job = Job(train, config, folder, number > 0, log=log, processes=processes)
+                struck = kill.strike(jobs.enter_context(job), folder)
+                if struck is None:
+                    self.missed += 1
+                    return False
+                saving |= struck
+                # the one in hand, and one that waits for it
+                if (lost := lost_steps(folder)) > 2 * often:
+                    faults.append(f"{lost} steps are lost")
+            try:
+                complete(train, config, folder, True, log=log, processes=processes)
+                faults += differences(folder, whole)
+            except AssertionError as error:
+                faults.append(str(error))
+        self.killed += 1
+        self.while_saving += saving
+        self.failures += tuple(f"{kills}: {fault}" for fault in faults)
+        return True
+
+
+def test_a_run_killed_at_any_moment_ends_as_if_it_were_not(tiny_config, tmp_path, whole):
+    folder, duration = whole
+    draw, tally = random.Random(3), Tally()
+    while tally.killed < 20 and tally.missed < 100:
+        saving, twice = tally.killed % 2 == 1, tally.killed % 5 == 0
+        kills = draw_kills(draw, duration, saving=saving, twice=twice)
+        tally.kill(tiny_config(**EVERYTHING), tmp_path / "run", folder, kills)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.killed == 20
+    assert tally.while_saving >= 10
+
+
+def test_two_processes_killed_at_any_moment_end_as_if_they_were_not(tiny_config, tmp_path):
+    config = tiny_config(**{**EVERYTHING, "batch_size": 12, "checkpoint_steps": 1})
+    draw, tally = random.Random(4), Tally()
+    started = time.monotonic()
+    complete(train, config, tmp_path / "whole", log=tmp_path / "log", processes=2)
+    duration = time.monotonic() - started
+    while tally.killed < 4 and tally.missed < 50:
+        kills = draw_kills(draw, duration, saving=tally.killed % 2 == 1, twice=False)
+        tally.kill(config, tmp_path / "run", tmp_path / "whole", kills, processes=2)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.killed == 4
+    assert tally.while_saving >= 2
+
+
+def test_a_run_told_to_stop_at_any_moment_ends_as_if_it_were_not(tiny_config, tmp_path, whole):
+    folder, duration = whole
+    draw, config, stopped = random.Random(5), tiny_config(**EVERYTHING), []
+    for number in range(4):
+        run, moment = tmp_path / f"run{number}", draw.uniform(0, duration)
+        with Job(train, config, run, log=tmp_path / "log") as job:
+            job.ended(moment)
+            job.send(signal.SIGTERM)
+            stopped += job.wait()
+        complete(train, config, run, True, log=tmp_path / "log")
+        assert differences(run, folder) == [], f"SIGTERM after {moment:.3f} s"
+    # 0 where it came too late; the signal's own where Python had not got to our handler
+    assert set(stopped) <= {143, 0, -signal.SIGTERM}
+    assert 143 in stopped
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_sees_what_is_left(tiny_config, tmp_path, before, after):
+    plain = {"dropout": 0, "drop_path": 0, "batch_size": 12, "accumulate": 1}
+    config: Any = tiny_config(**{**EVERYTHING, **plain})
+    runs = {"whole": 1, "before": before, "after": after}
+    for name in runs:
+        (tmp_path / name).mkdir()
+    log, out = tmp_path / "log", tmp_path / "run"
+    complete(train, config, tmp_path / "undisturbed", False, tmp_path / "whole", log=log)
+    # only the last process hears the signal, and all of them stop
+    signals = (4, before - 1)
+    with Job(
+        train, config, out, False, tmp_path / "before", signals, log=log, processes=before
+    ) as job:
+        assert job.wait() == [143] * before, job.said()
+    complete(train, config, out, True, tmp_path / "after", log=log, processes=after)
+    first, second, whole = (seen(tmp_path / name) for name in ("before", "after", "whole"))
+    assert sorted(first) == [0, 1, 2, 3, 4]
+    assert sorted(second) == [5, 6, 7, 8]
+    assert {**first, **second} == whole
+    for epoch in range(3):
+        batches = [whole[step] for step in range(epoch * 3, epoch * 3 + 3)]
+        assert sorted(sample for batch in batches for sample in batch) == list(range(36))
+    expected, found = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "undisturbed", out)
+    )
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=2e-4, rtol=0)
+    epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [event["epoch"] for event in epochs if event["event"] == "epoch"] == [1, 2, 3]
