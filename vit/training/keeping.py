@@ -21,7 +21,7 @@ from vit.training.loop import Training
 from vit.training.run_folder import WEIGHTS, Metrics
 from vit.training.sharding import is_sharded
 from vit.training.writer import Writer
-from vit.weights.folder import save_weights
+from vit.weights.folder import Packed, pack
 
 
 class Keeper:
@@ -83,16 +83,17 @@ class Keeper:
             return
         state = {**state, "metrics_bytes": self.metrics.size(), "best": self.best.state()}
         is_best = epoch is not None and self.best.first["epoch"] == epoch
-        self.writer.submit(lambda: self._write(snapshot, state, epoch, is_best))
+        packed = self.pack(snapshot.weights()) if is_best else None
+        self.writer.submit(lambda: self._write(snapshot, state, epoch, packed))
 
     def _write(
-        self, snapshot: Snapshot, state: Mapping[str, Any], epoch: int | None, is_best: bool
+        self, snapshot: Snapshot, state: Mapping[str, Any], epoch: int | None, packed: Packed | None
     ) -> None:
         assert self.metrics is not None
         if epoch is not None:
             self.best.save(epoch, snapshot.weights())
-        if is_best:
-            self.save_model(snapshot.weights())
+        if packed is not None:
+            packed.write(self.folder)
         self.metrics.flush()
         write_checkpoint(self.folder / CHECKPOINTS, snapshot, state)
         self.best.prune(state["best"], self.before)
@@ -100,13 +101,13 @@ class Keeper:
 
     def save_model(self, weights: Mapping[str, Tensor]) -> None:
         """Make `weights` those that the run answers with."""
+        self.pack(weights).write(self.folder)
+
+    def pack(self, weights: Mapping[str, Tensor]) -> Packed:
+        """`weights` with what predicting needs beside them."""
         run = self.run
-        save_weights(
-            self.folder,
-            weights,
-            config=run.config,
-            classes=self.classes,
-            preprocessing=run.preprocessing,
+        return pack(
+            weights, config=run.config, classes=self.classes, preprocessing=run.preprocessing
         )
 
     def require_model(self) -> None:

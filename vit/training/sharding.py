@@ -92,7 +92,8 @@ def copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         full = whole(tensor.detach())
         if keep:
-            found[name] = full.clone() if full.device.type == "cpu" else full.cpu()
+            here = full.clone() if full.device.type == "cpu" else full.cpu()
+            found[name] = here.contiguous()
     return found
 
 

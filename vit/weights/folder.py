@@ -49,6 +49,27 @@ class LoadedRun:
     config: ModelConfig
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A network ready to be written, checked: nothing is left but bytes and a disk."""
+
+    config: str
+    """config.json."""
+    tensors: dict[str, Tensor]
+    """Of model.safetensors, by timm's names."""
+
+    def write(self, folder: Path) -> None:
+        """Write to `folder`; what was there before stays whole until the new files are.
+
+        Raises:
+            RunError: The disk is full, or the folder cannot be written.
+        """
+        # The settings first: they are the same for every save of a run, the weights are not.
+        write_text(folder / CONFIG_FILE, self.config)
+        notes = {"format": "pt", CONFIG_DIGEST: _sha256(self.config.encode())}
+        write_tensors(folder / WEIGHTS_FILE, self.tensors, notes)
+
+
 def save_model(
     folder: str | os.PathLike[str],
     model: VisionTransformer,
@@ -57,26 +78,29 @@ def save_model(
     classes: Sequence[str],
     preprocessing: Preprocessing,
 ) -> None:
-    """Write `model` to `folder`: `save_weights` of its state."""
-    state = model.state_dict()
-    save_weights(folder, state, config=config, classes=classes, preprocessing=preprocessing)
-
-
-def save_weights(
-    folder: str | os.PathLike[str],
-    weights: Mapping[str, Tensor],
-    *,
-    config: Config,
-    classes: Sequence[str],
-    preprocessing: Preprocessing,
-) -> None:
-    """Write a network to `folder`; what was there before stays whole until the new files are.
+    """Write `model` to `folder`.
 
     Raises:
         WeightsError: The weights are not finite, or the other arguments do not describe them.
         RunError: The disk is full, or the folder cannot be written.
     """
-    where, settings = Path(folder), config.model
+    state = model.state_dict()
+    pack(state, config=config, classes=classes, preprocessing=preprocessing).write(Path(folder))
+
+
+def pack(
+    weights: Mapping[str, Tensor],
+    *,
+    config: Config,
+    classes: Sequence[str],
+    preprocessing: Preprocessing,
+) -> Packed:
+    """Make a network ready to be written.
+
+    Raises:
+        WeightsError: The weights are not finite, or the other arguments do not describe them.
+    """
+    settings = config.model
     check_classes(classes, settings)
     state = {name: tensor.detach().float() for name, tensor in weights.items()}
     check_fit(state, empty_model(settings))
@@ -88,10 +112,8 @@ def save_weights(
     }
     content = {**timm_config(settings, classes, preprocessing), "vit": own}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    # The settings first: they are the same for every save of a run, the weights are not.
-    write_text(where / CONFIG_FILE, text)
-    notes = {"format": "pt", CONFIG_DIGEST: _sha256(text.encode())}
-    write_tensors(where / WEIGHTS_FILE, to_timm(state, patch_size=settings.patch_size), notes)
+    tensors = to_timm(state, patch_size=settings.patch_size)
+    return Packed(text, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
 
 
 def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
