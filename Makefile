@@ -2,7 +2,7 @@
 
 check: test lint    ## everything that must pass before a commit
 
-test:               ## the default tests, in about three minutes
+test:               ## the default tests, in about six minutes
 	python -m pytest
 
 slow:               ## the tests that take longer

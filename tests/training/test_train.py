@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from safetensors.torch import load_file
 
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.settings import write_settings
 from vit.training import checkpoint, loop, validation
 from vit.training.checkpoint import find_checkpoints
 from vit.training.interruption import Interrupted
 from vit.training.loop import require_finite
-from vit.training.run_folder import Metrics
+from vit.training.run_folder import Metrics, clear
 from vit.training.session import Session
-from vit.training.train import train
+from vit.training.train import complete_settings, train
 
 ROOT = Path(__file__).parents[2]
 TIMES = {"images_per_second", "data_wait", "seconds"}
@@ -169,6 +167,14 @@ def test_a_checkpoint_of_another_network_is_refused(tiny_config, tmp_path):
         train(config, tmp_path / "b", resume=True)
 
 
+def test_a_checkpoint_of_another_version_is_refused(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "VERSION", 0)
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(WeightsError, match="was written by another version of vit"):
+        train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
+
+
 def test_a_changed_data_set_is_noticed(tiny_config, tmp_path, colour_data):
     import shutil
 
@@ -286,22 +292,6 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
     train(config, tmp_path / "run", overwrite=True)
 
 
-def test_a_killed_run_resumes_at_once_and_exactly(tiny_config, tmp_path):
-    config = tiny_config(epochs=4, num_classes=3, workers=2)
-    train(config, tmp_path / "whole")
-    write_settings(tmp_path / "settings.yaml", config)
-    words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run")]
-    with subprocess.Popen([sys.executable, "-m", "vit", *words], cwd=ROOT) as process:
-        while not find_checkpoints(tmp_path / "run/checkpoints"):
-            time.sleep(0.002)
-        process.kill()
-    assert main([*words, "--resume"]) == 0
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "run")
-    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
-        tmp_path / "run/model.safetensors"
-    ).read_bytes()
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "lion", "adan", "nadamw"])
 def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, optimizer):
     config = tiny_config(optimizer=optimizer)
@@ -340,6 +330,48 @@ def test_a_newer_damaged_checkpoint_does_not_crowd_out_good_ones(tiny_config, tm
         "step-00000006.safetensors",
         "step-00000003.safetensors",
     ]
+
+
+def test_a_damaged_checkpoint_is_none_of_the_two_that_are_kept(tmp_path):
+    snapshot = checkpoint.Snapshot({"model/a": torch.zeros(1)}, {}, [])
+    paths = [checkpoint.write_checkpoint(tmp_path, snapshot, {"step": step}) for step in (1, 2)]
+    newest = checkpoint.write_checkpoint(tmp_path, snapshot, {"step": 3}, damaged=[paths[1]])
+    assert find_checkpoints(tmp_path) == [newest, paths[0]]
+
+
+def test_emptying_a_folder_may_be_cut_short_anywhere(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(epochs=1, warmup_epochs=0)
+    train(config, tmp_path / "run")
+    original, left = Path.unlink, [3]
+
+    def unlink(self, missing_ok=False):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        original(self, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", unlink)
+        train(config, tmp_path / "run", overwrite=True)
+    assert train(config, tmp_path / "run", overwrite=True).epoch == 1
+    # nor does a folder that was emptied, but not begun again
+    clear(tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
+    assert train(config, tmp_path / "run", resume=True).epoch == 1
+
+
+def test_a_run_that_began_meanwhile_is_not_touched(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(epochs=1, warmup_epochs=0)
+
+    def slowly(*args):
+        monkeypatch.undo()
+        train(config, tmp_path / "run")
+        return complete_settings(*args)
+
+    monkeypatch.setattr("vit.training.train.complete_settings", slowly)
+    with pytest.raises(RunError, match=r"a run began in .* meanwhile: start again"):
+        train(config, tmp_path / "run", resume=True)
+    assert len(events(tmp_path / "run")) == 1
 
 
 def test_a_validation_loss_that_is_not_finite_stops(tiny_config, tmp_path, monkeypatch):
@@ -398,7 +430,7 @@ def test_best_weights_that_are_gone_are_noticed(tiny_config, tmp_path):
 
 
 def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, monkeypatch):
-    def full(folder, snapshot, state):
+    def full(*_):
         raise RunError("step-00000002.safetensors could not be written: the disk is full")
 
     monkeypatch.setattr("vit.training.keeping.write_checkpoint", full)
@@ -410,9 +442,9 @@ def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, 
 def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
     written = []
 
-    def note(folder, snapshot, state):
+    def note(folder, snapshot, state, damaged):
         written.append(state["step"])
-        return original(folder, snapshot, state)
+        return original(folder, snapshot, state, damaged)
 
     original = checkpoint.write_checkpoint
     monkeypatch.setattr("vit.training.keeping.write_checkpoint", note)

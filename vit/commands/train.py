@@ -52,8 +52,8 @@ def add_setting(group: Any, setting: Setting) -> None:
     if setting.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         return
-    if typing.get_origin(setting.kind) is Literal:
-        options["metavar"] = "{" + "|".join(typing.get_args(setting.kind)) + "}"
+    if choices := choices_of(setting.kind):
+        options["metavar"] = "{" + "|".join(choices) + "}"
     else:
         options["metavar"] = setting.name.split("_")[-1].upper()
     if count := numbers_taken(setting.kind):
@@ -71,6 +71,14 @@ def default_shown(setting: Setting) -> str:
         return ""
     number = isinstance(setting.default, float)
     return f" (default: {setting.default:.4g})" if number else f" (default: {setting.default})"
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The words that a flag of this type takes; none where it takes any."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is Literal:
+            return typing.get_args(option)
+    return ()
 
 
 def numbers_taken(kind: Any) -> int:

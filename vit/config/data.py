@@ -21,7 +21,7 @@ class DataConfig(Section):
     workers: int | None = setting(None, "-j")
     """Loader processes per device; one a core, at most 8, when left empty."""
     batch_size: int = setting(128, "-b")
-    """Pictures in one optimiser step, over all devices and micro-batches."""
+    """Pictures in one optimiser step, over all devices; auto only finds what accumulate fits."""
     accumulate: int | None = setting(1, "--grad-accum-steps")
     """Micro-batches that make one optimiser step; auto takes as few as a GPU's memory allows."""
     resize: Literal["crop", "squash"] = "crop"

@@ -13,7 +13,7 @@ class RunConfig(Section):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "auto"
-    """Arithmetic of the network; auto is bf16 where the hardware has it, else fp32."""
+    """Arithmetic of the network; auto is bf16 where the hardware has it, else fp32 (not tf32)."""
     deterministic: bool = False
     """Give the same bits each time on a GPU too, where it costs speed; CPUs do anyhow."""
     compile: bool = setting(False, "--torchcompile")

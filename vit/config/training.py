@@ -64,7 +64,7 @@ class TrainingConfig(Section):
             self.refuse("min_lr", f"is more than lr={self.lr}")
         if self.warmup_epochs is not None:
             self.check_least(0, "warmup_epochs")
-            if self.warmup_epochs >= self.epochs:
+            if self.time is None and self.warmup_epochs >= self.epochs:
                 self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}")
 
     @property

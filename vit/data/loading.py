@@ -222,10 +222,12 @@ class Feed:
             self.stop()
             if "DataLoader worker (pid" not in str(error):
                 raise
-            raise DataError(
+            killed = DataError(
                 "a loader process was killed, most likely for lack of memory or of shared memory "
                 "(/dev/shm); use fewer workers (-j) or a smaller batch_size"
-            ) from error
+            )
+            killed.everywhere = False
+            raise killed from error
         except BaseException:
             self.stop()
             raise

@@ -54,7 +54,7 @@ class Schedule:
         if self.batch_size % parts:
             raise DataError(
                 f"batch_size={self.batch_size} does not split into accumulate={self.accumulate} "
-                f"x {self.world_size} devices; choose a multiple of {parts}"
+                f"x {self.world_size} devices; choose a multiple of {parts}, or another accumulate"
             )
         if self.batch_size > self.count:
             raise DataError(

@@ -28,6 +28,10 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
             outcome[0] = act()
         except VitError as error:
             outcome[1] = error
+        except Exception as error:
+            outcome[1] = RunError(f"{type(error).__name__}: {error}")  # for the others, who wait
+            broadcast_object_list(outcome)
+            raise
     broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]

@@ -90,6 +90,7 @@ class BestEpochs:
             needed: States of the checkpoints that a run may go back to.
         """
         kept = {self.path(event["epoch"]) for state in needed for event in state}
-        for path in self.folder.glob("epoch-*.safetensors"):
-            if path not in kept:
-                path.unlink()
+        with naming(self.folder):
+            for path in self.folder.glob("epoch-*.safetensors"):
+                if path not in kept:
+                    path.unlink(missing_ok=True)

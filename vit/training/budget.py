@@ -23,7 +23,7 @@ from vit.config import Config
 from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
 from vit.data.samples import Sample, Splits
 from vit.errors import ConfigError
-from vit.training.batches import evaluation_loader, make_schedule, training_loader
+from vit.training.batches import evaluation_loader, make_schedule, micro_batch_size, training_loader
 from vit.training.loop import Training, train_one_step
 from vit.training.pace import duration, picture_side
 from vit.training.rehearsal import LONG, largest, rehearse
@@ -97,10 +97,8 @@ def fit_time(
     if seconds is None:
         return config
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
-    most = min(SHARE * seconds, MOST_SECONDS)
-    rehearse(config, accelerator, lambda _: None)  # what it imports is not imported again
-    watch = Stopwatch(accelerator)
-    costs = rehearse(endless(config), accelerator, lambda run: measure(run, splits, watch, most))
+    costs_of(config, splits, accelerator, 0.0)  # what it imports and compiles, the run finds
+    costs = costs_of(config, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
     spent = largest(accelerator, time.monotonic() - began)
 
     def end(epochs: int) -> float:
@@ -131,6 +129,12 @@ def endless(config: Config) -> Config:
     return dataclasses.replace(whole, data=data)
 
 
+def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
+    """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
+    watch = Stopwatch(accelerator)
+    return rehearse(endless(config), accelerator, lambda run: measure(run, splits, watch, most))
+
+
 class Stopwatch:
     """Seconds between its laps, the same on all processes: those of the slowest.
 
@@ -151,7 +155,7 @@ class Stopwatch:
 
 
 def measure(run: Training, splits: Splits, watch: Stopwatch, most: float) -> Costs:
-    """What the parts of a run like `run` cost, in about three times `most` seconds."""
+    """What the parts of a run like `run` cost; `most` seconds for each of them."""
     training = run.config.training
     build = watch.lap()
     starts, small = time_steps(run, splits.train, watch, most)
@@ -160,8 +164,8 @@ def measure(run: Training, splits: Splits, watch: Stopwatch, most: float) -> Cos
         run.config = with_training(run.config, start_image_size=None)
         more, full = time_steps(run, splits.train, watch, most)
         starts += more
-    share = run.config.data.batch_size * most / full
-    start, validation = time_validation(run, splits.val, watch, pictures=math.ceil(share))
+    pictures = run.config.data.batch_size * most / full
+    start, validation = time_validation(run, splits.val, watch, pictures)
     kept = run.config.run.keep_best if training.soup else 0
     # the main process alone measures once more for the report, and weights that may be averaged
     return Costs(
@@ -204,21 +208,24 @@ def all_batches(loader: TrainingLoader) -> Iterator[Batch]:
 
 
 def time_validation(
-    run: Training, samples: Sequence[Sample], watch: Stopwatch, *, pictures: int
+    run: Training, samples: Sequence[Sample], watch: Stopwatch, pictures: float
 ) -> tuple[float, float]:
-    """Validate twice on about so many pictures.
+    """Validate twice on about so many pictures, in batches of the sizes that all `samples` make.
 
     Returns:
         Seconds that the first time took more than the second, and seconds of all `samples`.
     """
-    part = samples[:: max(len(samples) // pictures, 1)]
+    batch = micro_batch_size(run) * run.processes
+    whole = max(round(pictures / batch), 1) * batch
+    count = min(whole + len(samples) % batch, len(samples))
+    part = [samples[number * len(samples) // count] for number in range(count)]
     loader = evaluation_loader(run, part)
     try:
         watch.lap()
-        first, second = (_timed_validation(run, loader, len(part), watch) for _ in range(2))
+        first, second = (_timed_validation(run, loader, count, watch) for _ in range(2))
     finally:
         loader.close()
-    return max(first - second, 0.0), second * len(samples) / len(part)
+    return max(first - second, 0.0), second * len(samples) / count
 
 
 def _timed_validation(

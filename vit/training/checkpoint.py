@@ -10,7 +10,7 @@ deleted only after a newer one is whole.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from vit.weights.tensorfile import naming, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 KEEP = 2
+VERSION = 1
 FILE = re.compile(r"step-(\d+)\.safetensors")
 
 Say = Callable[[str], None]
@@ -68,8 +69,16 @@ def take_snapshot(
     return Snapshot(copies(tensors, keep=keep), numbers, _group_settings(optimizer))
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot, state: Mapping[str, Any]) -> Path:
+def write_checkpoint(
+    folder: Path, snapshot: Snapshot, state: Mapping[str, Any], damaged: Collection[Path] = ()
+) -> Path:
     """Write a checkpoint of step `state["step"]`, then delete all but the newest two.
+
+    Args:
+        folder: That of the checkpoints.
+        snapshot: The tensors.
+        state: What the checkpoint says beside them.
+        damaged: Checkpoints that count for nothing.
 
     Raises:
         RunError: It cannot be written; the earlier ones are untouched.
@@ -77,15 +86,22 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, state: Mapping[str, Any])
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
-        {**state, "optimizer": snapshot.optimizer, "groups": snapshot.groups}, sort_keys=True
+        {
+            **state,
+            "version": VERSION,
+            "optimizer": snapshot.optimizer,
+            "groups": snapshot.groups,
+        },
+        sort_keys=True,
     )
     path = folder / f"step-{state['step']:08d}.safetensors"
     write_tensors(path, snapshot.tensors, {"state": text})
     found = find_checkpoints(folder)
-    kept = [each for each in found if each <= path][:KEEP]  # a newer one is a damaged one
-    for old in found:
-        if old not in kept:
-            old.unlink()
+    kept = [each for each in found if each <= path and (each == path or each not in damaged)][:KEEP]
+    with naming(folder):
+        for old in found:
+            if old not in kept:
+                old.unlink(missing_ok=True)
     return path
 
 
@@ -100,25 +116,31 @@ def load_checkpoint(
     """Restore the newest whole checkpoint of `folder`.
 
     Returns:
-        Its state, or None where there is no checkpoint at all.
+        Its state, and the `damaged` ones that were passed over; None where there is no checkpoint.
 
     Raises:
         RunError: There are checkpoints, and every one is damaged.
         WeightsError: The checkpoint is of another network or optimiser.
     """
-    paths = find_checkpoints(folder)
+    paths, damaged = find_checkpoints(folder), []
     for path in paths:
         try:
             tensors, metadata = read_tensors(path)
         except WeightsError as error:
             say(f"{error}; going on from the checkpoint before it")
+            damaged.append(path)
             continue
         state: dict[str, Any] = json.loads(metadata["state"])
+        if state.pop("version", None) != VERSION:
+            raise WeightsError(
+                f"{printable(path)} was written by another version of vit: finish its run with "
+                "that, or start anew with --overwrite"
+            )
         numbers, groups = state.pop("optimizer"), state.pop("groups")
         _restore(path, split(tensors), numbers, model, optimizer, average)
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({k: _from_plain(value, group.get(k)) for k, value in saved.items()})
-        return state
+        return {**state, "damaged": damaged}
     if paths:
         raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
     return None

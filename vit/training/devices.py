@@ -32,6 +32,9 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         raise ConfigError(
             f"device={chosen!r}: {started} processes take a device each; say --device cuda or cpu"
         )
+    if started > 1 and chosen == "cuda" and torch.cuda.is_available():
+        # not the first GPU for all: each would hold some of its memory
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     device = resolve_device(chosen)
     if chosen and device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)

@@ -49,6 +49,7 @@ class Keeper:
         self.best = best
         self.metrics = metrics
         self.before: Sequence[Event] = ()  # best epochs of the checkpoint before
+        self.damaged: Sequence[Path] = ()  # checkpoints that count for nothing
         self.writer = Writer()
         self.saved = time.monotonic()
 
@@ -95,7 +96,7 @@ class Keeper:
         if packed is not None:
             packed.write(self.folder)
         self.metrics.flush()
-        write_checkpoint(self.folder / CHECKPOINTS, snapshot, state)
+        write_checkpoint(self.folder / CHECKPOINTS, snapshot, state, self.damaged)
         self.best.prune(state["best"], self.before)
         self.before = state["best"]
 

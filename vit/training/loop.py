@@ -201,8 +201,18 @@ def loss_of(run: Training, batch: Batch, epoch: int, *, micro_batch: int) -> Ten
         batch_size=config.data.batch_size,
     )
     images, targets = mix(images, targets, batch.positions, plan)
-    logits = run.model(images)
+    logits = forward(run, images)
     return smoothed_cross_entropy(logits, targets, smoothing=config.training.smoothing)
+
+
+def forward(run: Training, images: Tensor) -> Tensor:
+    """Logits of normalised `images`, of which there may be none.
+
+    All processes must take part in each pass, and some attention kernels refuse an empty batch.
+    """
+    given = images if len(images) else images.new_zeros(1, *images.shape[1:])
+    logits: Tensor = run.model(given)[: len(images)]
+    return logits
 
 
 def clip(run: Training) -> Tensor:

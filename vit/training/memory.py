@@ -146,7 +146,9 @@ def limited(accelerator: Accelerator) -> Iterator[float]:
     So processes whose steps wait for each other run out of memory together.
     """
     device = accelerator.device
-    before = torch.cuda.get_per_process_memory_fraction(device)
+    if device.index is None:  # that of a single process
+        device = torch.device("cuda", torch.cuda.current_device())
+    before = fraction(device)
     free, total = torch.cuda.mem_get_info(device)
     mine = (1 - HEAD_ROOM) * (free + torch.cuda.memory_reserved(device))
     room = -largest(accelerator, -mine)
@@ -155,6 +157,12 @@ def limited(accelerator: Accelerator) -> Iterator[float]:
         yield room
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def fraction(device: torch.device) -> float:
+    """The share of the GPU's memory that torch may take; older versions cannot tell."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if ask is None else float(ask(device))
 
 
 def take_steps(run: Training, size: int) -> None:

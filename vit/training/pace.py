@@ -23,6 +23,8 @@ class Pace:
         steps: Optimiser steps left, as `steps_left` counts them.
         validations: Validations left.
         validation_share: Pictures of one validation, as a share of those of one step.
+        growing: Whether pictures grow on the way; what a step costs besides them does not, so the
+            time is then an upper bound.
         clock: Seconds since some moment.
     """
 
@@ -32,10 +34,12 @@ class Pace:
         steps: float,
         validations: int,
         validation_share: float,
+        growing: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.steps_left, self.validations_left = steps, validations
         self.validation_share = validation_share
+        self.about = "at most about" if growing else "about"
         self.clock = clock
         self.validation: float | None = None
         self.done, self.timed, self.seconds = 0, 0, 0.0
@@ -65,13 +69,14 @@ class Pace:
     def line(self) -> str | None:
         """The time left at the pace so far; None where it is not worth a line."""
         step = self.seconds / self.timed
-        validation = self.validation
-        if validation is None:
-            validation = VALIDATION_SHARE * self.validation_share * step
+        training = self.validation_share * step  # as long as training on its pictures would take
+        validation = VALIDATION_SHARE * training
+        if self.validation is not None:
+            validation = min(self.validation, training)  # the first one starts its loaders, too
         left = (self.steps_left - self.done) * step + self.validations_left * validation
         if left < LEAST_TO_GO:
             return None
-        return f"about {duration(left)} to go ({step:.2g} s a step)"
+        return f"{self.about} {duration(left)} to go ({step:.2g} s a step)"
 
 
 def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:

@@ -40,6 +40,7 @@ def rehearse(config: Config, accelerator: Accelerator, act: Callable[[Training],
     finally:
         if scaler is not None:
             scaler.load_state_dict(scale)
+            scaler._per_optimizer_states.clear()  # of a step that ran out of memory half-way
         if config.run.compile:
             torch.compiler.reset()  # or the real run is compiled for sizes that it never sees
         forget(accelerator)

@@ -52,7 +52,10 @@ def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
         raise RunError("resume and overwrite exclude each other: choose one")
     if folder.exists() and not folder.is_dir():
         raise RunError(f"run folder {where} is a file: give a folder")
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    except OSError as error:
+        raise RunError(f"run folder {where} cannot be read: {error.strerror}") from None
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not (folder / "config.yaml").is_file():
         raise RunError(f"{where} has files that no training wrote: give another folder")
@@ -90,18 +93,23 @@ def claim_folder(folder: Path) -> BinaryIO:
 def clear(folder: Path) -> None:
     """Delete what a training wrote in `folder`, and nothing else."""
     clean_leftovers(folder)
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / TRACKING, ignore_errors=True)
     for path in (*folder.glob(f"{CHECKPOINTS}/step-*"), *folder.glob(f"{BEST}/epoch-*")):
         path.unlink()
-    shutil.rmtree(folder / TRACKING, ignore_errors=True)
+    for name in (CHECKPOINTS, BEST):
+        with contextlib.suppress(OSError):  # not there, or somebody's files are in it
+            (folder / name).rmdir()
+    # config.yaml, by which a folder is known to be ours, last: a kill may come in between
+    for name in reversed(FILES):
+        (folder / name).unlink(missing_ok=True)
 
 
 def clean_leftovers(folder: Path) -> None:
     """Delete what a killed process left half written in a run folder."""
-    for place in (folder, folder / CHECKPOINTS, folder / BEST):
-        for path in place.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
+    with naming(folder):
+        for place in (folder, folder / CHECKPOINTS, folder / BEST):
+            for path in place.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
 
 
 def stored_config(folder: Path) -> Config:
@@ -179,7 +187,8 @@ class Metrics:
         if self.file.seek(0, os.SEEK_END) < size:
             name = printable(self.file.name)
             raise RunError(
-                f"{name} is shorter than its checkpoint knows: restore it, or start anew"
+                f"{name} is shorter than its checkpoint knows: restore it, or start anew with "
+                "--overwrite"
             )
         self.file.truncate(size)
         self.file.seek(size)

@@ -118,7 +118,7 @@ class Session:
         run.step, self.epoch, self.part = state["step"], state["epoch"], dict(state["part"])
         run.failed |= state["failed"]
         self.best.restore(state["best"])
-        self.keeper.before = state["best"]
+        self.keeper.before, self.keeper.damaged = state["best"], state["damaged"]
         self.keeper.require_model()
         if (scaler := run.accelerator.scaler) is not None:
             scaler.load_state_dict(state["scaler"])
@@ -135,6 +135,7 @@ class Session:
             steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
             validations=training.epochs - self.epoch,
             validation_share=len(self.splits.val) / run.config.data.batch_size,
+            growing=training.start_image_size is not None,
         )
         while self.epoch < training.epochs and not self.stopped_early():
             done = run.step - self.epoch * self.steps
@@ -261,6 +262,10 @@ class Session:
             made = make_soup(self.best, worth)
         except WeightsError as error:  # the same files on all processes; the run is complete
             self.records.tell(f"note: no soup: {error}")
+            with contextlib.suppress(WeightsError):  # an earlier end may have left a soup there
+                weights = self.best.load(self.best.first["epoch"])
+                if run.accelerator.is_main_process:
+                    self.keeper.save_model(weights)
             return None
         self.heed(agreed_signal(run.accelerator, run.interruption.number))
         assert made is not None

@@ -78,6 +78,8 @@ class Tracking:
         self.thread.start()
         if step == 0 and wait([self.started], LOOK_SECONDS * 5).not_done:
             say(f"waiting for {name}")
+        # loader processes are forked soon, and a thread had better not be importing then
+        wait([self.started], timeout=None if step == 0 else PATIENCE_SECONDS)
         if step == 0 and (failure := self.started.exception()) is not None:
             why = reason(failure)
             raise ConfigError(f"track={name!r} cannot start: {why}; mend it, or leave it out")

@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.data.samples import Splits
-from vit.errors import DataError, RunError, printable
+from vit.errors import RunError, printable
 from vit.settings import default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
@@ -63,23 +64,22 @@ def train(
     began = time.monotonic() if began is None else began
     require_tracker(config.run.track)
     accelerator = make_accelerator(config.run)
-    tell = say if accelerator.is_main_process else lambda _: None
     folder = Path(out or default_folder(config.data.data))
-    resuming = on_main(
-        accelerator, lambda: look_at_folder(folder, resume=resume, overwrite=overwrite)
-    )
+    look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)
+    resuming = on_main(accelerator, look)
+    if resume and not resuming and accelerator.is_main_process:
+        say(f"note: no run in {printable(folder)} yet: starting one")
     begun = folder if resuming else None
-    if resume and not resuming:
-        tell(f"note: no run in {printable(folder)} yet: starting one")
     config, splits, failed = complete_settings(config, given, accelerator, begun, began)
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
-    echo = ECHO_SECONDS if "WORLD_SIZE" in os.environ else 0.0  # a launcher is there
-    with mendable(), Interruption(echo) as interruption, contextlib.ExitStack() as stack:
+    with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
         run = make_training(config, accelerator, config.training.epochs * schedule.steps_per_epoch)
-        run.failed, run.interruption = failed, interruption
+        run.failed, run.interruption = failed, signals
 
         def claim() -> None:
             stack.enter_context(claim_folder(folder))
+            if look() != resuming:
+                raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
             if not resuming:
                 write_start(folder, config, splits)
 
@@ -88,6 +88,11 @@ def train(
         stack.callback(session.close)
         session.begin(resuming)
         return session.run_all()
+
+
+def echo_seconds() -> float:
+    """How long a signal may come twice: where there is a launcher, it hands its own on."""
+    return ECHO_SECONDS if "WORLD_SIZE" in os.environ else 0.0
 
 
 def complete_settings(
@@ -122,9 +127,6 @@ def mendable() -> Iterator[None]:
     """Turn errors of the machine into errors with a remedy; one process alone may meet them."""
     try:
         yield
-    except DataError as error:
-        error.everywhere = False
-        raise
     except RuntimeError as error:
         told = remedy(error)
         if told is None:
@@ -142,6 +144,8 @@ def remedy(error: RuntimeError) -> str | None:
             "out of memory: -b auto or a larger --accumulate splits a step's batch; or use "
             "--checkpoint-activations, a smaller --model or --image-size"
         )
+    if "deterministic implementation" in text:
+        return f"--deterministic: {printable(text.splitlines()[0])[:160]}; leave it out"
     if isinstance(error, torch.distributed.DistError) or "gloo" in text.lower():
         return (
             "lost another process of this training, which may have said why "

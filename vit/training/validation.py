@@ -12,7 +12,7 @@ from vit.data.loading import Batch, EvaluationLoader
 from vit.errors import BadImage, DataError, RunError
 from vit.training.agreement import agreed_signal
 from vit.training.ema import exchanged
-from vit.training.loop import Training, leave_out, summed, widest
+from vit.training.loop import Training, forward, leave_out, summed, widest
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def validate(
 def measure(run: Training, batch: Batch) -> Tensor:
     """Summed loss, number of right answers and number of pictures of one batch, float64, (3,)."""
     images = batch.images.to(run.accelerator.device, non_blocking=True)
-    logits = run.model(run.preprocessing.normalise(images, run.dtype)).to(run.dtype).cpu()
+    logits = forward(run, run.preprocessing.normalise(images, run.dtype)).to(run.dtype).cpu()
     loss = F.cross_entropy(logits, batch.labels, reduction="sum")
     correct = (logits.argmax(dim=1) == batch.labels).sum()
     return torch.stack([loss.double(), correct.double(), torch.tensor(len(logits)).double()])
