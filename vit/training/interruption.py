@@ -31,7 +31,7 @@ class Interruption:
             hands its own on to processes that the terminal or the scheduler has told already.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)  # of several processes' the first of these counts
 
     def __init__(self, echo_seconds: float = 0.0) -> None:
         self.number = 0

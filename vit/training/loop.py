@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from signal import SIGINT, SIGTERM
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from vit.training.progress import Progress
 from vit.training.sharding import whole
 
 LEAST_SCALE = 1e-4
-SIGNALS = (SIGTERM, SIGINT)  # the first one that any process has received counts
 
 
 @dataclass(kw_only=True)
@@ -122,25 +120,27 @@ def train_one_step(
     lr = run.lr_at(run.step)
     set_lr(run.optimizer, lr)
     total = accumulate(run, micro_batches, epoch)
-    norm = float(clip(run))
+    norm = clip(run).to(total)
     failed = [bad for batch in micro_batches for bad in batch.failed]
-    loss, images, lost, wants, *signals = summed(
+    # by one message, which is the only time that the step waits for a GPU
+    loss, norms, images, lost, wants, *signals = summed(
         run,
-        total,
+        torch.stack([total, norm]),
         [sum(len(batch.labels) for batch in micro_batches), len(failed), due],
-        [run.interruption.number == number for number in SIGNALS],
+        [run.interruption.number == number for number in Interruption.SIGNALS],
     )
     if lost:
         leave_out(run, failed)
-    mean = loss / max(images, 1)
-    require_finite(run, mean, norm)
+    mean, grad_norm = loss / max(images, 1), norms / run.processes
+    require_finite(run, mean, grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average is not None:
         run.average.update(run.step)
     run.step += 1
-    signal = next((number for number, had in zip(SIGNALS, signals, strict=True) if had), 0)
-    return Step(mean, int(images), norm, lr, signal, wants > 0)
+    had = zip(Interruption.SIGNALS, signals, strict=True)
+    signal = next((number for number, count in had if count), 0)
+    return Step(mean, int(images), grad_norm, lr, signal, wants > 0)
 
 
 def accumulate(run: Training, micro_batches: list[Batch], epoch: int) -> Tensor:
@@ -159,10 +159,10 @@ def accumulate(run: Training, micro_batches: list[Batch], epoch: int) -> Tensor:
     return total
 
 
-def summed(run: Training, total: Tensor, *counts: Sequence[float]) -> list[float]:
-    """`total` and `counts`, each summed over the processes, by one message."""
+def summed(run: Training, totals: Tensor, *counts: Sequence[float]) -> list[float]:
+    """`totals`, on their device, and `counts`, each summed over the processes, by one message."""
     flat = [number for part in counts for number in part]
-    parts = torch.cat([total[None], torch.tensor(flat, device=total.device, dtype=total.dtype)])
+    parts = torch.cat([totals, torch.tensor(flat, device=totals.device, dtype=totals.dtype)])
     numbers: list[float] = run.accelerator.reduce(parts).tolist()
     return numbers
 

@@ -60,9 +60,7 @@ def validate(
             sums += measure(run, batch)
             if agreed_signal(run.accelerator, run.interruption.number):
                 return None
-    loss_sum, correct, count, lost = summed(
-        run, sums[0].to(device, widest(device)), sums[1:].tolist(), [len(failed)]
-    )
+    loss_sum, correct, count, lost = summed(run, sums.to(device, widest(device)), [len(failed)])
     assert count + lost == expected, f"{count:.0f} of {expected} validation pictures were measured"
     if lost:
         leave_out(run, failed)
