@@ -14,7 +14,8 @@ from vit.training import budget
 from vit.training.budget import Costs, count_that_fit, fit_time
 from vit.training.devices import make_accelerator
 from vit.training.loop import Step
-from vit.training.pace import Pace, duration, picture_side, steps_left
+from vit.training.pace import Pace, duration, steps_left
+from vit.training.schedule import picture_side
 from vit.training.setup import look_at_data
 from vit.training.validation import Validation
 

@@ -97,3 +97,8 @@ class AugmentConfig(Section):
             self.refuse("min_crop", "must be more than 0 and at most 1")
         if self.randaugment_magnitude > 30:
             self.refuse("randaugment_magnitude", "must be at most 30")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether neighbours in a batch may be mixed with each other."""
+        return bool((self.mixup or self.cutmix) and self.mix_probability)

@@ -46,9 +46,9 @@ def draw_plan(
         step: Number of the step in the epoch, from 0.
         batch_size: Pictures of the step, over all devices and micro-batches.
     """
-    alphas = [config.mixup, config.cutmix]
-    if not any(alphas) or not config.mix_probability:
+    if not config.mixes:
         return None
+    alphas = [config.mixup, config.cutmix]
     pairs = (batch_size + 1) // 2
     # RandomState and not Generator: only its streams are the same in all versions of numpy.
     words = divmod(random_seed(seed, "mix", epoch, step), 2**32)

@@ -10,7 +10,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
 from vit.data.transforms import Transform, training_transform
 from vit.training.loop import Training
-from vit.training.schedule import image_size_at
+from vit.training.schedule import picture_side
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,7 @@ class TransformFor:
     preprocessing: Preprocessing
 
     def __call__(self, epoch: int) -> Transform:
-        full = self.config.model.image_size
-        side = image_size_at(
-            epoch,
-            epochs=self.config.training.epochs,
-            start=self.config.training.start_image_size or full,
-            full=full,
-            multiple=self.config.model.patch_size,
-        )
+        side = picture_side(self.config, epoch, self.config.training.epochs)
         sized = dataclasses.replace(self.preprocessing, image_size=(side, side))
         return training_transform(self.config.augment, sized)
 

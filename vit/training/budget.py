@@ -25,8 +25,9 @@ from vit.data.samples import Sample, Splits
 from vit.errors import ConfigError
 from vit.training.batches import evaluation_loader, make_schedule, micro_batch_size, training_loader
 from vit.training.loop import Training, train_one_step
-from vit.training.pace import duration, picture_side
+from vit.training.pace import duration
 from vit.training.rehearsal import LONG, largest, rehearse
+from vit.training.schedule import picture_side
 from vit.training.validation import validate
 
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.config import AugmentConfig, Config
+from vit.config import Config
 from vit.data.loading import Batch
 from vit.errors import RunError
 from vit.training.loop import Training, clip, loss_of
@@ -63,7 +63,7 @@ def fit_memory(config: Config, accelerator: Accelerator, say: Say) -> Config:
         rehearse(accumulating(config, parts), accelerator, lambda run: take_steps(run, size))
         return torch.cuda.max_memory_reserved(device)
 
-    sizes = micro_batch_sizes(share, pairs=mixes(config.augment))
+    sizes = micro_batch_sizes(share, pairs=config.augment.mixes)
     with limited(accelerator) as room:
         found = largest_that_fits(sizes, trial, accelerator)
     if found is None:
@@ -82,11 +82,6 @@ def accumulating(config: Config, micro_batches: int) -> Config:
     """`config` with this number of micro-batches a step."""
     data = dataclasses.replace(config.data, accumulate=micro_batches)
     return dataclasses.replace(config, data=data)
-
-
-def mixes(augment: AugmentConfig) -> bool:
-    """Whether neighbours in a batch may be mixed with each other."""
-    return bool((augment.mixup or augment.cutmix) and augment.mix_probability)
 
 
 def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:

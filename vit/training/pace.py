@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from vit.config import Config
-from vit.training.schedule import image_size_at
+from vit.training.schedule import picture_side
 
 # Steps before the clock starts: the first ones start loaders, compile, and warm up.
 WARM_UP = 2
@@ -91,18 +91,6 @@ def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
         return 0.0
     begun = step - first * steps_per_epoch
     return steps_per_epoch * sum(sizes) / sizes[0] - begun
-
-
-def picture_side(config: Config, epoch: int, epochs: int) -> int:
-    """Side of the training pictures in an epoch of so many."""
-    full = config.model.image_size
-    return image_size_at(
-        epoch,
-        epochs=epochs,
-        start=config.training.start_image_size or full,
-        full=full,
-        multiple=config.model.patch_size,
-    )
 
 
 def duration(seconds: float) -> str:

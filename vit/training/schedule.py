@@ -10,6 +10,8 @@ and Hutter, "SGDR", section 3, arXiv:1608.03983; linear warm-up: Goyal et al., a
 import math
 from dataclasses import dataclass
 
+from vit.config import Config
+
 # share of a run after which pictures have their full size
 GROWN = 0.75
 
@@ -47,3 +49,15 @@ def image_size_at(epoch: int, *, epochs: int, start: int, full: int, multiple: i
     """
     share = min(epoch / max(GROWN * epochs, 1), 1.0)
     return min(full, start + round(share * (full - start) / multiple) * multiple)
+
+
+def picture_side(config: Config, epoch: int, epochs: int) -> int:
+    """Side of the training pictures in an epoch of so many."""
+    full = config.model.image_size
+    return image_size_at(
+        epoch,
+        epochs=epochs,
+        start=config.training.start_image_size or full,
+        full=full,
+        multiple=config.model.patch_size,
+    )

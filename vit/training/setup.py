@@ -117,8 +117,7 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
         ConfigError: The batch does not split into whole pairs, and pairs are to be mixed.
     """
     data, parts = config.data, processes * config.data.micro_batches
-    mixing = parts > 1 and (config.augment.mixup or config.augment.cutmix)
-    unit = 2 * parts if mixing else parts
+    unit = 2 * parts if parts > 1 and config.augment.mixes else parts
     batch_size = fitting_batch_size(images, data.batch_size, unit)
     if batch_size % unit and not batch_size % parts:
         raise ConfigError(
