@@ -6,7 +6,7 @@ import torch
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.weights.folder import empty_model
-from vit.weights.formats import (
+from vit.weights.formats.names import (
     check_fit,
     from_huggingface,
     from_timm,

@@ -21,7 +21,7 @@ from vit.errors import ConfigError, RunError, WeightsError, printable
 from vit.model.build import assemble
 from vit.model.classifier import VisionTransformer
 from vit.settings import all_settings, convert
-from vit.weights.formats import check_fit, from_timm, to_timm
+from vit.weights.formats.names import check_fit, from_timm, to_timm
 from vit.weights.tensorfile import read_tensors, write_tensors, write_text
 from vit.weights.timm_config import timm_config
 

@@ -1,0 +1,31 @@
+"""A network that somebody trained, in our terms, whatever library's file it came from."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights and what is known about them.
+
+    Args:
+        state: Tensors by our names and in our shapes, float32, on the CPU.
+        config: The network they fit exactly; `num_classes` is 0 where there is no head.
+        classes: Names by output; None where the source does not say.
+        preprocessing: How pictures were prepared; None where the source does not say.
+        license: Under which terms the weights are given; None where the source does not say.
+        origin: What they were, in a few words: "timm vit_small_patch16_224".
+        notes: Lines for the user: what was assumed, which tensors were left out and why.
+    """
+
+    state: dict[str, Tensor]
+    config: ModelConfig
+    classes: tuple[str, ...] | None
+    preprocessing: Preprocessing | None
+    license: str | None
+    origin: str
+    notes: tuple[str, ...] = ()
