@@ -11,7 +11,13 @@ from vit.config import ModelConfig
 from vit.model.classifier import VisionTransformer
 from vit.presets import preset
 from vit.weights.folder import empty_model
-from vit.weights.formats.names import check_fit, from_huggingface, from_timm, from_torchvision, to_timm
+from vit.weights.formats.names import (
+    check_fit,
+    from_huggingface,
+    from_timm,
+    from_torchvision,
+    to_timm,
+)
 
 TOLERANCE = 1e-4
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4}
