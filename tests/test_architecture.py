@@ -33,7 +33,7 @@ ALLOWED = {
 }  # fmt: skip
 # a library that only these files of a part may import
 ONLY = {"timm": {"vit/weights", "vit/training/optimization.py"}, "accelerate": {"vit/training"}}
-MODEL_LINES = 1100
+MODEL_LINES = 1350
 FUNCTION_LINES = 50
 FILE_LINES = 300
 

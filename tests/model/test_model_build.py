@@ -28,6 +28,16 @@ EXTRAS = [
     {"qk_norm": True, "norm": "rmsnorm", "layer_scale": 0.1},
     {"norm_order": "post", "pooling": "mean", "layer_scale": 0.1},
     {"hidden_dim": 40, "channels": 4},
+    {"norm_pre": True, "patch_bias": False, "norm_eps": 1e-5},
+    {"qkv_bias": False, "proj_bias": False},
+    {"qkv_bias": False, "proj_bias": False, "feedforward": "swiglu"},
+    {"registers": 2, "prefix_positions": "class_token"},
+    {"registers": 2, "prefix_positions": "all"},
+    {"prefix_positions": "none"},
+    {"position": "rotary", "rotary_grid": "centred", "registers": 2, "qk_norm": True},
+    {"position": "rotary", "rotary_reference": 7, "class_token": False, "pooling": "mean"},
+    {"pooling": "attention", "class_token": False, "activation": "gelu_tanh"},
+    {"pooling": "class_token_mean", "final_norm": "pooled"},
     {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
 ]
 OPTIONS = [{field: name} for field, name in CHOICES] + EXTRAS
@@ -38,9 +48,25 @@ def test_names_agree_with_the_config(field):
     assert set(TABLES[field]) == set(get_args(get_type_hints(ModelConfig)[field]))
 
 
-def test_every_order_and_pooling_says_where_the_last_norm_stands():
-    expected = {(order, pooling) for order in build.BLOCKS for pooling in build.POOLINGS}
-    assert build.FINAL_NORMS.keys() == expected
+@pytest.mark.parametrize(
+    ("order", "pooling", "final", "stands"),
+    [
+        ("pre", "class_token", "auto", "norm"),
+        ("pre", "mean", "auto", "fc_norm"),
+        ("pre", "attention", "auto", "norm"),
+        ("pre", "class_token_mean", "auto", "norm"),
+        ("post", "class_token", "auto", None),
+        ("post", "mean", "auto", None),
+        ("pre", "mean", "tokens", "norm"),
+        ("pre", "class_token", "pooled", "fc_norm"),
+        ("pre", "mean", "none", None),
+    ],
+)
+def test_where_the_last_norm_stands(order, pooling, final, stands):
+    settings = {"norm_order": order, "pooling": pooling, "final_norm": final}
+    model = build_classifier(ModelConfig(**{**SMALL, **settings}))
+    found = [name for name in ("norm", "fc_norm") if list(getattr(model, name).parameters())]
+    assert found == ([stands] if stands else [])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

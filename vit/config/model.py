@@ -17,7 +17,7 @@ class ModelConfig(Section):
     channels: int = setting(3, "--in-chans")
     """Colour channels of a picture."""
     num_classes: int = 1000
-    """Number of classes; a training takes it from the data."""
+    """Number of classes; a training takes it from the data. 0 builds no head."""
     dim: int = setting(384, "--embed-dim")
     """Width of a token."""
     depth: int = 12
@@ -29,13 +29,35 @@ class ModelConfig(Section):
     class_token: bool = True
     """Prepend a learned class token."""
     registers: int = setting(0, "--reg-tokens")
-    """Extra learned tokens without a position (Darcet et al., arXiv:2309.16588)."""
-    position: Literal["learned", "sinusoidal_1d", "sinusoidal_2d", "none"] = "learned"
+    """Extra learned tokens (Darcet et al., arXiv:2309.16588)."""
+    position: Literal[
+        "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "none"
+    ] = "learned"
     """How tokens know their place in the picture."""
+    prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
+    """Which tokens before the patches have a position; auto: the class token, without registers."""
+    rotary_grid: Literal["index", "centred"] = "index"
+    """Rotary: angles grow with a patch's number, or from -1 to 1 across the picture (DINOv3)."""
+    rotary_temperature: float = 100.0
+    """Rotary: how much slower the last pair of channels turns than the first."""
+    rotary_reference: int | None = None
+    """Rotary, index: patches on a side to which other sizes are scaled; none when left empty."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
+    norm_eps: float = 1e-6
+    """Added to a variance (or mean square) before its root is taken."""
     norm_order: Literal["pre", "post"] = "pre"
     """Normalise before each part of a block (pre) or after its residual sum (post)."""
+    norm_pre: bool = False
+    """Normalise the tokens before the first block too (CLIP)."""
+    final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
+    """What the last norm is applied to; auto: all tokens, or with pooling=mean what is pooled."""
+    patch_bias: bool = True
+    """Bias in the projection of patches."""
+    qkv_bias: bool = True
+    """Bias in the projections to queries, keys and values."""
+    proj_bias: bool = True
+    """Bias in the projection after attention and in the feed-forward part."""
     qk_norm: bool = False
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
     feedforward: Literal["mlp", "swiglu"] = "mlp"
@@ -44,8 +66,8 @@ class ModelConfig(Section):
     """Activation of the mlp."""
     layer_scale: float = setting(0.0, "--init-values")
     """Initial value of a learned scale on each residual branch; 0 builds none."""
-    pooling: Literal["class_token", "mean"] = "class_token"
-    """What the head reads: the class token, or the mean of the patch tokens."""
+    pooling: Literal["class_token", "mean", "attention", "class_token_mean"] = "class_token"
+    """What the head reads: class token, mean of the patches, a learned query's answer, or two."""
     dropout: float = setting(0.0, "--drop")
     """Probability of dropping an activation after positions, attention and feed-forward."""
     attention_dropout: float = setting(0.0, "--attn-drop")
@@ -54,10 +76,9 @@ class ModelConfig(Section):
     """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
 
     def __post_init__(self) -> None:
-        self.check_least(
-            1, "image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"
-        )
-        self.check_least(0, "registers", "layer_scale")
+        self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
+        self.check_least(0, "registers", "layer_scale", "num_classes")
+        self.check_above(0, "norm_eps", "rotary_temperature")
         self.check_share("dropout", "attention_dropout", "drop_path")
         if self.hidden_dim is not None:
             self.check_least(1, "hidden_dim")
@@ -74,10 +95,21 @@ class ModelConfig(Section):
             self.refuse("dim", "position=sinusoidal_2d needs a multiple of 4")
         if self.position == "sinusoidal_1d" and self.dim % 2:
             self.refuse("dim", "position=sinusoidal_1d needs an even number")
-        if self.pooling == "class_token" and not self.class_token:
+        self._check_rotary()
+        if self.pooling.startswith("class_token") and not self.class_token:
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
+        if self.prefix_positions == "class_token" and not self.class_token:
+            self.refuse("prefix_positions", "there is no class token")
         if self.feedforward == "swiglu" and self.activation != "gelu":
             self.refuse("activation", "swiglu brings its own; leave it at gelu")
+
+    def _check_rotary(self) -> None:
+        if self.is_rotary and self.dim // self.num_heads % 4:
+            self.refuse("dim", f"position={self.position} needs a multiple of 4 in each head")
+        if self.rotary_reference is not None:
+            self.check_least(1, "rotary_reference")
+            if self.rotary_grid != "index":
+                self.refuse("rotary_reference", "only rotary_grid=index has one")
 
     @property
     def feedforward_dim(self) -> int:
@@ -94,3 +126,30 @@ class ModelConfig(Section):
     def num_prefix_tokens(self) -> int:
         """Tokens in front of the patches: class token and registers."""
         return int(self.class_token) + self.registers
+
+    @property
+    def num_placed_tokens(self) -> int:
+        """Tokens in front of the patches that have a row in the table of positions."""
+        placed = self.prefix_positions
+        if placed == "auto":
+            placed = "none" if self.registers else "all"
+        return {"none": 0, "class_token": 1, "all": self.num_prefix_tokens}[placed]
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are turned by their places."""
+        return self.position in ("rotary", "learned_rotary")
+
+    @property
+    def last_norm(self) -> str:
+        """`final_norm` with auto resolved: tokens, pooled or none."""
+        if self.final_norm != "auto":
+            return self.final_norm
+        if self.norm_order == "post":
+            return "none"
+        return "pooled" if self.pooling == "mean" else "tokens"
+
+    @property
+    def pooled_dim(self) -> int:
+        """Width of what the head reads."""
+        return 2 * self.dim if self.pooling == "class_token_mean" else self.dim

@@ -10,6 +10,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.model.rotary import Rotate, unturned
+
 # Longest sequence whose score matrix the CPU may hold; its memory grows with the square.
 LONGEST_EXPLICIT = 1024
 
@@ -21,6 +23,8 @@ class SelfAttention(nn.Module):
         dim: Width of a token.
         num_heads: Heads that share `dim` equally.
         q_norm, k_norm: Normalise each head's queries and keys; identities by default.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        proj_bias: Whether the projection at the end has one.
         attention_dropout: Probability of dropping an attention weight during training.
         dropout: Probability of dropping an output during training.
 
@@ -35,6 +39,8 @@ class SelfAttention(nn.Module):
         *,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
         attention_dropout: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
@@ -43,13 +49,13 @@ class SelfAttention(nn.Module):
             raise ValueError(f"dim={dim} does not split into {num_heads} heads")
         self.num_heads = num_heads
         self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, 3 * dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
-        self.proj = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, rotate: Rotate = unturned) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, dim) -> query, key, value, each (batch, heads, tokens, head_dim)"""
         query, key, value = rearrange(
             self.qkv(x),
@@ -57,20 +63,24 @@ class SelfAttention(nn.Module):
             qkv=3,
             heads=self.num_heads,
         ).unbind(0)
-        return self.q_norm(query), self.k_norm(key), value
+        return rotate(self.q_norm(query)), rotate(self.k_norm(key)), value
 
-    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotate: Rotate = unturned, *, mask: Tensor | None = None
+    ) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim); `mask` as for `attend`."""
-        query, key, value = self.split(x)
+        query, key, value = self.split(x, rotate)
         dropout = self.attention_dropout if self.training else 0.0
         mixed = attend(query, key, value, mask=mask, dropout=dropout)
         mixed = rearrange(mixed, "batch heads tokens head_dim -> batch tokens (heads head_dim)")
         tokens: Tensor = self.proj_drop(self.proj(mixed))
         return tokens
 
-    def weights(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    def weights(
+        self, x: Tensor, rotate: Rotate = unturned, *, mask: Tensor | None = None
+    ) -> Tensor:
         """How much each token (row) gathers from each (column), (batch, heads, tokens, tokens)."""
-        query, key, _ = self.split(x)
+        query, key, _ = self.split(x, rotate)
         return attention_weights(query, key, mask=mask)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.model.attention import SelfAttention
+from vit.model.rotary import Rotate, unturned
 
 
 class LayerScale(nn.Module):
@@ -79,7 +80,7 @@ class Block(nn.Module):
         self.ls1, self.ls2 = scales
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def attention_map(self, x: Tensor) -> Tensor:
+    def attention_map(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
         """Attention weights on the tokens `x`, (batch, heads, tokens, tokens)."""
         raise NotImplementedError
 
@@ -87,26 +88,26 @@ class Block(nn.Module):
 class PreNormBlock(Block):
     """x + f(norm(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotate)))
         y: Tensor = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         return y
 
-    def attention_map(self, x: Tensor) -> Tensor:
+    def attention_map(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
         """Attention weights on the tokens `x`, (batch, heads, tokens, tokens)."""
-        return self.attn.weights(self.norm1(x))
+        return self.attn.weights(self.norm1(x), rotate)
 
 
 class PostNormBlock(Block):
     """norm(x + f(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x))))
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, rotate))))
         y: Tensor = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
         return y
 
-    def attention_map(self, x: Tensor) -> Tensor:
+    def attention_map(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
         """Attention weights on the tokens `x`, (batch, heads, tokens, tokens)."""
-        return self.attn.weights(x)
+        return self.attn.weights(x, rotate)

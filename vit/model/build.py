@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
@@ -21,7 +21,12 @@ from vit.model.feedforward import MLP, QuickGELU, SwiGLU
 from vit.model.initialise import initialise
 from vit.model.norms import RMSNorm
 from vit.model.patches import PatchEmbedding
-from vit.model.pooling import ClassTokenPooling, MeanPooling
+from vit.model.pooling import (
+    AttentionPooling,
+    ClassTokenMeanPooling,
+    ClassTokenPooling,
+    MeanPooling,
+)
 from vit.model.positions import (
     LearnedPositions,
     NoPositions,
@@ -29,14 +34,15 @@ from vit.model.positions import (
     sinusoidal_1d,
     sinusoidal_2d,
 )
+from vit.model.rotary import NoRotation, RotaryPositions, by_centre, by_index
 from vit.presets import preset
 from vit.settings import all_settings, convert
 
 Builder = Callable[[ModelConfig], nn.Module]
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "layernorm": partial(nn.LayerNorm, eps=1e-6),
-    "rmsnorm": partial(RMSNorm, eps=1e-6),
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "layernorm": nn.LayerNorm,
+    "rmsnorm": RMSNorm,
 }
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -47,10 +53,8 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 FEEDFORWARDS: dict[str, Builder] = {
-    "mlp": lambda c: MLP(
-        c.dim, c.feedforward_dim, activation=ACTIVATIONS[c.activation](), dropout=c.dropout
-    ),
-    "swiglu": lambda c: SwiGLU(c.dim, c.feedforward_dim, dropout=c.dropout),
+    "mlp": lambda c: _mlp(c, bias=c.proj_bias),
+    "swiglu": lambda c: SwiGLU(c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout),
 }
 
 POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = {
@@ -61,7 +65,14 @@ POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = 
     "sinusoidal_2d": lambda c: SinusoidalPositions(
         c.grid, c.dim, encode=sinusoidal_2d, **_prefix(c)
     ),
+    "rotary": lambda _: NoPositions(),
+    "learned_rotary": lambda c: LearnedPositions(c.grid, c.dim, **_prefix(c)),
     "none": lambda _: NoPositions(),
+}
+
+ROTARY_GRIDS: dict[str, Callable[[ModelConfig], Callable[[int], Tensor]]] = {
+    "index": lambda c: partial(by_index, reference=c.rotary_reference),
+    "centred": lambda _: by_centre,
 }
 
 BLOCKS: dict[str, type[Block]] = {
@@ -72,14 +83,8 @@ BLOCKS: dict[str, type[Block]] = {
 POOLINGS: dict[str, Builder] = {
     "class_token": lambda _: ClassTokenPooling(),
     "mean": lambda c: MeanPooling(c.num_prefix_tokens),
-}
-
-# Where the last norm stands. Blocks that normalise last leave nothing to do.
-FINAL_NORMS: dict[tuple[str, str], str] = {
-    ("pre", "class_token"): "norm",
-    ("pre", "mean"): "fc_norm",
-    ("post", "class_token"): "none",
-    ("post", "mean"): "none",
+    "class_token_mean": lambda c: ClassTokenMeanPooling(c.num_prefix_tokens),
+    "attention": lambda c: AttentionPooling(c.dim, c.num_heads, norm=_norm(c), mlp=_mlp(c)),
 }
 
 
@@ -113,15 +118,20 @@ def build_classifier(config: ModelConfig) -> VisionTransformer:
 
 def assemble(config: ModelConfig) -> VisionTransformer:
     """The network of `config`, whose weights are still to be set."""
-    final = FINAL_NORMS[config.norm_order, config.pooling]
+    last = config.last_norm
     return VisionTransformer(
-        patch_embed=PatchEmbedding(config.channels, config.patch_size, config.dim),
+        patch_embed=PatchEmbedding(
+            config.channels, config.patch_size, config.dim, bias=config.patch_bias
+        ),
         positions=POSITIONS[config.position](config),
+        rotary=_rotary(config),
+        norm_pre=_norm(config) if config.norm_pre else nn.Identity(),
         blocks=[_block(config, index) for index in range(config.depth)],
+        norm=_norm(config) if last == "tokens" else nn.Identity(),
         pool=POOLINGS[config.pooling](config),
-        norm=_norm(config) if final == "norm" else nn.Identity(),
-        fc_norm=_norm(config) if final == "fc_norm" else nn.Identity(),
+        fc_norm=_norm(config, config.pooled_dim) if last == "pooled" else nn.Identity(),
         dim=config.dim,
+        pooled_dim=config.pooled_dim,
         num_classes=config.num_classes,
         class_token=config.class_token,
         registers=config.registers,
@@ -137,6 +147,8 @@ def _block(config: ModelConfig, index: int) -> Block:
             config.num_heads,
             q_norm=_qk_norm(config),
             k_norm=_qk_norm(config),
+            qkv_bias=config.qkv_bias,
+            proj_bias=config.proj_bias,
             attention_dropout=config.attention_dropout,
             dropout=config.dropout,
         ),
@@ -147,22 +159,36 @@ def _block(config: ModelConfig, index: int) -> Block:
     )
 
 
-def _norm(config: ModelConfig) -> nn.Module:
-    return NORMS[config.norm](config.dim)
+def _norm(config: ModelConfig, dim: int | None = None) -> nn.Module:
+    return NORMS[config.norm](dim or config.dim, eps=config.norm_eps)
 
 
 def _qk_norm(config: ModelConfig) -> nn.Module:
-    if not config.qk_norm:
-        return nn.Identity()
-    return NORMS[config.norm](config.dim // config.num_heads)
+    return _norm(config, config.dim // config.num_heads) if config.qk_norm else nn.Identity()
+
+
+def _mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
+    activation = ACTIVATIONS[config.activation]()
+    return MLP(
+        config.dim, config.feedforward_dim, activation=activation, bias=bias, dropout=config.dropout
+    )
 
 
 def _scale(config: ModelConfig) -> nn.Module:
     return LayerScale(config.dim, config.layer_scale) if config.layer_scale else nn.Identity()
 
 
+def _rotary(config: ModelConfig) -> RotaryPositions | NoRotation:
+    if not config.is_rotary:
+        return NoRotation()
+    return RotaryPositions(
+        config.dim // config.num_heads,
+        places=ROTARY_GRIDS[config.rotary_grid](config),
+        temperature=config.rotary_temperature,
+        prefix=config.num_prefix_tokens,
+    )
+
+
 def _prefix(config: ModelConfig) -> dict[str, int]:
-    """As timm's models with registers: then neither they nor the class token have a position."""
-    if config.registers:
-        return {"prefix": 0, "unplaced": config.num_prefix_tokens}
-    return {"prefix": config.num_prefix_tokens, "unplaced": 0}
+    placed = config.num_placed_tokens
+    return {"prefix": placed, "unplaced": config.num_prefix_tokens - placed}

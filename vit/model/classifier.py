@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vit.model.blocks import Block
 from vit.model.patches import PatchEmbedding
 from vit.model.positions import LearnedPositions, NoPositions
+from vit.model.rotary import NoRotation, RotaryPositions, Rotate
 
 
 class VisionTransformer(nn.Module):
@@ -24,12 +25,15 @@ class VisionTransformer(nn.Module):
     Args:
         patch_embed: Makes the patch tokens.
         positions: Adds the places of tokens.
+        rotary: Makes the rotation by which queries and keys know them.
+        norm_pre: Normalises all tokens before the first block.
         blocks: The encoder, in order.
-        pool: Reduces tokens to one vector.
         norm: Normalises all tokens after the last block.
+        pool: Reduces tokens to one vector.
         fc_norm: Normalises the pooled vector.
         dim: Width of a token.
-        num_classes: Width of the output.
+        pooled_dim: Width of the pooled vector.
+        num_classes: Width of the output; 0 gives the pooled vector itself.
         class_token: Whether a class token comes first.
         registers: Registers that follow it.
         dropout: Probability of dropping an embedded activation during training.
@@ -44,18 +48,21 @@ class VisionTransformer(nn.Module):
         *,
         patch_embed: PatchEmbedding,
         positions: LearnedPositions | NoPositions,
+        rotary: RotaryPositions | NoRotation,
+        norm_pre: nn.Module,
         blocks: Sequence[Block],
-        pool: nn.Module,
         norm: nn.Module,
+        pool: nn.Module,
         fc_norm: nn.Module,
         dim: int,
+        pooled_dim: int,
         num_classes: int,
         class_token: bool = True,
         registers: int = 0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_features = dim
+        self.num_features = pooled_dim
         self.num_prefix_tokens = int(class_token) + registers
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, registers, dim)) if registers else None
@@ -66,20 +73,25 @@ class VisionTransformer(nn.Module):
             self.register_buffer("pos_embed", table)
         self.patch_embed = patch_embed
         self.positions = positions
+        self.rotary = rotary
         self.pos_drop = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*blocks)
+        self.norm_pre = norm_pre
+        self.blocks = nn.ModuleList(blocks)
         self.norm = norm
-        self.pool = pool
+        self.attn_pool = pool  # by timm's name, which is that of the one pooling with weights
         self.fc_norm = fc_norm
-        self.head = nn.Linear(dim, num_classes)
+        self.head = nn.Linear(pooled_dim, num_classes) if num_classes else nn.Identity()
 
     @property
     def num_classes(self) -> int:
-        """Width of the output."""
-        return self.head.out_features
+        """Width of the output; 0 without a head."""
+        return self.head.out_features if isinstance(self.head, nn.Linear) else 0
 
-    def embed(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> tokens before the first block, (batch, tokens, dim)
+    def embed(self, images: Tensor) -> tuple[Tensor, Rotate]:
+        """Tokens before the first block, (batch, tokens, dim), and the rotation of their places.
+
+        Args:
+            images: (batch, channels, height, width).
 
         Raises:
             ValueError: Height or width is not a multiple of the patch size.
@@ -92,17 +104,25 @@ class VisionTransformer(nn.Module):
         ]
         tokens = torch.cat([*prefix, patches], dim=1)
         grid = self.patch_embed.grid(images)
-        placed: Tensor = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
-        return placed
+        placed = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
+        return self.norm_pre(placed), self.rotary(grid, tokens)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> tokens after the last norm, (batch, tokens, dim)"""
-        tokens: Tensor = self.norm(self.blocks(self.embed(images)))
-        return tokens
+        tokens, rotate = self.embed(images)
+        for block in self.blocks:
+            tokens = block(tokens, rotate)
+        normed: Tensor = self.norm(tokens)
+        return normed
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> what the head reads, (batch, pooled_dim)"""
+        pooled: Tensor = self.fc_norm(self.attn_pool(tokens))
+        return pooled
 
     def forward_head(self, tokens: Tensor) -> Tensor:
         """(batch, tokens, dim) -> logits (batch, classes)"""
-        logits: Tensor = self.head(self.fc_norm(self.pool(tokens)))
+        logits: Tensor = self.head(self.pool(tokens))
         return logits
 
     def forward(self, images: Tensor) -> Tensor:
@@ -114,16 +134,16 @@ class VisionTransformer(nn.Module):
 
         Row i says where token i looks; the prefix tokens come first, then the patches by rows.
         """
-        tokens, maps = self.embed(images), []
+        (tokens, rotate), maps = self.embed(images), []
         for block in self.blocks:
             assert isinstance(block, Block)
-            maps.append(block.attention_map(tokens))
-            tokens = block(tokens)
+            maps.append(block.attention_map(tokens, rotate))
+            tokens = block(tokens, rotate)
         return maps
 
     def reset_classifier(self, num_classes: int) -> None:
         """Replace the head by one of zeros for `num_classes` classes."""
-        like = self.head.weight
+        like = self.patch_embed.proj.weight
         self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -19,6 +19,7 @@ class MLP(nn.Module):
         dim: Width of a token.
         hidden_dim: Width inside.
         activation: Applied inside; the exact GELU by default.
+        bias: Whether the projections have one.
         dropout: Probability of dropping an activation, inside and at the end, during training.
     """
 
@@ -28,12 +29,13 @@ class MLP(nn.Module):
         hidden_dim: int,
         *,
         activation: nn.Module | None = None,
+        bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc1 = nn.Linear(dim, hidden_dim, bias=bias)
         self.act = activation or nn.GELU()
-        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,14 +52,17 @@ class SwiGLU(nn.Module):
     Args:
         dim: Width of a token.
         hidden_dim: Width inside.
+        bias: Whether the projections have one.
         dropout: Probability of dropping an activation, inside and at the end, during training.
     """
 
-    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, *, bias: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.fc1_g = nn.Linear(dim, hidden_dim)
-        self.fc1_x = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.fc1_g = nn.Linear(dim, hidden_dim, bias=bias)
+        self.fc1_x = nn.Linear(dim, hidden_dim, bias=bias)
+        self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

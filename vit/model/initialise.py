@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vit.model.blocks import LayerScale
 
 
-def xavier_qkv(weight: Tensor) -> None:
-    """Xavier-uniform for query, key and value as the three square matrices that they are."""
-    for matrix in weight.chunk(3):
+def xavier_squares(weight: Tensor) -> None:
+    """Xavier-uniform for query, key and value as the square matrices that they are."""
+    for matrix in weight.chunk(len(weight) // weight.shape[1]):
         nn.init.xavier_uniform_(matrix)
 
 
@@ -38,8 +38,9 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"^reg_token$", normal(0.02)),
     (r"^pos_embed$", normal(0.02)),
     (r"^patch_embed\.proj\.weight$", lecun_normal),
-    (r"norm\d?\.weight$|\.gamma$", nn.init.ones_),
-    (r"\.attn\.qkv\.weight$", xavier_qkv),
+    (r"norm(\d|_pre)?\.weight$|\.gamma$", nn.init.ones_),
+    (r"\.attn\.qkv\.weight$|^attn_pool\.kv\.weight$", xavier_squares),
+    (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
     (r"\.(attn\.proj|mlp\.fc\w+)\.weight$", nn.init.xavier_uniform_),
     (r"\.mlp\.fc\w+\.bias$", normal(1e-6)),
     (r"^head\.weight$", nn.init.zeros_),

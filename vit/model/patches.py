@@ -19,13 +19,14 @@ class PatchEmbedding(nn.Module):
         channels: Channels of an image.
         patch_size: Side of a patch, in pixels.
         dim: Width of a token.
+        bias: Whether E x has a bias.
     """
 
-    def __init__(self, channels: int, patch_size: int, dim: int) -> None:
+    def __init__(self, channels: int, patch_size: int, dim: int, *, bias: bool = True) -> None:
         super().__init__()
         self.channels = channels
         self.patch_size = patch_size
-        self.proj = nn.Linear(channels * patch_size**2, dim)
+        self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         """(rows, cols) of patches in `images`.

@@ -1,10 +1,15 @@
 """All tokens of an image become the one vector that the head reads.
 
 Source: Dosovitskiy et al., section 3.1 and appendix D.3, arXiv:2010.11929 (class token); Beyer et
-al., arXiv:2205.01580 (mean).
+al., arXiv:2205.01580 (mean); Zhai et al., "Scaling Vision Transformers", section 3.2,
+arXiv:2106.04560 (attention); Oquab et al., "DINOv2", section 7.1, arXiv:2304.07193 (both).
 """
 
+import torch
+from einops import rearrange
 from torch import Tensor, nn
+
+from vit.model.attention import attend
 
 
 class ClassTokenPooling(nn.Module):
@@ -29,3 +34,58 @@ class MeanPooling(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         return tokens[:, self.prefix :].mean(dim=1)
+
+
+class ClassTokenMeanPooling(nn.Module):
+    """Lays the class token and the average of the patch tokens side by side.
+
+    Args:
+        prefix: Tokens in front of the patches.
+    """
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, 2 * dim)"""
+        return torch.cat([tokens[:, 0], tokens[:, self.prefix :].mean(dim=1)], dim=1)
+
+
+class AttentionPooling(nn.Module):
+    """A learned query gathers from all tokens; a feed-forward part follows on a residual branch.
+
+    Args:
+        dim: Width of a token.
+        num_heads: Heads that share `dim` equally.
+        norm: Normalises what `mlp` reads.
+        mlp: Treats the gathered vector.
+        bias: Whether queries, keys and values have a bias.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, *, norm: nn.Module, mlp: nn.Module, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.latent = nn.Parameter(torch.zeros(1, 1, dim))
+        self.q = nn.Linear(dim, dim, bias=bias)
+        self.kv = nn.Linear(dim, 2 * dim, bias=bias)
+        self.proj = nn.Linear(dim, dim)
+        self.norm, self.mlp = norm, mlp
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, dim)"""
+        query = rearrange(
+            self.q(self.latent), "1 query (heads dim) -> 1 heads query dim", heads=self.num_heads
+        )
+        key, value = rearrange(
+            self.kv(tokens),
+            "batch tokens (kv heads dim) -> kv batch heads tokens dim",
+            kv=2,
+            heads=self.num_heads,
+        ).unbind(0)
+        mixed = attend(query.expand(len(tokens), -1, -1, -1), key, value)
+        x = self.proj(rearrange(mixed, "batch heads 1 dim -> batch (heads dim)"))
+        y: Tensor = x + self.mlp(self.norm(x))
+        return y

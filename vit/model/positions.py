@@ -47,7 +47,8 @@ class LearnedPositions(nn.Module):
     def forward(self, tokens: Tensor, table: Tensor, grid: Grid) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
         positions = table if grid == self.grid else self.at(table, grid)
-        return tokens + F.pad(positions, self.padding)
+        placed, patches = positions[:, : self.prefix], positions[:, self.prefix :]
+        return tokens + torch.cat([placed, F.pad(patches, self.padding)], dim=1)
 
 
 class SinusoidalPositions(LearnedPositions):

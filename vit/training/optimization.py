@@ -13,7 +13,7 @@ from vit.config import TrainingConfig
 from vit.errors import ConfigError
 
 # tokens and positions are not matrices that map one space to another
-TOKENS = ("cls_token", "reg_token", "pos_embed")
+TOKENS = ("cls_token", "reg_token", "pos_embed", "latent")
 
 # timm's that a training here cannot use
 UNFIT = ("kron", "adahessian")

@@ -30,6 +30,13 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_DIGEST = "config_sha256"
 VERSION = 1
 MOST_BYTES = 50_000_000
+# settings that every run folder has; what came later has a default that changes nothing
+FIRST_SETTINGS = {
+    *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
+    *("hidden_dim", "class_token", "registers", "position", "norm", "norm_order", "qk_norm"),
+    *("feedforward", "activation", "layer_scale", "pooling"),
+    *("dropout", "attention_dropout", "drop_path"),
+}
 
 
 @dataclass(frozen=True)
@@ -197,9 +204,9 @@ def model_config(values: Any) -> ModelConfig:
         ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
     """
     known = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
-    if not isinstance(values, dict) or values.keys() != known.keys():
+    if not isinstance(values, dict) or not FIRST_SETTINGS <= values.keys() <= known.keys():
         raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
-    return ModelConfig(**{name: convert(known[name], values[name], name) for name in known})
+    return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
 
 
 def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:

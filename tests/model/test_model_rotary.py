@@ -1,0 +1,90 @@
+"""Rotary positions against the formula, one pair of channels at a time, in complex numbers."""
+
+import cmath
+import math
+
+import pytest
+import torch
+
+from vit.config import ModelConfig
+from vit.errors import ConfigError
+from vit.model.build import build_classifier
+from vit.model.rotary import RotaryPositions, Rotation, by_centre, by_index
+
+HEAD_DIM, TEMPERATURE = 12, 50.0
+
+
+def rotary(places, prefix: int = 0) -> RotaryPositions:
+    return RotaryPositions(HEAD_DIM, places=places, temperature=TEMPERATURE, prefix=prefix)
+
+
+def turned_by_hand(x: list[float], row: float, col: float) -> list[float]:
+    """One token's channels, each pair (i, i + half) as a complex number that is turned."""
+    half, waves = HEAD_DIM // 2, HEAD_DIM // 4
+    pairs = []
+    for pair in range(half):
+        place = row if pair < waves else col
+        angle = place * TEMPERATURE ** (-(pair % waves) / waves)
+        pairs.append(complex(x[pair], x[pair + half]) * cmath.exp(1j * angle))
+    return [z.real for z in pairs] + [z.imag for z in pairs]
+
+
+@pytest.mark.parametrize(
+    ("places", "at"),
+    [
+        (by_index, lambda i, _: i),
+        (by_centre, lambda i, side: 2 * math.pi * (2 * (i + 0.5) / side - 1)),
+    ],
+)
+def test_turns_each_pair_by_its_angle_and_leaves_prefix_tokens_alone(places, at):
+    rows, cols, prefix = 3, 5, 2
+    x = torch.randn(1, 1, prefix + rows * cols, HEAD_DIM, dtype=torch.float64)
+    y = rotary(places, prefix)((rows, cols), x)(x)
+    assert torch.equal(y[..., :prefix, :], x[..., :prefix, :])
+    for token in range(rows * cols):
+        row, col = divmod(token, cols)
+        by_hand = turned_by_hand(x[0, 0, prefix + token].tolist(), at(row, rows), at(col, cols))
+        torch.testing.assert_close(y[0, 0, prefix + token], torch.tensor(by_hand).double())
+
+
+def test_scores_depend_on_how_far_apart_patches_are_and_not_on_where():
+    query, key = torch.randn(2, HEAD_DIM, dtype=torch.float64)
+    x = torch.stack([query, key]).expand(16, 2, HEAD_DIM).transpose(0, 1)[None]
+    y = rotary(by_index)((4, 4), x)(x)[0]
+    scores = y[0] @ y[1].T
+    torch.testing.assert_close(scores[0, 6], scores[5, 11])  # both one row and two columns apart
+    assert not torch.isclose(scores[0, 6], scores[0, 9])
+
+
+def test_a_reference_stretches_other_grids_to_its_own():
+    assert torch.equal(by_index(8, reference=4), by_index(4).repeat_interleave(2) + OFFSETS)
+
+
+OFFSETS = torch.tensor([0, 0.5] * 4, dtype=torch.float64)
+
+
+def test_a_turn_keeps_lengths_and_the_type_of_the_tokens():
+    x = torch.randn(1, 2, 9, HEAD_DIM).bfloat16()
+    y = rotary(by_index)((3, 3), x)(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), atol=0.05, rtol=0)
+    assert torch.equal(Rotation(torch.zeros(9, HEAD_DIM // 2))(x), x)
+
+
+def test_the_order_of_patches_matters_with_rotary_positions_alone():
+    small = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}
+    images = torch.randn(1, 3, 16, 16)
+    mirrored = images.reshape(1, 3, 16, 2, 8).flip(3).reshape(images.shape)
+    for position, same in (("none", True), ("rotary", False)):
+        torch.manual_seed(0)
+        model = build_classifier(ModelConfig(**small, num_classes=0, position=position)).eval()
+        with torch.no_grad():
+            outputs = model(images), model(mirrored)
+        assert torch.allclose(*outputs, atol=1e-5) is same
+
+
+def test_heads_that_do_not_split_into_four_are_refused():
+    with pytest.raises(ConfigError, match="multiple of 4 in each head"):
+        ModelConfig(dim=12, num_heads=2, position="rotary")
+    with pytest.raises(ConfigError, match="only rotary_grid=index has one"):
+        ModelConfig(position="rotary", rotary_grid="centred", rotary_reference=14)
