@@ -90,7 +90,7 @@ def make_config(values: Mapping[str, Any]) -> Config:
         ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
     """
     chosen = checked(values)
-    model = chosen.get("model", all_settings()["model"].default)
+    model = chosen.get("model", _default_model())
     chosen = {**preset(model), **chosen}
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in chosen.items():
@@ -133,6 +133,16 @@ def flatten(config: Config) -> dict[str, Any]:
         value = getattr(getattr(config, setting.section), setting.name)
         flat[setting.name] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+def changed_settings(config: Config) -> list[str]:
+    """Names of the settings that differ from the defaults, those of the preset included."""
+    usual = {**flatten(make_config({"model": config.training.model})), "model": _default_model()}
+    return [name for name, value in flatten(config).items() if value != usual[name]]
+
+
+def _default_model() -> str:
+    return str(all_settings()["model"].default)
 
 
 def convert(kind: Any, value: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ from vit.commands.main import main
 from vit.commands.models import count_parameters, matching
 from vit.model.build import create_model
 from vit.presets import PRESETS
+from vit.weights import registry
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -35,4 +36,41 @@ def test_no_match_names_the_nearest(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "vit_small_patch16_224" in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_pretrained_names_have_a_size_and_a_licence(capsys):
+    assert main(["models", "--pretrained", "vit_small_patch16_*augreg_in21k*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "image", "license"]
+    words = ["timm/vit_small_patch16_224.augreg_in21k_ft_in1k", "224x224", "apache-2.0"]
+    assert words in [line.split() for line in lines]
+    assert all("vit_small_patch16_" in line for line in lines[1:])
+
+
+def test_every_pretrained_name_is_one_of_timm(capsys):
+    assert main(["models", "--pretrained"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) > 200
+    for line in lines:
+        name, size, license_ = line.split(maxsplit=2)
+        entry = registry.find(name.removeprefix("timm/"))
+        assert f"timm/{entry.name}" == name
+        assert size == "{}x{}".format(*entry.image_size)
+        assert license_ == (entry.license or "not stated")
+
+
+def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
+    monkeypatch.setattr(registry, "supported", lambda name: ".dino" in name)
+    assert main(["models", "--pretrained", "timm/vit_small"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines
+    assert all(".dino" in line for line in lines)
+
+
+def test_no_pretrained_match_names_the_nearest(capsys):
+    assert main(["models", "--pretrained", "vit_smal_patch16_224"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "timm/vit_small_patch16_224." in captured.err
     assert len(captured.err.splitlines()) == 1

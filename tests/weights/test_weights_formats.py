@@ -1,22 +1,23 @@
 """Weights that are not what they should be are refused by name."""
 
+import re
+
 import pytest
 import torch
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.weights.folder import empty_model
-from vit.weights.formats.names import (
-    check_fit,
-    from_huggingface,
-    from_timm,
-    from_torchvision,
-    fuse_qkv,
-    some,
-)
+from vit.weights.formats.names import check_fit, distinct, fuse_qkv, rename, some
+from vit.weights.formats.timm import from_timm
 
 CONFIG = ModelConfig(image_size=16, patch_size=8, dim=32, depth=1, num_heads=4, num_classes=3)
 ONE = torch.zeros(1)
+TABLE = (
+    (r"layer.{b}.{qkv}.{p}", "blocks.{b}.attn.{qkv}.{p}"),
+    (r"layer.{b}.{fc}.{p}", "blocks.{b}.mlp.{fc}.{p}"),
+    (r"(?:last|final).{p}", "norm.{p}"),
+)
 
 
 @pytest.fixture
@@ -45,24 +46,36 @@ def test_what_does_not_fit_is_named(state, change, message):
         check_fit(state, empty_model(CONFIG))
 
 
-@pytest.mark.parametrize("convert", [from_huggingface, from_torchvision])
-def test_unknown_names_are_refused(convert):
-    with pytest.raises(WeightsError, match=r"has no blocks.0.x, resnet.y"):
-        convert({"blocks.0.x": ONE, "resnet.y": ONE})
+def test_names_follow_the_table():
+    state = {"layer.3.query.bias": ONE, "layer.0.fc2.weight": ONE, "last.bias": ONE}
+    assert set(rename(state, TABLE, "Theirs")) == {
+        "blocks.3.attn.query.bias",
+        "blocks.0.mlp.fc2.weight",
+        "norm.bias",
+    }
 
 
-def test_a_name_is_matched_whole():
-    with pytest.raises(WeightsError, match=r"has no module\.class_token"):
-        from_torchvision({"module.class_token": ONE})
+def test_unknown_names_are_refused():
+    with pytest.raises(WeightsError, match=r"Theirs has no blocks.0.x, resnet.y"):
+        rename({"blocks.0.x": ONE, "resnet.y": ONE}, TABLE, "Theirs")
+
+
+@pytest.mark.parametrize("name", ["module.last.bias", "last.bias.0", "lastXbias", "last.gamma"])
+def test_a_name_is_matched_whole(name):
+    with pytest.raises(WeightsError, match=re.escape(f"Theirs has no {name}")):
+        rename({name: ONE}, TABLE, "Theirs")
 
 
 def test_two_spellings_of_one_tensor_are_refused():
-    twice = {
-        "vit.layers.0.mlp.fc1.bias": ONE,
-        "vit.encoder.layer.0.intermediate.dense.bias": ONE,
-    }
-    with pytest.raises(WeightsError, match=r"second tensor for blocks.0.mlp.fc1.bias"):
-        from_huggingface(twice)
+    with pytest.raises(WeightsError, match=r"final.bias is a second tensor for norm.bias"):
+        rename({"last.bias": ONE, "final.bias": ONE}, TABLE, "Theirs")
+
+
+def test_names_of_classes_are_told_apart():
+    assert distinct(["cat", "dog"]) == (("cat", "dog"), ())
+    names, (note,) = distinct(["crane", "owl", "crane", "crane (0)"])
+    assert names == ("crane (0)", "owl", "crane (2)", "crane (0) (3)")
+    assert "crane" in note
 
 
 def test_a_missing_key_matrix_is_named():

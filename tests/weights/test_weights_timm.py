@@ -1,5 +1,7 @@
 """timm opens a run folder as it is, gives the same logits, and knows the class names."""
 
+from dataclasses import asdict
+
 import pytest
 import timm
 import torch
@@ -8,8 +10,9 @@ from timm.data import resolve_model_data_config
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.weights.folder import save_model
-from vit.weights.timm_config import mlp_ratio, timm_config
+from vit.weights.folder import empty_model, save_model
+from vit.weights.formats.timm import read_timm, to_timm
+from vit.weights.timm_config import mlp_ratio, timm_config, timm_refusal
 
 SMALL = {
     "image_size": 32,
@@ -44,6 +47,61 @@ OPENS = [
     {"activation": "relu"},
     {"dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.1},
     {"dim": 192, "num_heads": 3, "depth": 12, "patch_size": 16},
+    {"norm_eps": 1e-5},
+    {"norm_eps": 1e-5, "registers": 1, "pooling": "mean", "final_norm": "tokens"},
+    {"norm_eps": 1e-5, "norm": "rmsnorm", "feedforward": "swiglu", "proj_bias": False},
+    {"norm_pre": True, "patch_bias": False},
+    {"norm_pre": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "quick_gelu"},
+    {"qkv_bias": False},
+    {"proj_bias": False},
+    {"final_norm": "none"},
+    {"final_norm": "pooled"},
+    {"pooling": "mean", "final_norm": "tokens"},
+    {"pooling": "attention"},
+    {"pooling": "attention", "class_token": False, "activation": "gelu_tanh"},
+    {"pooling": "attention", "registers": 2, "hidden_dim": 70, "qk_norm": True},
+    {"pooling": "attention", "norm": "rmsnorm", "final_norm": "pooled"},
+    {"prefix_positions": "none"},
+    {"prefix_positions": "all", "registers": 2},
+    {"prefix_positions": "all", "registers": 2, "class_token": False, "pooling": "mean"},
+    {"position": "rotary"},
+    {"position": "rotary", "rotary_grid": "centred", "registers": 2, "norm_eps": 1e-5},
+    {"position": "rotary", "rotary_reference": 7, "rotary_temperature": 1e4, "layer_scale": 0.1},
+    {"position": "rotary", "qkv_bias": False, "qk_norm": True, "pooling": "mean"},
+    {"position": "rotary", "feedforward": "swiglu", "hidden_dim": 100, "final_norm": "none"},
+    {"position": "rotary", "pooling": "attention", "class_token": False, "hidden_dim": 100},
+    {"position": "rotary", "norm_pre": True, "patch_bias": False, "final_norm": "pooled"},
+    {"position": "learned_rotary", "norm_eps": 1e-5, "layer_scale": 1e-3},
+    {"position": "learned_rotary", "prefix_positions": "none", "channels": 1},
+    {"position": "learned_rotary", "prefix_positions": "all", "registers": 1},
+]
+REFUSED = [
+    ({"norm_order": "post"}, "norm_order=post"),
+    ({"pooling": "class_token_mean"}, "pooling=class_token_mean"),
+    ({"norm_eps": 1e-12}, "norm=layernorm with norm_eps=1e-12 and feedforward=mlp"),
+    ({"norm_pre": True}, "patch_bias=True with norm_pre=True"),
+    ({"patch_bias": False}, "patch_bias=False with norm_pre=False"),
+    (
+        {"registers": 1, "prefix_positions": "class_token"},
+        "prefix_positions=class_token with registers=1",
+    ),
+    (
+        {"pooling": "attention", "feedforward": "swiglu"},
+        "pooling=attention with feedforward=swiglu",
+    ),
+    (
+        {"position": "rotary", "norm": "rmsnorm"},
+        "norm=rmsnorm with norm_eps=1e-06 and position=rotary",
+    ),
+    (
+        {"position": "learned_rotary", "activation": "relu"},
+        "activation=relu with position=learned_rotary",
+    ),
+    ({"position": "rotary", "proj_bias": False}, "proj_bias=False with position=rotary"),
+    (
+        {"position": "rotary", "pooling": "attention"},
+        "pooling=attention with position=rotary and tokens before the patches",
+    ),
 ]
 
 
@@ -94,8 +152,10 @@ def test_timm_takes_our_preprocessing(tmp_path):
     assert tuple(found["std"]) == (0.5, 0.5, 0.5)
 
 
-def test_timm_refuses_what_it_cannot_build(tmp_path):
-    settings = ModelConfig(**SMALL, norm_order="post")
+@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=str)
+def test_timm_refuses_what_it_cannot_build(options, reason, tmp_path):
+    settings = ModelConfig(**{**SMALL, **options})
+    assert timm_refusal(settings) == reason
     save_model(
         tmp_path,
         build_classifier(settings),
@@ -105,6 +165,60 @@ def test_timm_refuses_what_it_cannot_build(tmp_path):
     )
     with pytest.raises(RuntimeError, match="vit_toolkit"):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+
+@pytest.mark.parametrize("options", OPENS, ids=str)
+def test_what_timm_gets_comes_back(options, randomise):
+    settings = ModelConfig(**{**SMALL, **options})
+    assert timm_refusal(settings) is None
+    state = randomise(empty_model(settings).state_dict())
+    written = timm_config(settings, CLASSES, PREPROCESSING)
+    found = read_timm(
+        to_timm(state, settings),
+        architecture=written["architecture"],
+        model_args=written["model_args"],
+        pretrained_cfg=written["pretrained_cfg"],
+        label_names=written["label_names"],
+        where="x",
+    )
+    assert found.state.keys() == state.keys()
+    assert all(torch.equal(found.state[name], state[name]) for name in state)
+    assert plain(found.config) == plain(settings)
+    assert found.classes == CLASSES
+    assert found.preprocessing == PREPROCESSING
+
+
+def test_a_network_without_a_head_goes_to_timm(randomise):
+    settings = ModelConfig(**{**SMALL, "num_classes": 0})
+    state = randomise(empty_model(settings).state_dict())
+    written = timm_config(settings, (), PREPROCESSING)
+    theirs = timm.create_model(
+        written["architecture"], num_classes=written["num_classes"], **written["model_args"]
+    ).eval()
+    theirs.load_state_dict(to_timm(state, settings))
+    ours = empty_model(settings)
+    ours.load_state_dict(state, assign=True)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(images), theirs(images), atol=1e-5, rtol=0)
+
+
+def plain(config: ModelConfig) -> dict[str, object]:
+    """What `config` computes, whatever it is called."""
+    named = asdict(config)
+    for name in ("dropout", "attention_dropout", "drop_path", "prefix_positions", "final_norm"):
+        del named[name]
+    named["hidden_dim"] = config.feedforward_dim
+    named["last_norm"] = config.last_norm
+    if config.position != "none" and config.position != "rotary":
+        named["placed"] = config.num_placed_tokens
+    if config.position.startswith("sinusoidal"):
+        named["position"] = "learned"  # the formula's values are in the table
+    if not config.is_rotary or config.rotary_grid == "centred":
+        named["rotary_temperature"] = None
+    if config.is_rotary and config.rotary_grid == "index" and config.norm_eps != 1e-6:
+        named["rotary_reference"] = config.rotary_reference or config.grid[0]
+    return named
 
 
 def test_a_preset_keeps_its_name():

@@ -15,7 +15,8 @@ COMMANDS = {
     "train": "train a Vision Transformer on a folder of images",
     "predict": "label images with a trained model",
     "evaluate": "measure a trained model on labelled images",
-    "models": "list the networks that can be built by name",
+    "convert": "turn any weights into a folder of timm or Hugging Face",
+    "models": "list the networks that can be built or loaded by name",
 }
 
 EXIT_USAGE = 2

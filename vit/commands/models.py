@@ -1,4 +1,4 @@
-"""`vit models`: the networks that can be built by name, and their sizes."""
+"""`vit models`: the networks that can be built by name, and the pretrained ones of timm."""
 
 import argparse
 import difflib
@@ -17,10 +17,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="*",
         help="part of a name, or a pattern such as 'vit_*_patch16_*'",
     )
+    parser.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="list timm's pretrained weights instead, as --weights takes them",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    found = matching(args.pattern)
+    return list_pretrained(args.pattern) if args.pretrained else list_presets(args.pattern)
+
+
+def list_pretrained(pattern: str) -> int:
+    """Print timm's pretrained networks with their picture sizes and licences.
+
+    Raises:
+        WeightsError: None is called like `pattern`.
+    """
+    from vit.weights import registry
+
+    found = registry.matching(pattern)
+    width = max(len(entry.name) for entry in found) + len("timm/")
+    print(f"{'name':<{width}}  image    license")
+    for entry in found:
+        size = "x".join(map(str, entry.image_size))
+        print(f"timm/{entry.name:<{width - 5}}  {size:<7}  {entry.license or 'not stated'}")
+    return 0
+
+
+def list_presets(pattern: str) -> int:
+    """Print the networks that can be built by name, and their sizes.
+
+    Raises:
+        ConfigError: None is called like `pattern`.
+    """
+    found = matching(pattern)
     width = max(len(name) for name in found)
     print(f"{'name':<{width}}  parameters  image  patch   dim  depth  heads")
     for name in found:

@@ -14,6 +14,7 @@ from vit.settings import Setting, all_settings, checked, default_folder, make_co
 
 TITLES = {
     "training": "training",
+    "finetune": "fine-tuning (the weights decide the network; settings have other defaults then)",
     "model": "network (a preset gives what is not set here)",
     "data": "data",
     "augment": "augmentation",
@@ -49,7 +50,7 @@ def add_setting(group: Any, setting: Setting) -> None:
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
     options["help"] = f"{setting.help}{default_shown(setting)}".replace("%", "%%")
-    if setting.kind is bool:
+    if setting.kind in (bool, bool | None):
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         return
     if choices := choices_of(setting.kind):

@@ -7,6 +7,7 @@ are the fields' names. Imports no torch, so `--help` is instant.
 from dataclasses import dataclass, field, fields
 
 from vit.config.data import AugmentConfig, DataConfig
+from vit.config.finetuning import FinetuneConfig
 from vit.config.model import ModelConfig
 from vit.config.run import RunConfig
 from vit.config.section import Section
@@ -18,6 +19,7 @@ __all__ = [
     "AugmentConfig",
     "Config",
     "DataConfig",
+    "FinetuneConfig",
     "ModelConfig",
     "RunConfig",
     "Section",
@@ -30,6 +32,7 @@ class Config:
     """One run: what to build, what to feed it, how to train it."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

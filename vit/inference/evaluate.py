@@ -39,7 +39,7 @@ def evaluate(
     measured, never the ones that it learned from.
 
     Args:
-        model: A run folder, or one that is already loaded.
+        model: A run folder or any other source of weights with a head, or one that is loaded.
         data: A folder of labelled pictures, or the name of a built-in set.
         split: Which of its parts; `val` is the first validation folder there is.
         device, batch_size, precision, workers: As for Predictor.

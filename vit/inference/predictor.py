@@ -1,4 +1,4 @@
-"""A run folder answers for pictures: read, prepare, normalise, network, softmax.
+"""A trained network answers for pictures: read, prepare, normalise, network, softmax.
 
 Evaluation goes the same way (vit/inference/evaluate.py), so both give the same numbers.
 """
@@ -18,7 +18,8 @@ from vit.errors import BadImage, ConfigError
 from vit.evaluation.metrics import ranking
 from vit.inference.results import Prediction
 from vit.model.precision import autocast, resolve_device, resolve_precision
-from vit.weights.folder import LoadedRun, load_run
+from vit.weights.folder import LoadedRun
+from vit.weights.loading import load_model
 
 PathLike = str | os.PathLike[str]
 # larger batches leave a CPU's caches: a fifth slower at 64 than at 16 (ViT-Ti and ViT-S at 224)
@@ -43,7 +44,7 @@ class Predictor:
     rounds differently for another number of rows: the last digits do depend on `batch_size`.)
 
     Args:
-        run: A run folder, or one that is already loaded.
+        run: A run folder or any other source of weights with a head, or one that is loaded.
         device: cpu, cuda, cuda:N or mps; the best one here when left out.
         batch_size: Pictures in one pass through the network; 16 on a CPU, else 64 when left out.
         precision: auto, fp32, bf16 or fp16; auto is bf16 where the hardware has it.
@@ -68,7 +69,7 @@ class Predictor:
             raise ConfigError(f"workers={workers}: must be at least 1")
         self.device = resolve_device(device)
         self.precision = resolve_precision(precision, self.device)
-        loaded = run if isinstance(run, LoadedRun) else load_run(run)
+        loaded = run if isinstance(run, LoadedRun) else load_model(run)
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         self.model = loaded.model.eval().to(self.device)

@@ -84,7 +84,9 @@ POOLINGS: dict[str, Builder] = {
     "class_token": lambda _: ClassTokenPooling(),
     "mean": lambda c: MeanPooling(c.num_prefix_tokens),
     "class_token_mean": lambda c: ClassTokenMeanPooling(c.num_prefix_tokens),
-    "attention": lambda c: AttentionPooling(c.dim, c.num_heads, norm=_norm(c), mlp=_mlp(c)),
+    "attention": lambda c: AttentionPooling(
+        c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=_norm(c), mlp=_mlp(c)
+    ),
 }
 
 

@@ -53,21 +53,29 @@ class ClassTokenMeanPooling(nn.Module):
 
 
 class AttentionPooling(nn.Module):
-    """A learned query gathers from all tokens; a feed-forward part follows on a residual branch.
+    """A learned query gathers from the patches; a feed-forward part follows on a residual branch.
 
     Args:
         dim: Width of a token.
         num_heads: Heads that share `dim` equally.
+        prefix: Tokens in front of the patches.
         norm: Normalises what `mlp` reads.
         mlp: Treats the gathered vector.
         bias: Whether queries, keys and values have a bias.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, *, norm: nn.Module, mlp: nn.Module, bias: bool = True
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        prefix: int,
+        norm: nn.Module,
+        mlp: nn.Module,
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.prefix = num_heads, prefix
         self.latent = nn.Parameter(torch.zeros(1, 1, dim))
         self.q = nn.Linear(dim, dim, bias=bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=bias)
@@ -80,7 +88,7 @@ class AttentionPooling(nn.Module):
             self.q(self.latent), "1 query (heads dim) -> 1 heads query dim", heads=self.num_heads
         )
         key, value = rearrange(
-            self.kv(tokens),
+            self.kv(tokens[:, self.prefix :]),
             "batch tokens (kv heads dim) -> kv batch heads tokens dim",
             kv=2,
             heads=self.num_heads,

@@ -242,8 +242,9 @@ def saving(run: Training, steps_per_epoch: int) -> float:
     Supposed, not measured: a checkpoint of weights, two moments and the average, at `DISK` bytes a
     second.
     """
-    weights = sum(p.numel() * p.element_size() for p in run.network.parameters())
-    checkpoint = SAVE + weights * (3 + (run.average is not None)) / DISK
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in run.network.parameters()]
+    weights, learning = sum(s for s, _ in sizes), sum(s for s, learns in sizes if learns)
+    checkpoint = SAVE + (weights + learning * (2 + (run.average is not None))) / DISK
     checkpoints = 1 + steps_per_epoch // (run.config.run.checkpoint_steps or steps_per_epoch + 1)
     return checkpoints * checkpoint + SAVE + weights / DISK
 

@@ -16,7 +16,7 @@ from vit.training.sharding import forget_gathered
 
 
 class MovingAverage:
-    """Keeps the average of every parameter of `model`; buffers are not averaged.
+    """Keeps the average of every parameter of `model` that learns; buffers are not averaged.
 
     Args:
         model: The network being trained.
@@ -25,7 +25,7 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.average = {n: p.detach().clone() for n, p in self.parameters.items()}
 
     @torch.no_grad()
@@ -69,8 +69,8 @@ def exchanged(model: nn.Module, others: Mapping[str, Tensor] | None) -> Iterator
 def _swap(model: nn.Module, others: Mapping[str, Tensor]) -> None:
     if others:
         forget_gathered(model)
-    parameters = dict(model.named_parameters())
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, other in others.items():
-        kept = parameters[name].detach().clone()
-        parameters[name].copy_(other)
+        kept = own[name].detach().clone()
+        own[name].copy_(other)
         other.copy_(kept)

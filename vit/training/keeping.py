@@ -17,6 +17,7 @@ from torch import Tensor
 from vit.errors import RunError, printable
 from vit.training.best import BestEpochs, Event
 from vit.training.checkpoint import CHECKPOINTS, Snapshot, take_snapshot, write_checkpoint
+from vit.training.finetuning import as_saved
 from vit.training.loop import Training
 from vit.training.run_folder import WEIGHTS, Metrics
 from vit.training.sharding import is_sharded
@@ -108,7 +109,10 @@ class Keeper:
         """`weights` with what predicting needs beside them."""
         run = self.run
         return pack(
-            weights, config=run.config, classes=self.classes, preprocessing=run.preprocessing
+            as_saved(weights, run.config),
+            config=run.config,
+            classes=self.classes,
+            preprocessing=run.preprocessing,
         )
 
     def require_model(self) -> None:

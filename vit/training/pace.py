@@ -82,8 +82,10 @@ class Pace:
 def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
     """Optimiser steps from `step` to the end of the run, in steps of the size of the next one.
 
-    A step at a larger picture counts for more, by the number of patches.
+    A step at a larger picture counts for more, by the number of patches. A probe makes none.
     """
+    if not steps_per_epoch:
+        return 0.0
     first = step // steps_per_epoch
     epochs = config.training.epochs
     sizes = [picture_side(config, epoch, epochs) ** 2 for epoch in range(first, epochs)]

@@ -3,7 +3,9 @@
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 
+from accelerate import Accelerator
 from tqdm import tqdm
 
 PLAIN_SECONDS = 30.0
@@ -14,6 +16,11 @@ def say(text: str) -> None:
     # a reader that has gone, such as `| head`, must not end hours of training
     with contextlib.suppress(BrokenPipeError):
         tqdm.write(text, file=sys.stderr)
+
+
+def teller(accelerator: Accelerator) -> Callable[[str], None]:
+    """What tells the user a line: one process for all."""
+    return say if accelerator.is_main_process else lambda _: None
 
 
 class Progress:

@@ -80,7 +80,7 @@ class Records:
             "val_loss": measured.loss,
             "val_top1": measured.top1,
             "val_images": measured.count,
-            "lr": self.run.lr_at(self.run.step - 1),
+            "lr": self.run.lr_at(max(self.run.step - 1, 0)),
             "images_per_second": round(progress.rate, 1),
             "data_wait": round(progress.data_wait, 4),
             "seconds": round(progress.seconds, 2),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +30,7 @@ LOCK = ".lock"
 
 # settings that change how a run goes on, not what it computes
 FREE = {
-    *("workers", "device", "compile", "on_bad_image", "track"),
+    *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
     *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
 }
 
@@ -117,13 +118,18 @@ def stored_config(folder: Path) -> Config:
     return make_config(read_settings(folder / "config.yaml"))
 
 
-def settled(config: Config, folder: Path) -> Config:
+def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
     """`config` with what was found out when the run in `folder` began.
 
     That is the number of epochs that fits `time`, and of micro-batches that fit the memory: found
-    out anew, they would make it another run.
+    out anew, they would make it another run. With pretrained weights it is every setting that
+    nobody chose; the checkpoint has what came of them, so they may be gone.
     """
-    stored, training, data = stored_config(folder), config.training, config.data
+    stored = stored_config(folder)
+    if config.finetune.weights is not None:
+        chosen, theirs = flatten(config), flatten(stored)
+        config = make_config({**theirs, **{name: chosen[name] for name in given}})
+    training, data = config.training, config.data
     if training.time is not None:
         training = dataclasses.replace(training, time=None, epochs=stored.training.epochs)
     if data.accumulate is None:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,12 @@ from vit.training.loop import Step, Training, train_one_epoch
 from vit.training.pace import Pace, steps_left
 from vit.training.progress import Progress
 from vit.training.records import Records
+from vit.training.result import TrainingResult
 from vit.training.setup import fingerprint, preflight
 from vit.training.sharding import pieces_like
 from vit.training.soup import make_soup
+from vit.training.starting import Probed
 from vit.training.validation import Validation, validate
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingResult:
-    """What a training ended with.
-
-    Args:
-        folder: The run folder.
-        classes: Class names, in the order of the network's outputs.
-        epoch: The best epoch, from 1; its weights are in model.safetensors, or those of a soup.
-        val_top1: Share of validation pictures that model.safetensors labels right.
-        failed: Pictures that could not be read and were left out, and why.
-    """
-
-    folder: Path
-    classes: tuple[str, ...]
-    epoch: int
-    val_top1: float
-    failed: dict[str, str]
 
 
 class Session:
@@ -75,8 +57,12 @@ class Session:
     def total_steps(self) -> int:
         return self.run.config.training.epochs * self.steps
 
-    def begin(self, resuming: bool) -> None:
+    def begin(self, resuming: bool, probed: Probed | None = None) -> None:
         """Restore the newest checkpoint, if there is one, and say what is about to happen.
+
+        Args:
+            resuming: Whether there may be one.
+            probed: Where the head came from, where a probe found it just now.
 
         Raises:
             DataError: The pictures are not those that the run began with.
@@ -98,6 +84,24 @@ class Session:
         for line in preflight(run, self.splits, self.total_steps):
             tell(line)
         tell(f"run folder: {quoted(self.folder)}")
+        if probed is not None:
+            self.take_head(probed)
+
+    def take_head(self, probed: Probed) -> None:
+        """Begin with the head that a probe found: as epoch 0, which may well remain the best."""
+        self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
+        if self.total_steps:
+            self.measure_start()
+
+    def measure_start(self) -> None:
+        """Record what the network is worth before its first step, as epoch 0."""
+        progress = self.records.open_progress(-1, 0)
+        measured = validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
+        progress.close()
+        self.heed(agreed_signal(self.run.accelerator, self.run.interruption.number))
+        assert measured is not None
+        self.epoch = -1
+        self.finish_epoch(measured, progress)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint says.

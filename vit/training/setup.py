@@ -17,14 +17,19 @@ from vit.data.seeding import random_seed
 from vit.data.sources import open_splits, relative
 from vit.errors import BadImage, ConfigError
 from vit.model.build import build_classifier
+from vit.model.classifier import VisionTransformer
 from vit.training.agreement import on_main
 from vit.training.devices import arithmetic
 from vit.training.ema import MovingAverage
+from vit.training.finetuning import choose_what_learns
+from vit.training.freezing import counted
 from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
 from vit.training.recomputation import recompute_blocks
 from vit.training.schedule import CosineSchedule
 from vit.training.sharding import is_sharded, require_shardable
+from vit.weights.adapting import adapt
+from vit.weights.pretrained import Pretrained
 
 Say = Callable[[str], None]
 
@@ -48,7 +53,8 @@ def look_at_data(
         say(f"note: {note}")
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
     batch_size, images = config.data.batch_size, len(splits.train)
-    if (lost := images % batch_size / images) > 0.1:
+    probing = config.finetune.method == "probe"  # which sees all of them, once
+    if not probing and (lost := images % batch_size / images) > 0.1:
         say(
             f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
             f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
@@ -132,13 +138,55 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
     return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))
 
 
-def make_training(config: Config, accelerator: Accelerator, total_steps: int) -> Training:
-    """Network, optimiser, average and schedule, on their devices."""
+def make_network(
+    config: Config,
+    source: Pretrained | None = None,
+    classes: Sequence[str] | None = None,
+    say: Say = lambda _: None,
+) -> VisionTransformer:
+    """The network before its first step, on the CPU, with what the method adds and freezes.
+
+    Args:
+        config: Completed settings.
+        source: Weights to start from; fresh ones where left out.
+        classes: Names of the classes; rows of the source's head are kept where they are its own.
+        say: Told what became of the source's tensors, and what learns.
+
+    Raises:
+        WeightsError: The source's weights do not fit.
+        ConfigError: The method does not fit the network.
+    """
+    torch.manual_seed(random_seed(config.training.seed, "weights"))
+    network = build_classifier(config.model)
+    if source is not None:
+        state, report = adapt(source, config.model, classes=classes)
+        network.load_state_dict(state)
+        for line in report.lines():
+            say(line)
+    check_forward(network, config)
+    learns = choose_what_learns(network, config)
+    if learns is not None:
+        say(learns)
+    return network
+
+
+def make_training(
+    config: Config,
+    accelerator: Accelerator,
+    total_steps: int,
+    network: VisionTransformer | None = None,
+) -> Training:
+    """Network, optimiser, average and schedule, on their devices.
+
+    Args:
+        config: Completed settings.
+        accelerator: The devices.
+        total_steps: Optimiser steps of the whole training.
+        network: From `make_network`; a fresh one where left out.
+    """
     training = config.training
     require_shardable(accelerator, config)
-    torch.manual_seed(random_seed(training.seed, "weights"))
-    network = build_classifier(config.model)
-    check_forward(network, config)
+    network = make_network(config) if network is None else network
     network.to(accelerator.device)
     if config.run.precision == "fp64":
         network.double()
@@ -187,8 +235,7 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
 def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     """What will be trained, on what, how."""
     accelerator, config = run.accelerator, run.config
-    parameters = sum(parameter.numel() for parameter in run.network.parameters())
-    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters:,}"
+    size = counted(sum(parameter.numel() for parameter in run.network.parameters()))
     kind = accelerator.device.type
     precision = arithmetic(config.run.precision, accelerator.device)
     sharded = " in pieces (FSDP)" if is_sharded(accelerator) else ""

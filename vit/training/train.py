@@ -7,7 +7,7 @@ each epoch: steps -> validation -> metrics.jsonl, model.safetensors if best -> c
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +17,16 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.data.samples import Splits
 from vit.errors import RunError, printable
-from vit.settings import default_folder
+from vit.settings import changed_settings, default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
 from vit.training.budget import fit_time
 from vit.training.devices import make_accelerator
+from vit.training.finetuning import complete_for_weights
 from vit.training.interruption import Interruption
 from vit.training.memory import fit_memory
-from vit.training.progress import say
+from vit.training.progress import teller
+from vit.training.result import TrainingResult
 from vit.training.run_folder import (
     claim_folder,
     look_at_folder,
@@ -32,9 +34,13 @@ from vit.training.run_folder import (
     settled,
     write_start,
 )
-from vit.training.session import Session, TrainingResult
-from vit.training.setup import look_at_data, make_training
+from vit.training.session import Session
+from vit.training.setup import look_at_data, make_network, make_training
+from vit.training.starting import start_from_probe
 from vit.training.trackers import require_tracker
+from vit.weights.loading import open_source, source_lines
+from vit.weights.pretrained import Pretrained
+from vit.weights.sources import locate
 
 ECHO_SECONDS = 3.0
 
@@ -45,7 +51,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] = (),
+    given: Sequence[str] | None = None,
     began: float | None = None,
 ) -> TrainingResult:
     """Train a network, and leave everything about it in a run folder.
@@ -55,39 +61,91 @@ def train(
         out: The run folder; `runs/<name of the data>` where left out.
         resume: Continue from the newest checkpoint in `out`; begin where there is none.
         overwrite: Delete the run that is in `out`.
-        given: Names of settings that somebody chose rather than left at their default.
+        given: Names of settings that somebody chose; those that differ from their default where
+            left out. Pretrained weights and the data decide others.
         began: When the time of `config.training.time` began, by `time.monotonic`; now if left out.
 
     Raises:
         VitError: Something the caller can mend: see the message.
     """
     began = time.monotonic() if began is None else began
+    given = changed_settings(config) if given is None else given
     require_tracker(config.run.track)
     accelerator = make_accelerator(config.run)
     folder = Path(out or default_folder(config.data.data))
     look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)
-    resuming = on_main(accelerator, look)
-    if resume and not resuming and accelerator.is_main_process:
-        say(f"note: no run in {printable(folder)} yet: starting one")
-    begun = folder if resuming else None
+    begun = folder if (resuming := on_main(accelerator, look)) else None
+    if resume and not resuming:
+        teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
+    config, source = look_at_weights(config, given, accelerator, begun)
     config, splits, failed = complete_settings(config, given, accelerator, begun, began)
-    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
     with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
-        run = make_training(config, accelerator, config.training.epochs * schedule.steps_per_epoch)
+        network = make_network(config, source, splits.classes, teller(accelerator))
+        steps = steps_of_epoch(config, splits, accelerator)
+        run = make_training(config, accelerator, config.training.epochs * steps, network)
         run.failed, run.interruption = failed, signals
-
-        def claim() -> None:
-            stack.enter_context(claim_folder(folder))
-            if look() != resuming:
-                raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
-            if not resuming:
-                write_start(folder, config, splits)
-
-        on_main(accelerator, claim)
-        session = Session(run, folder, splits, schedule.steps_per_epoch)
+        on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
+        probed = start_from_probe(run, splits) if source is not None and probes(config) else None
+        session = Session(run, folder, splits, steps)
         stack.callback(session.close)
-        session.begin(resuming)
+        session.begin(resuming, probed)
         return session.run_all()
+
+
+def claim(
+    folder: Path,
+    stack: contextlib.ExitStack,
+    look: Callable[[], bool],
+    begun: Path | None,
+    config: Config,
+    splits: Splits,
+) -> None:
+    """Make `folder` ours until `stack` ends, and write how the run starts where it does.
+
+    Raises:
+        RunError: Another process has it, or began a run there since it was looked at.
+    """
+    stack.enter_context(claim_folder(folder))
+    if look() != (begun is not None):
+        raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
+    if begun is None:
+        write_start(folder, config, splits)
+
+
+def probes(config: Config) -> bool:
+    """Whether a head is fitted to features before the first step, or instead of all."""
+    return config.finetune.method == "probe" or bool(config.finetune.probe_first)
+
+
+def steps_of_epoch(config: Config, splits: Splits, accelerator: Accelerator) -> int:
+    """Optimiser steps of an epoch; none where fitting a head is all that is done."""
+    if config.finetune.method == "probe":
+        return 0
+    processes = accelerator.num_processes
+    return make_schedule(config, len(splits.train), processes=processes).steps_per_epoch
+
+
+def look_at_weights(
+    config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None
+) -> tuple[Config, Pretrained | None]:
+    """The settings completed with what the pretrained weights decide, and those weights.
+
+    A run that is resumed has what came of them in its checkpoint: they may be gone.
+
+    Raises:
+        WeightsError: They cannot be found, read or used.
+        ConfigError: Settings contradict them.
+    """
+    where = config.finetune.weights
+    if where is None or begun is not None:
+        return config, None
+    model = config.training.model if "model" in given else None
+    on_main(accelerator, lambda: locate(where))  # one process downloads, the others find the files
+    source = open_source(where, model=model)
+    tell = teller(accelerator)
+    for line in source_lines(where, source):
+        tell(line)
+    return complete_for_weights(config, source, given), source
 
 
 def echo_seconds() -> float:
@@ -110,9 +168,9 @@ def complete_settings(
     Returns:
         Settings, the pictures, and those that cannot be read with the reason.
     """
-    tell = say if accelerator.is_main_process else lambda _: None
+    tell = teller(accelerator)
     if begun is not None:
-        config = settled(config, begun)
+        config = settled(config, begun, given)
     config, splits, failed = look_at_data(config, given, accelerator, tell)
     if begun is not None:
         require_same_settings(config, begun)

@@ -21,7 +21,8 @@ from vit.errors import ConfigError, RunError, WeightsError, printable
 from vit.model.build import assemble
 from vit.model.classifier import VisionTransformer
 from vit.settings import all_settings, convert
-from vit.weights.formats.names import check_fit, from_timm, to_timm
+from vit.weights.formats.names import check_fit
+from vit.weights.formats.timm import from_timm, to_timm
 from vit.weights.tensorfile import read_tensors, write_tensors, write_text
 from vit.weights.timm_config import timm_config
 
@@ -119,7 +120,7 @@ def pack(
     }
     content = {**timm_config(settings, classes, preprocessing), "vit": own}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    tensors = to_timm(state, patch_size=settings.patch_size)
+    tensors = to_timm(state, settings)
     return Packed(text, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
 
 

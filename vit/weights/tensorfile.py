@@ -55,6 +55,18 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         WeightsError: The file is missing, cut, or any bit of it has changed.
     """
+    tensors, metadata = read_any_tensors(path)
+    if metadata.pop(DIGEST, None) is None:
+        raise WeightsError(f"{printable(path)} has no {DIGEST}: it was not written by vit")
+    return tensors, metadata
+
+
+def read_any_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, whoever wrote it; a digest in it is checked.
+
+    Raises:
+        WeightsError: The file is missing, cut, or does not match its digest.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
@@ -64,11 +76,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except FileNotFoundError:
         raise WeightsError(f"{printable(path)} is missing") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{printable(path)} is damaged: {error}") from None
-    expected = metadata.pop(DIGEST, None)
-    if expected is None:
-        raise WeightsError(f"{printable(path)} has no {DIGEST}: it was not written by vit")
-    if digest(tensors, metadata) != expected:
+        raise WeightsError(f"{printable(path)} is damaged: {printable(error)}") from None
+    content = {name: text for name, text in metadata.items() if name != DIGEST}
+    if DIGEST in metadata and digest(tensors, content) != metadata[DIGEST]:
         raise WeightsError(f"{printable(path)} is damaged: its content does not match its {DIGEST}")
     return tensors, metadata
 

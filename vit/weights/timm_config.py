@@ -5,21 +5,67 @@ that timm does not have. Our own part of the file is the key "vit", which timm i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.presets import PRESETS
 
-# Settings that JSON cannot hold come from an architecture that has them; the rest are arguments.
-PLAIN = "vit_tiny_patch16_224"
-GATED = "aimv2_large_patch14_224"  # timm's name for a ViT with SwiGLU
+# Settings that JSON cannot hold, classes and epsilons among them, come from an architecture that
+# has them; all others are arguments. By norm, epsilon and feed-forward part:
+PLAIN: dict[tuple[str, float, str], str] = {
+    ("layernorm", 1e-6, "mlp"): "vit_tiny_patch16_224",
+    ("rmsnorm", 1e-6, "mlp"): "vit_tiny_patch16_224",
+    ("layernorm", 1e-5, "mlp"): "vit_base_patch16_clip_224",
+    ("layernorm", 1e-6, "swiglu"): "aimv2_large_patch14_224",
+    ("rmsnorm", 1e-6, "swiglu"): "aimv2_large_patch14_224",
+    ("rmsnorm", 1e-5, "swiglu"): "aimv2_large_patch14_224",
+}
+# timm's Eva takes no norm by name.
+ROTARY: dict[tuple[str, float], str] = {
+    ("layernorm", 1e-6): "eva_giant_patch14_224",
+    ("layernorm", 1e-5): "vit_pe_spatial_base_patch16_512",
+}
+NAMED_EPSILON = 1e-6
+"""That of a norm which timm knows by name."""
 UNKNOWN = "vit_toolkit"
 
-POSITIONS = {"learned": "learn", "sinusoidal_1d": "learn", "sinusoidal_2d": "learn", "none": "none"}
-POOLINGS = {"class_token": "token", "mean": "avg"}
+POOLINGS = {"class_token": "token", "mean": "avg", "attention": "map", "class_token_mean": ""}
 CROP_MODES = {"crop": "center", "squash": "squash"}
+GRIDS = {"index": "cat", "centred": "dinov3"}
+
+# What timm cannot build, and why. Tables of positions are weights like any other, also sinusoids.
+REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
+    ("norm_order=post", lambda c: c.norm_order == "post"),
+    ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
+    ("patch_bias={c.patch_bias} with norm_pre={c.norm_pre}", lambda c: c.patch_bias == c.norm_pre),
+    (
+        "prefix_positions={c.prefix_positions} with registers={c.registers}",
+        lambda c: _has_table(c) and c.num_placed_tokens not in (0, c.num_prefix_tokens),
+    ),
+    (
+        "pooling=attention with feedforward=swiglu",
+        lambda c: c.pooling == "attention" and c.feedforward == "swiglu",
+    ),
+    (
+        "norm={c.norm} with norm_eps={c.norm_eps:g} and feedforward={c.feedforward}",
+        lambda c: not c.is_rotary and (c.norm, c.norm_eps, c.feedforward) not in PLAIN,
+    ),
+    (
+        "norm={c.norm} with norm_eps={c.norm_eps:g} and position={c.position}",
+        lambda c: c.is_rotary and (c.norm, c.norm_eps) not in ROTARY,
+    ),
+    (
+        "activation={c.activation} with position={c.position}",
+        lambda c: c.is_rotary and c.activation != "gelu",
+    ),
+    ("proj_bias=False with position={c.position}", lambda c: c.is_rotary and not c.proj_bias),
+    (
+        "pooling=attention with position={c.position} and tokens before the patches",
+        lambda c: c.is_rotary and c.pooling == "attention" and c.num_prefix_tokens > 0,
+    ),
+)
 
 
 def timm_config(
@@ -29,7 +75,7 @@ def timm_config(
     return {
         "architecture": architecture(config),
         "num_classes": len(classes),
-        "num_features": config.dim,
+        "num_features": config.pooled_dim,
         "global_pool": POOLINGS[config.pooling],
         "label_names": list(classes),
         "model_args": model_args(config),
@@ -49,21 +95,30 @@ def timm_config(
     }
 
 
+def timm_refusal(config: ModelConfig) -> str | None:
+    """The settings of which timm has no network; None where it has one."""
+    found = (text.format(c=config) for text, impossible in REFUSALS if impossible(config))
+    return next(found, None)
+
+
 def architecture(config: ModelConfig) -> str:
     """A model of timm that `model_args` turns into this one, or a name timm does not know."""
-    if config.norm_order == "post":
+    if timm_refusal(config) is not None:
         return UNKNOWN
-    if config.feedforward == "swiglu":
-        return GATED
+    if config.is_rotary:
+        return ROTARY[config.norm, config.norm_eps]
+    plain = PLAIN[config.norm, config.norm_eps, config.feedforward]
+    if plain != PLAIN["layernorm", NAMED_EPSILON, "mlp"]:
+        return plain
     sizes = {name: getattr(config, name) for name in ("dim", "depth", "num_heads", "patch_size")}
     named = (name for name, preset in PRESETS.items() if sizes.items() <= preset.items())
-    return next(named, PLAIN)
+    return next(named, plain)
 
 
 def model_args(config: ModelConfig) -> dict[str, Any]:
-    """Arguments of timm's VisionTransformer, all of them, whatever the architecture's are."""
-    gated = config.feedforward == "swiglu"
-    return {
+    """All arguments of timm's network, whatever the architecture's are."""
+    last = config.last_norm
+    shared = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
         "in_chans": config.channels,
@@ -71,20 +126,67 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "depth": config.depth,
         "num_heads": config.num_heads,
         "mlp_ratio": mlp_ratio(config.dim, config.feedforward_dim),
-        "qkv_bias": True,
-        "proj_bias": True,
+        "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
-        "init_values": config.layer_scale,  # 0, unlike null, overrides the architecture's
         "class_token": config.class_token,
-        "reg_tokens": config.registers,
-        "no_embed_class": config.registers > 0,
-        "pos_embed": POSITIONS[config.position],
+        "no_embed_class": config.num_placed_tokens == 0 and config.num_prefix_tokens > 0,
         "global_pool": POOLINGS[config.pooling],
-        "fc_norm": config.pooling == "mean",
-        "norm_layer": config.norm,
+    }
+    if config.is_rotary:
+        return {**shared, **_eva_args(config, last)}
+    gated = config.feedforward == "swiglu"
+    # timm gives a norm by name its usual epsilon; another one is the architecture's.
+    norm = {"norm_layer": config.norm} if config.norm_eps == NAMED_EPSILON else {}
+    return {
+        **shared,
+        **norm,
+        "proj_bias": config.proj_bias,
+        "init_values": config.layer_scale,  # 0, unlike null, overrides the architecture's
+        "reg_tokens": config.registers,
+        "pos_embed": "learn" if _has_table(config) else "none",
+        "pre_norm": config.norm_pre,
+        "final_norm": last != "none",
+        "fc_norm": last == "pooled",
         "embed_norm_layer": "",
         "act_layer": "silu" if gated else config.activation,
     }
+
+
+def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
+    # Without a reference, places are not scaled. An architecture that has one takes the size of
+    # the pictures, which timm does not change, and to which it then scales by one.
+    reference = config.rotary_reference or config.grid[0]
+    scaled = config.rotary_reference is not None or config.norm_eps != NAMED_EPSILON
+    scale = {"init_values": config.layer_scale} if config.layer_scale else {}
+    ratio = mlp_ratio(config.dim, config.feedforward_dim)
+    pool = {"attn_pool_num_heads": config.num_heads, "attn_pool_mlp_ratio": ratio}
+    return {
+        **scale,
+        **({"ref_feat_shape": [reference] * 2} if scaled else {}),
+        **(pool if config.pooling == "attention" else {}),
+        "attn_type": "rope",  # the one with a bias for keys
+        "qkv_fused": True,
+        "scale_mlp": False,
+        "scale_attn_inner": False,
+        "swiglu_mlp": config.feedforward == "swiglu",
+        "swiglu_align_to": int(config.feedforward == "swiglu"),  # gate and value apart
+        "num_reg_tokens": config.registers,
+        "use_abs_pos_emb": _has_table(config),
+        "use_rot_pos_emb": True,
+        "rope_type": GRIDS[config.rotary_grid],
+        "rope_temperature": config.rotary_temperature,
+        "rope_grid_offset": 0.0,
+        "rope_grid_indexing": "ij",
+        "rope_rotate_half": True,
+        "use_post_norm": False,
+        "use_pre_transformer_norm": config.norm_pre,
+        "use_post_transformer_norm": last == "tokens",
+        "use_fc_norm": last == "pooled",
+    }
+
+
+def _has_table(config: ModelConfig) -> bool:
+    return config.position not in ("rotary", "none")
 
 
 def mlp_ratio(dim: int, hidden_dim: int) -> float:

@@ -5,7 +5,8 @@ differs, which is a matrix here and a convolution everywhere else.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,83 +18,26 @@ Table = tuple[tuple[str, str], ...]
 
 PATCH_WEIGHT = "patch_embed.proj.weight"
 
-# Their name, as a pattern -> our name. {b} is the number of a block, {p} weight or bias.
-HUGGINGFACE: Table = (
-    (r"vit.embeddings.cls_token", "cls_token"),
-    (r"vit.embeddings.position_embeddings", "pos_embed"),
-    (r"vit.embeddings.patch_embeddings.projection.{p}", "patch_embed.proj.{p}"),
-    (r"{block}.layernorm_before.{p}", "blocks.{b}.norm1.{p}"),
-    (r"{block}.attention.attention.{qkv}.{p}", "blocks.{b}.attn.{qkv}.{p}"),
-    (r"{block}.attention.output.dense.{p}", "blocks.{b}.attn.proj.{p}"),
-    (r"{block}.layernorm_after.{p}", "blocks.{b}.norm2.{p}"),
-    (r"{block}.intermediate.dense.{p}", "blocks.{b}.mlp.fc1.{p}"),
-    (r"{block}.output.dense.{p}", "blocks.{b}.mlp.fc2.{p}"),
-    # the names inside transformers since version 5, which saves the ones above
-    (r"{block}.attention.{qkv}_proj.{p}", "blocks.{b}.attn.{qkv}.{p}"),
-    (r"{block}.attention.o_proj.{p}", "blocks.{b}.attn.proj.{p}"),
-    (r"{block}.mlp.{fc}.{p}", "blocks.{b}.mlp.{fc}.{p}"),
-    (r"vit.layernorm.{p}", "norm.{p}"),
-    (r"classifier.{p}", "head.{p}"),
-)
-TORCHVISION: Table = (
-    (r"class_token", "cls_token"),
-    (r"encoder.pos_embedding", "pos_embed"),
-    (r"conv_proj.{p}", "patch_embed.proj.{p}"),
-    (r"{block}.ln_1.{p}", "blocks.{b}.norm1.{p}"),
-    (r"{block}.self_attention.in_proj_{p}", "blocks.{b}.attn.qkv.{p}"),
-    (r"{block}.self_attention.out_proj.{p}", "blocks.{b}.attn.proj.{p}"),
-    (r"{block}.ln_2.{p}", "blocks.{b}.norm2.{p}"),
-    (r"{block}.mlp.(?:0|linear_1).{p}", "blocks.{b}.mlp.fc1.{p}"),
-    (r"{block}.mlp.(?:3|linear_2).{p}", "blocks.{b}.mlp.fc2.{p}"),
-    (r"encoder.ln.{p}", "norm.{p}"),
-    (r"heads.head.{p}", "head.{p}"),
-)
-# What the words in braces match.
+# What the words in braces of a table match: {b} is the number of a block, {p} weight or bias.
 WORDS = {
     "{p}": r"(?P<p>weight|bias)",
-    "{block}": r"(?:vit\.encoder\.layer\.|vit\.layers\.|encoder\.layers\.encoder_layer_)(?P<b>\d+)",
+    "{b}": r"(?P<b>\d+)",
     "{qkv}": r"(?P<qkv>query|key|value|q|k|v)",
     "{fc}": r"(?P<fc>fc1|fc2)",
 }
 
 
-def from_timm(state: Mapping[str, Tensor]) -> State:
-    """Weights of a timm VisionTransformer, as ours.
+def flatten_patches(state: Mapping[str, Tensor]) -> State:
+    """`state` with its patch projection as a matrix instead of a convolution.
 
     Raises:
         WeightsError: There is no patch projection.
     """
-    ours = dict(state)
-    if PATCH_WEIGHT not in ours:
+    flat = dict(state)
+    if PATCH_WEIGHT not in flat:
         raise WeightsError(f"{PATCH_WEIGHT} is missing: these are not a Vision Transformer's")
-    ours[PATCH_WEIGHT] = ours[PATCH_WEIGHT].flatten(1)
-    return ours
-
-
-def to_timm(state: Mapping[str, Tensor], *, patch_size: int) -> State:
-    """Our weights, as those of a timm VisionTransformer with patches of `patch_size` pixels."""
-    theirs = dict(state)
-    matrix = theirs[PATCH_WEIGHT]
-    theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, patch_size, patch_size)
-    return theirs
-
-
-def from_huggingface(state: Mapping[str, Tensor]) -> State:
-    """Weights of a transformers ViTForImageClassification, as ours.
-
-    Raises:
-        WeightsError: A tensor has another name, or one is missing.
-    """
-    return from_timm(fuse_qkv(rename(state, HUGGINGFACE, "ViTForImageClassification")))
-
-
-def from_torchvision(state: Mapping[str, Tensor]) -> State:
-    """Weights of torchvision's VisionTransformer (vit_b_16 and its kin), as ours.
-
-    Raises:
-        WeightsError: A tensor has another name, or one is missing.
-    """
-    return from_timm(rename(state, TORCHVISION, "torchvision's VisionTransformer"))
+    flat[PATCH_WEIGHT] = flat[PATCH_WEIGHT].flatten(1)
+    return flat
 
 
 def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
@@ -131,7 +75,7 @@ def fuse_qkv(state: Mapping[str, Tensor]) -> State:
     """Stack each block's separate query, key and value into one `qkv`.
 
     Raises:
-        WeightsError: One of the three is missing.
+        WeightsError: One of the three is missing, or of another shape.
     """
     fused = dict(state)
     for name in state:
@@ -139,7 +83,11 @@ def fuse_qkv(state: Mapping[str, Tensor]) -> State:
         if match is None:
             continue
         names = [_either(state, match[1], match[2], word) for word in ("query", "key", "value")]
-        fused[f"{match[1]}qkv.{match[2]}"] = torch.cat([fused.pop(part) for part in names])
+        parts = [fused.pop(part) for part in names]
+        if len({part.shape for part in parts}) > 1 or not parts[0].ndim:
+            shapes = ", ".join(f"{tuple(part.shape)}" for part in parts)
+            raise WeightsError(f"{match[1]}{match[2]}: query, key and value have shapes {shapes}")
+        fused[f"{match[1]}qkv.{match[2]}"] = torch.cat(parts)
     return fused
 
 
@@ -182,3 +130,22 @@ def some(names: Iterable[str], most: int = 3) -> str:
     known = [printable(name) for name in names]
     more = f" and {len(known) - most} more" if len(known) > most else ""
     return ", ".join(known[:most]) + more
+
+
+def distinct(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`names` without repetitions, and a line for the user where there were any.
+
+    ImageNet has two cranes, a bird and a machine: the number of the output tells them apart.
+    """
+    counts = Counter(names)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if not twice:
+        return tuple(names), ()
+    apart = []
+    for index, name in enumerate(names):
+        told = name
+        while counts[told] > 1:
+            told = f"{told} ({index})"
+        counts[told] += told != name
+        apart.append(told)
+    return tuple(apart), (f"several classes have one name, so numbers were added: {some(twice)}",)

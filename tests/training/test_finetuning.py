@@ -1,0 +1,238 @@
+"""Pretrained weights in, a run of one's own out: what each method changes, and what it leaves."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.training.children import complete
+from vit.errors import ConfigError, VitError
+from vit.inference.evaluate import evaluate
+from vit.settings import make_config, read_settings
+from vit.training.checkpoint import find_checkpoints
+from vit.training.interruption import Interrupted
+from vit.training.session import Session
+from vit.training.train import train
+from vit.weights.folder import load_run
+from vit.weights.tensorfile import read_tensors
+
+BODY = ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight", "norm.bias")
+
+
+@pytest.fixture(scope="module")
+def backbone(colour_data, tmp_path_factory) -> Path:
+    """A run that has learnt something, on classes of other names."""
+    place = tmp_path_factory.mktemp("backbone")
+    data = place / "data"
+    shutil.copytree(colour_data, data)
+    for split in ("train", "val"):
+        (data / split / "blue").rename(data / split / "azure")
+    tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
+    settings = {"epochs": 3, "batch_size": 12, "lr": 3e-3, "device": "cpu", "workers": 0}
+    config = make_config({"data": str(data), **tiny, **settings, "crop_share": 0.8})
+    train(config, place / "run", given=("data",))
+    return place / "run"
+
+
+@pytest.fixture
+def fine(colour_data, backbone, tmp_path):
+    """Fine-tunes into a folder; answers with it."""
+
+    def run(name: str = "run", **chosen) -> Path:
+        usual = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12}
+        if chosen.get("method") != "probe":
+            usual["epochs"] = 2
+        given = {"data": str(colour_data), "weights": str(backbone), **usual, **chosen}
+        given["feature_cache"] = str(tmp_path / "features")
+        return train(make_config(given), tmp_path / name, given=[*given]).folder
+
+    return run
+
+
+def events(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == "epoch"]
+
+
+def same(one: Path, other: Path, names=BODY) -> bool:
+    first, second = (load_run(folder).model.state_dict() for folder in (one, other))
+    return all(torch.equal(first[name], second[name]) for name in names)
+
+
+def last_weights(folder: Path) -> dict[str, torch.Tensor]:
+    tensors, _ = read_tensors(find_checkpoints(folder / "checkpoints")[0])
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("full", {}),
+        ("linear", {}),
+        ("lora", {"lora_rank": 2}),
+        ("lora", {"lora_rank": 2, "lora_targets": "fc1, fc2", "ema": 0.5}),
+        ("lora", {"lora_rank": 2, "probe_first": True}),
+        ("probe", {}),
+    ],
+)
+def test_every_method_leaves_an_ordinary_run(fine, backbone, colour_data, method, settings):
+    folder = fine(method=method, **settings)
+    run = load_run(folder)
+    assert run.classes == ("blue", "green", "red")
+    assert run.preprocessing.crop_share == 0.8  # the backbone's
+    frozen = method in ("linear", "probe")
+    if not settings.get("probe_first"):  # which may well remain the best
+        assert same(folder, backbone, names=(BODY[0],)) is (frozen or "lora_targets" in settings)
+    assert same(folder, backbone, names=BODY[1:]) is (frozen or method == "lora")
+    assert not any("lora" in name for name in run.model.state_dict())
+    timm.create_model(f"local-dir:{folder}", pretrained=True)
+    best = max(event["val_top1"] for event in events(folder))
+    measured = evaluate(folder, str(colour_data), precision="fp32", device="cpu")
+    assert measured["top1"] == pytest.approx(best)
+    assert (folder / "report.html").is_file()
+
+
+def test_without_a_method_the_probe_comes_first_and_is_epoch_0(fine, capfd):
+    folder = fine()
+    said = capfd.readouterr().err
+    assert "probe: " in said
+    assert "k-NN" in said
+    assert "going on from that head with method=full" in said
+    settings = read_settings(folder / "config.yaml")
+    chosen = {
+        name: settings[name] for name in ("method", "probe_first", "layer_decay", "drop_path")
+    }
+    assert chosen == {"method": "full", "probe_first": True, "layer_decay": 0.75, "drop_path": 0.1}
+    assert [event["epoch"] for event in events(folder)] == [0, 1, 2]
+    assert [event["step"] for event in events(folder)] == [0, 3, 6]
+    assert max(event["val_top1"] for event in events(folder)) >= events(folder)[0]["val_top1"]
+
+
+def test_the_head_before_the_first_step_is_the_probe_s(fine):
+    probed, tuned = fine("probe", method="probe"), fine("tuned")
+    first = events(tuned)[0]
+    assert events(probed)[0]["val_loss"] == pytest.approx(first["val_loss"], rel=1e-5)
+    assert events(probed)[0]["train_loss"] == pytest.approx(first["train_loss"], rel=1e-5)
+    assert events(probed)[0]["val_top1"] == first["val_top1"]
+
+
+def test_features_are_made_once(fine, capfd, backbone, colour_data):
+    fine("one", method="probe")
+    assert "0 of 36 pictures from the cache, 36 made" in capfd.readouterr().err
+    fine("two", method="probe")
+    assert "36 of 36 pictures from the cache, 0 made" in capfd.readouterr().err
+    fine("three", method="probe", crop_share=0.9)
+    assert "0 of 36 pictures from the cache, 36 made" in capfd.readouterr().err
+
+
+def test_the_written_config_repeats_the_run(fine, tmp_path):
+    for name, settings in (("lora", {"method": "lora", "lora_rank": 2}), ("default", {})):
+        first = fine(name, **settings)
+        stored = read_settings(first / "config.yaml")
+        second = train(make_config(stored), tmp_path / f"{name} again", given=[*stored]).folder
+        assert (first / "model.safetensors").read_bytes() == (
+            second / "model.safetensors"
+        ).read_bytes()
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "lora", "lora_rank": 2, "ema": 0.5}], ids=str)
+def test_an_interrupted_run_goes_on_without_the_weights_it_began_from(
+    fine, backbone, tmp_path, monkeypatch, settings
+):
+    whole = fine("whole", **settings)
+    source = tmp_path / "source"
+    shutil.copytree(backbone, source)
+    finish = Session.finish_epoch
+
+    def interrupted(self, *arguments):
+        finish(self, *arguments)
+        if self.epoch == 1:
+            self.keeper.wait()
+            raise Interrupted("stopped", 15)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Session, "finish_epoch", interrupted)
+        fine("cut", weights=str(source), **settings)
+    shutil.rmtree(source)
+    stored = read_settings(tmp_path / "cut/config.yaml")
+    train(make_config(stored), tmp_path / "cut", resume=True, given=[*stored])
+    first, second = last_weights(whole), last_weights(tmp_path / "cut")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [e["val_loss"] for e in events(whole)] == [
+        e["val_loss"] for e in events(tmp_path / "cut")
+    ]
+
+
+def test_resuming_from_python_needs_no_settings_that_the_weights_decided(fine):
+    folder = fine()
+    before = (folder / "model.safetensors").read_bytes()
+    stored = read_settings(folder / "config.yaml")
+    few = {name: stored[name] for name in ("data", "weights", "epochs", "batch_size", "precision")}
+    train(make_config(few), folder, resume=True, given=[*few])
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_rows_of_the_head_are_kept_by_name(fine, backbone, capfd):
+    folder = fine(method="full", lr=1e-12, min_lr=0.0, layer_decay=1.0)
+    assert "head: 2 of 3 classes kept by name; new: blue" in capfd.readouterr().err
+    ours, theirs = load_run(folder), load_run(backbone)
+    for name in ("green", "red"):
+        one = ours.model.head.weight[ours.classes.index(name)]
+        other = theirs.model.head.weight[theirs.classes.index(name)]
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    assert ours.model.head.weight[ours.classes.index("blue")].abs().max() < 1e-6
+
+
+def test_other_sizes_are_adapted_to(fine, capfd):
+    folder = fine(method="linear", image_size=32, patch_size=8)
+    assert "pos_embed 2x2 -> 4x4" in capfd.readouterr().err
+    assert load_run(folder).config.image_size == 32
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"method": "probe", "lr": 0.1}, "lr=0.1: method=probe has no use for it"),
+        ({"model": "vit_small_patch16_224"}, "has dim=384, but the weights .* have 16"),
+        ({"depth": 3}, "depth"),
+        ({"method": "lora", "lora_targets": "query"}, "has no query here; choose from qkv"),
+        ({"method": "lora", "lora_rank": 64}, "choose one from 1 to 15"),
+        ({"weights": "nowhere/at/all.pth"}, "nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(fine, tmp_path, chosen, message):
+    with pytest.raises(VitError, match=message) as caught:
+        fine(**chosen)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_methods_need_weights():
+    for method in ("linear", "lora", "probe"):
+        with pytest.raises(ConfigError, match="needs pretrained weights"):
+            make_config({"method": method})
+    with pytest.raises(ConfigError, match="needs pretrained weights"):
+        make_config({"probe_first": True})
+    with pytest.raises(ConfigError, match="method=probe is that already"):
+        make_config({"method": "probe", "probe_first": True, "weights": "x"})
+
+
+def tune(words: dict, folder: Path) -> None:
+    """What each of several processes does."""
+    torch.set_num_threads(1)
+    train(make_config(words), folder, given=[*words])
+
+
+def test_two_processes_start_from_the_same_head(fine, backbone, colour_data, tmp_path):
+    alone = fine("alone", drop_path=0.0)
+    usual = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 2}
+    words = {"data": str(colour_data), "weights": str(backbone), **usual, "drop_path": 0.0}
+    words["feature_cache"] = str(tmp_path / "others")
+    complete(tune, words, tmp_path / "two", log=tmp_path / "log", processes=2)
+    for one, two in zip(events(alone), events(tmp_path / "two"), strict=True):
+        assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-4)
+        assert two["train_loss"] == pytest.approx(one["train_loss"], abs=1e-3)

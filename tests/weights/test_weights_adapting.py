@@ -1,0 +1,388 @@
+"""Weights at another size, patch, colour or set of classes equal what timm makes of them."""
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+
+from vit.config import ModelConfig
+from vit.errors import WeightsError
+from vit.model.build import build_classifier
+from vit.model.classifier import VisionTransformer
+from vit.weights.adapting import Report, adapt
+from vit.weights.folder import empty_model
+from vit.weights.formats.names import PATCH_WEIGHT
+from vit.weights.formats.timm import from_timm
+from vit.weights.pretrained import Pretrained
+from vit.weights.resampling import change_channels, resize_patches
+
+TOLERANCE = 1e-3
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
+NAMES = ("ant", "bee", "cat", "dog", "eel")
+
+
+@pytest.fixture
+def pretrained(randomise):
+    """A function that makes a trained network of given settings, and names of its classes."""
+
+    def make(classes=NAMES, **options) -> Pretrained:
+        config = ModelConfig(**{**SMALL, **options})
+        state = randomise(empty_model(config).state_dict())
+        if config.position.startswith("sinusoidal"):
+            state["pos_embed"] = build_classifier(config).pos_embed
+        return Pretrained(
+            state=state,
+            config=config,
+            classes=classes,
+            preprocessing=None,
+            license=None,
+            origin="timm vit_small",
+        )
+
+    return make
+
+
+def changed(pretrained: Pretrained, **settings) -> ModelConfig:
+    return dataclasses.replace(pretrained.config, **settings)
+
+
+def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
+    model = empty_model(config)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def test_what_fits_is_taken_as_it_is(pretrained):
+    source = pretrained()
+    state, report = adapt(source, changed(source, dropout=0.1, drop_path=0.2))
+    assert state.keys() == source.state.keys()
+    assert all(state[name] is tensor for name, tensor in source.state.items())
+    head = "all 5 classes kept"
+    assert report == Report(reused=len(state), resized=(), made=(), left_out=(), head=head)
+    assert report.lines() == [f"{len(state)} tensors reused", "head: all 5 classes kept"]
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix"),
+    [
+        ({}, 1),
+        ({"registers": 2}, 0),
+        ({"prefix_positions": "none"}, 0),
+        ({"registers": 2, "prefix_positions": "all"}, 3),
+        ({"registers": 2, "prefix_positions": "class_token"}, 1),
+        ({"class_token": False, "pooling": "mean"}, 0),
+        ({"position": "learned_rotary", "registers": 1, "prefix_positions": "all"}, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [16, 24, 56])
+def test_positions_equal_timms(pretrained, size, options, prefix):
+    source = pretrained(**options)
+    state, report = adapt(source, changed(source, image_size=size))
+    table, side = source.state["pos_embed"], size // 8
+    expected = resample_abs_pos_embed(table, [side, side], num_prefix_tokens=prefix)
+    assert torch.equal(state["pos_embed"], expected)
+    assert report.resized == (f"pos_embed 4x4 -> {side}x{side}",)
+    assert report.reused == len(state) - 1
+
+
+def test_sinusoidal_positions_are_computed_again(pretrained):
+    source = pretrained(position="sinusoidal_2d")
+    config = changed(source, image_size=48)
+    state, _ = adapt(source, config)
+    assert torch.equal(state["pos_embed"], build_classifier(config).pos_embed)
+
+
+@pytest.mark.parametrize("position", ["none", "rotary"])
+def test_without_a_table_nothing_is_resized(pretrained, position):
+    source = pretrained(position=position, pooling="mean", class_token=False)
+    state, report = adapt(source, changed(source, image_size=48))
+    assert report.resized == ()
+    assert report.reused == len(state)
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_an_adapted_network_answers_as_the_source_does_at_that_size(pretrained, size):
+    source = pretrained()
+    config = changed(source, image_size=size)
+    images = torch.randn(2, 3, size, size)
+    adapted = build(adapt(source, config)[0], config)
+    assert torch.equal(adapted(images), build(source.state, source.config)(images))
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 16), (16, 8), (14, 16), (16, 14), (16, 15), (8, 1)])
+def test_patches_equal_timms(old, new):
+    kernels = torch.randn(6, 3, old, old) / old
+    ours = resize_patches(kernels.flatten(1), old=old, new=new)
+    theirs = resample_patch_embed(kernels, [new, new]).flatten(1)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_grown_patches_give_the_tokens_of_the_old_ones():
+    kernels, patches = torch.randn(6, 3 * 64), torch.randn(10, 3, 8, 8)
+    grown = nn.functional.interpolate(patches, size=(14, 14), mode="bicubic", antialias=True)
+    tokens = grown.flatten(1) @ resize_patches(kernels, old=8, new=14).T
+    torch.testing.assert_close(tokens, patches.flatten(1) @ kernels.T, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("new", [1, 2, 4, 6, 12])
+def test_channels_equal_timms(new):
+    kernels = torch.randn(6, 3, 8, 8)
+    ours = change_channels(kernels.flatten(1), old=3, new=new)
+    torch.testing.assert_close(ours, adapt_input_conv(new, kernels).flatten(1))
+
+
+def test_one_channel_becomes_three():
+    kernels, images = torch.randn(6, 1, 8, 8), torch.randn(10, 3, 8, 8)
+    colours = change_channels(kernels.flatten(1), old=1, new=3)
+    tokens = images.flatten(1) @ colours.T
+    grey = images.mean(dim=1).flatten(1) @ kernels.flatten(1).T
+    torch.testing.assert_close(tokens, grey, atol=1e-5, rtol=0)
+    back = change_channels(colours, old=3, new=1)
+    torch.testing.assert_close(back, kernels.flatten(1), atol=1e-6, rtol=0)
+
+
+def timm_model(image_size: int, patch_size: int, channels: int = 3, file: object = None, **options):
+    """A timm model of the small sizes, with timm's own loading of the weights in `file`."""
+    cfg = {"file": str(file), "num_classes": 5} if file else None
+    return timm.create_model(
+        "vit_tiny_patch16_224",
+        pretrained=file is not None,
+        pretrained_cfg_overlay=cfg,
+        img_size=image_size,
+        patch_size=patch_size,
+        embed_dim=48,
+        depth=2,
+        num_heads=4,
+        num_classes=5,
+        in_chans=channels,
+        **options,
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"image_size": 16},
+        {"image_size": 56},
+        {"patch_size": 4},
+        {"patch_size": 16},
+        {"image_size": 60, "patch_size": 10},
+        {"image_size": 28, "patch_size": 7},
+        {"channels": 1},
+        {"channels": 4, "image_size": 40},
+        {"channels": 12, "patch_size": 16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("registers", "prefix_positions"), [(0, "auto"), (0, "none"), (2, "auto"), (2, "all")]
+)
+@torch.no_grad()
+def test_whole_models_equal_timms_own_loading(
+    tmp_path, randomise, change, registers, prefix_positions
+):
+    placed = prefix_positions == "all" or (prefix_positions == "auto" and not registers)
+    options = {"reg_tokens": registers, "no_embed_class": not placed}
+    weights = randomise(timm_model(32, 8, **options).state_dict())
+    save_file(weights, tmp_path / "model.safetensors")
+    settings = {"image_size": 32, "patch_size": 8, "channels": 3, **change}
+    theirs = timm_model(**settings, file=tmp_path / "model.safetensors", **options)
+    source = Pretrained(
+        state=from_timm(weights),
+        config=ModelConfig(**SMALL, registers=registers, prefix_positions=prefix_positions),
+        classes=None,
+        preprocessing=None,
+        license=None,
+        origin="timm vit_small",
+    )
+    config = changed(source, **change)
+    side = settings["image_size"]
+    images = torch.randn(3, settings["channels"], side, side)
+    expected = theirs(images)
+    assert expected.std() > 0.1, "logits without any spread show nothing"
+    adapted = build(adapt(source, config)[0], config)
+    torch.testing.assert_close(adapted(images), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_everything_that_changes_is_told(pretrained):
+    source = pretrained()
+    settings = {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10}
+    state, report = adapt(source, changed(source, **settings))
+    assert state[PATCH_WEIGHT].shape == (48, 256)
+    weight = "patch_embed.proj.weight"
+    assert report.lines() == [
+        f"{len(state) - 3} tensors reused; resized: {weight} 3 -> 1 channels, {weight} 8x8 -> "
+        "16x16 pixels; new: head (10 classes, zeros); left out: head (5 classes)"
+    ]
+    _, report = adapt(source, changed(source, image_size=96, patch_size=16))
+    assert report.resized[1] == "pos_embed 4x4 -> 6x6"
+
+
+def rows(state: dict[str, Tensor], source: Pretrained, places: list[int | None]) -> bool:
+    """Whether the head is made of these rows of the source's, and of zeros."""
+    for name in ("head.weight", "head.bias"):
+        old = source.state[name]
+        made = [old.new_zeros(old.shape[1:]) if row is None else old[row] for row in places]
+        if not torch.equal(state[name], torch.stack(made)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("known", "classes", "places", "told"),
+    [
+        (NAMES, NAMES, [0, 1, 2, 3, 4], ["all 5 classes kept by name"]),
+        (NAMES, NAMES[::-1], [4, 3, 2, 1, 0], ["all 5 classes kept by name"]),
+        (NAMES, ("eel", "ant"), [4, 0], ["left out: head (3 of 5 classes)", "all 2 classes kept"]),
+        (
+            NAMES,
+            ("eel", "new\x1b", "ant"),
+            [4, None, 0],
+            ["left out: head (3 of 5 classes)", r"head: 2 of 3 classes kept by name; new: new\x1b"],
+        ),
+        (
+            NAMES,
+            ("dog", *"stuvwxyz"),
+            [3, *[None] * 8],
+            ["head: 1 of 9 classes kept by name; new: s, t, u, v, w and 3 more"],
+        ),
+        (
+            NAMES,
+            ("x", "y"),
+            [None, None],
+            ["new: head (2 classes, zeros); left out: head (5 classes, none of these)"],
+        ),
+        (None, ("x", "y"), [None, None], ["left out: head (5 classes, names unknown)"]),
+        (None, NAMES, [None] * 5, ["new: head (5 classes, zeros)"]),
+        # two classes of the source have the same name
+        (("ant", "ant", "cat", "dog", "eel"), ("cat", "ant"), [2, None], ["1 of 2", "new: ant"]),
+        (("ant", "ant", "cat", "dog", "eel"), ("ant", "ant", "cat", "dog", "eel"), [*range(5)], []),
+        # without names, by number
+        (NAMES, None, [0, 1, 2, 3, 4], ["head: all 5 classes kept"]),
+        (None, None, [0, 1, 2, 3, 4], ["head: all 5 classes kept"]),
+    ],
+)
+def test_the_head_keeps_the_classes_it_knows(pretrained, known, classes, places, told):
+    source = pretrained(classes=known)
+    config = changed(source, num_classes=len(places))
+    state, report = adapt(source, config, classes=classes)
+    assert rows(state, source, places)
+    for words in told:
+        assert words in "\n".join(report.lines())
+    if places == list(range(5)):
+        assert report.reused == len(state)
+
+
+@pytest.mark.parametrize("classes", [None, ("x", "y")])
+def test_a_source_without_a_head_gets_one(pretrained, classes):
+    source = pretrained(num_classes=0, classes=None, pooling="class_token_mean")
+    state, report = adapt(source, changed(source, num_classes=2), classes=classes)
+    assert state["head.weight"].shape == (2, 96)
+    assert not state["head.weight"].any()
+    assert report.lines() == [f"{len(state) - 2} tensors reused; new: head (2 classes, zeros)"]
+
+
+def test_a_network_without_a_head_leaves_it_out(pretrained):
+    source = pretrained()
+    state, report = adapt(source, changed(source, num_classes=0))
+    assert source.state.keys() - state.keys() == {"head.weight", "head.bias"}
+    assert report.lines() == [f"{len(state)} tensors reused; left out: head (5 classes)"]
+    neither = pretrained(num_classes=0, classes=None)
+    state, report = adapt(neither, neither.config)
+    assert report.lines() == [f"{len(state)} tensors reused"]
+
+
+def test_another_number_of_classes_starts_from_zeros(pretrained):
+    source = pretrained()
+    state, report = adapt(source, changed(source, num_classes=4))
+    assert rows(state, source, [None] * 4)
+    assert report.made == ("head (4 classes, zeros)",)
+    assert report.left_out == ("head (5 classes)",)
+    assert len(report.lines()) == 1
+
+
+def test_new_zeros_are_not_shared(pretrained):
+    source = pretrained()
+    before = {name: tensor.clone() for name, tensor in source.state.items()}
+    state, _ = adapt(source, changed(source, image_size=48, channels=1), classes=NAMES[::-1])
+    for name in ("head.weight", "head.bias", "pos_embed", PATCH_WEIGHT):
+        state[name].zero_()
+    assert all(torch.equal(source.state[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"depth": 3}, "depth=3: timm vit_small has depth=2; leave it out, or start without its"),
+        (
+            {"dim": 32, "norm": "rmsnorm"},
+            "dim=32, norm=rmsnorm: timm vit_small has dim=48, norm=layernorm; leave them out, or",
+        ),
+        ({"hidden_dim": 100}, "hidden_dim=100: timm vit_small has hidden_dim=192;"),
+        ({"registers": 1}, "registers=1: timm vit_small has registers=0"),
+        ({"pooling": "mean"}, "pooling=mean: timm vit_small has pooling=class_token"),
+        ({"position": "sinusoidal_2d"}, "position=sinusoidal_2d: timm vit_small has position=lear"),
+        ({"layer_scale": 0.1}, "layer_scale=0.1: timm vit_small has layer_scale=0.0"),
+        ({"norm_eps": 1e-5}, "norm_eps=1e-05: timm vit_small has norm_eps=1e-06"),
+        ({"final_norm": "pooled"}, "final_norm=pooled: timm vit_small has final_norm=auto"),
+        ({"prefix_positions": "none"}, "prefix_positions=none: timm vit_small has prefix_po"),
+        ({"rotary_reference": 7}, "rotary_reference=7: timm vit_small has rotary_reference=None"),
+        (
+            {"dim": 64, "depth": 3, "num_heads": 8, "norm": "rmsnorm", "norm_pre": True},
+            "dim=64, depth=3, num_heads=8, norm=rmsnorm, norm_pre=True: timm vit_small has dim=48",
+        ),
+        (
+            {"depth": 3, "hidden_dim": 9, "norm": "rmsnorm", "norm_pre": True, "qk_norm": True}
+            | {"pooling": "mean"},
+            "depth=3, hidden_dim=9, norm=rmsnorm, norm_pre=True, qk_norm=True and 1 more: timm ",
+        ),
+    ],
+    ids=str,
+)
+def test_another_network_is_refused(pretrained, change, message):
+    source = pretrained()
+    with pytest.raises(WeightsError, match=message) as error:
+        adapt(source, changed(source, **change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_setting_in_other_words_is_the_same_network(pretrained):
+    source = pretrained()
+    words = {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"}
+    state, report = adapt(source, changed(source, **words))
+    assert report.reused == len(state)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (("a", "b"), "2 class names for num_classes=3: give one for each class"),
+        (("a", "a\x1b", "a\x1b"), r"two classes have the same name, a\\x1b: rename one"),
+    ],
+)
+def test_names_that_are_not_the_outputs_are_refused(pretrained, classes, message):
+    source = pretrained()
+    with pytest.raises(WeightsError, match=message):
+        adapt(source, changed(source, num_classes=3), classes=classes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("norm.bias"), "missing: norm.bias"),
+        (lambda s: s.update(extra=torch.zeros(1)), "unknown: extra"),
+        (lambda s: s.update(pos_embed=torch.zeros(1, 16, 48)), r"pos_embed \(1, 16, 48\) instead"),
+        (lambda s: s["pos_embed"].fill_(torch.nan), "not finite: pos_embed"),
+    ],
+)
+def test_weights_that_are_not_what_they_say_are_refused(pretrained, change, message):
+    source = pretrained()
+    change(source.state)
+    with pytest.raises(WeightsError, match=message):
+        adapt(source, changed(source, image_size=48))

@@ -1,0 +1,551 @@
+"""Weights of any writer are read; what could run, swell or lie is refused in one line."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vit.errors import WeightsError
+from vit.weights import pickles
+from vit.weights.files import read_arrays, read_state
+from vit.weights.pickles import MOST_ENTRIES
+from vit.weights.tensorfile import write_tensors
+
+WEIGHT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+STATE = {"head.weight": WEIGHT, "head.bias": torch.tensor([0.5, -0.25])}
+
+
+def refusal(path: Path, read=read_state) -> str:
+    """What is said about `path`, which must be one line that names it."""
+    with pytest.raises(WeightsError) as caught:
+        read(path)
+    line = str(caught.value)
+    assert path.name in line
+    assert "\n" not in line
+    assert "weights_only" not in line
+    return line
+
+
+def same(tensors, wanted=STATE) -> bool:
+    return tensors.keys() == wanted.keys() and all(
+        torch.equal(tensors[name], wanted[name]) for name in wanted
+    )
+
+
+def save(path: Path, state=STATE, *, kind: str) -> Path:
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
+    return path
+
+
+# ----------------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+@pytest.mark.parametrize("name", ["model.safetensors", "x.pth", "x.pt", "a.bin", "a.pth.tar", "b"])
+def test_the_content_decides_and_not_the_name(tmp_path, kind, name):
+    found = read_state(save(tmp_path / name, kind=kind))
+    assert same(found.tensors)
+    assert (found.integers, found.key, found.notes) == ({}, None, ())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_float_becomes_float32(tmp_path, kind, dtype):
+    state = {name: tensor.to(dtype) for name, tensor in STATE.items()}
+    found = read_state(save(tmp_path / "w", state, kind=kind))
+    assert same(found.tensors)
+    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
+def test_whole_numbers_are_kept_aside(tmp_path, kind):
+    whole = {"index": torch.arange(4), "mask": torch.tensor([True, False])}
+    found = read_state(save(tmp_path / "w", {**STATE, **whole}, kind=kind))
+    assert same(found.tensors)
+    assert same(found.integers, whole)
+    assert found.integers["index"].dtype == torch.int64
+
+
+def test_what_is_no_tensor_is_named(tmp_path):
+    torch.save({**STATE, "epoch": 3, "arch": "vit"}, tmp_path / "w.pth")
+    found = read_state(tmp_path / "w.pth")
+    assert same(found.tensors)
+    assert found.notes == ("w.pth: left out what is no tensor: epoch, arch",)
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        (["model", "state_dict", "state_dict_ema"], "state_dict_ema"),
+        (["model", "model_ema"], "model_ema"),
+        (["model", "state_dict"], "state_dict"),
+        (["module", "model"], "model"),
+        (["module", "optimizer"], "module"),
+    ],
+)
+def test_a_checkpoint_is_opened_in_the_order_of_timm(tmp_path, keys, taken):
+    states = {key: {"w": torch.full((2,), float(number))} for number, key in enumerate(keys)}
+    torch.save({**states, "epoch": 4, "args": argparse.Namespace(lr=0.1)}, tmp_path / "c.pth")
+    found = read_state(tmp_path / "c.pth")
+    assert found.key == taken
+    assert same(found.tensors, states[taken])
+    assert found.notes[0].startswith(f"c.pth: took {taken}; beside it are ")
+
+
+@pytest.mark.parametrize("other", [None, "vit_base", {"epoch": 3}])
+def test_an_entry_without_tensors_is_passed_over(tmp_path, other):
+    torch.save({"state_dict_ema": other, "model": STATE}, tmp_path / "c.pth")
+    assert read_state(tmp_path / "c.pth").key == "model"
+
+
+def test_a_namespace_is_allowed_here_and_nowhere_else(tmp_path):
+    before = set(torch.serialization.get_safe_globals())
+    torch.save({"state_dict": STATE, "args": argparse.Namespace(lr=0.1)}, tmp_path / "c.pth")
+    assert same(read_state(tmp_path / "c.pth").tensors)
+    assert set(torch.serialization.get_safe_globals()) == before
+    assert argparse.Namespace not in before
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
+def test_a_wrapper_of_all_names_is_taken_off(tmp_path, prefix):
+    state = {f"{prefix}{name}": tensor for name, tensor in STATE.items()}
+    # torchvision's average counts its updates beside the wrapped network
+    torch.save({**state, "n_averaged": torch.tensor(7)}, tmp_path / "w.pth")
+    found = read_state(tmp_path / "w.pth")
+    assert same(found.tensors)
+    assert found.integers["n_averaged"] == 7
+
+
+def test_a_wrapper_of_some_names_is_a_name(tmp_path):
+    state = {"module.a": WEIGHT, "b": WEIGHT}
+    torch.save(state, tmp_path / "w.pth")
+    assert same(read_state(tmp_path / "w.pth").tensors, state)
+
+
+def test_our_own_files_are_checked_for_damage(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_tensors(path, STATE, {"format": "pt"})
+    assert same(read_state(path).tensors)
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    assert "does not match its sha256" in refusal(path)
+
+
+# ----------------------------------------------------------------------------- several files
+
+
+@pytest.fixture(params=["safetensors", "zip"])
+def sharded(request, tmp_path) -> Path:
+    ending = "safetensors" if request.param == "safetensors" else "bin"
+    files = {}
+    for number, (name, tensor) in enumerate(STATE.items(), start=1):
+        files[name] = f"model-0000{number}-of-00002.{ending}"
+        save(tmp_path / files[name], {name: tensor}, kind=request.param)
+    index = tmp_path / f"model.{ending}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 32}, "weight_map": files}))
+    return index
+
+
+def test_shards_are_joined(sharded):
+    assert same(read_state(sharded).tensors)
+
+
+def test_a_missing_shard_is_named(sharded):
+    gone = sorted(sharded.parent.glob("*-00002-of-*"))[0]
+    gone.unlink()
+    with pytest.raises(WeightsError, match=f"{gone.name} is missing"):
+        read_state(sharded)
+
+
+@pytest.mark.parametrize("change", ["more", "less"])
+def test_shards_hold_what_the_index_says(sharded, change):
+    content = json.loads(sharded.read_text())
+    names = content["weight_map"]
+    if change == "more":
+        names["head.extra"] = names["head.bias"]
+    else:
+        names["head.other"] = names.pop("head.bias")
+    sharded.write_text(json.dumps(content))
+    assert "disagree about head." in refusal(sharded)
+
+
+@pytest.mark.parametrize(
+    "file", ["../w.safetensors", "/etc/passwd", "a\\b.bin", "", "..", ".hidden", "INDEX", 3, None]
+)
+def test_shards_lie_beside_the_index(sharded, file):
+    name = sharded.name if file == "INDEX" else file
+    sharded.write_text(json.dumps({"weight_map": {"head.weight": name}}))
+    assert "no file beside it" in refusal(sharded)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"weight_map": []}', "{", "{" * 50_000, '{"weight_map": 1}']
+)
+def test_an_index_is_an_index(tmp_path, text):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+    refusal(path)
+
+
+# ----------------------------------------------------------------------------- what could run
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f'touch "{self.path}"',)
+
+
+def zipped(pickled: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/version", "3\n")
+    return file.getvalue()
+
+
+def legacy(pickled: bytes) -> bytes:
+    parts = [0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True}]
+    return b"".join(pickle.dumps(part, 2) for part in parts) + pickled + pickle.dumps([], 2)
+
+
+WRAPS = {
+    "zip": lambda bad: zipped(pickle.dumps(bad, 2)),
+    "zip, protocol 4": lambda bad: zipped(pickle.dumps(bad, 4)),
+    "legacy": lambda bad: legacy(pickle.dumps(bad, 2)),
+    "bare": lambda bad: pickle.dumps(bad, 2),
+    "bare, protocol 5": lambda bad: pickle.dumps(bad, 5),
+    "text": lambda bad: pickle.dumps(bad, 0),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.npz", "pytorch_model.bin"])
+def test_no_code_is_run(tmp_path, monkeypatch, wrap, name):
+    canary = tmp_path / "CANARY"
+    payload = {"state_dict": STATE, "args": Payload(canary)} if wrap != "text" else Payload(canary)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    (tmp_path / name).write_bytes(WRAPS[wrap](payload))
+    assert "could run code; ask for a .safetensors file" in refusal(tmp_path / name)
+    refusal(tmp_path / name, read_arrays)
+    assert not canary.exists()
+
+
+def test_the_payload_is_alive(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "CANARY")))
+    assert (tmp_path / "CANARY").exists()
+
+
+def test_a_whole_module_is_not_unpickled(tmp_path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "m.pth")
+    line = refusal(tmp_path / "m.pth")
+    assert "torch.nn.modules.linear.Linear" in line
+    assert "state_dict" in line
+
+
+def test_an_object_array_is_not_unpickled(tmp_path):
+    canary = tmp_path / "CANARY"
+    array = np.array([Payload(canary)], dtype=object)
+    np.savez(tmp_path / "w.npz", w=array)
+    assert "could run code" in refusal(tmp_path / "w.npz", read_arrays)
+    np.save(tmp_path / "w.npy", array)
+    refusal(tmp_path / "w.npy", read_arrays)
+    refusal(tmp_path / "w.npy")
+    assert not canary.exists()
+
+
+def test_torchscript_is_not_run(tmp_path):
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "version", "code/__torch__.py"):
+            archive.writestr(f"m/{name}", b"3")
+    assert "TorchScript" in refusal(tmp_path / "m.pt")
+
+
+# ----------------------------------------------------------------------------- what could swell
+
+
+class Grow:
+    """Asks for `size` bytes through a function that torch finds harmless."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __reduce__(self):
+        return bytearray, (self.size,)
+
+
+@pytest.mark.parametrize("wrap", ["zip", "legacy"])
+def test_a_pickle_cannot_ask_for_memory(tmp_path, wrap):
+    (tmp_path / "w.pth").write_bytes(WRAPS[wrap]({"w": Grow(1 << 40)}))
+    assert "bytearray" in refusal(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("wrap", [zipped, legacy])
+def test_a_pickle_is_not_read_for_ever(tmp_path, monkeypatch, wrap):
+    monkeypatch.setattr(pickles, "MOST_STEPS", 1000)
+    (tmp_path / "w.pth").write_bytes(wrap(b"\x80\x02" + b"N0" * 1000 + b"}."))
+    assert "too long" in refusal(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("wrap", [zipped, legacy])
+def test_a_deep_pickle_is_refused(tmp_path, wrap):
+    (tmp_path / "w.pth").write_bytes(wrap(b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b"."))
+    assert "no named tensors" in refusal(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy"])
+def test_a_repeated_byte_is_not_copied_out(tmp_path, kind):
+    endless = torch.zeros(1).expand(1 << 40)
+    torch.save({"w": endless}, tmp_path / "w.pth", _use_new_zipfile_serialization=kind == "zip")
+    assert "no honest file" in refusal(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("name", ["archive/data/0", "w.npy"])
+def test_a_zip_bomb_is_seen_before_it_is_read(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        if name != "w.npy":
+            archive.writestr("archive/data.pkl", pickle.dumps({}, 2))
+        archive.writestr(name, bytes(1 << 26))
+    read = read_arrays if name == "w.npy" else read_state
+    assert "declares 67,108,8" in refusal(tmp_path / "w.pt", read)
+
+
+def test_an_array_longer_than_its_entry(tmp_path):
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}".ljust(117)
+    with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
+        start = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118)
+        archive.writestr("w.npy", start + header + b"\n" + bytes(16))
+    assert "shorter than it says" in refusal(tmp_path / "w.npz", read_arrays)
+
+
+def test_more_tensors_than_any_network_has(tmp_path):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    put_safetensors(tmp_path / "w.safetensors", {f"t{i}": entry for i in range(MOST_ENTRIES + 1)})
+    assert "more than 50,000 tensors" in refusal(tmp_path / "w.safetensors")
+
+
+# ----------------------------------------------------------------------------- what is broken
+
+
+def put_safetensors(path: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(start: int, end: int, shape=(2, 2), dtype="F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+TWICE = b'{"w": %b, "w": %b}' % ((json.dumps(entry(0, 16)).encode(),) * 2)
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({"w": entry(0, 1 << 40)}, 16),
+        ({"w": entry(-8, 8)}, 16),
+        ({"a": entry(0, 16), "b": entry(0, 16)}, 16),
+        ({"a": entry(0, 16), "b": entry(32, 48)}, 48),
+        ({"w": entry(0, 16)}, 20),
+        ({"w": entry(0, 16)}, 15),
+        ({"w": entry(0, 16, (3, 3))}, 16),
+        ({"w": entry(0, 16, (1 << 40, 1 << 40))}, 16),
+        ({"w": entry(0, 16, dtype="F17")}, 16),
+        ({"w": entry(0, 4, dtype="F8_E4M3")}, 4),
+        ({"w": entry(0, 32, dtype="C64")}, 32),
+        (TWICE, 16),
+        (b"{" * 20_000, 0),
+        (b"{}", 0),
+        (b"{", 0),
+    ],
+)
+def test_a_broken_safetensors_file(tmp_path, header, data):
+    refusal(put_safetensors(tmp_path / "w.safetensors", header, bytes(data)))
+
+
+def test_a_header_beyond_the_end(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 1 << 63) + b"{}")
+    assert "cut or damaged" in refusal(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy", "npz"])
+def test_a_cut_file_is_noticed_wherever_it_is_cut(tmp_path, kind):
+    if kind == "npz":
+        np.savez(tmp_path / "w.npz", **{name: tensor.numpy() for name, tensor in STATE.items()})
+        whole = (tmp_path / "w.npz").read_bytes()
+    else:
+        whole = save(tmp_path / "whole", kind=kind).read_bytes()
+    read = read_arrays if kind == "npz" else read_state
+    cut = tmp_path / "cut.bin"
+    for length in {*range(0, len(whole), 1 + len(whole) // 60), len(whole) - 1}:
+        cut.write_bytes(whole[:length])
+        refusal(cut, read)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy", "npz"])
+def test_a_changed_byte_gives_weights_or_one_line(tmp_path, kind):
+    if kind == "npz":
+        np.savez(tmp_path / "w.npz", **{name: tensor.numpy() for name, tensor in STATE.items()})
+        whole = bytearray((tmp_path / "w.npz").read_bytes())
+    else:
+        whole = bytearray(save(tmp_path / "whole", kind=kind).read_bytes())
+    read = read_arrays if kind == "npz" else read_state
+    random = np.random.default_rng(0)
+    said = []
+    for place in random.integers(0, len(whole), size=150):
+        changed = whole.copy()
+        changed[place] ^= 1 << int(random.integers(8))
+        (tmp_path / "changed.bin").write_bytes(changed)
+        with contextlib.suppress(WeightsError):
+            read(tmp_path / "changed.bin")
+            continue
+        said.append(refusal(tmp_path / "changed.bin", read))
+    assert said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "npz"])
+def test_values_are_finite(tmp_path, kind, value):
+    state = {**STATE, "blocks.0.bad": torch.tensor([1.0, value])}
+    path = tmp_path / "w"
+    if kind == "npz":
+        with path.open("wb") as file:
+            np.savez(file, **{name: tensor.numpy() for name, tensor in state.items()})
+    else:
+        save(path, state, kind=kind)
+    line = refusal(path, read_arrays if kind == "npz" else read_state)
+    assert "blocks.0.bad" in line
+    assert "not finite" in line
+
+
+def test_a_double_too_large_for_a_float_is_not_finite(tmp_path):
+    torch.save({"w": torch.tensor([1e300], dtype=torch.float64)}, tmp_path / "w.pth")
+    assert "not finite" in refusal(tmp_path / "w.pth")
+    np.savez(tmp_path / "w.npz", w=np.array([1e300]))
+    assert "not finite" in refusal(tmp_path / "w.npz", read_arrays)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=["complex", "float8", "meta", "sparse"],
+)
+def test_tensors_that_are_no_plain_numbers(tmp_path, tensor):
+    torch.save({**STATE, "odd": tensor}, tmp_path / "w.pth")
+    refusal(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("content", [{}, [], 3, "text", {"a": {"b": STATE}}, WEIGHT, {3: WEIGHT}])
+def test_what_has_no_named_tensors(tmp_path, content):
+    torch.save(content, tmp_path / "w.pth")
+    refusal(tmp_path / "w.pth")
+
+
+# ----------------------------------------------------------------------------- what is no weights
+
+ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.8.0:\x04\x0a\x02\x12\x00"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 346284714\n"
+
+
+@pytest.mark.parametrize("name", ["w.pth", "model.safetensors", "w.npz"])
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(20), "a picture"),
+        (b"\xff\xd8\xff\xe0" + bytes(20), "a picture"),
+        (ONNX, "ONNX"),
+        (LFS, "git lfs pull"),
+        (b"<!DOCTYPE html>\n<html><title>403</title>", "web page"),
+        (b'{"error": "Repository not found"}', "JSON"),
+        ("Erreur: réseau\n".encode() * 100, "text"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(20), "HDF5"),
+        (b"GGUF" + bytes(20), "GGUF"),
+        (b"\x1f\x8b\x08" + bytes(20), "gzip"),
+        (bytes(257) + b"ustar" + bytes(100), "tar archive"),
+    ],
+)
+def test_another_kind_of_file_is_called_by_its_name(tmp_path, name, content, word):
+    (tmp_path / name).write_bytes(content)
+    assert word in refusal(tmp_path / name)
+
+
+def test_random_bytes_are_nothing_known(tmp_path):
+    (tmp_path / "w.pth").write_bytes(bytes((i * 73 + 11) % 256 for i in range(4096)))
+    assert "nothing known here (4,096 bytes)" in refusal(tmp_path / "w.pth")
+
+
+def test_another_zip_is_no_weights(tmp_path):
+    with zipfile.ZipFile(tmp_path / "w.zip", "w") as archive:
+        archive.writestr("cats/1.jpg", b"x")
+    assert "zip archive" in refusal(tmp_path / "w.zip")
+    refusal(tmp_path / "w.zip", read_arrays)
+
+
+def test_a_path_that_is_no_file(tmp_path):
+    assert "is a folder" in refusal(tmp_path)
+    assert "is missing" in refusal(tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_state(Path("a\0b"))
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.pth")  # opening it would wait for ever
+        assert "no regular file" in refusal(tmp_path / "pipe.pth")
+
+
+# ----------------------------------------------------------------------------- numpy
+
+
+def test_arrays_are_read(tmp_path):
+    arrays = {
+        "head/kernel": np.arange(6, dtype=np.float64).reshape(2, 3),
+        "opt/target/cls": np.ones(2, dtype=">f4"),
+        "half": np.ones(2, dtype=np.float16),
+        "step": np.array(7),
+    }
+    np.savez(tmp_path / "w.npz", **arrays)
+    found = read_arrays(tmp_path / "w.npz")
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == (np.int64 if name == "step" else np.float32)
+    assert "numpy arrays" in refusal(tmp_path / "w.npz")
+
+
+def test_bfloat16_arrays_of_jax_are_read(tmp_path):
+    tensor = torch.tensor([1.0, -2.5, 0.15625])
+    halves = tensor.to(torch.bfloat16).view(torch.int16).numpy()
+    np.savez(tmp_path / "w.npz", w=halves.view("V2"))
+    np.testing.assert_array_equal(read_arrays(tmp_path / "w.npz")["w"], tensor.numpy())
+
+
+@pytest.mark.parametrize("array", [np.ones(2, dtype=complex), np.array(["a"]), np.array([b"a"])])
+def test_arrays_of_something_else(tmp_path, array):
+    np.savez(tmp_path / "w.npz", w=array)
+    assert "no weights" in refusal(tmp_path / "w.npz", read_arrays)

@@ -1,0 +1,259 @@
+"""Files as their makers published them, and files without a word about their network."""
+
+import re
+
+import pytest
+import timm
+import torch
+from timm.models.eva import checkpoint_filter_fn as eva_filter
+from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
+from torch import Tensor, nn
+
+from vit.errors import WeightsError
+from vit.model.build import assemble
+from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
+
+SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def build(randomise):
+    """A small network of timm by name, with random weights, and their copy."""
+
+    def draw(name: str, **args) -> tuple[nn.Module, State]:
+        model = timm.create_model(name, **{**SMALL, **args}).eval()
+        model.load_state_dict(randomise(model.state_dict()))
+        return model, dict(model.state_dict())
+
+    return draw
+
+
+@torch.no_grad()
+def compare(found, theirs: nn.Module) -> None:
+    mine = assemble(found.config).eval()
+    mine.load_state_dict(found.state)
+    images = torch.randn(2, 3, 32, 32)
+    expected = theirs.eval()(images)
+    assert expected.std() > 0.1, "outputs without any spread show nothing"
+    assert (mine(images) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def renamed(state: State, *table: tuple[str, str]) -> State:
+    for theirs, other in table:
+        state = {re.sub(theirs, other, name): tensor for name, tensor in state.items()}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("vit_small_patch16_224", {}),
+        ("vit_small_patch16_224", {"num_classes": 0}),
+        ("vit_base_patch16_clip_224", {"num_classes": 5}),
+        ("vit_base_patch16_siglip_gap_224", {"num_classes": 5}),
+        ("vit_base_patch16_siglip_224", {}),
+        ("vit_medium_patch16_gap_256", {"num_classes": 5, "qk_norm": True, "num_heads": 8}),
+        ("vit_small_patch14_reg4_dinov2", {}),
+        ("vit_giant_patch14_dinov2", {}),
+        ("deit3_small_patch16_224", {}),
+        ("vit_small_patch16_224", {"reg_tokens": 3, "class_token": False, "global_pool": "avg"}),
+    ],
+    ids=str,
+)
+def test_shapes_tell_the_network(name, args, build):
+    model, state = build(name, **args)
+    assert looks_like_timm(state)
+    found = read_timm_bare(state, "x.pth")
+    compare(found, model)
+    if "qk_norm" not in args:
+        assert "num_heads=2 assumed: 64 channels a head" in found.notes
+    assert any("norm_eps=1e-0" in note for note in found.notes)
+
+
+def test_a_name_tells_what_shapes_do_not(build):
+    model, state = build("vit_tiny_patch16_224", embed_dim=96, depth=12, num_heads=3, img_size=32)
+    with pytest.raises(WeightsError, match=r"x: 96 channels do not split .*model=NAME"):
+        read_timm_bare(state, "x")
+    model, state = build("vit_tiny_patch16_224", **SIZES)
+    found = read_timm_bare(state, "x", model="vit_tiny_patch16_224")
+    assert found.config.image_size == 32
+    assert "image_size=32, which pos_embed is for; 224 is usual" in found.notes
+    compare(found, model)
+
+
+SIZES = {"embed_dim": 192, "depth": 12, "num_heads": 3, "patch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("pos_embed"), "no pos_embed: positions may be rotary; .*model=NAME"),
+        (
+            lambda s: s.update(pos_embed=torch.zeros(1, 9, 128), reg_token=torch.zeros(1, 4, 128)),
+            "9 rows, which is 3 x 3 and 0 or 2 x 2 and 5 .*model=NAME",
+        ),
+        (lambda s: s.update(pos_embed=torch.zeros(1, 8, 128)), "8 rows, which is no square"),
+        (lambda s: s.pop("blocks.0.norm1.weight"), "not a Vision Transformer's"),
+        (lambda s: s.pop("blocks.1.norm2.bias"), "missing: blocks.1.norm2.bias"),
+        (lambda s: s.update({"blocks.3.norm1.bias": torch.zeros(128)}), "block 2 is missing"),
+        (lambda s: s.update({"blocks.0.attn.q_bias": torch.zeros(128)}), "timm's many Eva"),
+        (lambda s: s.update(dist_token=torch.zeros(1, 1, 128)), "unknown: dist_token"),
+        (lambda s: s.update(reg_token=torch.zeros(4)), "x: "),
+        (lambda s: s["head.bias"].fill_(float("nan")), "not finite: head.bias"),
+        (lambda s: s.update({"norm.bias": torch.zeros(128).byte()}), "norm.bias hold torch.uint8"),
+        (lambda s: s.update({"module.norm.bias": torch.zeros(128)}), "unknown: module.norm.bias"),
+        (
+            lambda s: (
+                s.update({"blocks.0.attn.q.weight": torch.zeros(128, 128)})
+                or s.update({"blocks.0.attn.qkv.weight": torch.zeros(384, 128)})
+            ),
+            "blocks.0.attn.q.weight is there beside a whole qkv",
+        ),
+        (
+            lambda s: s.update(
+                {
+                    "blocks.0.mlp.w12.weight": s["blocks.0.mlp.fc1.weight"],
+                }
+            ),
+            "two tensors are both blocks.0.mlp.fc1.weight",
+        ),
+    ],
+)
+def test_what_shapes_do_not_settle_is_refused(change, message, build):
+    _, state = build("vit_small_patch16_224")
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    change(state)
+    with pytest.raises(WeightsError, match=message):
+        read_timm_bare(state, "x")
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "model.module._orig_mod."])
+def test_wrappers_are_taken_off(wrapper, build):
+    model, state = build("vit_small_patch16_224")
+    found = read_timm_bare({f"{wrapper}{name}": t for name, t in state.items()}, "x")
+    compare(found, model)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", ["vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"])
+def test_dinov2(name, named, build):
+    model, state = build(name, num_classes=0)
+    state = renamed(
+        state, (r"mlp\.fc1\.", "mlp.w12."), (r"mlp\.fc2\.", "mlp.w3."), (r"^reg_", "register_")
+    )
+    state["mask_token"] = torch.zeros(1, 128)
+    if "register_token" in state:
+        state["register_tokens"] = state.pop("register_token")
+        first = torch.randn(1, 1, 128)
+        state["pos_embed"] = torch.cat([first, state["pos_embed"]], dim=1)
+        state["cls_token"] = state["cls_token"] - first
+    model.load_state_dict(vit_filter(dict(state), model))
+    args = {"architecture": name, "model_args": SMALL} if named else {"architecture": None}
+    found = read_timm(state, **args, where="x")
+    compare(found, model)
+    assert "left out: mask_token (the mask token of pre-training)" in found.notes
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_dinov3(named, build):
+    model, _ = build("vit_small_patch16_dinov3_qkvb", global_pool="token")
+    _, state = build("vit_small_patch16_224", no_embed_class=True, init_values=1e-5, num_classes=0)
+    del state["pos_embed"]
+    state["storage_tokens"] = torch.randn(1, 4, 128)
+    state["mask_token"] = torch.zeros(1, 128)
+    state["rope_embed.periods"] = (100 ** (torch.arange(16) / 16)).bfloat16().float()
+    for block in (0, 1):
+        mask = torch.ones(3, 128)
+        mask[1] = 0
+        state[f"blocks.{block}.attn.qkv.bias_mask"] = mask.flatten()
+    model.load_state_dict(eva_filter(dict(state), model))
+    args = {**SMALL, "global_pool": "token"}
+    named_args = {"architecture": "vit_small_patch16_dinov3_qkvb", "model_args": args}
+    found = read_timm(state, **(named_args if named else {"architecture": None}), where="x")
+    compare(found, model)
+    assert found.config.rotary_temperature == 100
+    assert any("rope_embed.periods" in note for note in found.notes)
+    without = {"architecture": "vit_small_patch16_dinov3", "model_args": args}
+    with pytest.raises(WeightsError, match=r"unknown: blocks.0.attn.qkv.bias"):
+        read_timm(state, **without, where="x")
+    for name in [name for name in state if name.endswith("qkv.bias")]:
+        state[name] = torch.zeros(384)
+    zeros = read_timm(state, **without, where="x")
+    assert not zeros.config.qkv_bias
+    assert any("all zeros" in note for note in zeros.notes)
+
+
+CLIP = (
+    (r"^cls_token$", "class_embedding"),
+    (r"^pos_embed$", "positional_embedding"),
+    (r"^patch_embed\.proj\.", "conv1."),
+    (r"^norm_pre\.", "ln_pre."),
+    (r"^norm\.", "ln_post."),
+    (r"^blocks\.", "transformer.resblocks."),
+    (r"\.attn\.qkv\.", ".attn.in_proj_"),
+    (r"\.attn\.proj\.", ".attn.out_proj."),
+    (r"\.norm([12])\.", r".ln_\1."),
+    (r"\.fc1\.", ".c_fc."),
+    (r"\.fc2\.", ".c_proj."),
+    (r"^", "visual."),
+)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("openai", [True, False])
+def test_clip(openai, named, build):
+    name = f"vit_base_patch16_clip{'_quickgelu' * openai}_224"
+    model, state = build(name, num_classes=0)
+    state = renamed(state, *CLIP)
+    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
+    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+    state["visual.proj"] = torch.randn(128, 16)
+    state["token_embedding.weight"] = torch.randn(3, 4)
+    state["logit_scale"] = torch.tensor(1.0)
+    if openai:
+        state["input_resolution"] = torch.tensor(32)
+    assert looks_like_timm(state)
+    args = {"architecture": name, "model_args": SMALL} if named else {"architecture": None}
+    found = read_timm(state, **args, where="x")
+    compare(found, model)
+    assert any("token_embedding.weight, logit_scale" in note for note in found.notes)
+    assert any("left out: proj (CLIP's" in note for note in found.notes)
+
+
+def test_open_clip_with_a_tower_of_timm(build):
+    model, state = build("vit_base_patch16_siglip_224", num_classes=0)
+    state = {f"visual.trunk.{name}": tensor for name, tensor in state.items()}
+    state |= {"text.a": torch.zeros(1), "visual.head.proj.weight": torch.zeros(2, 128)}
+    found = read_timm_bare(state, "x")
+    compare(found, model)
+    assert any("text.a, visual.head.proj.weight" in note for note in found.notes)
+
+
+def test_mae_without_its_decoder(build):
+    model, state = build("vit_base_patch16_224", num_classes=0)
+    extra = ("mask_token", "decoder_pos_embed", "decoder_blocks.0.norm1.weight")
+    found = read_timm_bare({**state, **{name: torch.zeros(1) for name in extra}}, "x")
+    compare(found, model)
+    left = [note for note in found.notes if note.startswith("left out")]
+    assert all(any(name in note for note in left) for name in extra)
+
+
+def test_deit3_with_its_own_names(build):
+    model, state = build("deit3_small_patch16_224", num_classes=5)
+    state = renamed(state, (r"\.ls([12])\.gamma", r".gamma_\1"))
+    compare(read_timm_bare(state, "x"), model)
+
+
+def test_a_head_of_two_layers_is_left_out(build):
+    _, state = build("vit_base_patch16_224")
+    state["pre_logits.fc.weight"] = torch.zeros(128, 128)
+    found = read_timm_bare(state, "x")
+    assert found.config.num_classes == 0
+    assert any("pre_logits.fc.weight" in n and "head.bias" in n for n in found.notes)
+
+
+def test_other_networks_do_not_look_like_it():
+    for name in ("resnet18", "swin_tiny_patch4_window7_224", "mixer_s16_224"):
+        with torch.device("meta"):
+            assert not looks_like_timm(timm.create_model(name).state_dict())

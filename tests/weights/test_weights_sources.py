@@ -1,0 +1,538 @@
+"""What a user calls weights is found, or the error says where it was looked for and what to do."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save, save_file
+
+from vit.errors import WeightsError
+from vit.weights import hub, registry
+from vit.weights.files import read_arrays, read_state
+from vit.weights.found import COMPANIONS, PREFERRED, card_license, choose, needed
+from vit.weights.sources import locate
+
+STATE = {"head.weight": torch.ones(2, 3)}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TIMM = {
+    "architecture": "vit_tiny_patch16_224",
+    "pretrained_cfg": {"tag": "mine", "license": "apache-2.0"},
+}
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+SMALL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
+
+
+def make(folder: Path, config: object = None, *, names=("model.safetensors",)) -> Path:
+    """A folder with weights of every name in `names`, and a config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        save_file(STATE, folder / name)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refusal(source, **options) -> str:
+    with pytest.raises(WeightsError) as caught:
+        locate(source, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ----------------------------------------------------------------------------- on this disk
+
+
+def test_a_run_folder(tiny_run):
+    found = locate(tiny_run)
+    assert (found.kind, found.name) == ("run", "tiny")
+    assert found.weights == tiny_run / "model.safetensors"
+    assert found.config == tiny_run / "config.json"
+    assert found.license is None  # ours does not say whose pictures they were
+    assert locate(tiny_run / "model.safetensors").kind == "run"
+
+
+@pytest.mark.parametrize("inside", ["", "model.safetensors"])
+def test_a_folder_of_timm(tmp_path, inside):
+    folder = make(tmp_path / "mine", TIMM)
+    found = locate(str(folder / inside))
+    assert (found.kind, found.name) == ("timm", "vit_tiny_patch16_224.mine")
+    assert (found.folder, found.weights) == (folder, folder / "model.safetensors")
+    assert (found.config, found.processor) == (folder / "config.json", None)
+    assert found.license == "apache-2.0"
+    assert found.places == (str(folder / inside),)
+
+
+def test_an_old_flat_config_of_timm(tmp_path):
+    flat = {"architecture": "vit_tiny_patch16_224", "license": "mit", "num_classes": 3}
+    found = locate(make(tmp_path / "w", flat))
+    assert (found.kind, found.name, found.license) == ("timm", "vit_tiny_patch16_224", "mit")
+
+
+def test_the_wrapper_of_transformers_is_of_timm(tmp_path):
+    folder = make(tmp_path / "w", {**TIMM, "model_type": "timm_wrapper"})
+    assert locate(folder).kind == "timm"
+
+
+@pytest.mark.parametrize("processor", ["preprocessor_config.json", "processor_config.json", None])
+def test_a_folder_of_huggingface(tmp_path, processor):
+    folder = make(tmp_path / "pets", VIT)
+    (folder / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# Pets\n")
+    if processor:
+        (folder / processor).write_text("{}")
+    found = locate(folder)
+    assert (found.kind, found.name, found.license) == ("huggingface", "pets", "cc-by-nc-4.0")
+    assert found.processor == (folder / processor if processor else None)
+
+
+def test_a_bare_file(tmp_path):
+    folder = make(tmp_path, names=["mine.safetensors"])
+    found = locate(folder / "mine.safetensors")
+    assert (found.kind, found.name, found.config) == ("file", "mine", None)
+    assert locate(f"local-dir:{folder}").weights == folder / "mine.safetensors"
+
+
+def test_numpy_weights_are_known_by_their_content(tmp_path):
+    with (tmp_path / "S_16.pth").open("wb") as file:
+        np.savez(file, cls=np.ones(2))
+    found = locate(tmp_path / "S_16.pth")
+    assert (found.kind, found.name) == ("npz", "S_16")
+    assert set(read_arrays(found.weights)) == {"cls"}
+
+
+def test_a_list_of_shards(tmp_path):
+    shard = "model-00001-of-00001.safetensors"
+    folder = make(tmp_path / "big", VIT, names=[shard])
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"head.weight": shard}}))
+    for source in (folder, index):
+        found = locate(source)
+        assert (found.kind, found.weights, found.notes) == ("huggingface", index, ())
+        assert set(read_state(found.weights).tensors) == {"head.weight"}
+
+
+def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    make(tmp_path / "w", TIMM)
+    assert locate("~/w").folder == tmp_path / "w"
+
+
+# ----------------------------------------------------------------------------- which file
+
+
+@pytest.mark.parametrize("number", range(len(PREFERRED)))
+def test_the_order_of_names_is_that_of_timm(number):
+    name, notes = choose([*PREFERRED[number:], "aaa.safetensors"])
+    assert name == PREFERRED[number]
+    assert notes[0].startswith(f"took {name}, not ")
+
+
+def test_our_order_keeps_that_of_timm():
+    from timm.models import _hub
+
+    theirs = list(_hub._PREFERRED_FILES)
+    assert [name for name in PREFERRED if not name.endswith(".json")] == theirs
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["b.pth", "a.bin", "c.safetensors"], "c.safetensors"),
+        (["last.pth.tar", "notes.txt"], "last.pth.tar"),
+        (["weights.pt", "optimizer.pt", "rng_state.pth", "training_args.bin"], "weights.pt"),
+        (["S_16.npz"], "S_16.npz"),
+    ],
+)
+def test_other_names_follow_their_endings(names, chosen):
+    assert choose(names)[0] == chosen
+
+
+def test_only_the_companions_of_weights_are_passed_over():
+    assert not any(COMPANIONS.fullmatch(name) for name in PREFERRED)
+
+
+def test_nothing_is_guessed_between_two_files(tmp_path):
+    line = refusal(make(tmp_path, names=["a.safetensors", "b.safetensors"]))
+    assert "several files of weights: a.safetensors, b.safetensors; give one" in line
+
+
+def test_a_file_passed_over_is_told(tmp_path):
+    folder = make(tmp_path, TIMM, names=["model.safetensors", "pytorch_model.bin"])
+    assert locate(folder).notes == ("took model.safetensors, not pytorch_model.bin",)
+
+
+def test_what_is_needed_of_a_repository():
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    small = ["README.md", "config.json", "preprocessor_config.json"]
+    old = ["pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "runs/model.safetensors"]
+    index = "model.safetensors.index.json"
+    assert set(needed([*small, *old, *shards, index])) == {*small, *shards, index}
+    assert set(needed([*small, *old])) == {*small, "pytorch_model.bin"}
+    assert set(needed([*small, *old, "model.safetensors"])) == {*small, "model.safetensors"}
+
+
+# ----------------------------------------------------------------------------- licences
+
+
+@pytest.mark.parametrize(
+    ("card", "terms"),
+    [
+        ("---\nlicense: mit\n---\n", "mit"),
+        ("---\r\ntags:\r\n- vision\r\nlicense: 'apache-2.0'  # yes\r\n---\r\n", "apache-2.0"),
+        ("---\nlicense:\n- cc-by-4.0\ntags: [a]\n---\n", "cc-by-4.0"),
+        (
+            "---\nlicense: other\nlicense_name: dinov3-license\nlicense_link: LICENSE.md\n---\n",
+            "dinov3-license (LICENSE.md)",
+        ),
+        ("---\nlicense: a\x1b[31m\n---\n", "a\\x1b[31m"),
+        ("---\ntags:\n  license: mit\n---\n", None),
+        ("---\nlicense:\n---\n", None),
+        ("# no head\nlicense: mit\n", None),
+        ("---\nlicense: mit\n", None),
+        ("", None),
+    ],
+)
+def test_the_licence_of_a_card(tmp_path, card, terms):
+    (tmp_path / "README.md").write_text(card, newline="")
+    assert card_license(tmp_path / "README.md") == terms
+
+
+# ----------------------------------------------------------------------------- refused paths
+
+
+def test_onnx_is_not_fine_tuned(tmp_path):
+    (tmp_path / "w.onnx").write_bytes(b"anything")
+    assert "cannot be fine-tuned" in refusal(tmp_path / "w.onnx")
+    assert "w.onnx is an ONNX file" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"hidden_size": 3}, "no known library"),
+        ({"pretrained_cfg": {}}, "no architecture"),
+        ([], "no JSON object"),
+    ],
+)
+def test_a_config_of_nobody(tmp_path, config, word):
+    assert word in refusal(make(tmp_path, config))
+
+
+def test_settings_are_no_weights(tmp_path):
+    make(tmp_path, TIMM)
+    assert "give its folder" in refusal(tmp_path / "config.json")
+
+
+def test_a_folder_without_weights(tmp_path):
+    (tmp_path / "cat.jpg").write_bytes(b"x")
+    assert "no file of weights (it has cat.jpg)" in refusal(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "it has no files" in refusal(tmp_path / "empty")
+
+
+def test_a_near_miss_has_the_nearest_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(Path("weights"), names=["vit_small.safetensors"])
+    assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
+    assert "nearest in weights: vit_small" in refusal("weights/vit_small")  # not asked of the hub
+    assert "there is no folder weigths; the nearest here: weights" in refusal("weigths/x.pth")
+    assert "\\x1b.pth is not there" in refusal(tmp_path / "\x1b.pth")
+
+
+@pytest.mark.parametrize("source", ["", " ", "a\0b", "x" * 5000, ".", "..", "a//b", "a/../b"])
+def test_names_that_are_nothing(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    refusal(source, offline=True)
+
+
+@pytest.mark.parametrize("text", ["a/b/c", "a b", "../a", "a/..", "a@b@c", "", "a/b@../../c"])
+def test_names_that_the_hub_cannot_have(text):
+    with pytest.raises(WeightsError, match="no name on the Hugging Face Hub"):
+        hub.Repository.parse(text)
+
+
+# ----------------------------------------------------------------------------- the hub's cache
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of huggingface_hub, which must not ask the network."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+def put(cache: Path, repository: str, files: dict[str, bytes], revision: str = "main") -> Path:
+    """Fill the cache as huggingface_hub does: blobs, and a snapshot of links to them."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    snapshot = home / "snapshots" / COMMIT
+    for folder in (home / "blobs", home / "refs", snapshot):
+        folder.mkdir(parents=True)
+    for number, (name, content) in enumerate(files.items()):
+        (home / "blobs" / f"{number}").write_bytes(content)
+        (snapshot / name).symlink_to(Path("../..") / "blobs" / f"{number}")
+    (home / "refs" / revision).write_text(COMMIT)
+    return snapshot
+
+
+def files(config: object) -> dict[str, bytes]:
+    text = json.dumps(config).encode()
+    return {"config.json": text, "model.safetensors": save(STATE)}
+
+
+@pytest.mark.parametrize("source", ["o/n", "hf/o/n", "hf-hub:o/n", "HF-Hub:o/n", "o/n@main"])
+def test_the_cache_is_enough(cache, source):
+    snapshot = put(cache, "o/n", files(VIT))
+    found = locate(source)
+    assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
+    assert found.places[-1] == f"the cache {cache / 'models--o--n'}"
+    assert found.notes == ()
+    assert set(read_state(found.weights).tensors) == {"head.weight"}
+
+
+def test_a_revision_of_the_cache(cache):
+    put(cache, "o/n", files(VIT), revision="v2")
+    for revision in ("v2", COMMIT):
+        assert locate(f"o/n@{revision}").kind == "huggingface"
+    assert "HF_HUB_OFFLINE is set" in refusal("o/n")  # its main branch is not here
+    assert "--revision v3" in refusal("o/n@v3")
+
+
+@pytest.mark.parametrize("source", [f"timm/{SMALL}", "timm/vit_small_patch16_224"])
+def test_the_registry_of_timm_names_the_repository(cache, source):
+    put(cache, f"timm/{SMALL}", files(TIMM))
+    found = locate(source)
+    assert (found.kind, found.name) == ("timm", SMALL)  # as asked for, whatever config.json says
+    assert found.license == "apache-2.0"
+
+
+def test_timm_itself_fetches_no_config(cache):
+    put(cache, f"timm/{SMALL}", {"model.safetensors": save(STATE)})
+    for source in (f"timm/{SMALL}", f"hf-hub:timm/{SMALL}"):
+        found = locate(source)
+        assert (found.kind, found.name, found.config) == ("timm", SMALL, None)
+        assert found.license == "apache-2.0"
+
+
+def test_two_networks_may_share_a_repository(cache):
+    name = "vit_base_patch32_clip_quickgelu_224.openai"
+    repository = registry.find(name).hub_id
+    assert repository != f"timm/{name}"
+    put(cache, repository, files({**TIMM, "architecture": "vit_base_patch32_clip_224"}))
+    assert locate(f"timm/{name}").name == name
+
+
+def test_a_name_that_timm_renamed(cache):
+    assert registry.find("vit_small_patch16_224_in21k").name == "vit_small_patch16_224.augreg_in21k"
+
+
+def test_a_cache_without_weights_is_told(cache):
+    put(cache, "o/n", {"config.json": json.dumps(VIT).encode()})
+    line = refusal("o/n")
+    assert "of the cache" in line
+    assert "no file of weights (it has config.json)" in line
+    assert "hf download o/n" in line
+
+
+@pytest.mark.parametrize("reference", ["../../../../secret", "..", "", "a b"])
+def test_a_reference_does_not_leave_the_cache(cache, reference):
+    put(cache, "o/n", files(VIT))
+    (cache / "models--o--n" / "refs" / "main").write_text(reference)
+    make(cache.parent / "secret", VIT)
+    refusal("o/n")
+
+
+def test_offline_has_every_place_and_the_command(cache):
+    line = refusal("timm/vit_small_patch16_224")
+    for part in (
+        "HF_HUB_OFFLINE is set",
+        str(Path("timm/vit_small_patch16_224").absolute()),
+        str(cache / f"models--timm--{SMALL}"),
+        f"https://huggingface.co/timm/{SMALL}",
+        f"`hf download timm/{SMALL} --local-dir {SMALL}`",
+        f"--weights {SMALL}",
+    ):
+        assert part in line
+
+
+def test_a_path_goes_before_the_hub(cache):
+    put(cache, "o/n", files(VIT))
+    make(Path("o/n"), TIMM)
+    assert locate("o/n").kind == "timm"
+    assert locate("hf-hub:o/n").kind == "huggingface"
+
+
+def test_a_name_without_its_prefix(cache):
+    assert f"write timm/{SMALL}" in refusal(SMALL)
+    assert "timm/NAME" in refusal("no_such_network")
+
+
+def test_an_unknown_name_of_timm_has_the_nearest(cache):
+    assert "timm/vit_small_patch16_224." in refusal("timm/vit_smal_patch16_224")
+    assert "timm has no such name" in refusal("timm/vit_small_patch16_224.nonsense")
+
+
+def test_weights_that_timm_knows_by_an_address(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    known = registry.Entry("vit_x.y", None, "https://a.b/c/x.pth", "cc-by-nc-4.0", (224, 224))
+    monkeypatch.setattr(registry, "find", lambda _: known)
+    line = refusal("timm/vit_x.y")
+    assert "fetch https://a.b/c/x.pth by hand" in line
+    assert str(tmp_path / "checkpoints" / "x.pth") in line
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(STATE, tmp_path / "checkpoints" / "x.pth")
+    found = locate("timm/vit_x.y")
+    assert (found.kind, found.name, found.license) == ("timm", "vit_x.y", "cc-by-nc-4.0")
+
+
+def test_the_environment_switches_the_hub_off(cache):
+    """Without any patch: huggingface_hub reads the environment when it is imported."""
+    put(cache, "o/n", files(VIT))
+    code = "from vit.weights.sources import locate; print(locate('o/n').kind); locate('o/other')"
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.stdout == "huggingface\n"
+    assert "o/other was not found: HF_HUB_OFFLINE is set" in run.stderr
+
+
+# ----------------------------------------------------------------------------- a hub that answers
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as fetching needs: what a repository has, and its files."""
+
+    repositories: dict[str, dict[str, bytes]]
+    refused: dict[str, tuple[int, str]]  # repository -> status, code of the hub's own
+    fetched: list[str]
+
+    def do_HEAD(self) -> None:
+        self.reply(send=False)
+
+    def do_GET(self) -> None:
+        self.reply(send=True)
+
+    def reply(self, *, send: bool) -> None:
+        words = self.path.partition("?")[0].strip("/").split("/")
+        words = words[2:] if words[:2] == ["api", "models"] else words
+        name, api = "/".join(words[:2]), self.path.startswith("/api")
+        content = self.repositories.get(name, {})
+        if name in self.refused and not (api and self.refused[name][1] == "GatedRepo"):
+            return self.answer(self.refused[name][0], b"", {"X-Error-Code": self.refused[name][1]})
+        if not name:
+            return self.answer(200, b"", {})
+        if api:
+            siblings = [{"rfilename": file} for file in content]
+            info = {"id": name, "sha": COMMIT, "siblings": siblings}
+            return self.answer(200, json.dumps(info).encode(), {})
+        file = words[-1]
+        if send:
+            self.fetched.append(f"{name}/{file}")
+        heads = {"ETag": f'"{name}/{file}"'.replace("/", "-"), "X-Repo-Commit": COMMIT}
+        return self.answer(200, content[file], heads, send=send)
+
+    def answer(self, status: int, body: bytes, heads: dict[str, str], *, send: bool = True) -> None:
+        self.send_response(status)
+        for name, value in {**heads, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if send and self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(cache, monkeypatch):
+    """A hub on this computer, which huggingface_hub takes for the real one."""
+    repositories = {f"timm/{SMALL}": files(TIMM), "o/n": files(VIT)}
+    repositories["o/n"] |= {"README.md": b"---\nlicense: mit\n---\n", "pytorch_model.bin": b"no"}
+    handler = type("Mine", (Hub,), {"repositories": repositories, "refused": {}, "fetched": []})
+    running = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    address = f"http://127.0.0.1:{running.server_port}"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    yield handler
+    running.shutdown()
+    running.server_close()
+
+
+def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch):
+    found = locate("o/n")
+    assert (found.kind, found.name, found.license) == ("huggingface", "o/n", "mit")
+    assert found.places[-1] == f"{constants.ENDPOINT}/o/n"
+    assert set(read_state(found.weights).tensors) == {"head.weight"}
+    wanted = ["o/n/README.md", "o/n/config.json", "o/n/model.safetensors"]
+    assert sorted(server.fetched) == wanted
+    assert locate("o/n").folder == found.folder
+    assert sorted(server.fetched) == wanted
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert locate("o/n").folder == found.folder  # what was fetched is enough afterwards
+
+
+def test_timm_is_fetched_by_its_short_name(server):
+    found = locate("timm/vit_small_patch16_224")
+    assert (found.kind, found.name) == ("timm", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "word"),
+    [
+        (403, "GatedRepo", "accept its terms at"),
+        (401, "GatedRepo", "hf auth login"),
+        (401, "RepoNotFound", "no such repository, or a private one"),
+        (404, "RepoNotFound", "no such repository"),
+        (404, "RevisionNotFound", "no revision"),
+        (403, "", "fetching failed"),
+    ],
+)
+def test_a_closed_door_has_a_reason_and_a_way(server, cache, status, code, word):
+    server.refused["o/n"] = (status, code)
+    line = refusal("o/n@v1")
+    assert word in line
+    assert str(cache / "models--o--n") in line
+    assert "hf download o/n --revision v1 --local-dir n" in line
+
+
+def test_a_repository_without_weights(server):
+    server.repositories["o/n"].pop("model.safetensors")
+    server.repositories["o/n"].pop("pytorch_model.bin")
+    assert "no file of weights (it has README.md, config.json)" in refusal("o/n")
+
+
+def test_a_hub_that_fails_leaves_the_cache(server, cache):
+    put(cache, "o/cached", files(VIT))
+    server.refused["o/cached"] = (404, "RepoNotFound")
+    found = locate("o/cached")
+    assert found.kind == "huggingface"
+    assert found.notes[0].startswith("o/cached is from the cache: the hub has no such repository")
+
+
+def test_no_hub_is_noticed_at_once(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it tries again and again"))
+    assert "http://127.0.0.1:9 cannot be reached" in refusal("o/n")
+    assert "this is an offline run" in refusal("o/n", offline=True)

@@ -1,0 +1,131 @@
+"""What timm's config.json says beside the network is taken, and nothing else is guessed."""
+
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+
+from vit.data.preprocessing import Preprocessing
+from vit.errors import WeightsError
+from vit.weights.formats.timm import read_timm
+from vit.weights.formats.timm_about import arguments
+
+SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
+ABOUT = {
+    "input_size": (3, 32, 32),
+    "crop_pct": 0.875,
+    "interpolation": "bilinear",
+    "mean": (0.1, 0.2, 0.3),
+    "std": (0.5, 0.6, 0.7),
+    "license": "apache-2.0",
+}
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    return small_state()
+
+
+def small_state(classes: int = 3) -> dict[str, torch.Tensor]:
+    return timm.create_model("vit_tiny_patch16_224", **SMALL, num_classes=classes).state_dict()
+
+
+def read(state, **options):
+    options = {"architecture": "vit_tiny_patch16_224", "model_args": SMALL, **options}
+    return read_timm(state, **options, where="x")
+
+
+def test_what_is_beside_the_weights(state):
+    found = read(state, pretrained_cfg=ABOUT, label_names=["a", "b", "c"])
+    assert found.classes == ("a", "b", "c")
+    assert found.license == "apache-2.0"
+    assert found.origin == "timm vit_tiny_patch16_224"
+    expected = Preprocessing(
+        image_size=(32, 32),
+        crop_share=0.875,
+        interpolation="bilinear",
+        mean=(0.1, 0.2, 0.3),
+        std=(0.5, 0.6, 0.7),
+    )
+    assert found.preprocessing == expected
+    squashed = read(state, pretrained_cfg={**ABOUT, "crop_mode": "squash"}).preprocessing
+    assert squashed == replace(expected, resize="squash")
+    assert found.notes == ()
+
+
+def test_nothing_beside_the_weights_is_guessed(state):
+    found = read(state)
+    assert (found.classes, found.preprocessing, found.license) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"crop_mode": "border"}, "crop_mode='border'"),
+        ({"interpolation": "lanczos"}, "interpolation='lanczos'"),
+        ({"crop_pct": 1.2}, "crop_share=1.2"),
+        ({"mean": (0.5,)}, "mean="),
+        ({"mean": None}, "not iterable"),
+    ],
+)
+def test_preprocessing_that_is_not_ours_is_said(state, change, reason):
+    found = read(state, pretrained_cfg={**ABOUT, **change})
+    assert found.preprocessing is None
+    assert any("preprocessing is not known" in note and reason in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["a", "b"], "2 names for 3 outputs"),
+        (["a", "b", "b"], "two classes have the same name"),
+        (["a", "b", 3], "no list of names"),
+        ("abc", "no list of names"),
+        ({"0": "a", "2": "c"}, "2 names for 3 outputs"),
+    ],
+)
+def test_names_that_do_not_fit_are_said(state, names, reason):
+    found = read(state, label_names=names)
+    assert found.classes is None
+    assert any(reason in note for note in found.notes)
+
+
+def test_names_by_number(state):
+    assert read(state, label_names={"1": "b", "0": "a", "2": "c"}).classes == ("a", "b", "c")
+    assert read(state, pretrained_cfg={"label_names": ["a", "b", "c"]}).classes == ("a", "b", "c")
+
+
+def test_config_json_of_both_forms(state):
+    new = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 3,
+        "model_args": SMALL,
+        "pretrained_cfg": ABOUT,
+        "label_names": ["a", "b", "c"],
+    }
+    found = read_timm(state, **arguments(new), where="x")
+    assert found.classes == ("a", "b", "c")
+    old = {"architecture": "vit_tiny_patch16_224", **ABOUT, "labels": ["a", "b", "c"]}
+    assert arguments(old)["pretrained_cfg"]["license"] == "apache-2.0"
+    assert arguments(old)["label_names"] == ["a", "b", "c"]
+    assert arguments(old)["model_args"] == {}
+    for broken in ({}, {"architecture": 3}, {**new, "model_args": [1]}):
+        with pytest.raises(WeightsError, match="names no architecture"):
+            arguments(broken)
+
+
+def test_imagenet_is_known_by_the_tag():
+    state = small_state(1000)
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    found = read(state, architecture=name)
+    assert found.classes is not None
+    assert (len(found.classes), found.classes[0]) == (1000, "n01440764")
+    assert any("imagenet-1k" in note for note in found.notes)
+    assert found.preprocessing is not None
+    assert found.preprocessing.crop_share == 0.9
+    tagged = read(state, pretrained_cfg={"tag": "augreg_in21k_ft_in1k"})
+    assert tagged.classes == found.classes
+    assert read(state).classes is None
+    assert read(state, pretrained_cfg={"tag": "my_in1k"}).classes is None
+    assert read(small_state(999), architecture=name).classes is None

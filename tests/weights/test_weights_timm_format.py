@@ -1,0 +1,233 @@
+"""Every network of timm gives here the logits that it gives there, or is refused by name."""
+
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vit.config import ModelConfig
+from vit.errors import WeightsError
+from vit.model.build import assemble
+from vit.weights.formats.names import check_fit
+from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.timm_building import MODULES
+from vit.weights.pretrained import Pretrained
+
+TOLERANCE = 1e-4
+SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
+
+
+def theirs(name, randomise, **args):
+    """A network of timm with random weights."""
+    with torch.device("meta"):
+        shapes = timm.create_model(name, **args).state_dict()
+    model = timm.create_model(name, **args)
+    model.load_state_dict(randomise(shapes))
+    return model.eval()
+
+
+def ours(found: Pretrained) -> nn.Module:
+    with torch.device("meta"):
+        model = assemble(found.config)
+    model.load_state_dict(found.state, assign=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def compare(mine: nn.Module, other: nn.Module, config: ModelConfig, image_size: int = 0) -> None:
+    size = image_size or config.image_size
+    images = torch.randn(2 if size < 100 else 1, config.channels, size, size)
+    expected = other(images)
+    assert expected.std() > 0.1, "logits without any spread show nothing"
+    apart = (mine(images) - expected).abs().max() / expected.abs().max()
+    assert apart < TOLERANCE
+
+
+PARITY = [
+    ("vit_tiny_patch16_224", {}),
+    ("vit_small_patch16_224", {"num_classes": 0}),
+    ("vit_base_patch16_224", {"qkv_bias": False, "proj_bias": False}),
+    ("vit_base_patch16_224", {"global_pool": "avg"}),
+    ("vit_base_patch16_224", {"pos_embed": "none", "qk_norm": True}),
+    ("vit_base_patch16_224", {"reg_tokens": 2}),
+    ("vit_base_patch16_224", {"in_chans": 1, "init_values": 0.1, "final_norm": False}),
+    ("vit_base_patch16_clip_224", {}),
+    ("vit_base_patch16_clip_quickgelu_224", {}),
+    ("vit_base_patch16_siglip_224", {}),
+    ("vit_base_patch16_siglip_gap_224", {}),
+    ("vit_so400m_patch14_siglip_224", {}),
+    ("vit_small_patch14_dinov2", {}),
+    ("vit_small_patch14_reg4_dinov2", {}),
+    ("vit_giant_patch14_dinov2", {"num_heads": 1, "embed_dim": 48}),
+    ("aimv2_large_patch14_224", {"embed_norm_layer": ""}),
+    ("vit_small_patch16_dinov3", {}),
+    ("vit_small_patch16_dinov3", {"global_pool": "token"}),
+    ("vit_small_patch16_dinov3_qkvb", {}),
+    ("vit_small_plus_patch16_dinov3", {}),
+    ("vit_small_patch16_rope_224", {}),
+    ("vit_small_patch16_rope_224", {"qk_norm": True}),
+    ("vit_small_patch16_rope_ape_224", {}),
+    ("vit_medium_patch16_rope_reg1_gap_256", {}),
+    ("vit_pe_lang_gigantic_patch14_448", {}),
+    ("vit_pe_spatial_gigantic_patch14_448", {"rope_grid_offset": 1.0, "img_size": 48}),
+    ("deit_tiny_patch16_224", {}),
+    ("deit3_small_patch16_224", {}),
+    ("vit_wee_patch16_reg1_gap_256", {}),
+    ("flexivit_small", {}),
+    ("eva_large_patch14_196", {}),
+    ("eva02_tiny_patch14_224", {}),
+    ("eva02_tiny_patch14_224", {"qkv_fused": False}),
+    ("vit_so150m_patch16_reg4_map_256", {}),
+    ("test_vit2", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), PARITY, ids=lambda value: str(value))
+def test_logits_equal_timms(name, args, randomise):
+    args = {**SMALL, "num_classes": 7, **args}
+    model = theirs(name, randomise, **args)
+    found = read_timm(model.state_dict(), architecture=name, model_args=args, where="x")
+    assert found.config.num_classes == args["num_classes"]
+    compare(ours(found), model, found.config)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"]
+)
+def test_whole_networks_equal_timms(name, randomise):
+    model = theirs(name, randomise)
+    found = read_timm(model.state_dict(), architecture=name, where="x")
+    compare(ours(found), model, found.config)
+
+
+def test_rotary_networks_equal_timms_at_other_sizes(randomise):
+    args = {**SMALL, "num_classes": 7}
+    for name in ("vit_small_patch16_dinov3", "vit_medium_patch16_rope_reg1_gap_256"):
+        model = theirs(name, randomise, **args, dynamic_img_size=True)
+        found = read_timm(model.state_dict(), architecture=name, model_args=args, where="x")
+        compare(ours(found), model, found.config, image_size=56)
+
+
+def test_every_network_is_read_or_refused_by_name():
+    read, refused = [], []
+    for name in timm.list_models(module=list(MODULES)):
+        args = {**SMALL, "depth": 1}
+        if "sapiens2" in name:
+            args["num_kv_heads"] = 2  # its own are one number a block
+        if "vit_giant_patch14" in name:  # 64 x 4.363 is odd, and cannot be halved
+            args |= {"embed_dim": 48, "num_heads": 1}
+        with torch.device("meta"):
+            state = timm.create_model(name, **args, num_classes=7).state_dict()
+        found = attempt(state, name, args)
+        if isinstance(found, str):
+            assert f"x: {name} (timm) " in found
+            refused.append(name)
+        else:
+            with torch.device("meta"):
+                check_fit(found.state, assemble(found.config))
+            read.append(name)
+    assert len(read) > 180
+    assert 20 < len(refused) < 70
+
+
+def attempt(state, name, args) -> Pretrained | str:
+    """The network, or why it is refused."""
+    try:
+        return read_timm(state, architecture=name, model_args=args, where="x")
+    except WeightsError as error:
+        return str(error)
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    return small_state()
+
+
+def small_state(classes: int = 3) -> dict[str, torch.Tensor]:
+    return timm.create_model("vit_tiny_patch16_224", **SMALL, num_classes=classes).state_dict()
+
+
+def read(state, **options):
+    options = {"architecture": "vit_tiny_patch16_224", "model_args": SMALL, **options}
+    return read_timm(state, **options, where="x")
+
+
+def test_pictures_are_as_large_as_their_places():
+    args = {**SMALL, "img_size": 48, "patch_size": 14}
+    state = timm.create_model("vit_tiny_patch16_224", **args, num_classes=3).state_dict()
+    found = read(state, model_args=args)
+    assert found.config.image_size == 42
+    assert "image_size=42: of 48 pixels timm reads only whole patches" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "vit_tiny_patch16"}, "'vit_tiny_patch16' is no network .* vit_tiny_"),
+        ({"architecture": "hf-hub:timm/vit"}, "'hf-hub:timm/vit' is no network of timm"),
+        ({"architecture": "resnet18"}, r"resnet18 \(timm\) is not one of its plain"),
+        ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "takes no argument checkpoint_path"),
+        ({"model_args": {"pretrained": True}}, "takes no argument pretrained"),
+        ({"model_args": {"depth": 10**9}}, "cannot be built: depth=1000000000"),
+        ({"model_args": {"depth": "2"}}, "cannot be built"),
+        ({"model_args": {"embed_dim": [1]}}, "cannot be built"),
+        ({"model_args": {"img_size": [32, 64], "patch_size": 8}}, "pictures of 32 x 64 pixels"),
+        ({"model_args": {**SMALL, "embed_dim": 32}}, "instead of"),
+        ({"model_args": {**SMALL, "global_pool": "max"}}, "pools by global_pool='max'"),
+        ({"model_args": {**SMALL, "patch_drop_rate": 0.5}}, "uses PatchDropout"),
+        ({"model_args": {**SMALL, "scale_attn_norm": True}}, "has blocks.0.attn.norm"),
+        ({"architecture": None}, "model_args need the architecture"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(state, options, message):
+    with pytest.raises(WeightsError, match=f"^x: .*{message}"):
+        read(state, **options)
+
+
+def test_a_table_of_another_network_is_refused(state):
+    state["pos_embed"] = state["pos_embed"][:, :-1]
+    with pytest.raises(WeightsError, match="16 rows, which are no square and the 1"):
+        read(state)
+
+
+def test_bare_is_the_same_reader(state):
+    found = read_timm_bare(state, "x")
+    assert looks_like_timm(state)
+    assert found.config == replace(read(state).config, num_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "missing"),
+    [
+        ("vit_base_patch16_rpn_224", {}, "uses ResPostBlock"),
+        ("vit_base_patch16_xp_224", {}, "uses ParallelScalingBlock"),
+        ("vit_dwee_patch16_reg1_gap_256", {}, "uses DiffAttention"),
+        ("beit3_base_patch16_224", {}, "has blocks.0.attn.norm"),
+        ("deit_tiny_distilled_patch16_224", {}, "has two heads"),
+        ("eva02_enormous_patch14_clip_224", {}, "normalises after attention"),
+        ("vit_small_patch16_rope_mixed_224", {}, "learns its rotary frequencies"),
+        ("vit_base_patch16_sapiens2", {"num_kv_heads": 2}, "heads that do not share"),
+        ("vit_pe_spatial_tiny_patch16_512", {}, "counts rotary places from 1.0"),
+        (
+            "vit_pe_core_tiny_patch16_384",
+            {"rope_grid_offset": 0.0},
+            "class token and registers too",
+        ),
+        (
+            "vit_pe_core_gigantic_patch14_448",
+            {},
+            "attention pool whose num_heads, hidden_dim differ",
+        ),
+        ("vit_small_patch16_224", {"pool_include_prefix": True}, "has pool_include_prefix=True"),
+        ("vit_small_patch16_rope_224", {"gated_attn": True}, "takes no argument gated_attn"),
+    ],
+)
+def test_refusals_say_what_is_missing(name, args, missing):
+    args = {**SMALL, **args}
+    known = {key: value for key, value in args.items() if key != "gated_attn"}
+    with torch.device("meta"):
+        state = timm.create_model(name, **known, num_classes=7).state_dict()
+    with pytest.raises(WeightsError, match=rf"^x: {name} \(timm\) .*{missing}"):
+        read_timm(state, architecture=name, model_args=args, where="x")

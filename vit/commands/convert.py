@@ -1,0 +1,52 @@
+"""`vit convert`: any source of weights becomes a folder that another library opens."""
+
+import argparse
+from pathlib import Path
+
+from vit.commands.output import say
+from vit.errors import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a run folder, timm/NAME, hf/OWNER/NAME, a folder or file of any ViT library",
+    )
+    parser.add_argument(
+        "--to", required=True, choices=["timm", "huggingface"], help="whose folder it becomes"
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace FOLDER where it exists")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        help="picture on which both libraries are compared (default: the sheet of digits)",
+    )
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="upload FOLDER to the Hugging Face hub as well"
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="make a new repository of --push private"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    import vit.data.builtin
+    from vit.weights.convert import convert
+    from vit.weights.hub import push, require_name
+    from vit.weights.loading import source_lines
+    from vit.weights.parity import measured
+
+    if args.push:
+        require_name(args.push)
+    picture = args.image or str(Path(vit.data.builtin.__file__).parent / "digits.png")
+    pretrained, lines = convert(args.source, args.to, args.out, overwrite=args.overwrite)
+    for line in [*source_lines(args.source, pretrained), *lines]:
+        say(line)
+    for line in measured(pretrained, Path(args.out), args.to, picture):
+        say(line)
+    print(f"written: {printable(args.out)}")
+    if args.push:
+        print(f"pushed: {push(Path(args.out), args.push, private=args.private)}")
+    return 0

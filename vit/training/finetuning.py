@@ -1,0 +1,115 @@
+"""From pretrained weights to a network that is ready to learn a task of its own.
+
+    weights -> settings they decide -> network with a new head -> the part that learns
+
+Linear probing, then fine-tuning: Kumar et al., arXiv:2202.10054. Layer-wise decay of the learning
+rate: Bao et al. (BEiT), arXiv:2106.08254.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vit.config import Config
+from vit.errors import ConfigError
+from vit.model.classifier import VisionTransformer
+from vit.presets import preset
+from vit.settings import flatten, make_config
+from vit.training.freezing import freeze_backbone, share_line
+from vit.training.lora import add_lora, lora_line, merged
+from vit.weights.pretrained import Pretrained
+
+# Defaults of a method where nobody chose: those of training from scratch are wrong by far.
+SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.35, "weight_decay": 0.05}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "full": {**SHARED, "epochs": 12, "lr": 3e-4, "layer_decay": 0.75, "drop_path": 0.1},
+    "lora": {**SHARED, "epochs": 12, "lr": 1e-3, "weight_decay": 0.0},
+    "linear": {**SHARED, "epochs": 12, "lr": 3e-3, "weight_decay": 0.0},
+    "probe": {"epochs": 1, "warmup_epochs": 0.0},
+}
+# What a probe has no use for: it is one fit to pictures that are not varied.
+NOT_OF_A_PROBE = (
+    "epochs",
+    "lr",
+    "optimizer",
+    "layer_decay",
+    "drop_path",
+    "ema",
+    "time",
+    "patience",
+)
+FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
+
+
+def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str]) -> Config:
+    """The settings that pretrained weights and the method decide, where nobody chose otherwise.
+
+    Args:
+        config: As asked for, with `finetune.weights`.
+        source: Those weights.
+        given: Names of the settings that somebody chose.
+
+    Raises:
+        ConfigError: Settings that were chosen contradict the weights or the method.
+    """
+    chosen = flatten(config)
+    method = config.finetune.method or "full"
+    first = config.finetune.probe_first
+    found: dict[str, Any] = {**dataclasses.asdict(source.config), **DEFAULTS[method]}
+    found["num_classes"] = config.model.num_classes
+    found |= sizes_of_preset(config, source, given)
+    if source.preprocessing is not None:
+        found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
+    found["method"] = method
+    found["probe_first"] = config.finetune.method is None if first is None else first
+    if method == "probe" and (useless := [name for name in NOT_OF_A_PROBE if name in given]):
+        name = useless[0]
+        raise ConfigError(
+            f"{name}={chosen[name]!r}: method=probe has no use for it; leave it out, or use "
+            "--method linear, lora or full"
+        )
+    kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
+    return make_config({**chosen, **found, **kept})
+
+
+def sizes_of_preset(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:
+    """The image and patch size that a chosen --model asks the weights to be adapted to.
+
+    Raises:
+        ConfigError: The preset is another network than that of the weights.
+    """
+    if "model" not in given:
+        return {}
+    name, sizes = config.training.model, preset(config.training.model)
+    for setting in ("dim", "depth", "num_heads"):
+        has = getattr(source.config, setting)
+        if sizes[setting] != has and setting not in given:
+            raise ConfigError(
+                f"model={name!r} has {setting}={sizes[setting]}, but the weights ({source.origin}) "
+                f"have {has}: leave --model out, or give weights of that size"
+            )
+    return {setting: sizes[setting] for setting in ("image_size", "patch_size")}
+
+
+def choose_what_learns(network: VisionTransformer, config: Config) -> str | None:
+    """Freeze what the method leaves as it is, and add what it adds; a line that says so.
+
+    Raises:
+        ConfigError: LoRA is to be added to matrices that the blocks do not have.
+    """
+    settings = config.finetune
+    if settings.method == "lora":
+        rank, alpha = settings.lora_rank, settings.lora_alpha
+        add_lora(network, rank=rank, alpha=alpha, targets=settings.targets)
+        return lora_line(network, rank=rank, targets=settings.targets)
+    if settings.method in ("linear", "probe"):
+        freeze_backbone(network)
+        return share_line("the head alone", network)
+    return None
+
+
+def as_saved(weights: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Weights as an ordinary network has them: LoRA's additions are in the matrices."""
+    if config.finetune.method != "lora":
+        return dict(weights)
+    return merged(weights, rank=config.finetune.lora_rank, alpha=config.finetune.lora_alpha)

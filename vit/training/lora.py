@@ -1,0 +1,144 @@
+"""LoRA: a frozen projection learns a difference of low rank.
+
+    y = x Wᵀ + b + (alpha / rank) (x Aᵀ) Bᵀ      A: (rank, in), B: (out, rank), B = 0 at first
+
+Source: Hu et al., "LoRA", section 4.1, arXiv:2106.09685. A is drawn as in its code, Kaiming-uniform
+with a = sqrt(5), which is uniform in +-1 / sqrt(in).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.errors import ConfigError, WeightsError, printable
+from vit.model.classifier import VisionTransformer
+from vit.training.freezing import HEAD, freeze_except, share_line
+
+A, B = "lora_a", "lora_b"
+
+
+class LoRALinear(nn.Linear):
+    """A projection whose weight and bias stay as they are beside a learned difference.
+
+    Args:
+        linear: The projection; its parameters are taken over and frozen.
+        rank: Rank of the difference, from 1.
+        alpha: The difference is scaled by alpha / rank.
+    """
+
+    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+        # on no device: the parameters exist already
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self.rank, self.alpha = rank, alpha
+        self.lora_a = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
+        self.lora_b = nn.Parameter(linear.weight.new_zeros(linear.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)"""
+        # scaled where it is narrow, which is cheapest
+        narrow = F.linear(x, self.lora_a) * (self.alpha / self.rank)
+        return F.linear(x, self.weight, self.bias) + F.linear(narrow, self.lora_b)
+
+    def extra_repr(self) -> str:
+        """What `print` says of it."""
+        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
+
+
+def add_lora(
+    network: VisionTransformer, *, rank: int, alpha: float, targets: Sequence[str]
+) -> None:
+    """Give the chosen projections of every block a difference that learns, and freeze the rest.
+
+    Only the differences and the head learn afterwards. Names of parameters stay; `lora_a` and
+    `lora_b` come to stand beside a projection's `weight`. A is drawn from torch's global generator,
+    in the order of the blocks. Call it before the network is compiled or given to an optimiser.
+
+    Args:
+        network: Changed in place.
+        rank: Rank of a difference.
+        alpha: A difference is scaled by alpha / rank.
+        targets: Names of projections: qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x for fc1.
+
+    Raises:
+        ConfigError: A target is not in this network, `rank` or `alpha` is not positive, `rank` is
+            no less than a full one, or the network has LoRA already.
+    """
+    found = projections(network)
+    _check(found, rank, alpha, targets)
+    for path, linear in found.items():
+        if _last(path) in targets:
+            parent = network.get_submodule(path.rpartition(".")[0])
+            setattr(parent, _last(path), LoRALinear(linear, rank=rank, alpha=alpha))
+    freeze_except(network, lambda name: _last(name) in (A, B) or name.startswith(HEAD))
+
+
+def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
+    """The projections inside the blocks, by path."""
+    return {
+        f"blocks.{path}": module
+        for path, module in network.blocks.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def lora_line(network: nn.Module, *, rank: int, targets: Sequence[str]) -> str:
+    """What learns, for the user."""
+    return share_line(f"LoRA of rank {rank} on {', '.join(targets)}", network)
+
+
+def merged(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Tensor]:
+    """The weights of an ordinary network that computes the same.
+
+        W + (alpha / rank) B A        summed in float64, returned in float32
+
+    Args:
+        state: Weights by name; without LoRA they are returned as they are.
+        rank, alpha: As for `add_lora`.
+
+    Raises:
+        WeightsError: A tensor of a difference is missing, or of another rank.
+    """
+    plain = {name: tensor for name, tensor in state.items() if _last(name) not in (A, B)}
+    for path in {name.rpartition(".")[0]: None for name in state if name not in plain}:
+        a, b, weight = (state.get(f"{path}.{name}") for name in (A, B, "weight"))
+        if a is None or b is None or weight is None:
+            raise WeightsError(f"{printable(path)} must have {A}, {B} and weight to be merged")
+        if a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
+            raise WeightsError(
+                f"{printable(path)}: {A} {tuple(a.shape)} and {B} {tuple(b.shape)} are not a "
+                f"difference of rank {rank} for a weight {tuple(weight.shape)}"
+            )
+        difference = alpha / rank * (b.double() @ a.double())
+        plain[f"{path}.weight"] = (weight.double() + difference).float()
+    return plain
+
+
+def _check(found: Mapping[str, nn.Linear], rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """Refuse what cannot be added.
+
+    Raises:
+        ConfigError: As `add_lora`.
+    """
+    if any(isinstance(module, LoRALinear) for module in found.values()):
+        raise ConfigError("the network has LoRA already: merge it before adding another")
+    here = list(dict.fromkeys(_last(path) for path in found))
+    absent = [target for target in targets if target not in here]
+    if absent or not targets:
+        what = f"has no {', '.join(map(printable, absent))}" if absent else "needs a projection"
+        raise ConfigError(f"LoRA {what} here; choose from {', '.join(here)}")
+    chosen = [module for path, module in found.items() if _last(path) in targets]
+    full = min(min(module.in_features, module.out_features) for module in chosen)
+    if not 1 <= rank < full:
+        raise ConfigError(f"LoRA's rank={rank}: choose one from 1 to {full - 1}, such as 8")
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ConfigError(f"LoRA's alpha={alpha}: choose a positive number, such as {2 * rank}")
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]

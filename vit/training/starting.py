@@ -1,0 +1,161 @@
+"""A head to start from: the best linear one on the features of the pretrained network.
+
+Source: Kumar et al., "Fine-Tuning can Distort Pretrained Features", section 3, arXiv:2202.10054.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vit.config import Config
+from vit.data.builtin import user_cache
+from vit.data.samples import Sample, Splits
+from vit.data.seeding import random_seed
+from vit.errors import ConfigError
+from vit.training.agreement import agreed_signal
+from vit.training.feature_making import FeatureMaker
+from vit.training.features import Features, extract, weights_digest
+from vit.training.finetuning import as_saved
+from vit.training.interruption import Interrupted
+from vit.training.loop import Training
+from vit.training.probe import Probe, fit_probe, knn_accuracy, probe_summary
+from vit.training.progress import teller
+from vit.training.sharding import is_sharded
+
+# Pictures that are enough to choose a head from which everything is trained further.
+ENOUGH = {"train": 20_000, "val": 5_000}
+BATCH_SIZES = {"cpu": 16}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What the fit of a head to the training pictures came to.
+
+    Args:
+        loss: Mean cross-entropy on them, not smoothed.
+        images: How many they are.
+    """
+
+    loss: float
+    images: int
+
+
+def start_from_probe(run: Training, splits: Splits) -> Probed:
+    """Fit a linear head to the features of a network, say how good it is, and make it the head.
+
+    Args:
+        run: What is trained, before its first step; its head is replaced, and that of its average.
+        splits: The data.
+
+    Raises:
+        Interrupted: A signal came; the features made so far are kept.
+        ConfigError: The network is in pieces, and features need it whole.
+    """
+    config, say = run.config, teller(run.accelerator)
+    if is_sharded(run.accelerator):
+        raise ConfigError("a probe needs the whole network on a device: use --no-probe-first")
+    train, val = chosen(config, splits, say)
+    features = Extraction(run, say)
+    on_train, on_val = features(train), features(val)
+    seed = random_seed(config.training.seed, "probe")
+    probe = fit_probe(on_train.values, on_train.labels, len(splits.classes), seed=seed)
+    right = probe.correct(on_val.values, on_val.labels)
+    knn = knn_accuracy(on_train.values, on_train.labels, on_val.values, on_val.labels)
+    for line in probe_summary(probe, correct=right, total=len(on_val.labels), knn=knn):
+        say(line)
+    if config.finetune.method != "probe":
+        say(f"going on from that head with method={config.finetune.method}")
+    put_head(run, probe)
+    run.failed |= {**on_train.failed, **on_val.failed}
+    loss = F.cross_entropy(probe.logits(on_train.values), on_train.labels)
+    return Probed(float(loss), len(on_train.labels))
+
+
+@torch.no_grad()
+def put_head(run: Training, probe: Probe) -> None:
+    """Give the network, and its average, the head that a probe found."""
+    assert isinstance(run.network.head, nn.Linear)
+    averages = {} if run.average is None else run.average.state_dict()
+    for name, value in (("weight", probe.weight), ("bias", probe.bias)):
+        run.network.head.get_parameter(name).copy_(value)
+        averages[f"head.{name}"] = value
+    if run.average is not None:
+        run.average.load_state_dict(averages)
+
+
+def chosen(config: Config, splits: Splits, say: Say) -> tuple[list[Sample], list[Sample]]:
+    """The pictures that a probe sees: all of them where it is all that is done."""
+    found = {"train": list(splits.train), "val": list(splits.val)}
+    if config.finetune.method != "probe":
+        for split, most in ENOUGH.items():
+            if len(found[split]) > most:
+                say(f"note: the probe sees {most:,} of {len(found[split]):,} {split} pictures")
+                found[split] = some_of(found[split], most, seed=config.training.seed)
+    return found["train"], found["val"]
+
+
+def some_of(samples: Sequence[Sample], most: int, *, seed: int) -> list[Sample]:
+    """`most` of `samples`, in their order."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "probe", len(samples)))
+    places = torch.randperm(len(samples), generator=generator)[:most].sort().values
+    return [samples[place] for place in places.tolist()]
+
+
+def feature_cache(config: Config) -> Path:
+    """The folder in which features are kept."""
+    chosen = config.finetune.feature_cache
+    return user_cache() / "features" if chosen is None else Path(chosen).expanduser()
+
+
+class Extraction:
+    """Makes features of pictures, or takes them from the cache.
+
+    Args:
+        run: Whose network is asked.
+        say: Told, by the main process.
+    """
+
+    def __init__(self, run: Training, say: Say) -> None:
+        self.run, self.say = run, say
+        self.key = weights_digest(as_saved(run.network.state_dict(), run.config), run.config.model)
+
+    def __call__(self, samples: Sequence[Sample]) -> Features:
+        """Features of `samples`.
+
+        Raises:
+            Interrupted: A signal came.
+        """
+        run, config = self.run, self.run.config
+        maker = FeatureMaker(
+            network=run.network,
+            preprocessing=run.preprocessing,
+            accelerator=run.accelerator,
+            precision=config.run.precision,
+            batch_size=BATCH_SIZES.get(run.accelerator.device.type, 64),
+            workers=config.data.workers,
+            interrupted=lambda: self.signal() != 0,
+        )
+        found = extract(
+            samples,
+            maker,
+            weights_key=self.key,
+            say=self.say,
+            on_bad_image=config.data.on_bad_image,
+            cache=feature_cache(config),
+        )
+        if found is None:
+            raise Interrupted(
+                "interrupted while features were made; they are kept: start again in the same way",
+                self.signal(),
+            )
+        return found
+
+    def signal(self) -> int:
+        """The signal that a process had, or 0; the same on all of them."""
+        return int(agreed_signal(self.run.accelerator, self.run.interruption.number))

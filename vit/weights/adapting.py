@@ -1,0 +1,232 @@
+"""Weights of a trained network made to fit another picture size, patch, colour or set of classes.
+
+Position tables are stretched as the network does it for pictures of another size; the patch
+projection as in FlexiViT (vit/weights/resampling.py); the head keeps the classes it knows by name.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.errors import WeightsError, printable
+from vit.model.build import POSITIONS
+from vit.model.positions import LearnedPositions
+from vit.weights.folder import empty_model
+from vit.weights.formats.names import PATCH_WEIGHT, check_fit, some
+from vit.weights.pretrained import Pretrained
+from vit.weights.resampling import change_channels, resize_patches
+
+State = dict[str, Tensor]
+
+POSITION_TABLE = "pos_embed"
+# The settings in which a network may differ from the one whose weights it takes.
+ADAPTABLE = ("image_size", "patch_size", "channels", "num_classes")
+WITHOUT_TENSORS = ("dropout", "attention_dropout", "drop_path")
+HEAD = ("head.weight", "head.bias")
+MOST_NAMES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What became of the weights.
+
+    Args:
+        reused: Tensors taken as they are.
+        resized: Tensors that were changed to fit, and from what to what.
+        made: Parts that the source has nothing for.
+        left_out: Parts of the source that have no place here.
+        head: Which classes the head knows already; empty where none, or without a head.
+    """
+
+    reused: int
+    resized: tuple[str, ...]
+    made: tuple[str, ...]
+    left_out: tuple[str, ...]
+    head: str
+
+    def lines(self) -> list[str]:
+        """The report for the user."""
+        parts = {"resized": self.resized, "new": self.made, "left out": self.left_out}
+        said = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
+        first = "; ".join([f"{self.reused} tensors reused", *said])
+        return [first, f"head: {self.head}"] if self.head else [first]
+
+
+def adapt(
+    pretrained: Pretrained, config: ModelConfig, *, classes: Sequence[str] | None = None
+) -> tuple[State, Report]:
+    """The tensors of `pretrained`, made to fit the network of `config`.
+
+    Args:
+        pretrained: What somebody trained.
+        config: The network wanted. It may differ in picture size, patch size, channels, number of
+            classes, dropout and drop path.
+        classes: Names by output of the network wanted. Where the source's are known too, rows of
+            the head are kept by name, and new classes start from zeros. Left out, the head is kept
+            if it has as many classes; else it starts from zeros.
+
+    Returns:
+        The tensors, of which those that fit are the source's own, and what became of them.
+
+    Raises:
+        WeightsError: The networks differ in anything else, the names are not `num_classes` distinct
+            ones, or the source is not what its settings say.
+    """
+    _require_alike(pretrained, config)
+    check_fit(_shapes(pretrained.state), empty_model(pretrained.config))
+    state = dict(pretrained.state)
+    resized = [
+        *_adapt_patches(state, pretrained.config, config),
+        *_adapt_positions(state, pretrained.config, config),
+    ]
+    made, left_out, head = _adapt_head(state, pretrained, config, classes)
+    check_fit(state, empty_model(config))
+    reused = sum(state.get(name) is tensor for name, tensor in pretrained.state.items())
+    return state, Report(
+        reused=reused, resized=tuple(resized), made=made, left_out=left_out, head=head
+    )
+
+
+def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
+    """Refuse a network that is another one than the source.
+
+    Raises:
+        WeightsError: It names the settings, both values, and the remedy.
+    """
+    source = pretrained.config
+    # what means something else only because of another setting is not named beside that
+    others = [
+        name
+        for name in asdict(config)
+        if name not in ADAPTABLE + WITHOUT_TENSORS
+        and getattr(source, name) != getattr(config, name)
+        and _meaning(source, name) != _meaning(config, name)
+    ]
+    if others:
+        mine, theirs = (
+            some((f"{name}={_shown(each, name)}" for name in others), MOST_NAMES)
+            for each in (config, source)
+        )
+        it = "it" if len(others) == 1 else "them"
+        raise WeightsError(
+            f"{mine}: {printable(pretrained.origin)} has {theirs}; leave {it} out, or start "
+            "without its weights"
+        )
+
+
+def _meaning(config: ModelConfig, name: str) -> object:
+    """What a setting stands for where it is empty or auto."""
+    meant = {
+        "hidden_dim": config.feedforward_dim,
+        "final_norm": config.last_norm,
+        "prefix_positions": config.num_placed_tokens,
+    }
+    return meant.get(name, getattr(config, name))
+
+
+def _shown(config: ModelConfig, name: str) -> object:
+    """A setting for the user; one that was left empty by what it stands for."""
+    value = getattr(config, name)
+    return _meaning(config, name) if value is None else value
+
+
+def _shapes(state: State) -> State:
+    """Names and shapes alone, which are cheap to check."""
+    return {name: tensor.to("meta") for name, tensor in state.items()}
+
+
+def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+    """Make the patch projection fit; tells what was changed."""
+    changed = []
+    if source.channels != config.channels:
+        state[PATCH_WEIGHT] = change_channels(
+            state[PATCH_WEIGHT], old=source.channels, new=config.channels
+        )
+        changed.append(f"{PATCH_WEIGHT} {source.channels} -> {config.channels} channels")
+    if source.patch_size != config.patch_size:
+        old, new = source.patch_size, config.patch_size
+        state[PATCH_WEIGHT] = resize_patches(state[PATCH_WEIGHT], old=old, new=new)
+        changed.append(f"{PATCH_WEIGHT} {old}x{old} -> {new}x{new} pixels")
+    return changed
+
+
+def _adapt_positions(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+    """Make the table of positions fit; tells what was changed."""
+    positions = POSITIONS[source.position](source)
+    if source.grid == config.grid or not isinstance(positions, LearnedPositions):
+        return []
+    # what the network does with pictures of another size: stretch, or compute again
+    state[POSITION_TABLE] = positions.at(state[POSITION_TABLE], config.grid)
+    (old_rows, old_cols), (rows, cols) = source.grid, config.grid
+    return [f"{POSITION_TABLE} {old_rows}x{old_cols} -> {rows}x{cols}"]
+
+
+def _adapt_head(
+    state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Make the head fit; tells what was made, what was left out, and which classes are kept."""
+    had, wanted = pretrained.config.num_classes, config.num_classes
+    if classes is not None:
+        _check_names(classes, pretrained.classes, wanted)
+    if not wanted:
+        gone = [state.pop(name) for name in HEAD if name in state]
+        return (), (f"head ({had} classes)",) if gone else (), ""
+    rows = _rows(pretrained, wanted, classes)
+    kept = sum(row is not None for row in rows)
+    by_name = "" if classes is None else " by name"
+    if kept and rows == list(range(had)):
+        return (), (), f"all {wanted} classes kept{by_name}"
+    like = empty_model(config).state_dict()
+    for name in HEAD:
+        tensor = torch.zeros(like[name].shape)
+        for new, old in enumerate(rows):
+            if old is not None:
+                tensor[new] = state[name][old]
+        state[name] = tensor
+    if not kept:
+        left_out = (f"head ({_unused(pretrained, classes)})",) if had else ()
+        return (f"head ({wanted} classes, zeros)",), left_out, ""
+    left_out = (f"head ({had - kept} of {had} classes)",) if kept < had else ()
+    if kept == wanted:
+        return (), left_out, f"all {wanted} classes kept by name"
+    assert classes is not None
+    new_names = some((c for c, row in zip(classes, rows, strict=True) if row is None), MOST_NAMES)
+    return (), left_out, f"{kept} of {wanted} classes kept by name; new: {new_names}"
+
+
+def _check_names(classes: Sequence[str], known: Sequence[str] | None, wanted: int) -> None:
+    """Refuse names that do not belong to the outputs.
+
+    Raises:
+        WeightsError: There are too many or too few, or two are the same.
+    """
+    if len(classes) != wanted:
+        raise WeightsError(
+            f"{len(classes)} class names for num_classes={wanted}: give one for each class"
+        )
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice and tuple(classes) != known:
+        raise WeightsError(f"two classes have the same name, {some(twice)}: rename one")
+
+
+def _rows(pretrained: Pretrained, wanted: int, classes: Sequence[str] | None) -> list[int | None]:
+    """For each class, the row of the source's head that knows it."""
+    had, known = pretrained.config.num_classes, pretrained.classes
+    if classes is None or (had and tuple(classes) == known):
+        return list(range(had)) if had == wanted else [None] * wanted
+    # a name that two classes of the source have says of neither which one is meant
+    names = Counter(known or ())
+    places = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
+    return [places.get(name) for name in classes]
+
+
+def _unused(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
+    """Why no row of the source's head could be kept."""
+    had = f"{pretrained.config.num_classes} classes"
+    if classes is None:
+        return had
+    return f"{had}, {'names unknown' if pretrained.classes is None else 'none of these'}"

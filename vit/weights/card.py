@@ -1,0 +1,79 @@
+"""README.md of a folder of weights: what it is, from what it was made, how to use it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit.errors import printable
+from vit.version import __version__
+from vit.weights.pretrained import Pretrained
+
+CARD_FILE = "README.md"
+MOST_CLASSES = 100
+
+USES = {
+    "timm": """```python
+import timm
+
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```""",
+    "huggingface": """```python
+from transformers import pipeline
+
+classify = pipeline("image-classification", model="FOLDER")
+classify("picture.jpg")
+```""",
+}
+TASKS = {True: "image-classification", False: "image-feature-extraction"}
+LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
+
+
+def model_card(source: str | os.PathLike[str], pretrained: Pretrained, to: str) -> str:
+    """The text of the card.
+
+    Args:
+        source: What was converted; where it is a run, its scores stand in the card.
+        pretrained: The same, opened.
+        to: Which library opens the folder.
+    """
+    config, best = pretrained.config, best_epoch(Path(source))
+    front: dict[str, Any] = {
+        "library_name": LIBRARIES[to],
+        "pipeline_tag": TASKS[config.num_classes > 0],
+        "tags": ["image-classification", "vision-transformer", LIBRARIES[to]],
+    }
+    if pretrained.license:
+        front["license"] = pretrained.license
+    parts = [
+        f"# {printable(Path(source).name)}",
+        f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
+        f"{config.dim}, patches of {config.patch_size} px, pictures of {config.image_size} px. "
+        f"Made from {printable(pretrained.origin)} by vit {__version__}.",
+        USES[to],
+    ]
+    if best is not None:
+        parts.append(
+            f"## Scores\n\nTop-1 on its validation pictures: {best['val_top1']:.2%} (epoch "
+            f"{best['epoch']}, loss {best['val_loss']:.4f})."
+        )
+    if pretrained.classes:
+        names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
+        more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
+        parts.append(f"## Classes\n\n{', '.join(names[:MOST_CLASSES])}{more}")
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def best_epoch(run: Path) -> dict[str, Any] | None:
+    """The event of the epoch whose weights a run answers with; None where there is none."""
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        events = [event for line in lines if (event := json.loads(line))["event"] == "epoch"]
+        best: dict[str, Any] = max(events, key=lambda event: event["val_top1"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return best

@@ -1,0 +1,122 @@
+"""Any source of weights -> a folder that timm or Hugging Face transformers opens.
+
+The folder is written beside its place and moved there when it is whole.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from vit.errors import RunError, WeightsError, printable
+from vit.weights.card import CARD_FILE, model_card
+from vit.weights.formats.huggingface import write_huggingface
+from vit.weights.formats.huggingface_processor import processor_notes
+from vit.weights.formats.timm import to_timm
+from vit.weights.loading import Source, assumed_preprocessing, open_source
+from vit.weights.pretrained import Pretrained
+from vit.weights.tensorfile import naming, write_tensors, write_text
+from vit.weights.timm_config import timm_config, timm_refusal
+
+Target = Literal["timm", "huggingface"]
+
+PROCESSOR_FILE = "preprocessor_config.json"
+
+
+def convert(
+    source: Source, to: Target, out: str | os.PathLike[str], *, overwrite: bool = False
+) -> tuple[Pretrained, list[str]]:
+    """Write the folder `out`: settings, weights, preprocessing, class names and a model card.
+
+    Args:
+        source: As for `open_source`.
+        to: Whose folder it becomes.
+        out: The folder, which must not exist.
+        overwrite: Delete what is there first.
+
+    Returns:
+        What was converted, and lines for the user.
+
+    Raises:
+        WeightsError: `source` cannot be opened, or the target cannot express it.
+        RunError: `out` exists or cannot be written.
+    """
+    pretrained = open_source(source)
+    lines = []
+    if pretrained.preprocessing is None:
+        lines.append(assumed_preprocessing(pretrained)[1])
+    if to == "huggingface":
+        lines += [f"note: {n}" for n in processor_notes(assumed_preprocessing(pretrained)[0])]
+    files = contents(pretrained, to)
+    with whole_folder(Path(out), overwrite=overwrite) as folder:
+        for name, content in files.items():
+            if isinstance(content, str):
+                write_text(folder / name, content)
+            else:
+                write_tensors(folder / name, content, {"format": "pt"})
+        write_text(folder / CARD_FILE, model_card(source, pretrained, to))
+    return pretrained, lines
+
+
+def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str, Tensor]]:
+    """Files of the folder by name: texts, and tensors.
+
+    Raises:
+        WeightsError: The target cannot express the network; the message says what.
+    """
+    preprocessing, _ = assumed_preprocessing(pretrained)
+    config, classes = pretrained.config, pretrained.classes or numbered(pretrained)
+    if to == "timm":
+        if (refusal := timm_refusal(config)) is not None:
+            raise WeightsError(f"timm cannot express this network: {refusal}")
+        settings = timm_config(config, classes, preprocessing)
+        if pretrained.license:
+            settings["pretrained_cfg"]["license"] = pretrained.license
+        tensors = to_timm(pretrained.state, config)
+        return {"config.json": as_json(settings), "model.safetensors": tensors}
+    settings, processor, tensors = write_huggingface(
+        pretrained.state, config, classes or None, preprocessing
+    )
+    return {
+        "config.json": as_json(settings),
+        PROCESSOR_FILE: as_json(processor),
+        "model.safetensors": tensors,
+    }
+
+
+def numbered(pretrained: Pretrained) -> tuple[str, ...]:
+    """Numbers as the names of classes that nobody named."""
+    return tuple(str(index) for index in range(pretrained.config.num_classes))
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """`content` as it stands in a file."""
+    return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to fill, which is moved to `out` at the end of the `with`, or deleted on an error.
+
+    Raises:
+        RunError: `out` exists and is not to be replaced, or it is not a folder of weights.
+    """
+    if out.exists() and not overwrite:
+        raise RunError(f"{printable(out)} exists: give another --out, or --overwrite")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise RunError(f"{printable(out)} has files that are no model: give another --out")
+    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    with naming(out):
+        beside.mkdir(parents=True)
+        try:
+            yield beside
+            if out.is_dir():
+                shutil.rmtree(out)
+            beside.rename(out)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)

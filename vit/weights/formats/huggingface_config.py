@@ -1,0 +1,295 @@
+"""config.json of transformers, as settings of our network.
+
+Every value that changes what the network computes is read or refused. A value that the file leaves
+out is the default of its family, as in transformers.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vit.errors import WeightsError, printable
+
+TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+ACTIVATIONS = dict.fromkeys(TANH, "gelu_tanh")
+ACTIVATIONS |= {"gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"}
+SILU = ("silu", "swish")
+SMALLEST_SCALE = 1e-5  # builds the layer, whose values then come from the file
+MLP_PARTS = ("fc1", "fc1_g", "fc1_x", "fc2")
+RELATIVE = ("relative_position_bias", "shared_relative_position_bias")
+WITH_TEXT = ("clip", "siglip")
+"""Families whose settings of the encoder are a group inside config.json."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of config.json, each checked when it is asked for.
+
+    Args:
+        model_type: Which family it is.
+        values: The family's defaults, and over them what the file says.
+    """
+
+    model_type: str
+    values: Mapping[str, Any]
+
+    def refuse(self, name: str, why: str) -> WeightsError:
+        """The error for the value called `name`."""
+        return WeightsError(f"config.json: {name}={printable(repr(self.values.get(name)))}: {why}")
+
+    def whole(self, name: str, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self.values.get(name)
+        if type(value) is not int or value < least:
+            raise self.refuse(name, f"expected a whole number of at least {least}")
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number of at least 0."""
+        value: Any = self.values.get(name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            raise self.refuse(name, "expected a number of at least 0")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self.values.get(name)
+        if type(value) is not bool:
+            raise self.refuse(name, "expected true or false")
+        return value
+
+    def side(self, name: str) -> int:
+        """The side of a square, given as one number or two equal ones."""
+        value = self.values.get(name)
+        if isinstance(value, list | tuple):
+            if len(value) != 2 or value[0] != value[1]:
+                raise self.refuse(name, "this network needs squares")
+            value = value[0]
+        if type(value) is not int or value < 1:
+            raise self.refuse(name, "expected a whole number")
+        return value
+
+    def activation(self) -> str:
+        """Our name for `hidden_act`."""
+        value = self.values.get("hidden_act")
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise self.refuse("hidden_act", f"this network has {known} only")
+        return ACTIVATIONS[value]
+
+
+def vision_settings(config: Mapping[str, Any]) -> Settings:
+    """The settings of the picture's encoder in `config`.
+
+    Raises:
+        WeightsError: It is of a family that cannot be read.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise WeightsError(
+            f"config.json: model_type={printable(repr(model_type))} (transformers) cannot be "
+            f"loaded; there are {', '.join(FAMILIES)}"
+        )
+    if "quantization_config" in config:
+        raise WeightsError("the weights are quantised; take the ones they were made from")
+    defaults = FAMILIES[model_type].defaults
+    if model_type not in WITH_TEXT:
+        return Settings(model_type, {**defaults, **config})
+    values = dict(defaults)
+    for name in ("vision_config", "vision_config_dict"):
+        part = config.get(name)
+        if part is None:
+            continue
+        if not isinstance(part, Mapping):
+            raise WeightsError(f"config.json: {name} is not a group of settings")
+        if part.get("model_type", f"{model_type}_vision_model") != f"{model_type}_vision_model":
+            raise WeightsError(f"config.json: {name} is not that of a {model_type} (transformers)")
+        # transformers fills the older `vision_config_dict` up with defaults before it wins
+        values |= {**defaults, **part}
+    return Settings(model_type, values)
+
+
+def model_fields(settings: Settings, *, classifies: bool) -> dict[str, Any]:
+    """The fields of ModelConfig, all but the number of classes.
+
+    Args:
+        settings: From `vision_settings`.
+        classifies: Whether there is a head, which some families pool for in another way.
+
+    Raises:
+        WeightsError: A value is of the wrong type, or this network cannot express it.
+    """
+    dim, heads = settings.whole("hidden_size"), settings.whole("num_attention_heads")
+    if "head_dim" in settings.values and settings.values["head_dim"] != dim / heads:
+        raise settings.refuse("head_dim", f"this network has hidden_size / heads = {dim / heads:g}")
+    return {
+        "image_size": settings.side("image_size"),
+        "patch_size": settings.side("patch_size"),
+        "channels": settings.whole("num_channels"),
+        "dim": dim,
+        "depth": settings.whole("num_hidden_layers"),
+        "num_heads": heads,
+        "norm_eps": settings.number("layer_norm_eps"),
+        **FAMILIES[settings.model_type].fields(settings, classifies),
+    }
+
+
+def biases_left_out(settings: Settings) -> tuple[str, ...]:
+    """Parts of a block that have no bias here, though other parts of their kind have one."""
+    if settings.model_type == "beit":
+        return ("attn.key", "attn.k")
+    if settings.model_type != "dinov3_vit":
+        return ()
+    kinds = (
+        {"query_bias": ("attn.q",), "key_bias": ("attn.k",), "value_bias": ("attn.v",)},
+        {"proj_bias": ("attn.proj",), "mlp_bias": tuple(f"mlp.{name}" for name in MLP_PARTS)},
+    )
+    return tuple(
+        part
+        for kind in kinds
+        if any(settings.flag(name) for name in kind)
+        for name, parts in kind.items()
+        if not settings.flag(name)
+        for part in parts
+    )
+
+
+def _vit(settings: Settings, _classifies: bool) -> dict[str, Any]:
+    return {
+        "hidden_dim": settings.whole("intermediate_size"),
+        "activation": settings.activation(),
+        "qkv_bias": settings.flag("qkv_bias"),
+    }
+
+
+def _deit(settings: Settings, classifies: bool) -> dict[str, Any]:
+    return {**_vit(settings, classifies), "registers": 1, "prefix_positions": "all"}
+
+
+def _beit(settings: Settings, _classifies: bool) -> dict[str, Any]:
+    for name in RELATIVE:
+        if settings.flag(f"use_{name}"):
+            raise settings.refuse(f"use_{name}", "this network has no relative positions")
+    mean = settings.flag("use_mean_pooling")
+    return {
+        "hidden_dim": settings.whole("intermediate_size"),
+        "activation": settings.activation(),
+        "position": "learned" if settings.flag("use_absolute_position_embeddings") else "none",
+        "layer_scale": settings.number("layer_scale_init_value"),
+        "pooling": "mean" if mean else "class_token",
+        "final_norm": "pooled" if mean else "tokens",
+    }
+
+
+def _dinov2(settings: Settings, classifies: bool) -> dict[str, Any]:
+    hidden = int(settings.whole("hidden_size") * settings.number("mlp_ratio"))
+    gated = settings.flag("use_swiglu_ffn")
+    return {
+        "hidden_dim": gated_width(hidden) if gated else hidden,
+        "feedforward": "swiglu" if gated else "mlp",
+        "activation": "gelu" if gated else settings.activation(),
+        "qkv_bias": settings.flag("qkv_bias"),
+        "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
+        "pooling": "class_token_mean" if classifies else "class_token",
+        "registers": settings.whole("num_register_tokens", 0),
+    }
+
+
+def gated_width(hidden: int) -> int:
+    """Two thirds of `hidden`, rounded up to a multiple of 8, as DINOv2 does."""
+    return (int(hidden * 2 / 3) + 7) // 8 * 8
+
+
+def _dinov3(settings: Settings, _classifies: bool) -> dict[str, Any]:
+    gated = settings.flag("use_gated_mlp")
+    if gated and settings.values["hidden_act"] not in SILU:
+        raise settings.refuse("hidden_act", "a gated feed-forward part has silu only")
+    biases = [settings.flag(f"{name}_bias") for name in ("query", "key", "value")]
+    return {
+        "hidden_dim": settings.whole("intermediate_size"),
+        "feedforward": "swiglu" if gated else "mlp",
+        "activation": "gelu" if gated else settings.activation(),
+        "qkv_bias": any(biases),
+        "proj_bias": settings.flag("proj_bias") or settings.flag("mlp_bias"),
+        "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
+        "registers": settings.whole("num_register_tokens", 0),
+        "position": "rotary",
+        "rotary_grid": "centred",
+        "rotary_temperature": settings.number("rope_theta"),
+    }
+
+
+def _clip(settings: Settings, classifies: bool) -> dict[str, Any]:
+    return {
+        "hidden_dim": settings.whole("intermediate_size"),
+        "activation": settings.activation(),
+        "patch_bias": False,
+        "norm_pre": True,
+        # its classifier reads the patches as the last block leaves them
+        "pooling": "mean" if classifies else "class_token",
+        "final_norm": "none" if classifies else "tokens",
+    }
+
+
+def _siglip(settings: Settings, classifies: bool) -> dict[str, Any]:
+    attends = settings.flag("vision_use_head") and not classifies
+    return {
+        "hidden_dim": settings.whole("intermediate_size"),
+        "activation": settings.activation(),
+        "class_token": False,
+        "pooling": "attention" if attends else "mean",
+        "final_norm": "tokens",
+    }
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type.
+
+    Args:
+        fields: Settings, and whether there is a head -> fields of ModelConfig.
+        defaults: What config.json may leave out.
+    """
+
+    fields: Callable[[Settings, bool], dict[str, Any]]
+    defaults: Mapping[str, Any]
+
+
+COMMON = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "image_size": 224,
+    "patch_size": 16,
+    "num_channels": 3,
+}
+VIT = {**COMMON, "layer_norm_eps": 1e-12, "qkv_bias": True}
+BEIT = {**COMMON, "layer_norm_eps": 1e-12, "layer_scale_init_value": 0.1, "use_mean_pooling": True}
+BEIT |= {f"use_{name}": False for name in ("absolute_position_embeddings", *RELATIVE)}
+DINO = {**COMMON, "layer_norm_eps": 1e-6, "qkv_bias": True, "mlp_ratio": 4, "layerscale_value": 1.0}
+DINO |= {"use_swiglu_ffn": False, "apply_layernorm": True, "num_register_tokens": 0}
+DINOV3 = {**COMMON, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+DINOV3 |= {"layer_norm_eps": 1e-5, "rope_theta": 100.0, "layerscale_value": 1.0}
+DINOV3 |= {"query_bias": True, "key_bias": False, "value_bias": True, "proj_bias": True}
+DINOV3 |= {"mlp_bias": True, "use_gated_mlp": False, "num_register_tokens": 0}
+CLIP = {**COMMON, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu", "patch_size": 32}
+SIGLIP = {**COMMON, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
+SIGLIP |= {"vision_use_head": True}
+
+FAMILIES = {
+    "vit": Family(_vit, VIT),
+    "vit_mae": Family(_vit, VIT),
+    "deit": Family(_deit, VIT),
+    "beit": Family(_beit, BEIT),
+    "dinov2": Family(_dinov2, {**DINO, "patch_size": 14}),
+    "dinov2_with_registers": Family(_dinov2, {**DINO, "num_register_tokens": 4}),
+    "dinov3_vit": Family(_dinov3, DINOV3),
+    "clip": Family(_clip, CLIP),
+    "clip_vision_model": Family(_clip, CLIP),
+    "siglip": Family(_siglip, SIGLIP),
+    "siglip_vision_model": Family(_siglip, SIGLIP),
+}

@@ -1,0 +1,223 @@
+"""preprocessor_config.json of transformers, and our Preprocessing.
+
+    ViT, SigLIP, DINOv3    resize to (height, width)
+    DeiT                   the same, and a centre crop
+    CLIP, BiT (DINOv2)     shortest edge, and a centre crop
+
+Both resize alike, but transformers' centre crop rounds half a pixel down and ours to the even side,
+and with torchvision installed it resizes by other code: single bytes differ by one, rarely more.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, WeightsError, printable
+
+RESAMPLES = {2: "bilinear", 3: "bicubic"}
+BYTE = 1 / 255
+HALF = (0.5, 0.5, 0.5)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+def _defaults(
+    size: Any, resample: int, colours: tuple[Any, Any], crop: int | None = None
+) -> dict[str, Any]:
+    return {
+        "size": size,
+        "resample": resample,
+        "image_mean": colours[0],
+        "image_std": colours[1],
+        "do_center_crop": crop is not None,
+        "crop_size": crop,
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": BYTE,
+        "do_normalize": True,
+        "do_pad": False,
+    }
+
+
+SQUARE = {"height": 224, "width": 224}
+SHORTEST = {"shortest_edge": 224}
+# What the file may leave out, by its class: "ViT" of ViTImageProcessor, ViTFeatureExtractor, ...
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "ViT": _defaults(SQUARE, 2, (HALF, HALF)),
+    "DeiT": _defaults({"height": 256, "width": 256}, 3, (HALF, HALF), 224),
+    "Bit": _defaults(SHORTEST, 3, OPENAI, 224),
+    "CLIP": _defaults(SHORTEST, 3, OPENAI, 224),
+    "Siglip": _defaults(SQUARE, 3, (HALF, HALF)),
+    "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET),
+}
+BY_EDGE = ("Bit", "CLIP")
+"""Those for which one number is the shortest edge; for the others it is both sides."""
+
+
+def read_processor(
+    processor: Mapping[str, Any] | None, image_size: int
+) -> tuple[Preprocessing | None, tuple[str, ...]]:
+    """How a processor of transformers prepares pictures.
+
+    Args:
+        processor: preprocessor_config.json, or processor_config.json with one inside.
+        image_size: Of the network, in pixels.
+
+    Returns:
+        Our form of it, None where it has none; and lines for the user.
+    """
+    if processor is None:
+        return None, ("there is no preprocessor_config.json: how pictures are prepared is unknown",)
+    inner = processor.get("image_processor", processor)
+    try:
+        found = _read(inner if isinstance(inner, Mapping) else {})
+    except (ConfigError, _InexpressibleError) as error:
+        why = printable(error)
+        return None, (f"preprocessor_config.json: {why}: how pictures are prepared is left open",)
+    side = found.image_size[0]
+    if side == image_size:
+        return found, ()
+    return found, (
+        f"pictures are prepared at {side} pixels, the positions are those of {image_size}",
+    )
+
+
+class _InexpressibleError(ValueError):
+    """Which part of a processor our Preprocessing cannot express."""
+
+
+def _read(given: Mapping[str, Any]) -> Preprocessing:
+    name = given.get("image_processor_type", given.get("feature_extractor_type"))
+    match = re.fullmatch(r"(\w+?)(FeatureExtractor|ImageProcessor(Fast|Pil)?)", str(name))
+    if match is None or match[1] not in PROCESSORS:
+        raise _InexpressibleError(f"the processor {name!r} is unknown")
+    values = {**PROCESSORS[match[1]], **given}
+    for key in ("do_resize", "do_rescale"):
+        if values[key] is not True:
+            raise _InexpressibleError(f"{key}={values[key]!r}, here this is always done")
+    if not _near(values["rescale_factor"], BYTE):
+        raise _InexpressibleError(f"rescale_factor={values['rescale_factor']!r} is not 1 / 255")
+    for key in values.keys() - {*PROCESSORS[match[1]], "do_convert_rgb"}:
+        if str(key).startswith("do_") and values[key]:
+            raise _InexpressibleError(f"{key}={values[key]!r}, here this is never done")
+    if values["do_pad"]:
+        raise _InexpressibleError("do_pad=True, here this is never done")
+    resample = values["resample"]
+    if type(resample) is not int or resample not in RESAMPLES:
+        raise _InexpressibleError(f"resample={resample!r} is neither bilinear (2) nor bicubic (3)")
+    normalises = values["do_normalize"] is True
+    by_edge = match[1] in BY_EDGE
+    resize, image_size, share = _geometry(values, by_edge)
+    return Preprocessing(
+        image_size=(image_size, image_size),
+        resize="crop" if resize == "crop" else "squash",
+        crop_share=share,
+        interpolation="bilinear" if resample == 2 else "bicubic",
+        mean=_triple(values, "image_mean") if normalises else (0.0, 0.0, 0.0),
+        std=_triple(values, "image_std") if normalises else (1.0, 1.0, 1.0),
+    )
+
+
+def _geometry(values: Mapping[str, Any], by_edge: bool) -> tuple[str, int, float]:
+    """Kind of resizing, side of the result, and the share of the resized side that is kept."""
+    size, crops = values["size"], values["do_center_crop"] is True
+    if type(size) is int:
+        size = {"shortest_edge": size} if by_edge else {"height": size, "width": size}
+    if not isinstance(size, Mapping):
+        raise _InexpressibleError(f"size={size!r}")
+    size = {key: side for key, side in size.items() if side is not None}
+    if size.keys() == {"shortest_edge"}:
+        kind, full = "crop", size["shortest_edge"]
+        if not crops:
+            raise _InexpressibleError(f"size={size!r} without a centre crop gives no square")
+    elif size.keys() == {"height", "width"} and size["height"] == size["width"]:
+        kind, full = "squash", size["height"]
+    else:
+        raise _InexpressibleError(f"size={size!r} is no square")
+    crop = values["crop_size"] if crops else full
+    if isinstance(crop, Mapping):
+        sides = {side for side in crop.values() if side is not None}
+        crop = sides.pop() if len(sides) == 1 else None
+    if type(full) is not int or type(crop) is not int or not 0 < crop <= full:
+        raise _InexpressibleError(f"size={size!r} with crop_size={values['crop_size']!r}")
+    return kind, crop, _share(crop, full)
+
+
+def _share(crop: int, full: int) -> float:
+    """The share of which Preprocessing's `floor(crop / share)` is exactly `full`."""
+    share = crop / full
+    while math.floor(crop / share) < full:
+        share = math.nextafter(share, 0)
+    return share
+
+
+def _triple(values: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+    given = values[key]
+    if not isinstance(given, list | tuple) or len(given) != 3 or not all(map(_number, given)):
+        raise _InexpressibleError(f"{key}={given!r} is not three numbers")
+    red, green, blue = map(float, given)
+    return red, green, blue
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _near(value: object, wanted: float) -> bool:
+    return isinstance(value, int | float) and abs(value - wanted) < 1e-9
+
+
+def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, Any]:
+    """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it.
+
+    Args:
+        preprocessing: How pictures are prepared.
+        image_size: Of the network, in pixels.
+
+    Raises:
+        WeightsError: It cannot be expressed.
+    """
+    if preprocessing.image_size != (image_size, image_size):
+        height, width = preprocessing.image_size
+        raise WeightsError(
+            "transformers cannot express a preprocessing that makes pictures of "
+            f"{height} x {width} for a network of {image_size} x {image_size}"
+        )
+    full = math.floor(image_size / preprocessing.crop_share)
+    squashes = preprocessing.resize == "squash"
+    both = {"height": full, "width": full}
+    crops = full != image_size or not squashes
+    crop = {
+        "do_center_crop": True,
+        "crop_size": {"height": image_size, "width": image_size},
+    }
+    return {
+        # ViT's own cannot crop; BiT's takes both kinds of size
+        "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": both if squashes else {"shortest_edge": full},
+        "resample": 2 if preprocessing.interpolation == "bilinear" else 3,
+        **(crop if crops else {}),
+        "do_rescale": True,
+        "rescale_factor": BYTE,
+        "do_normalize": True,
+        "image_mean": list(preprocessing.mean),
+        "image_std": list(preprocessing.std),
+    }
+
+
+def processor_notes(preprocessing: Preprocessing) -> tuple[str, ...]:
+    """Where the pixels of `write_processor` differ from ours by more than rounding; for the user.
+
+    A rest of 3, 7 or 11 pixels leaves 1.5, 3.5 or 5.5 on each side: we begin at 2, 4 or 6,
+    transformers at 1, 3 or 5.
+    """
+    size = preprocessing.image_size[0]
+    if (math.floor(size / preprocessing.crop_share) - size) % 4 == 3:
+        return ("transformers cuts the centre out one pixel further up and left",)
+    if preprocessing.resize == "crop":
+        return ("transformers cuts the centre of some pictures one pixel further up or left",)
+    return ()

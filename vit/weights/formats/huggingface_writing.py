@@ -1,0 +1,212 @@
+"""Our network as one of transformers: its config.json, preprocessor_config.json and tensors.
+
+What their class has and ours lacks is written as what changes nothing: biases and positions of
+zero, layer scales of one, a half of a head of zeros.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import WeightsError
+from vit.model.build import assemble
+from vit.weights.formats.huggingface_names import Names, names_of
+from vit.weights.formats.huggingface_processor import write_processor
+from vit.weights.formats.huggingface_targets import (
+    Target,
+    huggingface_refusal,
+    mlp_ratio,
+    target_of,
+)
+from vit.weights.formats.names import PATCH_WEIGHT, State, check_fit
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Theirs by ours; the others have the same names."""
+
+
+def write_huggingface(
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    classes: Sequence[str] | None,
+    preprocessing: Preprocessing,
+) -> tuple[dict[str, Any], dict[str, Any], State]:
+    """Our network as one of transformers.
+
+    Args:
+        state: Our tensors.
+        config: The network they fit.
+        classes: Names by output; None without a head.
+        preprocessing: How pictures are prepared for it.
+
+    Returns:
+        Contents of config.json and of preprocessor_config.json, and the tensors of
+        model.safetensors.
+
+    Raises:
+        WeightsError: No class of transformers computes the same, or the arguments do not fit.
+    """
+    refusal = huggingface_refusal(config)
+    if refusal is not None:
+        raise WeightsError(f"transformers cannot express this network: {refusal}")
+    if len(classes or ()) != config.num_classes:
+        raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
+    target = target_of(config)
+    processor = write_processor(preprocessing, config.image_size)
+    with torch.device("meta"):
+        model = assemble(config)
+    check_fit(state, model)
+    on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
+    tensors = _tensors(on_cpu, config, target)
+    return _config(config, target, classes or ()), processor, tensors
+
+
+def _config(config: ModelConfig, target: Target, classes: Sequence[str]) -> dict[str, Any]:
+    encoder: dict[str, Any] = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": ACTIVATIONS.get(config.activation, config.activation),
+        "layer_norm_eps": config.norm_eps,
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": config.channels,
+    }
+    gated = config.feedforward == "swiglu"
+    if target.model_type.startswith("dinov2"):
+        encoder |= {"mlp_ratio": mlp_ratio(config), "use_swiglu_ffn": gated}
+        encoder |= {"qkv_bias": config.qkv_bias}
+    else:
+        encoder |= {"intermediate_size": config.feedforward_dim}
+    if target.model_type in ("vit", "deit"):
+        encoder |= {"qkv_bias": config.qkv_bias}
+    if target.model_type == "beit":
+        encoder |= {"layer_scale_init_value": config.layer_scale, "use_mean_pooling": True}
+        encoder |= {"use_absolute_position_embeddings": True, "drop_path_rate": config.drop_path}
+    if target.model_type.startswith("dino"):
+        encoder |= {"layerscale_value": config.layer_scale or 1.0}
+    if target.model_type in ("dinov2_with_registers", "dinov3_vit"):
+        encoder |= {"num_register_tokens": config.registers}
+    if target.model_type == "dinov3_vit":
+        encoder |= {f"{name}_bias": config.qkv_bias for name in ("query", "key", "value")}
+        encoder |= {f"{name}_bias": config.proj_bias for name in ("proj", "mlp")}
+        encoder |= {"rope_theta": config.rotary_temperature, "use_gated_mlp": gated}
+        encoder |= {"hidden_act": "silu"} if gated else {}
+        encoder |= {"pos_embed_rescale": None}  # a change of training, which ours has not
+    if target.model_type.startswith("siglip"):
+        encoder |= {"vision_use_head": config.pooling == "attention"}
+    with_text = target.model_type in ("clip", "siglip")
+    labels = {
+        "id2label": {str(index): name for index, name in enumerate(classes)},
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
+    return {
+        "architectures": [target.architecture],
+        "model_type": target.model_type,
+        **({"vision_config": encoder} if with_text else encoder),
+        **(labels if classes else {}),
+    }
+
+
+def _tensors(state: State, config: ModelConfig, target: Target) -> State:
+    """The tensors of their class, by the names of its files."""
+    family = target.model_type
+    names = names_of(family, gated=config.feedforward == "swiglu")
+    ours = {**state, **_biases(state, family), **_scales(config, family)}
+    ours.update(_positions(ours, config, family))
+    if family.startswith("dinov2") and config.num_classes:
+        ours["head.weight"] = _widened(ours["head.weight"], config)
+    if target.architecture == "CLIPForImageClassification":
+        ours |= {"norm.weight": torch.ones(config.dim), "norm.bias": torch.zeros(config.dim)}
+    packed = _packed(ours, config, names, family)
+    if family == "beit":  # has no bias of keys, which adds the same to all scores of a query
+        packed = {name: part for name, part in packed.items() if not name.endswith(".key.bias")}
+    theirs = names.write(packed, target.architecture)
+    if family.startswith(("beit", "dinov2")) and not config.num_classes:
+        theirs = {name.removeprefix(names.prefix): tensor for name, tensor in theirs.items()}
+    if family.startswith("dino"):  # unused, but these classes have them
+        prefix = names.prefix if config.num_classes else ""
+        one = (1, config.dim) if family.startswith("dinov2") else (1, 1, config.dim)
+        theirs[f"{prefix}embeddings.mask_token"] = torch.zeros(one)
+    if family == "dinov3_vit":
+        theirs.setdefault("embeddings.register_tokens", torch.zeros(1, 0, config.dim))
+    # safetensors wants tensors that share no memory
+    return {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
+
+
+def _biases(state: State, family: str) -> State:
+    """Zeros for the biases that their class always has."""
+    always = [] if family == "dinov3_vit" else [r"attn\.proj", r"mlp\.fc\w+"]
+    always += [r"attn\.qkv"] if family.startswith(("beit", "clip", "siglip")) else []
+    pattern = rf"(blocks\.\d+\.({'|'.join(always)})\.)weight" if always else r"(?!)"
+    found = {name: re.fullmatch(pattern, name) for name in state}
+    zeros = {
+        f"{match[1]}bias": state[name].new_zeros(len(state[name]))
+        for name, match in found.items()
+        if match is not None
+    }
+    if not family.startswith("clip"):
+        zeros["patch_embed.proj.bias"] = state[PATCH_WEIGHT].new_zeros(len(state[PATCH_WEIGHT]))
+    return {name: tensor for name, tensor in zeros.items() if name not in state}
+
+
+def _scales(config: ModelConfig, family: str) -> State:
+    """Ones for the layer scales of DINO's classes."""
+    if config.layer_scale or not family.startswith("dino"):
+        return {}
+    names = [f"blocks.{index}.ls{part}.gamma" for index in range(config.depth) for part in (1, 2)]
+    return {name: torch.ones(config.dim) for name in names}
+
+
+def _positions(state: State, config: ModelConfig, family: str) -> State:
+    """A row in the table for each token that has one there; registers of DINOv2 have none."""
+    if family == "dinov3_vit":
+        return {}
+    rows, cols = config.grid
+    table = state.get("pos_embed", torch.zeros(1, rows * cols, config.dim))
+    placed = config.num_placed_tokens if "pos_embed" in state else 0
+    wanted = {"deit": 2, "siglip": 0, "siglip_vision_model": 0}.get(family, 1)
+    changed: State = {}
+    if placed > wanted:
+        changed["reg_token"] = state["reg_token"] + table[:, wanted:placed]
+        table = torch.cat([table[:, :wanted], table[:, placed:]], dim=1)
+    missing = max(wanted - placed, 0)
+    return {**changed, "pos_embed": F.pad(table, (0, 0, missing, 0)) if missing else table}
+
+
+def _widened(head: Tensor, config: ModelConfig) -> Tensor:
+    """DINOv2's head reads class token and mean: zeros for the one that ours does not read."""
+    nothing = torch.zeros_like(head)
+    halves = {"class_token": (head, nothing), "mean": (nothing, head)}.get(config.pooling, (head,))
+    return torch.cat(halves, dim=1)
+
+
+def _packed(state: State, config: ModelConfig, names: Names, family: str) -> State:
+    """Tensors in the shapes of transformers: the inverse of what reading does."""
+    packed: State = {}
+    for name, tensor in state.items():
+        start, qkv, end = name.rpartition(".qkv.")
+        if qkv:
+            parts = zip(names.words, tensor.chunk(3), strict=True)
+            packed |= {f"{start}.{word}.{end}": part for word, part in parts}
+        else:
+            packed[name] = tensor
+    side = config.patch_size
+    packed[PATCH_WEIGHT] = packed[PATCH_WEIGHT].reshape(config.dim, -1, side, side)
+    if family.startswith(("clip", "siglip")):
+        packed["pos_embed"] = packed["pos_embed"].flatten(0, 1)
+        if config.class_token:
+            packed["cls_token"] = packed["cls_token"].flatten()
+    joined = [("attn_pool.q.", "attn_pool.kv.", "attn_pool.packed.")]
+    if family.startswith("dinov2"):
+        joined.append(("mlp.fc1_g.", "mlp.fc1_x.", "mlp.packed."))
+    for first, second, whole in joined:
+        for name in [name for name in packed if first in name]:
+            pair = (packed.pop(name), packed.pop(name.replace(first, second)))
+            packed[name.replace(first, whole)] = torch.cat(pair)
+    return packed

@@ -1,0 +1,236 @@
+"""A network of timm, read module by module into our settings."""
+
+from math import isclose
+from typing import Any
+
+from torch import Tensor, nn
+
+from vit.config import ModelConfig
+from vit.errors import ConfigError, WeightsError, printable
+from vit.weights.formats.rotary import Rotation
+from vit.weights.formats.timm_known import Foreign, check_known, is_norm, switched_on
+
+POOLINGS = {"token": "class_token", "avg": "mean", "map": "attention"}
+ACTIVATIONS = {
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "QuickGELU": "quick_gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+SMALL_SCALE = 1e-5
+
+
+def describe(model: nn.Module, name: str, image_size: int) -> ModelConfig:
+    """Our settings of timm's network `model`.
+
+    Args:
+        model: Built by timm, on any device.
+        name: Of its architecture, for errors.
+        image_size: Side of its pictures, a multiple of its patches.
+
+    Raises:
+        WeightsError: It computes what our network cannot.
+    """
+    try:
+        for path, module in model.named_modules():
+            check_known(path, module)
+        return ModelConfig(**_settings(model), image_size=image_size)
+    except (Foreign, ConfigError) as error:
+        lacking = ", which this network does not have" if isinstance(error, Foreign) else ""
+        raise WeightsError(f"{printable(name)} (timm) {error}{lacking}") from None
+
+
+def rotation(model: nn.Module) -> Rotation | None:
+    """The order of rotated channels in `model`, which `describe` has taken; None without any."""
+    rope: Any = getattr(model, "rope", None)
+    if rope is None:
+        return None
+    return Rotation(not rope.rotate_half, rope.grid_indexing == "xy")
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    blocks = [_block(block) for block in model.blocks]
+    if any(block != blocks[0] for block in blocks):
+        raise Foreign("has blocks that differ from each other")
+    if model.global_pool not in POOLINGS:
+        raise Foreign(f"pools by global_pool={model.global_pool!r}")
+    norm, norm_eps = _one_norm(model)
+    settings = {
+        **_patches(model),
+        **blocks[0],
+        **_position(model),
+        "num_classes": model.num_classes,
+        "dim": model.embed_dim,
+        "depth": len(blocks),
+        "class_token": model.cls_token is not None,
+        "registers": 0 if model.reg_token is None else model.reg_token.shape[1],
+        "norm": norm,
+        "norm_eps": norm_eps,
+        "norm_pre": switched_on(model.norm_pre),
+        "pooling": POOLINGS[model.global_pool],
+    }
+    if settings["pooling"] == "attention":
+        _check_pool(model, settings)
+    elif model.attn_pool is not None:
+        raise Foreign("has an attention pool that it does not use")
+    return {**settings, "final_norm": _final_norm(model, settings["pooling"])}
+
+
+def _patches(model: Any) -> dict[str, Any]:
+    patches = model.patch_embed
+    projection = patches.proj
+    side = patches.patch_size[0]
+    square = (side, side)
+    if {square} != {tuple(patches.patch_size), projection.kernel_size, projection.stride}:
+        raise Foreign(f"has patches of {patches.patch_size} pixels")
+    rows, columns = patches.img_size
+    if rows != columns:
+        raise Foreign(f"has pictures of {rows} x {columns} pixels")
+    return {
+        "patch_size": side,
+        "channels": projection.in_channels,
+        "patch_bias": projection.bias is not None,
+    }
+
+
+def _block(block: Any) -> dict[str, Any]:
+    if not (is_norm(block.norm1) and is_norm(block.norm2)):
+        raise Foreign("has blocks without a norm")
+    attention = _attention(block.attn, block.norm1.normalized_shape[0])
+    feedforward, bias = _feedforward(block.mlp)
+    if bias != (block.attn.proj.bias is not None):
+        raise Foreign("has biases in only one of attention and feed-forward")
+    return {**attention, **feedforward, "proj_bias": bias, "layer_scale": _scale(block)}
+
+
+def _attention(attn: Any, dim: int) -> dict[str, Any]:
+    heads = attn.num_heads
+    if heads * attn.head_dim != dim or getattr(attn, "num_kv_heads", heads) != heads:
+        raise Foreign("has heads that do not share the width equally, or keys that heads share")
+    if not isclose(attn.scale, attn.head_dim**-0.5):
+        raise Foreign(f"scales its scores by {attn.scale}")
+    first = attn.qkv if attn.qkv is not None else attn.q_proj
+    normed = is_norm(attn.q_norm)
+    if normed != is_norm(attn.k_norm):
+        raise Foreign("normalises queries but not keys, or keys but not queries")
+    bias = first.bias is not None or getattr(attn, "q_bias", None) is not None
+    return {"num_heads": heads, "qkv_bias": bias, "qk_norm": normed}
+
+
+def _feedforward(mlp: Any) -> tuple[dict[str, Any], bool]:
+    """Settings, and whether there are biases."""
+    kind, activation = type(mlp).__name__, _activation(mlp.act)
+    first = mlp.fc1_g if kind == "SwiGLU" else mlp.fc1
+    if (first.bias is None) != (mlp.fc2.bias is None):
+        raise Foreign("has a bias in only one matrix of its feed-forward part")
+    gated = kind != "Mlp"
+    if gated != (activation == "silu"):
+        raise Foreign(f"uses {activation} in {kind}")
+    settings = {
+        "hidden_dim": mlp.fc2.in_features,
+        "feedforward": "swiglu" if gated else "mlp",
+        "activation": "gelu" if gated else activation,
+    }
+    return settings, mlp.fc2.bias is not None
+
+
+def _activation(module: nn.Module) -> str:
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    kind = type(module).__name__
+    if kind not in ACTIVATIONS:
+        raise Foreign(f"uses {kind} as an activation")
+    return ACTIVATIONS[kind]
+
+
+def _scale(block: Any) -> float:
+    """What layer scales start from; 0 without any."""
+    if type(block).__name__ == "EvaBlock":
+        scales, start = [block.gamma_1, block.gamma_2], block.init_values
+    else:
+        scales = [getattr(part, "gamma", None) for part in (block.ls1, block.ls2)]
+        start = getattr(block.ls1, "init_values", None)
+    absent = [scale is None for scale in scales]
+    if any(absent) != all(absent):
+        raise Foreign("has a layer scale on only one branch of a block")
+    return 0.0 if all(absent) else float(start or SMALL_SCALE)
+
+
+def _position(model: Any) -> dict[str, Any]:
+    rope, table = getattr(model, "rope", None), model.pos_embed is not None
+    names = {(False, False): "none", (True, False): "learned"}
+    names |= {(False, True): "rotary", (True, True): "learned_rotary"}
+    settings: dict[str, Any] = {"position": names[table, rope is not None]}
+    registers = model.reg_token is not None
+    if table:
+        all_placed = "all" if registers else "class_token"
+        placed = "none" if model.no_embed_class else all_placed
+        settings["prefix_positions"] = _unless(placed, "none" if registers else "class_token")
+    if model.cls_token is None and not registers:
+        settings["prefix_positions"] = "auto"
+    return settings | (_rotary(model, rope) if rope is not None else {})
+
+
+def _rotary(model: Any, rope: Any) -> dict[str, Any]:
+    if rope.grid_offset and model.num_prefix_tokens:
+        raise Foreign(f"counts rotary places from {rope.grid_offset}")
+    halves = {block.attn.rotate_half for block in model.blocks}
+    if halves != {rope.rotate_half}:
+        raise Foreign("rotates other channels than its angles are for")
+    if type(rope).__name__ == "RotaryEmbeddingDinoV3":
+        if rope.normalize_coords != "separate" or rope.temperature is None:
+            raise Foreign(f"uses normalize_coords={rope.normalize_coords!r}")
+        return {"rotary_grid": "centred", "rotary_temperature": float(rope.temperature)}
+    reference = rope.ref_feat_shape
+    if rope.grid_type != "index" or (reference and reference[0] != reference[1]):
+        raise Foreign(f"uses a rotary grid of type {rope.grid_type}, reference {reference}")
+    return {
+        "rotary_grid": "index",
+        "rotary_temperature": float(rope.temperature),
+        "rotary_reference": reference[0] if reference else None,
+    }
+
+
+def _check_pool(model: Any, settings: dict[str, Any]) -> None:
+    pool = model.attn_pool
+    if type(model).__name__ == "Eva" and model.num_prefix_tokens:
+        raise Foreign("pools by attention over the class token and registers too")
+    feedforward, _ = _feedforward(pool.mlp)
+    same = {"num_heads": pool.num_heads, **feedforward}
+    other = [name for name, value in same.items() if settings[name] != value]
+    if other:
+        raise Foreign(f"has an attention pool whose {', '.join(other)} differ from the blocks'")
+    if pool.latent_len != 1 or not is_norm(pool.norm) or pool.q.bias is None:
+        raise Foreign("has an attention pool with several queries, or without norm or biases")
+    if switched_on(pool.q_norm) or switched_on(pool.k_norm) or pool.kv.bias is None:
+        raise Foreign("has an attention pool that normalises queries, or has no biases")
+
+
+def _final_norm(model: Any, pooling: str) -> str:
+    before, after = switched_on(model.norm), switched_on(model.fc_norm)
+    if before and after:
+        raise Foreign("normalises both before and after pooling")
+    place = "tokens" if before else "pooled" if after else "none"
+    return _unless(place, "pooled" if pooling == "mean" else "tokens")
+
+
+def _unless(value: str, usual: str) -> str:
+    return "auto" if value == usual else value
+
+
+def _one_norm(model: nn.Module) -> tuple[str, float]:
+    """Kind and epsilon that all norms share."""
+    found = set()
+    module: Any
+    for module in model.modules():
+        if is_norm(module):
+            if not isinstance(module.weight, Tensor):
+                raise Foreign("has norms without weights")
+            rms = "Rms" in type(module).__name__
+            if not rms and module.bias is None:
+                raise Foreign("has LayerNorms without a bias")
+            found.add(("rmsnorm" if rms else "layernorm", float(module.eps)))
+    if len(found) != 1:
+        raise Foreign(f"mixes norms: {sorted(found)}")
+    return found.pop()

@@ -1,0 +1,234 @@
+"""SOURCE -> a network: any library's weights, found, read, understood and adapted.
+
+SOURCE -> files (sources.py) -> tensors (files.py) -> our names and settings (formats/)
+       -> another head, size or number of channels (adapting.py) -> network
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vit.config import DataConfig, ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, WeightsError, printable
+from vit.model.classifier import VisionTransformer
+from vit.settings import all_settings, convert, nearest
+from vit.weights.adapting import adapt
+from vit.weights.contents import read_json
+from vit.weights.files import StateFile, read_arrays, read_state
+from vit.weights.folder import LoadedRun, empty_model, load_run
+from vit.weights.formats.huggingface import read_huggingface
+from vit.weights.formats.jax import read_jax
+from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.timm_about import arguments
+from vit.weights.formats.torchvision import looks_like_torchvision, read_torchvision
+from vit.weights.found import Found
+from vit.weights.pretrained import Pretrained
+from vit.weights.sources import locate
+
+Source = str | os.PathLike[str]
+Say = Callable[[str], object]
+
+
+def tell(line: str) -> None:
+    """Write a line to standard error."""
+    print(line, file=sys.stderr)
+
+
+def open_source(source: Source, *, model: str | None = None) -> Pretrained:
+    """The weights that `source` names, with all that is known about them.
+
+    Args:
+        source: timm/NAME, hf/OWNER/NAME, a run folder, a folder of timm or Hugging Face, or a file.
+        model: The architecture, where a bare file of tensors does not tell it.
+
+    Raises:
+        WeightsError: They cannot be found, read, or computed by this network; the message says why.
+    """
+    found = locate(source)
+    read = {"run": _from_run, "timm": _from_timm, "huggingface": _from_huggingface}
+    if found.kind in read:
+        pretrained = read[found.kind](found)
+    elif found.kind == "npz":
+        pretrained = read_jax(read_arrays(found.weights), str(found.weights))
+    else:
+        pretrained = _from_file(found, model)
+    return dataclasses.replace(
+        pretrained,
+        license=found.license or pretrained.license,
+        notes=(*found.notes, *pretrained.notes),
+    )
+
+
+def _from_run(found: Found) -> Pretrained:
+    run = load_run(found.folder)
+    return Pretrained(
+        state=run.model.state_dict(),
+        config=run.config,
+        classes=run.classes,
+        preprocessing=run.preprocessing,
+        license=None,
+        origin=f"run {printable(found.folder)}",
+    )
+
+
+def _from_timm(found: Found) -> Pretrained:
+    file = read_state(found.weights)
+    about = {} if found.config is None else arguments(read_json(found.config))
+    if architecture(about.get("architecture")) != architecture(found.name):
+        # two networks share a repository, whose config.json is the other one's
+        about = {"architecture": found.name}
+    return _with_notes(read_timm(file.tensors, **about, where=str(found.weights)), file)
+
+
+def architecture(name: str | None) -> str:
+    """A name of timm without its tag."""
+    return (name or "").partition(".")[0]
+
+
+def _from_huggingface(found: Found) -> Pretrained:
+    assert found.config is not None
+    file = read_state(found.weights)
+    processor = None if found.processor is None else read_json(found.processor)
+    pretrained = read_huggingface(
+        read_json(found.config), processor, file.tensors, str(found.weights)
+    )
+    return _with_notes(pretrained, file)
+
+
+def _from_file(found: Found, model: str | None) -> Pretrained:
+    file, where = read_state(found.weights), str(found.weights)
+    if looks_like_torchvision(file.tensors):
+        return _with_notes(read_torchvision(file.tensors, where), file)
+    if looks_like_timm(file.tensors):
+        return _with_notes(read_timm_bare(file.tensors, where, model=model), file)
+    names = ", ".join(printable(name) for name in list(file.tensors)[:3])
+    raise WeightsError(
+        f"{printable(where)} has tensors that no known Vision Transformer has ({names}, ...); "
+        "give the folder with its config.json"
+    )
+
+
+def _with_notes(pretrained: Pretrained, file: StateFile) -> Pretrained:
+    return dataclasses.replace(pretrained, notes=(*file.notes, *pretrained.notes))
+
+
+def source_lines(source: Source, pretrained: Pretrained) -> list[str]:
+    """What a user should know of weights before they are used."""
+    terms = printable(pretrained.license) if pretrained.license else "not said; ask who made them"
+    lines = [f"weights: {printable(source)} ({pretrained.origin}), license: {terms}"]
+    return lines + [f"note: {note}" for note in pretrained.notes]
+
+
+def from_pretrained(
+    source: Source,
+    *,
+    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    model: str | None = None,
+    say: Say | None = tell,
+    **settings: Any,
+) -> VisionTransformer:
+    """A network with pretrained weights, in evaluation mode.
+
+    Args:
+        source: As for `open_source`.
+        num_classes: Outputs of the head; a new one of zeros where the source has another number.
+            As in the source when left out; 0 for none.
+        classes: Names of the outputs; rows of the source's head are kept where names match.
+        model: The architecture, where a bare file of tensors does not tell it.
+        say: Told where the weights come from and what became of them; None to hear nothing.
+        settings: image_size, patch_size, channels, drop_path and the like, to which the weights
+            are adapted; any other must be the source's.
+
+    Raises:
+        WeightsError: As `open_source`, or the weights cannot be adapted.
+        ConfigError: A setting is unknown or has an impossible value.
+    """
+    pretrained = open_source(source, model=model)
+    config = _asked_for(pretrained.config, num_classes, classes, settings)
+    state, report = adapt(pretrained, config, classes=classes)
+    if say is not None:
+        for line in [*source_lines(source, pretrained), *report.lines()]:
+            say(line)
+    return filled(config, state)
+
+
+def _asked_for(
+    config: ModelConfig,
+    num_classes: int | None,
+    classes: Sequence[str] | None,
+    settings: dict[str, Any],
+) -> ModelConfig:
+    kinds = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
+    for name in settings.keys() - kinds.keys():
+        raise ConfigError(f"{printable(name)} is not a model setting{nearest(name, kinds)}")
+    if classes is not None and num_classes not in (None, len(classes)):
+        raise ConfigError(f"num_classes={num_classes}, but there are {len(classes)} names")
+    outputs = len(classes) if classes is not None else num_classes
+    changed = {name: convert(kinds[name], value, name) for name, value in settings.items()}
+    if outputs is not None:
+        changed["num_classes"] = outputs
+    return dataclasses.replace(config, **changed)
+
+
+def filled(config: ModelConfig, state: dict[str, Tensor]) -> VisionTransformer:
+    """The network of `config` with exactly the tensors of `state`, in evaluation mode."""
+    network = empty_model(config)
+    network.load_state_dict(state, assign=True)
+    return network.eval()
+
+
+def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
+    """A network that answers for pictures, with its class names and preprocessing.
+
+    Args:
+        source: A run folder, or any other source of weights with a head.
+        say: Told where weights of others come from, and what was assumed; None to hear nothing.
+
+    Raises:
+        RunError, WeightsError: It cannot be found or read, or has no head.
+    """
+    found = locate(source)
+    if found.kind == "run":
+        return load_run(found.folder)
+    pretrained = open_source(source)
+    if not pretrained.config.num_classes:
+        raise WeightsError(
+            f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
+            "fine-tune it first (vit train DATA --weights ...)"
+        )
+    lines = source_lines(source, pretrained)
+    preprocessing, line = assumed_preprocessing(pretrained)
+    lines += [line] if line else []
+    classes = pretrained.classes
+    if classes is None:
+        classes = tuple(str(index) for index in range(pretrained.config.num_classes))
+        lines.append("note: nothing says the names of its classes: they are numbers here")
+    for line in lines if say is not None else ():
+        say(line)  # type: ignore[misc]
+    model = filled(pretrained.config, pretrained.state)
+    return LoadedRun(model, classes, preprocessing, pretrained.config)
+
+
+def assumed_preprocessing(pretrained: Pretrained) -> tuple[Preprocessing, str]:
+    """How pictures are prepared, and a line about it where the source does not say."""
+    if pretrained.preprocessing is not None:
+        return pretrained.preprocessing, ""
+    usual, side = DataConfig(), pretrained.config.image_size
+    assumed = Preprocessing(
+        image_size=(side, side),
+        resize=usual.resize,
+        crop_share=usual.crop_share,
+        interpolation=usual.interpolation,
+        mean=usual.mean,
+        std=usual.std,
+    )
+    return assumed, (
+        "note: nothing says how pictures are prepared for these weights; assumed: resized to "
+        f"{side} px by {usual.interpolation}, the middle {usual.crop_share:.0%}, mean and std 0.5"
+    )
