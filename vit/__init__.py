@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vit.model.classifier import VisionTransformer
     from vit.settings import make_config
     from vit.training.train import train
-    from vit.weights.folder import from_pretrained
+    from vit.weights.loading import from_pretrained
 
 _HOMES = {
     "Config": "vit.config",
@@ -24,7 +24,7 @@ _HOMES = {
     "VisionTransformer": "vit.model.classifier",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
-    "from_pretrained": "vit.weights.folder",
+    "from_pretrained": "vit.weights.loading",
     "make_config": "vit.settings",
     "train": "vit.training.train",
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.errors import ConfigError, RunError
+from vit.errors import ConfigError, WeightsError
 from vit.inference.predictor import Predictor
 from vit.weights.folder import load_run
 
@@ -135,5 +135,5 @@ def test_refuses_one_path_for_a_list(tiny_run, pictures):
 
 
 def test_refuses_what_is_no_run(tmp_path):
-    with pytest.raises(RunError, match=r"has no config\.json"):
+    with pytest.raises(WeightsError, match="no file of weights"):
         Predictor(tmp_path)

@@ -11,7 +11,8 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, VitError, WeightsError
 from vit.model.build import build_classifier
-from vit.weights.folder import from_pretrained, load_run, save_model
+from vit.weights.folder import load_run, save_model
+from vit.weights.loading import from_pretrained
 
 MODEL = ModelConfig(image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3)
 CLASSES = ("cat", "dog's", "ünï \u202e\x1b")

@@ -12,7 +12,11 @@ WEAKEST = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(json=None)
-    parser.add_argument("model", metavar="MODEL", help="a run folder, made by vit train")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run folder, or any other weights with a head: timm/NAME, hf/OWNER/NAME, ...",
+    )
     parser.add_argument(
         "data",
         metavar="DATA",

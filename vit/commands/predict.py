@@ -10,12 +10,17 @@ from vit.commands.options import add_network_options, whole_number
 from vit.commands.output import check_output, is_device, open_output, progress_bar, say
 from vit.errors import DataError, VitError, printable
 
+WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 SUFFIXES = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(format=None, out=None)
-    parser.add_argument("model", metavar="MODEL", help="a run folder, made by vit train")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run folder, or any other weights with a head: timm/NAME, hf/OWNER/NAME, ...",
+    )
     parser.add_argument(
         "inputs",
         metavar="INPUT",
@@ -63,9 +68,9 @@ def style_of(path: str | None) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    if os.path.isfile(args.model):
+    if os.path.isfile(args.model) and not args.model.lower().endswith(WEIGHT_FILES):
         name = printable(args.model)
-        raise VitError(f"{name} is a file, not a run folder: MODEL comes first, then INPUT")
+        raise VitError(f"{name} is no file of weights: MODEL comes first, then INPUT")
     path = None if args.out == "-" else args.out
     style = args.format or style_of(path)
     check_output(path, overwrite=args.overwrite)

@@ -151,15 +151,6 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
 
-def from_pretrained(source: str | os.PathLike[str]) -> VisionTransformer:
-    """The network of a run folder, in evaluation mode.
-
-    Raises:
-        RunError, WeightsError: As `load_run`.
-    """
-    return load_run(source).model
-
-
 def _read_config(folder: Path) -> bytes:
     path = folder / CONFIG_FILE
     try:

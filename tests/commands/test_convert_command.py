@@ -1,0 +1,99 @@
+"""`vit convert` writes folders that timm and transformers open with our answers."""
+
+import json
+
+import pytest
+import timm
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+from vit.commands.main import main
+from vit.inference.predictor import Predictor
+from vit.weights.folder import load_run
+from vit.weights.loading import open_source
+
+
+def convert(*words: object) -> int:
+    return main(["convert", *map(str, words)])
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+def test_there_and_back_is_the_same_network(tiny_run, tmp_path, capsys, to):
+    assert convert(tiny_run, "--to", to, "--out", tmp_path / "out") == 0
+    said = capsys.readouterr()
+    assert "parity on " in said.err
+    assert "outputs differ by" in said.err
+    assert str(tmp_path / "out") in said.out
+    ours, back = load_run(tiny_run), open_source(tmp_path / "out")
+    assert back.classes == ours.classes
+    # a rounding away: transformers says to how many pixels a picture is resized, not which share
+    assert back.preprocessing is not None
+    assert back.preprocessing.crop_share == pytest.approx(ours.preprocessing.crop_share, abs=0.05)
+    state = ours.model.state_dict()
+    assert state.keys() == back.state.keys()
+    assert all(torch.equal(state[name], back.state[name]) for name in state)
+
+
+def test_timm_opens_it_with_its_names(tiny_run, tmp_path):
+    convert(tiny_run, "--to", "timm", "--out", tmp_path / "out")
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    assert model.pretrained_cfg["label_names"] == ["apple", "class10", "class2"]
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(model(images), load_run(tiny_run).model(images), atol=1e-4, rtol=0)
+
+
+def test_a_pipeline_of_transformers_gives_our_answers(tiny_run, tiny_data, tmp_path):
+    out = tmp_path / "out"
+    convert(tiny_run, "--to", "huggingface", "--out", out)
+    processor = AutoImageProcessor.from_pretrained(out)
+    classify = pipeline(
+        "image-classification",
+        model=AutoModelForImageClassification.from_pretrained(out),
+        image_processor=processor,
+    )
+    pictures = [str(path) for path in sorted((tiny_data / "val").rglob("*.jpg"))]
+    ours = Predictor(tiny_run, device="cpu", precision="fp32")(pictures)
+    assert len(ours) > 9
+    for mine, theirs in zip(ours, classify(pictures), strict=True):
+        assert mine.predictions[0][0] == theirs[0]["label"]
+        scores = {answer["label"]: answer["score"] for answer in theirs}
+        assert dict(mine.predictions) == pytest.approx(scores, abs=0.01)
+
+
+def test_a_card_says_what_it_is(tiny_run, tmp_path):
+    convert(tiny_run, "--to", "timm", "--out", tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: timm\n")
+    assert "apple, class10, class2" in card
+
+
+def test_what_exists_is_not_touched_unless_asked(tiny_run, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/diary.txt").write_text("dear")
+    assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine") == 2
+    assert "exists" in capsys.readouterr().err
+    assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine", "--overwrite") == 2
+    assert "files that are no model" in capsys.readouterr().err
+    assert (tmp_path / "mine/diary.txt").read_text() == "dear"
+    assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "out") == 0
+    assert convert(tiny_run, "--to", "huggingface", "--out", tmp_path / "out", "--overwrite") == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_name_that_cannot_be_pushed_to_is_refused_first(tiny_run, tmp_path, capsys):
+    words = (tiny_run, "--to", "timm", "--out", tmp_path / "out", "--push", "no owner")
+    assert convert(*words) == 2
+    assert "write OWNER/NAME" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_offline_the_folder_is_written_and_the_push_says_how_later(
+    tiny_run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = tmp_path / "out"
+    assert convert(tiny_run, "--to", "timm", "--out", out, "--push", "ada/pets") == 2
+    said = capsys.readouterr().err
+    assert "hf upload ada/pets" in said
+    assert (out / "model.safetensors").is_file()

@@ -1,0 +1,245 @@
+"""`vit.from_pretrained(SOURCE)`: from what people have on their disks to a network that answers."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from torchvision.models import VisionTransformer as TorchvisionViT
+from transformers import ViTConfig, ViTForImageClassification
+
+import vit
+from vit.errors import ConfigError, VitError, WeightsError
+from vit.inference.predictor import Predictor
+from vit.weights.loading import load_model, open_source
+
+SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1}
+NAMES = ["ant", "bee", "cat"]
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def theirs(randomise) -> torch.nn.Module:
+    """A small network of timm with three classes."""
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, **SIZES)
+    model.load_state_dict(randomise(model.state_dict()))
+    return model.eval()
+
+
+@pytest.fixture
+def timm_folder(theirs, tmp_path) -> Path:
+    """The same as timm's own function saves it."""
+    args = {**SIZES, "num_classes": 3}
+    known = {"license": "cc-by-4.0", "num_classes": 3, "input_size": (3, 32, 32)}
+    theirs.pretrained_cfg = {**theirs.pretrained_cfg, **known}
+    config = {"label_names": NAMES}
+    save_for_hf(
+        theirs,
+        tmp_path / "timm",
+        model_config=config,
+        model_args=args,
+        safe_serialization=True,
+    )
+    return tmp_path / "timm"
+
+
+@torch.no_grad()
+def require_equal(ours, other, images=IMAGES) -> None:
+    mine, reference = ours(images), other(images)
+    reference = getattr(reference, "logits", reference)
+    assert reference.std() > 0.1
+    torch.testing.assert_close(mine, reference, atol=1e-4, rtol=0)
+
+
+def refusal(source, **options) -> str:
+    with pytest.raises(VitError) as caught:
+        vit.from_pretrained(source, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_of_timm(theirs, timm_folder, capsys):
+    require_equal(vit.from_pretrained(timm_folder), theirs)
+    said = capsys.readouterr().err
+    assert "license: cc-by-4.0" in said
+    assert open_source(timm_folder).classes == tuple(NAMES)
+
+
+def test_a_bare_file_of_tensors_says_what_it_assumed(theirs, tmp_path, capsys):
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    require_equal(vit.from_pretrained(tmp_path / "weights.pth"), theirs)
+    assert "num_heads=1" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_timm_s_training(theirs, tmp_path):
+    checkpoint = {"epoch": 3, "arch": "x", "state_dict": theirs.state_dict(), "optimizer": {}}
+    torch.save(checkpoint, tmp_path / "last.pth.tar")
+    require_equal(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
+
+
+def test_a_folder_of_hugging_face(randomise, tmp_path):
+    config = ViTConfig(
+        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, id2label=dict(enumerate(NAMES)),
+    )  # fmt: skip
+    theirs = ViTForImageClassification(config).eval()
+    theirs.load_state_dict(randomise(theirs.state_dict()))
+    theirs.save_pretrained(tmp_path)
+    require_equal(vit.from_pretrained(tmp_path), theirs)
+    assert open_source(tmp_path).classes == tuple(NAMES)
+
+
+def test_a_file_of_torchvision(randomise, tmp_path):
+    theirs = TorchvisionViT(
+        image_size=32, patch_size=16, num_layers=1, num_heads=12, hidden_dim=768, mlp_dim=64,
+        num_classes=3,
+    ).eval()  # fmt: skip
+    theirs.load_state_dict(randomise(theirs.state_dict()))
+    torch.save(theirs.state_dict(), tmp_path / "tv.pth")
+    require_equal(vit.from_pretrained(tmp_path / "tv.pth"), theirs)
+
+
+def test_a_run_folder(tiny_run):
+    ours = vit.from_pretrained(tiny_run, say=None)
+    images = torch.randn(2, 3, 16, 16)
+    require_equal(ours, load_model(tiny_run).model, images)
+
+
+def test_another_head_is_zero_and_the_report_says_so(timm_folder, capsys):
+    model = vit.from_pretrained(timm_folder, num_classes=7)
+    assert model(IMAGES).shape == (2, 7)
+    assert not model.head.weight.any()
+    assert "new: head (7 classes, zeros)" in capsys.readouterr().err
+    assert vit.from_pretrained(timm_folder, num_classes=0, say=None)(IMAGES).shape == (2, 64)
+
+
+def test_rows_of_classes_with_the_same_name_are_kept(timm_folder, theirs, capsys):
+    model = vit.from_pretrained(timm_folder, classes=["cat", "dog", "ant"])
+    assert "2 of 3 classes kept by name; new: dog" in capsys.readouterr().err
+    with torch.no_grad():
+        ours, reference = model(IMAGES), theirs(IMAGES)
+    torch.testing.assert_close(ours[:, [0, 2]], reference[:, [2, 0]], atol=1e-4, rtol=0)
+    assert not ours[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({"image_size": 48}, (2, 3, 48, 48)),
+        ({"image_size": 16}, (2, 3, 16, 16)),
+        ({"patch_size": 4}, (2, 3, 32, 32)),
+        ({"channels": 1}, (2, 1, 32, 32)),
+        ({"channels": 12}, (2, 12, 32, 32)),
+    ],
+)
+def test_other_sizes_and_channels(timm_folder, settings, shape, capsys):
+    model = vit.from_pretrained(timm_folder, **settings)
+    with torch.no_grad():
+        assert model(torch.randn(shape)).shape == (2, 3)
+    assert "resized: " in capsys.readouterr().err
+
+
+def test_any_source_with_a_head_answers_for_pictures(timm_folder, tiny_data, theirs, capsys):
+    picture = next((tiny_data / "val/apple").iterdir())
+    predictor = Predictor(timm_folder, device="cpu", precision="fp32")
+    [found] = predictor([picture], top_k=3)
+    assert {label for label, _ in found.predictions} == set(NAMES)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(theirs))
+    from PIL import Image
+
+    with torch.no_grad():
+        logits = theirs(transform(Image.open(picture).convert("RGB")).unsqueeze(0))
+    scores = dict(zip(NAMES, logits.softmax(1)[0].tolist(), strict=True))
+    assert dict(found.predictions) == pytest.approx(scores, abs=1e-4)
+
+
+def test_a_source_without_a_head_cannot_answer(timm_folder, tmp_path):
+    state = load_file(timm_folder / "model.safetensors")
+    body = {name: tensor for name, tensor in state.items() if not name.startswith("head")}
+    save_file(body, tmp_path / "body.safetensors")
+    with pytest.raises(WeightsError, match="has no head, so it names no classes: fine-tune it"):
+        load_model(tmp_path / "body.safetensors")
+    assert vit.from_pretrained(tmp_path / "body.safetensors", say=None)(IMAGES).shape == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_sise": 48}, "image_sise is not a model setting; did you mean image_size?"),
+        ({"image_size": 30}, "not a multiple of patch_size=8"),
+        ({"depth": 3}, "depth"),
+        ({"num_classes": 2, "classes": ["a"]}, "num_classes=2, but there are 1 names"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(timm_folder, settings, message):
+    assert message in refusal(timm_folder, **settings)
+    assert issubclass(ConfigError, ValueError)
+
+
+class Attack:
+    """What a hostile pickle holds: code that runs when it is opened."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return (Path.touch, (self.canary,))
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "pytorch_model.bin", "model.safetensors", "x.npz"])
+def test_code_in_a_pickle_does_not_run(tmp_path, name):
+    canary = tmp_path / "canary"
+    content = {"state_dict": {"cls_token": Attack(canary)}}
+    if name.endswith(("pth", "bin")):
+        torch.save(content, tmp_path / name)
+    elif name.endswith("npz"):
+        np.savez(tmp_path / name, embedding=np.array([Attack(canary)], dtype=object))
+    else:
+        (tmp_path / name).write_bytes(pickle.dumps(content))
+    refusal(tmp_path / name)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("keep", [0, 7, 0.5, -1])
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.pth"])
+def test_a_cut_file_is_refused_in_a_line(theirs, timm_folder, tmp_path, name, keep):
+    torch.save(theirs.state_dict(), tmp_path / "whole")
+    whole = (
+        timm_folder / name if name in ("model.safetensors",) else tmp_path / "whole"
+    ).read_bytes()
+    length = int(keep * len(whole)) if isinstance(keep, float) else keep
+    (tmp_path / name).write_bytes(whole[:length])
+    assert name in refusal(tmp_path / name)
+
+
+def test_files_of_something_else_are_named(tmp_path, tiny_data):
+    picture = next((tiny_data / "val/apple").glob("*.jpg"))
+    (tmp_path / "cat.pth").write_bytes(picture.read_bytes())
+    assert "cat.pth" in refusal(tmp_path / "cat.pth")
+    save_file({"conv1.weight": torch.ones(3, 3)}, tmp_path / "resnet.safetensors")
+    assert "no known Vision Transformer" in refusal(tmp_path / "resnet.safetensors")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    bad = struct.pack("<Q", len(header)) + header + struct.pack("<4f", 1, float("nan"), 2, 3)
+    (tmp_path / "nan.safetensors").write_bytes(bad)
+    assert "a" in refusal(tmp_path / "nan.safetensors")
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    model = timm.create_model("vit_base_patch16_rpn_224", embed_dim=64, depth=1, num_heads=4)
+    save_for_hf(model, tmp_path, model_args={"embed_dim": 64, "depth": 1, "num_heads": 4})
+    message = refusal(tmp_path)
+    assert "vit_base_patch16_rpn_224" in message
+    assert "ResPostBlock" in message
+
+
+def test_what_is_nowhere_lists_the_places_and_the_command(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refusal("timm/vit_tiny_patch16_224.augreg_in21k")
+    assert "HF_HUB_OFFLINE" in message
+    assert "hf download timm/vit_tiny_patch16_224.augreg_in21k" in message
