@@ -68,6 +68,13 @@ def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
     assert all(".dino" in line for line in lines)
 
 
+def test_what_this_network_cannot_compute_is_not_listed(capsys):
+    assert registry.supported("vit_so400m_patch14_siglip_384.webli")
+    assert not registry.supported("vit_base_patch16_rpn_224.sw_in1k")
+    assert main(["models", "--pretrained", "vit_base_patch16_rpn_224"]) == 2
+    assert "computes none of timm's" in capsys.readouterr().err
+
+
 def test_no_pretrained_match_names_the_nearest(capsys):
     assert main(["models", "--pretrained", "vit_smal_patch16_224"]) == 2
     captured = capsys.readouterr()

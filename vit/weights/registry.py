@@ -3,11 +3,14 @@
 import difflib
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
-from vit.errors import WeightsError, printable
+import torch
 
-MODULES = ("vision_transformer", "deit", "eva")
+from vit.errors import WeightsError, printable
+from vit.weights.formats.timm_building import MODULES, REFUSALS
+from vit.weights.formats.timm_network import describe
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,29 @@ class Entry:
 
 
 def names() -> list[str]:
-    """Every pretrained network of timm that this toolkit can load, in timm's order."""
+    """Every pretrained network in the files of timm that are read, in timm's order."""
     import timm
 
-    known = (name for m in MODULES for name in timm.list_models(pretrained=True, module=m))
-    return [name for name in known if supported(name)]
+    return [name for m in MODULES for name in timm.list_models(pretrained=True, module=m)]
 
 
-def supported(name: str) -> bool:  # noqa: ARG001
+def supported(name: str) -> bool:
     """Whether this toolkit can load timm's `name`."""
+    return _expressible(name.partition(".")[0])
+
+
+@cache
+def _expressible(architecture: str) -> bool:
+    """Whether our network computes what a block of timm's does, and all around the blocks."""
+    import timm
+
+    try:
+        with torch.device("meta"):
+            model = timm.create_model(architecture, pretrained=False, depth=1)
+        side, patch_size = model.patch_embed.img_size[0], model.patch_embed.patch_size[0]
+        describe(model, architecture, side - side % patch_size)
+    except (WeightsError, *REFUSALS):
+        return False
     return True
 
 
@@ -49,7 +66,12 @@ def matching(pattern: str) -> list[Entry]:
         WeightsError: There is none; the message has the nearest names.
     """
     word = pattern.lower().removeprefix("timm/")
-    found = [name for name in names() if word in name or fnmatch(name, word)]
+    named = [name for name in names() if word in name or fnmatch(name, word)]
+    found = [name for name in named if supported(name)]
+    if named and not found:
+        raise WeightsError(
+            f"this network computes none of timm's called like '{printable(pattern)}'"
+        )
     if not found:
         raise WeightsError(
             f"no pretrained model is called like '{printable(pattern)}'{nearest(word)}"
