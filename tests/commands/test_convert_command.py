@@ -1,6 +1,7 @@
 """`vit convert` writes folders that timm and transformers open with our answers."""
 
 import json
+import shutil
 
 import pytest
 import timm
@@ -73,12 +74,27 @@ def test_what_exists_is_not_touched_unless_asked(tiny_run, tmp_path, capsys):
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine") == 2
     assert "exists" in capsys.readouterr().err
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine", "--overwrite") == 2
-    assert "files that are no model" in capsys.readouterr().err
+    assert "has diary.txt, which is no converted model" in capsys.readouterr().err
     assert (tmp_path / "mine/diary.txt").read_text() == "dear"
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "out") == 0
     assert convert(tiny_run, "--to", "huggingface", "--out", tmp_path / "out", "--overwrite") == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_is_never_overwritten(tiny_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    (run / "metrics.jsonl").write_text("")
+    assert convert(tiny_run, "--to", "timm", "--out", run, "--overwrite") == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+    load_run(run)
+
+
+def test_a_picture_that_cannot_be_read_is_known_before_anything_is_written(tiny_run, tmp_path):
+    words = ("--to", "timm", "--out", tmp_path / "out", "--image", tmp_path / "none.jpg")
+    assert convert(tiny_run, *words) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_cannot_be_pushed_to_is_refused_first(tiny_run, tmp_path, capsys):

@@ -129,7 +129,8 @@ def test_features_are_made_once(fine, capfd, backbone, colour_data):
 
 
 def test_the_written_config_repeats_the_run(fine, tmp_path):
-    for name, settings in (("lora", {"method": "lora", "lora_rank": 2}), ("default", {})):
+    lora = {"method": "lora", "lora_rank": 2}
+    for name, settings in (("lora", lora), ("default", {}), ("probe", {"method": "probe"})):
         first = fine(name, **settings)
         stored = read_settings(first / "config.yaml")
         second = train(make_config(stored), tmp_path / f"{name} again", given=[*stored]).folder
@@ -197,6 +198,8 @@ def test_other_sizes_are_adapted_to(fine, capfd):
     ("chosen", "message"),
     [
         ({"method": "probe", "lr": 0.1}, "lr=0.1: method=probe has no use for it"),
+        ({"method": "probe", "mixup": 0.2}, "mixup=0.2: method=probe has no use for it"),
+        ({"data": "nowhere"}, "nowhere"),
         ({"model": "vit_small_patch16_224"}, "has dim=384, but the weights .* have 16"),
         ({"depth": 3}, "depth"),
         ({"method": "lora", "lora_targets": "query"}, "has no query here; choose from qkv"),
@@ -217,8 +220,65 @@ def test_methods_need_weights():
             make_config({"method": method})
     with pytest.raises(ConfigError, match="needs pretrained weights"):
         make_config({"probe_first": True})
+    with pytest.raises(ConfigError, match="has a meaning with method=lora alone"):
+        make_config({"weights": "x", "lora_rank": 4})
     with pytest.raises(ConfigError, match="method=probe is that already"):
         make_config({"method": "probe", "probe_first": True, "weights": "x"})
+
+
+def test_a_signal_while_epoch_0_is_measured_loses_nothing(fine, tmp_path, monkeypatch):
+    whole = fine("whole")
+
+    measure = Session.measure_start
+
+    def cut_short(self):
+        self.run.interruption.number = 15
+        measure(self)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Session, "measure_start", cut_short)
+        fine("cut")
+    stored = read_settings(tmp_path / "cut/config.yaml")
+    train(make_config(stored), tmp_path / "cut", resume=True, given=[*stored])
+    first, second = events(whole), events(tmp_path / "cut")
+    assert [event["val_loss"] for event in first] == [event["val_loss"] for event in second]
+    assert [event["train_loss"] for event in first] == [event["train_loss"] for event in second]
+    assert (whole / "model.safetensors").read_bytes() == (
+        tmp_path / "cut/model.safetensors"
+    ).read_bytes()
+
+
+def test_an_average_begins_with_the_probe_s_head(fine):
+    for precision in ("fp32", "fp64"):
+        folder = fine(precision, precision=precision, ema=0.9)
+        assert [event["epoch"] for event in events(folder)] == [0, 1, 2]
+
+
+def test_the_terms_of_the_weights_go_on(fine, backbone, tmp_path, capfd):
+    first = fine("first", method="probe", license="cc-by-nc-4.0")
+    capfd.readouterr()
+    second = fine("second", method="probe", weights=str(first))
+    assert "license: cc-by-nc-4.0" in capfd.readouterr().err
+    assert read_settings(second / "config.yaml")["license"] == "cc-by-nc-4.0"
+    config = json.loads((second / "config.json").read_text())
+    assert config["pretrained_cfg"]["license"] == "cc-by-nc-4.0"
+
+
+def test_scores_of_a_file_in_a_run_are_those_of_the_run(backbone, tmp_path, colour_data):
+    data = tmp_path / "flat"
+    shutil.copytree(colour_data / "train", data)
+    tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 1, "num_heads": 2}
+    settings = {"epochs": 1, "batch_size": 9, "device": "cpu", "workers": 0, "warmup_epochs": 0}
+    folder = train(make_config({"data": str(data), **tiny, **settings}), tmp_path / "run").folder
+    names = (folder, folder / "model.safetensors")
+    counts = [evaluate(name, str(data), device="cpu", precision="fp32")["count"] for name in names]
+    assert counts[0] == counts[1] < 36
+
+
+def test_a_soup_of_a_network_with_a_table_that_does_not_learn(tiny_config, tmp_path):
+    config = tiny_config(soup=True, keep_best=2, position="sinusoidal_2d", ema=0.0)
+    folder = train(config, tmp_path / "run").folder
+    assert "soup" in (folder / "metrics.jsonl").read_text()
 
 
 def tune(words: dict, folder: Path) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from vit.commands.output import say
-from vit.errors import printable
+from vit.errors import ConfigError, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import vit.data.builtin
+    from vit.data.decoding import read_image
     from vit.weights.convert import convert
     from vit.weights.hub import push, require_name
     from vit.weights.loading import source_lines
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.push:
         require_name(args.push)
+    elif args.private:
+        raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
     picture = args.image or str(Path(vit.data.builtin.__file__).parent / "digits.png")
+    read_image(picture)  # before anything is written
     pretrained, lines = convert(args.source, args.to, args.out, overwrite=args.overwrite)
     for line in [*source_lines(args.source, pretrained), *lines]:
         say(line)

@@ -22,12 +22,18 @@ class FinetuneConfig(Section):
     """LoRA's addition is scaled by this, divided by the rank."""
     lora_targets: str = "qkv,proj"
     """Matrices of a block that LoRA adds to, of qkv, proj, fc1, fc2 (swiglu: fc1_g, fc1_x, fc2)."""
+    license: str | None = None
+    """Terms of the run's weights, kept with them; those of the pretrained ones when left empty."""
     feature_cache: str | None = None
     """Folder of the features that probes have made; when left empty, in the user's cache."""
 
     def __post_init__(self) -> None:
         self.check_least(1, "lora_rank")
         self.check_above(0, "lora_alpha")
+        if self.method != "lora":
+            for name in ("lora_rank", "lora_alpha", "lora_targets"):
+                if getattr(self, name) != getattr(FinetuneConfig, name):
+                    self.refuse(name, "has a meaning with method=lora alone")
         if self.weights is None and self.method not in (None, "full"):
             self.refuse("method", "needs pretrained weights: give --weights SOURCE")
         if self.weights is None and self.probe_first:

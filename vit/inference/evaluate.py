@@ -58,7 +58,7 @@ def evaluate(
     predictor = Predictor(
         model, device=device, batch_size=batch_size, precision=precision, workers=workers
     )
-    held_out = () if isinstance(model, LoadedRun) else held_out_pictures(Path(model), data)
+    held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)
     samples, notes = open_labelled(data, split=split, classes=predictor.classes, held_out=held_out)
     for note in notes:
         say(note)
@@ -70,6 +70,12 @@ def evaluate(
             f"{printable(first['image'])}: {printable(first['error'])}"
         )
     return {**summarise(Outcomes.cat(parts), predictor.classes), "failed": failed}
+
+
+def folder_of(model: PathLike) -> Path:
+    """The run folder, also where its file of weights was named."""
+    path = Path(model)
+    return path.parent if path.is_file() else path
 
 
 def measure(

@@ -28,6 +28,7 @@ from vit.training.loop import Training, train_one_step
 from vit.training.pace import duration
 from vit.training.rehearsal import LONG, largest, rehearse
 from vit.training.schedule import picture_side
+from vit.training.starting import chosen
 from vit.training.validation import validate
 
 Say = Callable[[str], None]
@@ -50,7 +51,7 @@ class Costs:
     """Seconds that the parts of a run take."""
 
     start: float
-    """Until steps have their pace: the network is built, loaders start, something compiles."""
+    """Until steps have their pace: the network is built, loaders start, a probe is fitted."""
     small_step: float
     """An optimiser step with the pictures of the first epoch."""
     full_step: float
@@ -168,13 +169,18 @@ def measure(run: Training, splits: Splits, watch: Stopwatch, most: float) -> Cos
     pictures = run.config.data.batch_size * most / full
     start, validation = time_validation(run, splits.val, watch, pictures)
     kept = run.config.run.keep_best if training.soup else 0
+    written = saving(run, make_schedule(run.config, len(splits.train)).steps_per_epoch)
+    probing = 0.0
+    if run.config.finetune.probe_first:  # as long as validating on its pictures; it is epoch 0
+        seen = sum(map(len, chosen(run.config, splits)))
+        probing = validation * (seen / len(splits.val) + 1) + written
     # the main process alone measures once more for the report, and weights that may be averaged
     return Costs(
-        start=build + starts + start,
+        start=build + starts + start + probing,
         small_step=small,
         full_step=full,
         validation=validation,
-        saving=saving(run, make_schedule(run.config, len(splits.train)).steps_per_epoch),
+        saving=written,
         ending=REPORT + start + validation * (run.processes + kept),
     )
 

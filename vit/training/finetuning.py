@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vit.config import Config
+from vit.config import AugmentConfig, Config, ModelConfig
+from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model.classifier import VisionTransformer
 from vit.presets import preset
@@ -29,14 +30,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # What a probe has no use for: it is one fit to pictures that are not varied.
 NOT_OF_A_PROBE = (
-    "epochs",
-    "lr",
-    "optimizer",
-    "layer_decay",
-    "drop_path",
-    "ema",
-    "time",
-    "patience",
+    *("epochs", "time", "lr", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "betas"),
+    *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
+    *("dropout", "attention_dropout", "drop_path"),
+    *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
@@ -57,19 +54,43 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     first = config.finetune.probe_first
     found: dict[str, Any] = {**dataclasses.asdict(source.config), **DEFAULTS[method]}
     found["num_classes"] = config.model.num_classes
-    found |= sizes_of_preset(config, source, given)
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
+        found |= usual_size(source.config, source.preprocessing)
+    found |= sizes_of_preset(config, source, given)
     found["method"] = method
     found["probe_first"] = config.finetune.method is None if first is None else first
-    if method == "probe" and (useless := [name for name in NOT_OF_A_PROBE if name in given]):
-        name = useless[0]
-        raise ConfigError(
-            f"{name}={chosen[name]!r}: method=probe has no use for it; leave it out, or use "
-            "--method linear, lora or full"
-        )
+    if method == "probe":
+        refuse_what_a_probe_ignores(chosen, given)
+    found["license"] = source.license
+    given = [name for name in given if (name, chosen[name]) != ("license", None)]
     kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
     return make_config({**chosen, **found, **kept})
+
+
+def refuse_what_a_probe_ignores(chosen: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Refuse settings that were chosen, and that would change nothing.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    usual = {**flatten(make_config({})), **DEFAULTS["probe"]}
+    for name in NOT_OF_A_PROBE:
+        if name in given and chosen[name] != usual[name]:
+            raise ConfigError(
+                f"{name}={chosen[name]!r}: method=probe has no use for it; leave it out, or use "
+                "--method linear, lora or full"
+            )
+
+
+def usual_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
+    """The side of pictures that weights are used at, which may not be that of their positions.
+
+    transformers' DINOv2 has positions for 518 pixels, and prepares pictures of 224.
+    """
+    height, width = preprocessing.image_size
+    fits = height == width and height % config.patch_size == 0
+    return {"image_size": height} if fits else {}
 
 
 def sizes_of_preset(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:

@@ -113,6 +113,7 @@ class Keeper:
             config=run.config,
             classes=self.classes,
             preprocessing=run.preprocessing,
+            terms=run.config.finetune.license,
         )
 
     def require_model(self) -> None:

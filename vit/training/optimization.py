@@ -15,6 +15,9 @@ from vit.errors import ConfigError
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent")
 
+# matrices inside blocks; LoRA's pairs are none, but factors of one
+MATRIX = re.compile(r"blocks\.(?!.*\.lora_)")
+
 # timm's that a training here cannot use
 UNFIT = ("kron", "adahessian")
 
@@ -121,7 +124,7 @@ def _for_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             chosen = [
                 (name, parameter)
                 for name, parameter in zip(group["names"], group["params"], strict=True)
-                if (parameter.ndim == 2 and name.startswith("blocks.")) is not fallback
+                if (parameter.ndim == 2 and MATRIX.match(name) is not None) is not fallback
             ]
             if chosen:
                 names, parameters = (list(part) for part in zip(*chosen, strict=True))

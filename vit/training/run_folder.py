@@ -34,6 +34,8 @@ FREE = {
     *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
 }
 
+# settings of which none means: what goes with the weights
+LEFT_TO_WEIGHTS = ("method", "probe_first", "license")
 
 # settings that the data completes
 FROM_DATA = {"num_classes", "batch_size"}
@@ -128,7 +130,8 @@ def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
     stored = stored_config(folder)
     if config.finetune.weights is not None:
         chosen, theirs = flatten(config), flatten(stored)
-        config = make_config({**theirs, **{name: chosen[name] for name in given}})
+        kept = {n: chosen[n] for n in given if not (n in LEFT_TO_WEIGHTS and chosen[n] is None)}
+        config = make_config({**theirs, **kept})
     training, data = config.training, config.data
     if training.time is not None:
         training = dataclasses.replace(training, time=None, epochs=stored.training.epochs)

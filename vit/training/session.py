@@ -86,6 +86,8 @@ class Session:
         tell(f"run folder: {quoted(self.folder)}")
         if probed is not None:
             self.take_head(probed)
+        elif run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
+            self.measure_start()  # which a signal cut short
 
     def take_head(self, probed: Probed) -> None:
         """Begin with the head that a probe found: as epoch 0, which may well remain the best."""

@@ -46,6 +46,11 @@ def require_shardable(accelerator: Accelerator, config: Config) -> None:
         raise ConfigError(
             f"optimizer={config.training.optimizer!r}: under FSDP use {', '.join(OPTIMIZERS)}"
         )
+    if config.finetune.method == "probe" or config.finetune.probe_first:
+        raise ConfigError(
+            "a probe needs the whole network on each device: under FSDP choose --method full, "
+            "linear or lora, and --no-probe-first"
+        )
     if accelerator.mixed_precision == "fp16":
         raise ConfigError("precision='fp16': under FSDP use bf16 or fp32")
 

@@ -15,8 +15,7 @@ from vit.config import Config
 from vit.data.builtin import user_cache
 from vit.data.samples import Sample, Splits
 from vit.data.seeding import random_seed
-from vit.errors import ConfigError
-from vit.training.agreement import agreed_signal
+from vit.training.agreement import agreed_signal, on_main
 from vit.training.feature_making import FeatureMaker
 from vit.training.features import Features, extract, weights_digest
 from vit.training.finetuning import as_saved
@@ -24,7 +23,6 @@ from vit.training.interruption import Interrupted
 from vit.training.loop import Training
 from vit.training.probe import Probe, fit_probe, knn_accuracy, probe_summary
 from vit.training.progress import teller
-from vit.training.sharding import is_sharded
 
 # Pictures that are enough to choose a head from which everything is trained further.
 ENOUGH = {"train": 20_000, "val": 5_000}
@@ -55,18 +53,24 @@ def start_from_probe(run: Training, splits: Splits) -> Probed:
 
     Raises:
         Interrupted: A signal came; the features made so far are kept.
-        ConfigError: The network is in pieces, and features need it whole.
     """
     config, say = run.config, teller(run.accelerator)
-    if is_sharded(run.accelerator):
-        raise ConfigError("a probe needs the whole network on a device: use --no-probe-first")
     train, val = chosen(config, splits, say)
     features = Extraction(run, say)
     on_train, on_val = features(train), features(val)
-    seed = random_seed(config.training.seed, "probe")
-    probe = fit_probe(on_train.values, on_train.labels, len(splits.classes), seed=seed)
-    right = probe.correct(on_val.values, on_val.labels)
-    knn = knn_accuracy(on_train.values, on_train.labels, on_val.values, on_val.labels)
+
+    def fit() -> tuple[Probe, int, float]:
+        seed = random_seed(config.training.seed, "probe")
+        probe = fit_probe(on_train.values, on_train.labels, len(splits.classes), seed=seed)
+        right = probe.correct(on_val.values, on_val.labels)
+        return (
+            probe,
+            right,
+            knn_accuracy(on_train.values, on_train.labels, on_val.values, on_val.labels),
+        )
+
+    # on one, and sent: other machines could round otherwise, and every process needs one head
+    probe, right, knn = on_main(run.accelerator, fit)
     for line in probe_summary(probe, correct=right, total=len(on_val.labels), knn=knn):
         say(line)
     if config.finetune.method != "probe":
@@ -81,7 +85,7 @@ def start_from_probe(run: Training, splits: Splits) -> Probed:
 def put_head(run: Training, probe: Probe) -> None:
     """Give the network, and its average, the head that a probe found."""
     assert isinstance(run.network.head, nn.Linear)
-    averages = {} if run.average is None else run.average.state_dict()
+    averages = {} if run.average is None else dict(run.average.state_dict())
     for name, value in (("weight", probe.weight), ("bias", probe.bias)):
         run.network.head.get_parameter(name).copy_(value)
         averages[f"head.{name}"] = value
@@ -89,7 +93,9 @@ def put_head(run: Training, probe: Probe) -> None:
         run.average.load_state_dict(averages)
 
 
-def chosen(config: Config, splits: Splits, say: Say) -> tuple[list[Sample], list[Sample]]:
+def chosen(
+    config: Config, splits: Splits, say: Say = lambda _: None
+) -> tuple[list[Sample], list[Sample]]:
     """The pictures that a probe sees: all of them where it is all that is done."""
     found = {"train": list(splits.train), "val": list(splits.val)}
     if config.finetune.method != "probe":
@@ -101,10 +107,15 @@ def chosen(config: Config, splits: Splits, say: Say) -> tuple[list[Sample], list
 
 
 def some_of(samples: Sequence[Sample], most: int, *, seed: int) -> list[Sample]:
-    """`most` of `samples`, in their order."""
+    """About `most` of `samples`, in their order: the same share of each class, and at least one."""
     generator = torch.Generator().manual_seed(random_seed(seed, "probe", len(samples)))
-    places = torch.randperm(len(samples), generator=generator)[:most].sort().values
-    return [samples[place] for place in places.tolist()]
+    labels = torch.tensor([sample.label for sample in samples])
+    shuffled = torch.randperm(len(samples), generator=generator)
+    places = []
+    for label in torch.unique(labels):
+        own = shuffled[labels[shuffled] == label]
+        places.append(own[: max(1, len(own) * most // len(samples))])
+    return [samples[place] for place in torch.cat(places).sort().values.tolist()]
 
 
 def feature_cache(config: Config) -> Path:

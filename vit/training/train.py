@@ -16,7 +16,8 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.data.samples import Splits
-from vit.errors import RunError, printable
+from vit.data.sources import resolve
+from vit.errors import RunError, VitError, printable
 from vit.settings import changed_settings, default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
@@ -81,11 +82,12 @@ def train(
     config, splits, failed = complete_settings(config, given, accelerator, begun, began)
     with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
         network = make_network(config, source, splits.classes, teller(accelerator))
+        fresh, source = source is not None, None  # its tensors are in the network now
         steps = steps_of_epoch(config, splits, accelerator)
         run = make_training(config, accelerator, config.training.epochs * steps, network)
         run.failed, run.interruption = failed, signals
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
-        probed = start_from_probe(run, splits) if source is not None and probes(config) else None
+        probed = start_from_probe(run, splits) if fresh and probes(config) else None
         session = Session(run, folder, splits, steps)
         stack.callback(session.close)
         session.begin(resuming, probed)
@@ -119,10 +121,9 @@ def probes(config: Config) -> bool:
 
 def steps_of_epoch(config: Config, splits: Splits, accelerator: Accelerator) -> int:
     """Optimiser steps of an epoch; none where fitting a head is all that is done."""
-    if config.finetune.method == "probe":
-        return 0
     processes = accelerator.num_processes
-    return make_schedule(config, len(splits.train), processes=processes).steps_per_epoch
+    schedule = make_schedule(config, len(splits.train), processes=processes)
+    return 0 if config.finetune.method == "probe" else schedule.steps_per_epoch
 
 
 def look_at_weights(
@@ -133,15 +134,22 @@ def look_at_weights(
     A run that is resumed has what came of them in its checkpoint: they may be gone.
 
     Raises:
+        DataError: There is no such data.
         WeightsError: They cannot be found, read or used.
         ConfigError: Settings contradict them.
     """
     where = config.finetune.weights
     if where is None or begun is not None:
         return config, None
-    model = config.training.model if "model" in given else None
+    resolve(config.data.data)  # a mistake in DATA is told before anything is fetched
+    # a preset beside its own dim is a name that some run was given, not the network of a bare file
+    model = config.training.model if "model" in given and "dim" not in given else None
     on_main(accelerator, lambda: locate(where))  # one process downloads, the others find the files
-    source = open_source(where, model=model)
+    try:
+        source = open_source(where, model=model)
+    except VitError as error:
+        error.everywhere = accelerator.is_main_process  # what the others alone meet, they tell
+        raise
     tell = teller(accelerator)
     for line in source_lines(where, source):
         tell(line)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +33,36 @@ TASKS = {True: "image-classification", False: "image-feature-extraction"}
 LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
 
 
-def model_card(source: str | os.PathLike[str], pretrained: Pretrained, to: str) -> str:
+def model_card(
+    source: str | os.PathLike[str], pretrained: Pretrained, to: str, *, name: str
+) -> str:
     """The text of the card.
 
     Args:
         source: What was converted; where it is a run, its scores stand in the card.
         pretrained: The same, opened.
         to: Which library opens the folder.
+        name: Of the folder.
     """
-    config, best = pretrained.config, best_epoch(Path(source))
+    config, best = pretrained.config, best_event(Path(source))
     front: dict[str, Any] = {
         "library_name": LIBRARIES[to],
         "pipeline_tag": TASKS[config.num_classes > 0],
         "tags": ["image-classification", "vision-transformer", LIBRARIES[to]],
     }
     if pretrained.license:
-        front["license"] = pretrained.license
+        front |= terms(pretrained.license)
     parts = [
         f"# {printable(Path(source).name)}",
         f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
         f"{config.dim}, patches of {config.patch_size} px, pictures of {config.image_size} px. "
         f"Made from {printable(pretrained.origin)} by vit {__version__}.",
-        USES[to],
+        USES[to].replace("FOLDER", printable(name)),
     ]
     if best is not None:
         parts.append(
-            f"## Scores\n\nTop-1 on its validation pictures: {best['val_top1']:.2%} (epoch "
-            f"{best['epoch']}, loss {best['val_loss']:.4f})."
+            f"## Scores\n\nTop-1 on its validation pictures: {best['val_top1']:.2%} (loss "
+            f"{best['val_loss']:.4f})."
         )
     if pretrained.classes:
         names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
@@ -68,12 +72,24 @@ def model_card(source: str | os.PathLike[str], pretrained: Pretrained, to: str) 
     return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def best_epoch(run: Path) -> dict[str, Any] | None:
-    """The event of the epoch whose weights a run answers with; None where there is none."""
+def terms(license_: str) -> dict[str, str]:
+    """A licence as the hub takes it: one of its short names, or `other` with what it is called."""
+    if re.fullmatch(r"[a-z0-9.-]+", license_):
+        return {"license": license_}
+    return {"license": "other", "license_name": license_}
+
+
+def best_event(run: Path) -> dict[str, Any] | None:
+    """The scores of the weights that a run answers with; None where there are none."""
+    folder = run.parent if run.is_file() else run
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        events = [event for line in lines if (event := json.loads(line))["event"] == "epoch"]
-        best: dict[str, Any] = max(events, key=lambda event: event["val_top1"])
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        events = [json.loads(line) for line in lines]
+        soups = [event for event in events if event["event"] == "soup" and event["better"]]
+        epochs = [event for event in events if event["event"] == "epoch"]
+        best: dict[str, Any] = (
+            soups or [max(epochs, key=lambda event: (event["val_top1"], -event["val_loss"]))]
+        )[-1]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return best

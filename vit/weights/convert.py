@@ -25,7 +25,10 @@ from vit.weights.timm_config import timm_config, timm_refusal
 
 Target = Literal["timm", "huggingface"]
 
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
+
+FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 
 def convert(
@@ -53,13 +56,15 @@ def convert(
     if to == "huggingface":
         lines += [f"note: {n}" for n in processor_notes(assumed_preprocessing(pretrained)[0])]
     files = contents(pretrained, to)
-    with whole_folder(Path(out), overwrite=overwrite) as folder:
+    place = Path(out).absolute()
+    card = model_card(source, pretrained, to, name=place.name)
+    with whole_folder(place, overwrite=overwrite) as folder:
         for name, content in files.items():
             if isinstance(content, str):
                 write_text(folder / name, content)
             else:
                 write_tensors(folder / name, content, {"format": "pt"})
-        write_text(folder / CARD_FILE, model_card(source, pretrained, to))
+        write_text(folder / CARD_FILE, card)
     return pretrained, lines
 
 
@@ -78,14 +83,14 @@ def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str,
         if pretrained.license:
             settings["pretrained_cfg"]["license"] = pretrained.license
         tensors = to_timm(pretrained.state, config)
-        return {"config.json": as_json(settings), "model.safetensors": tensors}
+        return {CONFIG_FILE: as_json(settings), WEIGHTS_FILE: tensors}
     settings, processor, tensors = write_huggingface(
         pretrained.state, config, classes or None, preprocessing
     )
     return {
-        "config.json": as_json(settings),
+        CONFIG_FILE: as_json(settings),
         PROCESSOR_FILE: as_json(processor),
-        "model.safetensors": tensors,
+        WEIGHTS_FILE: tensors,
     }
 
 
@@ -108,8 +113,10 @@ def whole_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     if out.exists() and not overwrite:
         raise RunError(f"{printable(out)} exists: give another --out, or --overwrite")
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise RunError(f"{printable(out)} has files that are no model: give another --out")
+    others = [path.name for path in out.iterdir() if path.name not in FILES] if out.is_dir() else []
+    if others or (out.exists() and not out.is_dir()):
+        what = f"has {printable(others[0])}, which is" if others else "is"
+        raise RunError(f"{printable(out)} {what} no converted model: give another --out")
     beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     with naming(out):
         beside.mkdir(parents=True)

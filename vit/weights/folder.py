@@ -102,6 +102,7 @@ def pack(
     config: Config,
     classes: Sequence[str],
     preprocessing: Preprocessing,
+    terms: str | None = None,
 ) -> Packed:
     """Make a network ready to be written.
 
@@ -119,6 +120,8 @@ def pack(
         "classes": list(classes),
     }
     content = {**timm_config(settings, classes, preprocessing), "vit": own}
+    if terms is not None:
+        content["pretrained_cfg"]["license"] = terms
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     tensors = to_timm(state, settings)
     return Packed(text, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})

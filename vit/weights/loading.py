@@ -49,7 +49,10 @@ def open_source(source: Source, *, model: str | None = None) -> Pretrained:
     Raises:
         WeightsError: They cannot be found, read, or computed by this network; the message says why.
     """
-    found = locate(source)
+    return _opened(locate(source), model)
+
+
+def _opened(found: Found, model: str | None = None) -> Pretrained:
     read = {"run": _from_run, "timm": _from_timm, "huggingface": _from_huggingface}
     if found.kind in read:
         pretrained = read[found.kind](found)
@@ -71,9 +74,15 @@ def _from_run(found: Found) -> Pretrained:
         config=run.config,
         classes=run.classes,
         preprocessing=run.preprocessing,
-        license=None,
+        license=_license_of_run(found),
         origin=f"run {printable(found.folder)}",
     )
+
+
+def _license_of_run(found: Found) -> str | None:
+    assert found.config is not None
+    noted = read_json(found.config).get("pretrained_cfg", {}).get("license")
+    return noted if isinstance(noted, str) else None
 
 
 def _from_timm(found: Found) -> Pretrained:
@@ -196,11 +205,16 @@ def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
     found = locate(source)
     if found.kind == "run":
         return load_run(found.folder)
-    pretrained = open_source(source)
+    pretrained = _opened(found)
     if not pretrained.config.num_classes:
         raise WeightsError(
             f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
             "fine-tune it first (vit train DATA --weights ...)"
+        )
+    if pretrained.config.channels != 3:
+        raise WeightsError(
+            f"{printable(source)} ({pretrained.origin}) is for pictures of "
+            f"{pretrained.config.channels} channels, and pictures are read as RGB"
         )
     lines = source_lines(source, pretrained)
     preprocessing, line = assumed_preprocessing(pretrained)

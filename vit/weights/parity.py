@@ -38,6 +38,8 @@ def measured(
     """
     if to == "huggingface" and importlib.util.find_spec("transformers") is None:
         return ["note: transformers is not installed here, so its answers were not compared"]
+    if pretrained.config.channels != 3:
+        return ["note: pictures are read as RGB, so answers were not compared"]
     image = read_image(os.fspath(picture))
     preprocessing, _ = assumed_preprocessing(pretrained)
     ours = preprocessing.normalise(preprocessing(image).unsqueeze(0))
@@ -45,7 +47,13 @@ def measured(
     compare = _timm if to == "timm" else _huggingface
     with torch.inference_mode():
         mine = network(ours)
-        same, other = compare(folder, ours, image)
+        try:
+            same, other = compare(folder, ours, image, bool(pretrained.config.num_classes))
+        except Exception as error:  # whatever another library raises
+            reason = printable(" ".join(str(error).split()))[:160]
+            raise WeightsError(
+                f"{printable(folder)} was written, but {to} cannot open it: {reason}"
+            ) from None
     spread = float(mine.abs().max()) or 1.0
     apart = float((mine - same).abs().max()) / spread
     if not apart < SAME_NETWORK:
@@ -65,7 +73,7 @@ def measured(
     return lines
 
 
-def _timm(folder: Path, pixels: Tensor, image: Image.Image) -> tuple[Tensor, Tensor]:
+def _timm(folder: Path, pixels: Tensor, image: Image.Image, _head: bool) -> tuple[Tensor, Tensor]:
     """Outputs of timm for our pixels, and for its own."""
     import timm
 
@@ -74,7 +82,9 @@ def _timm(folder: Path, pixels: Tensor, image: Image.Image) -> tuple[Tensor, Ten
     return model(pixels), model(transform(image).unsqueeze(0))
 
 
-def _huggingface(folder: Path, pixels: Tensor, image: Image.Image) -> tuple[Tensor, Tensor]:
+def _huggingface(
+    folder: Path, pixels: Tensor, image: Image.Image, head: bool
+) -> tuple[Tensor, Tensor]:
     """Outputs of transformers for our pixels, and for its own."""
     from transformers import (
         AutoImageProcessor,
@@ -84,9 +94,8 @@ def _huggingface(folder: Path, pixels: Tensor, image: Image.Image) -> tuple[Tens
 
     processor = AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
     own = processor(images=image, return_tensors="pt")["pixel_values"]
-    try:
-        model = AutoModelForImageClassification.from_pretrained(folder).eval()
-    except ValueError:  # a backbone without a head
+    if not head:
         model = AutoModel.from_pretrained(folder).eval()
         return model(pixels).pooler_output, model(own).pooler_output
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
     return model(pixels).logits, model(own).logits
