@@ -21,9 +21,9 @@ from vit.training.lora import add_lora, lora_line, merged
 from vit.weights.pretrained import Pretrained
 
 # Defaults of a method where nobody chose: those of training from scratch are wrong by far.
-SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.35, "weight_decay": 0.05}
+SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.9, "smoothing": 0.0}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "full": {**SHARED, "epochs": 12, "lr": 3e-4, "layer_decay": 0.75, "drop_path": 0.1},
+    "full": {**SHARED, "epochs": 12, "lr": 2e-4, "layer_decay": 0.75, "drop_path": 0.1},
     "lora": {**SHARED, "epochs": 12, "lr": 1e-3, "weight_decay": 0.0},
     "linear": {**SHARED, "epochs": 12, "lr": 3e-3, "weight_decay": 0.0},
     "probe": {"epochs": 1, "warmup_epochs": 0.0},
