@@ -158,12 +158,13 @@ class Tally:
 def test_a_run_killed_at_any_moment_ends_as_if_it_were_not(tiny_config, tmp_path, whole):
     folder, duration = whole
     draw, tally = random.Random(3), Tally()
-    while tally.killed < 20 and tally.missed < 100:
-        saving, twice = tally.killed % 2 == 1, tally.killed % 5 == 0
+    # a write may end before the kill comes, on a machine with other work: then there is one more
+    while (tally.killed < 20 or tally.while_saving < 10) and tally.killed + tally.missed < 120:
+        saving, twice = tally.killed % 2 == 1 or tally.killed >= 20, tally.killed % 5 == 0
         kills = draw_kills(draw, duration, saving=saving, twice=twice)
         tally.kill(tiny_config(**EVERYTHING), tmp_path / "run", folder, kills)
     assert not tally.failures, "\n".join(tally.failures)
-    assert tally.killed == 20
+    assert tally.killed >= 20
     assert tally.while_saving >= 10
 
 
