@@ -7,7 +7,7 @@ import torch
 
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.jax import looks_like_jax, read_jax
+from vit.weights.formats.jax import read_jax
 
 DIM, HEADS, HIDDEN, DEPTH, PATCH, SIDE, CLASSES = 32, 4, 48, 2, 8, 4, 5
 HEAD_DIM = DIM // HEADS
@@ -204,9 +204,3 @@ def test_other_arrays_are_refused_by_name(change, message):
     change(arrays)
     with pytest.raises(WeightsError, match=message):
         read_jax(arrays, "x.npz")
-
-
-def test_looks():
-    assert looks_like_jax(first("opt/target/"))
-    assert looks_like_jax(big_vision("params/img/"))
-    assert not looks_like_jax({"head/kernel": np.zeros(1)})

@@ -16,6 +16,7 @@ from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
+from vit.config import DataConfig
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
@@ -112,6 +113,18 @@ class Preprocessing:
         """The colour that is (nearly) zero after normalisation, as bytes."""
         red, green, blue = (min(max(round(255 * share), 0), 255) for share in self.mean)
         return red, green, blue
+
+    @classmethod
+    def of(cls, data: DataConfig, side: int) -> "Preprocessing":
+        """What the settings in `data` say, for square pictures of `side` pixels."""
+        return cls(
+            image_size=(side, side),
+            resize=data.resize,
+            crop_share=data.crop_share,
+            interpolation=data.interpolation,
+            mean=data.mean,
+            std=data.std,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

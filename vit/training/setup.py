@@ -102,19 +102,6 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
     return bad
 
 
-def preprocessing_of(config: Config) -> Preprocessing:
-    """How pictures of this run are prepared for evaluation, prediction and export."""
-    side, data = config.model.image_size, config.data
-    return Preprocessing(
-        image_size=(side, side),
-        resize=data.resize,
-        crop_share=data.crop_share,
-        interpolation=data.interpolation,
-        mean=data.mean,
-        std=data.std,
-    )
-
-
 def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Config:
     """`config` with a batch that the training pictures fill.
 
@@ -209,7 +196,7 @@ def make_training(
         model=model,
         optimizer=prepared,
         average=average,
-        preprocessing=preprocessing_of(config),
+        preprocessing=Preprocessing.of(config.data, config.model.image_size),
         lr_at=schedule,
     )
 

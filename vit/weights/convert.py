@@ -18,7 +18,7 @@ from vit.weights.card import CARD_FILE, model_card
 from vit.weights.formats.huggingface import write_huggingface
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.timm import to_timm
-from vit.weights.loading import Source, assumed_preprocessing, open_source
+from vit.weights.loading import Source, assumed_preprocessing, numbered, open_source
 from vit.weights.pretrained import Pretrained
 from vit.weights.tensorfile import naming, write_tensors, write_text
 from vit.weights.timm_config import timm_config, timm_refusal
@@ -50,11 +50,10 @@ def convert(
         RunError: `out` exists or cannot be written.
     """
     pretrained = open_source(source)
-    lines = []
-    if pretrained.preprocessing is None:
-        lines.append(assumed_preprocessing(pretrained)[1])
+    preprocessing, assumed = assumed_preprocessing(pretrained)
+    lines = [assumed] if assumed else []
     if to == "huggingface":
-        lines += [f"note: {n}" for n in processor_notes(assumed_preprocessing(pretrained)[0])]
+        lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     files = contents(pretrained, to)
     place = Path(out).absolute()
     card = model_card(source, pretrained, to, name=place.name)
@@ -92,11 +91,6 @@ def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str,
         PROCESSOR_FILE: as_json(processor),
         WEIGHTS_FILE: tensors,
     }
-
-
-def numbered(pretrained: Pretrained) -> tuple[str, ...]:
-    """Numbers as the names of classes that nobody named."""
-    return tuple(str(index) for index in range(pretrained.config.num_classes))
 
 
 def as_json(content: Mapping[str, Any]) -> str:

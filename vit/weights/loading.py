@@ -221,12 +221,18 @@ def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
     lines += [line] if line else []
     classes = pretrained.classes
     if classes is None:
-        classes = tuple(str(index) for index in range(pretrained.config.num_classes))
+        classes = numbered(pretrained)
         lines.append("note: nothing says the names of its classes: they are numbers here")
-    for line in lines if say is not None else ():
-        say(line)  # type: ignore[misc]
+    if say is not None:
+        for line in lines:
+            say(line)
     model = filled(pretrained.config, pretrained.state)
     return LoadedRun(model, classes, preprocessing, pretrained.config)
+
+
+def numbered(pretrained: Pretrained) -> tuple[str, ...]:
+    """Numbers as the names of classes that nobody named."""
+    return tuple(str(index) for index in range(pretrained.config.num_classes))
 
 
 def assumed_preprocessing(pretrained: Pretrained) -> tuple[Preprocessing, str]:
@@ -234,14 +240,7 @@ def assumed_preprocessing(pretrained: Pretrained) -> tuple[Preprocessing, str]:
     if pretrained.preprocessing is not None:
         return pretrained.preprocessing, ""
     usual, side = DataConfig(), pretrained.config.image_size
-    assumed = Preprocessing(
-        image_size=(side, side),
-        resize=usual.resize,
-        crop_share=usual.crop_share,
-        interpolation=usual.interpolation,
-        mean=usual.mean,
-        std=usual.std,
-    )
+    assumed = Preprocessing.of(usual, side)
     return assumed, (
         "note: nothing says how pictures are prepared for these weights; assumed: resized to "
         f"{side} px by {usual.interpolation}, the middle {usual.crop_share:.0%}, mean and std 0.5"

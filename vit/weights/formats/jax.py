@@ -79,11 +79,6 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     )
 
 
-def looks_like_jax(arrays: Mapping[str, Array]) -> bool:
-    """Whether `read_jax` knows the names in `arrays`."""
-    return any(f"{prefix}{KERNEL}" in arrays for prefix in PREFIXES)
-
-
 def _read(arrays: Mapping[str, Array]) -> tuple[ModelConfig, State, tuple[str, ...]]:
     prefix = next((p for p in PREFIXES if f"{p}{KERNEL}" in arrays), None)
     if prefix is None:
