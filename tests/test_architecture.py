@@ -41,7 +41,8 @@ ONLY = {
     "huggingface_hub": {"vit/weights/hub.py"},
     "transformers": {"vit/weights/parity.py"},
 }
-MODEL_LINES = 1350
+MODEL_LINES = 1100  # of code: docstrings, comments and empty lines are free
+BLOCKS = {"PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"}
 FUNCTION_LINES = 50
 FILE_LINES = 300
 
@@ -93,8 +94,21 @@ def test_a_library_has_one_address(library):
             assert any(here.startswith(home) for home in ONLY[library]), f"{library} in {here}"
 
 
+def code_lines(text: str) -> int:
+    """Lines of `text` without docstrings, comments and empty lines."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    words = [
+        node.body[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    ]
+    docs = {row for word in words for row in range(word.lineno, (word.end_lineno or 0) + 1)}
+    rows = enumerate(text.splitlines(), 1)
+    return sum(line.strip()[:1] not in ("", "#") and row not in docs for row, line in rows)
+
+
 def test_the_model_reads_like_a_paper():
-    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files("vit.model"))
+    lines = sum(code_lines(file.read_text(encoding="utf-8")) for file in files("vit.model"))
     assert lines <= MODEL_LINES, f"vit/model has {lines} lines; the budget is {MODEL_LINES}"
 
 
@@ -117,11 +131,11 @@ def test_a_block_has_no_ifs():
     forwards = [
         function
         for kind in ast.walk(tree)
-        if isinstance(kind, ast.ClassDef) and kind.name.endswith("NormBlock")
+        if isinstance(kind, ast.ClassDef) and kind.name in BLOCKS
         for function in kind.body
         if isinstance(function, ast.FunctionDef) and function.name == "forward"
     ]
-    assert len(forwards) == 2
+    assert len(forwards) == len(BLOCKS)
     for forward in forwards:
         assert not any(isinstance(node, ast.If | ast.IfExp) for node in ast.walk(forward))
 

@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
 from vit.model import attention as module
-from vit.model.attention import SelfAttention, attend, attention_weights, explicit_attention
+from vit.model.attention import (
+    Places,
+    SelfAttention,
+    attend,
+    attention_weights,
+    explicit_attention,
+)
+from vit.model.maps import Recorder
 
 BATCH, TOKENS, DIM, HEADS = 2, 7, 32, 4
 
@@ -42,7 +50,35 @@ def test_equals_torch(attention, tokens):
     reference.out_proj.load_state_dict(attention.proj.state_dict())
     mixed, weights = reference(tokens, tokens, tokens, average_attn_weights=False)
     torch.testing.assert_close(attention(tokens), mixed)
-    torch.testing.assert_close(attention.weights(tokens), weights)
+    recorder = Recorder()
+    torch.testing.assert_close(attention(tokens, Places(attend=recorder)), mixed)
+    torch.testing.assert_close(recorder.maps, [weights])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_queries_equal_llama_s(tokens, kv_heads):
+    settings = LlamaConfig(
+        hidden_size=DIM, num_attention_heads=HEADS, num_key_value_heads=kv_heads,
+        attention_bias=True, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = LlamaAttention(settings, layer_idx=0).eval()
+    attention = SelfAttention(DIM, HEADS, num_kv_heads=kv_heads).eval()
+    parts = (theirs.q_proj, theirs.k_proj, theirs.v_proj)
+    attention.qkv.weight.data = torch.cat([part.weight for part in parts])
+    attention.qkv.bias.data = torch.cat([part.bias for part in parts])
+    attention.proj.load_state_dict(theirs.o_proj.state_dict())
+    unturned = (torch.ones(1, TOKENS, DIM // HEADS), torch.zeros(1, TOKENS, DIM // HEADS))
+    expected, weights = theirs(tokens, unturned, attention_mask=None)
+    torch.testing.assert_close(attention(tokens), expected)
+    recorder = Recorder()
+    attention(tokens, Places(attend=recorder))
+    torch.testing.assert_close(recorder.maps, [weights])
+
+
+def test_numbers_may_be_added_to_the_scores():
+    query, key, value, bias = heads(0), heads(1), heads(2), heads(3) @ heads(4).mT
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    torch.testing.assert_close(explicit_attention(query, key, value, mask=bias), expected)
 
 
 @pytest.mark.parametrize("mask", masks())
@@ -64,15 +100,16 @@ def test_queries_may_be_fewer_than_keys():
 
 
 def test_the_mask_reaches_every_path(attention, tokens):
-    causal = masks()["causal"]
+    here, recorder = Places(mask=masks()["causal"]), Recorder()
     changed = tokens.clone()
     changed[:, 4:] += 1.0
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            before, after = attention(tokens, mask=causal), attention(changed, mask=causal)
+            before, after = attention(tokens, here), attention(changed, here)
         assert torch.equal(before[:, :4], after[:, :4])
         assert not torch.equal(before[:, 4:], after[:, 4:])
-    assert not attention.weights(tokens, mask=causal).triu(1).any()
+    attention(tokens, here._replace(attend=recorder))
+    assert not recorder.maps[0].triu(1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -128,3 +165,5 @@ def test_weights_of_each_query_sum_to_one():
 def test_refuses_heads_that_do_not_fit():
     with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
         SelfAttention(30, 4)
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
+        SelfAttention(32, 4, num_kv_heads=3)

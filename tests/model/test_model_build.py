@@ -7,6 +7,7 @@ import timm
 import torch
 
 from vit.config import ModelConfig
+from vit.errors import ConfigError
 from vit.model import build
 from vit.model.build import build_classifier, create_model
 from vit.presets import PRESETS
@@ -38,6 +39,10 @@ EXTRAS = [
     {"position": "rotary", "rotary_reference": 7, "class_token": False, "pooling": "mean"},
     {"pooling": "attention", "class_token": False, "activation": "gelu_tanh"},
     {"pooling": "class_token_mean", "final_norm": "pooled"},
+    {"num_kv_heads": 1},
+    {"num_kv_heads": 2, "qk_norm": True, "position": "rotary"},
+    {"parallel_blocks": True, "layer_scale": 0.1},
+    {"repeat_blocks": 2},
     {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
 ]
 OPTIONS = [{field: name} for field, name in CHOICES] + EXTRAS
@@ -96,7 +101,7 @@ def test_every_option_takes_other_image_sizes_and_shows_its_attention(options):
     assert model(images).shape == (2, 3)
     assert model.forward_features(images).shape == (2, tokens, 32)
     maps = model.attention_maps(images)
-    assert [m.shape for m in maps] == [(2, 4, tokens, tokens)] * 2
+    assert [m.shape for m in maps] == [(2, 4, tokens, tokens)] * 2 * config.repeat_blocks
     for weights in maps:
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, tokens))
 
@@ -135,6 +140,37 @@ def test_drop_path_grows_with_depth():
     model = build_classifier(ModelConfig(**{**SMALL, "depth": 3, "drop_path": 0.4}))
     rates = [getattr(block.drop_path, "rate", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.0, 0.2, 0.4])
+
+
+def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
+    shared = build_classifier(ModelConfig(**SMALL, repeat_blocks=2)).eval()
+    torch.nn.init.normal_(shared.head.weight)
+    deep = build_classifier(ModelConfig(**{**SMALL, "depth": 4})).eval()
+    state = shared.state_dict()
+    for name in [name for name in state if name.startswith("blocks.")]:
+        _, index, rest = name.split(".", 2)
+        state[f"blocks.{int(index) + 2}.{rest}"] = state[name]
+    deep.load_state_dict(state)
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(shared(images), deep(images))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads=3: does not divide num_heads=4"),
+        ({"parallel_blocks": True, "norm_order": "post"}, "norm_order='post': parallel_blocks"),
+        ({"repeat_blocks": 0}, "repeat_blocks=0: must be at least 1"),
+        ({"rotary_grid": "centred"}, "rotary_grid='centred': position=learned does not read it"),
+        (
+            {"feedforward": "swiglu", "activation": "relu"},
+            "activation='relu': feedforward=swiglu does not read it; feedforward=mlp does",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{**SMALL, **settings})
 
 
 def test_reset_classifier_starts_from_zeros():

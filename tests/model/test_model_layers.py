@@ -1,18 +1,29 @@
 """Norms, feed-forwards, blocks and patches against torch's and timm's."""
 
+from functools import partial
+
 import pytest
 import timm.layers
 import torch
+from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
 
-from vit.model.attention import SelfAttention
-from vit.model.blocks import DropPath, LayerScale, PostNormBlock, PreNormBlock
-from vit.model.feedforward import MLP, QuickGELU, SwiGLU
+from vit.model.attention import Places, SelfAttention
+from vit.model.blocks import (
+    DropPath,
+    LayerScale,
+    ParallelBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichNormBlock,
+)
+from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.norms import RMSNorm
 from vit.model.patches import PatchEmbedding
 from vit.model.pooling import ClassTokenPooling, MeanPooling
 
 DIM, HEADS, HIDDEN = 32, 4, 48
+NORM = partial(nn.LayerNorm, eps=1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +57,20 @@ def test_swiglu_equals_timm(tokens):
     torch.testing.assert_close(ours(tokens), theirs(tokens))
 
 
+def test_packed_swiglu_equals_timm_and_the_separate_one(tokens):
+    ours = PackedSwiGLU(DIM, HIDDEN)
+    theirs = timm.layers.SwiGLUPacked(DIM, 2 * HIDDEN)
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(tokens), theirs(tokens))
+    separate = SwiGLU(DIM, HIDDEN)
+    gate, value = (linear.chunk(2) for linear in (ours.fc1.weight, ours.fc1.bias))
+    halves = zip(gate, value, strict=True)
+    for linear, (weight, bias) in zip((separate.fc1_g, separate.fc1_x), halves, strict=True):
+        linear.weight.data, linear.bias.data = weight.data, bias.data
+    separate.fc2.load_state_dict(ours.fc2.state_dict())
+    torch.testing.assert_close(ours(tokens), separate(tokens))
+
+
 def test_mlp_equals_timm(tokens):
     ours, theirs = MLP(DIM, HIDDEN), timm.layers.Mlp(DIM, HIDDEN)
     theirs.load_state_dict(ours.state_dict())
@@ -63,7 +88,7 @@ def test_block_equals_torch(kind, tokens):
     block = kind(
         SelfAttention(DIM, HEADS),
         MLP(DIM, HIDDEN),
-        norms=(nn.LayerNorm(DIM, eps=1e-6), nn.LayerNorm(DIM, eps=1e-6)),
+        norm=partial(nn.LayerNorm, DIM, eps=1e-6),
         scales=(nn.Identity(), nn.Identity()),
     )
     with torch.no_grad():
@@ -90,9 +115,60 @@ def test_block_equals_torch(kind, tokens):
     for ours, theirs in names.items():
         state = {name.replace(ours, theirs): tensor for name, tensor in state.items()}
     reference.load_state_dict(state)
-    torch.testing.assert_close(block(tokens), reference(tokens))
-    expected = block.attn.weights(block.norm1(tokens) if kind is PreNormBlock else tokens)
-    assert torch.equal(block.attention_map(tokens), expected)
+    torch.testing.assert_close(block(tokens, Places())[0], reference(tokens))
+
+
+def test_parallel_block_equals_timm(tokens):
+    norm = partial(nn.LayerNorm, DIM, eps=1e-6)
+    scales = (LayerScale(DIM, 0.5), LayerScale(DIM, 2.0))
+    block = ParallelBlock(SelfAttention(DIM, HEADS), MLP(DIM, 4 * DIM), norm=norm, scales=scales)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        # theirs has one scale for the sum of both parts
+        block.ls1.gamma.copy_(block.ls2.gamma)
+    theirs = ParallelScalingBlock(
+        DIM, HEADS, qkv_bias=True, init_values=1.0, norm_layer=NORM, fuse_out_proj=True
+    )
+    wide, narrow = block.mlp.fc1, block.attn.qkv
+    state = {
+        "in_norm.weight": block.norm1.weight,
+        "in_norm.bias": block.norm1.bias,
+        "in_proj.weight": torch.cat([wide.weight, narrow.weight]),
+        "in_proj.bias": torch.cat([wide.bias, narrow.bias]),
+        "out_proj.weight": torch.cat([block.attn.proj.weight, block.mlp.fc2.weight], dim=1),
+        "out_proj.bias": block.attn.proj.bias + block.mlp.fc2.bias,
+        "ls.gamma": block.ls1.gamma,
+    }
+    theirs.load_state_dict(state)
+    torch.testing.assert_close(block(tokens, Places())[0], theirs(tokens))
+
+
+def test_sandwich_block_normalises_before_and_after_each_part(tokens):
+    norm = partial(nn.LayerNorm, DIM, eps=1e-6)
+    scales = (nn.Identity(), nn.Identity())
+    block = SandwichNormBlock(SelfAttention(DIM, HEADS), MLP(DIM, HIDDEN), norm=norm, scales=scales)
+    block.double()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    state = block.state_dict()
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / (var + 1e-6).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    x = tokens.double()
+    reference = nn.MultiheadAttention(DIM, HEADS, batch_first=True, dtype=torch.float64)
+    reference.in_proj_weight.data, reference.in_proj_bias.data = block.attn.qkv.parameters()
+    reference.out_proj.load_state_dict(block.attn.proj.state_dict())
+    y = normed(x, "norm1")
+    x = x + normed(reference(y, y, y)[0], "norm1_post")
+    hidden = nn.functional.gelu(
+        normed(x, "norm2") @ state["mlp.fc1.weight"].T + state["mlp.fc1.bias"]
+    )
+    x = x + normed(hidden @ state["mlp.fc2.weight"].T + state["mlp.fc2.bias"], "norm2_post")
+    torch.testing.assert_close(block(tokens.double(), Places())[0], x)
 
 
 def test_drop_path_skips_whole_images_and_keeps_the_mean():
@@ -118,8 +194,9 @@ def test_patch_embedding_equals_the_convolution():
     conv.weight.data = embed.proj.weight.data.reshape(DIM, 3, 4, 4)
     conv.bias.data = embed.proj.bias.data
     images = torch.randn(2, 3, 8, 12)
-    torch.testing.assert_close(embed(images), conv(images).flatten(2).transpose(1, 2))
-    assert embed.grid(images) == (2, 3)
+    patches, grid = embed(images)
+    torch.testing.assert_close(patches, conv(images).flatten(2).transpose(1, 2))
+    assert grid == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -137,5 +214,5 @@ def test_patch_embedding_refuses_other_images(shape, message):
 
 
 def test_pooling_reads_what_it_says(tokens):
-    assert torch.equal(ClassTokenPooling()(tokens), tokens[:, 0])
-    torch.testing.assert_close(MeanPooling(2)(tokens), tokens[:, 2:].mean(1))
+    assert torch.equal(ClassTokenPooling()(tokens, Places()), tokens[:, 0])
+    torch.testing.assert_close(MeanPooling(2)(tokens, Places()), tokens[:, 2:].mean(1))

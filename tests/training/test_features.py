@@ -280,7 +280,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(colour_data, tmp_path,
 def test_a_killed_extraction_goes_on_after_its_last_chunk(colour_data, tmp_path, monkeypatch):
     monkeypatch.setattr(feature_making, "CHUNK", 10)
     samples, watched = samples_of(colour_data), Watched(tmp_path)
-    forward = watched.network.forward_features
+    forward = watched.network.features
     calls = []
 
     def dying(images: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_a_killed_extraction_goes_on_after_its_last_chunk(colour_data, tmp_path,
             raise KeyboardInterrupt
         return forward(images)
 
-    monkeypatch.setattr(watched.network, "forward_features", dying)
+    monkeypatch.setattr(watched.network, "features", dying)
     with pytest.raises(KeyboardInterrupt):
         watched(samples)
     assert len(chunks(tmp_path)) == 1

@@ -332,7 +332,10 @@ def test_new_zeros_are_not_shared(pretrained):
         ({"norm_eps": 1e-5}, "norm_eps=1e-05: timm vit_small has norm_eps=1e-06"),
         ({"final_norm": "pooled"}, "final_norm=pooled: timm vit_small has final_norm=auto"),
         ({"prefix_positions": "none"}, "prefix_positions=none: timm vit_small has prefix_po"),
-        ({"rotary_reference": 7}, "rotary_reference=7: timm vit_small has rotary_reference=None"),
+        (
+            {"position": "rotary", "rotary_reference": 7},
+            "position=rotary, rotary_reference=7: timm vit_small has position=learned, rotary_ref",
+        ),
         (
             {"dim": 64, "depth": 3, "num_heads": 8, "norm": "rmsnorm", "norm_pre": True},
             "dim=64, depth=3, num_heads=8, norm=rmsnorm, norm_pre=True: timm vit_small has dim=48",

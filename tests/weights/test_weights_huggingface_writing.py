@@ -162,6 +162,10 @@ def test_transformers_opens_what_is_written(name, randomise, tmp_path):
 REFUSED = {
     "norm=layernorm, not rmsnorm": {"norm": "rmsnorm"},
     "norm_order=pre, not post": {"norm_order": "post"},
+    "norm_order=pre, not sandwich": {"norm_order": "sandwich"},
+    "none has parallel_blocks=True": {"parallel_blocks": True},
+    "none has num_kv_heads=2": {"num_kv_heads": 2},
+    "feedforward=mlp, not swiglu_packed": {"feedforward": "swiglu_packed"},
     "qk_norm=False, not True": {"qk_norm": True},
     "not rotary (index)": {"position": "rotary"},
     "not learned and rotary": {"position": "learned_rotary"},

@@ -75,8 +75,21 @@ OPENS = [
     {"position": "learned_rotary", "prefix_positions": "none", "channels": 1},
     {"position": "learned_rotary", "prefix_positions": "all", "registers": 1},
 ]
+# These come back as their equals: gate and value in matrices of their own.
+UNPACKED = [
+    {"feedforward": "swiglu_packed"},
+    {"feedforward": "swiglu_packed", "norm": "rmsnorm", "layer_scale": 0.1, "registers": 2},
+]
 REFUSED = [
     ({"norm_order": "post"}, "norm_order=post"),
+    ({"norm_order": "sandwich"}, "norm_order=sandwich"),
+    ({"parallel_blocks": True}, "parallel_blocks=True"),
+    ({"repeat_blocks": 2}, "repeat_blocks=2"),
+    ({"num_kv_heads": 1}, "num_kv_heads=1"),
+    (
+        {"position": "rotary", "feedforward": "swiglu_packed"},
+        "feedforward=swiglu_packed with position=rotary",
+    ),
     ({"pooling": "class_token_mean"}, "pooling=class_token_mean"),
     ({"norm_eps": 1e-12}, "norm=layernorm with norm_eps=1e-12 and feedforward=mlp"),
     ({"norm_pre": True}, "patch_bias=True with norm_pre=True"),
@@ -105,7 +118,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("options", OPENS, ids=str)
+@pytest.mark.parametrize("options", OPENS + UNPACKED, ids=str)
 def test_timm_gives_the_same_logits(options, tmp_path, randomise):
     settings = ModelConfig(**{**SMALL, **options})
     ours = build_classifier(settings).eval()

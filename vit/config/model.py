@@ -5,6 +5,15 @@ from typing import Literal
 
 from vit.config.section import Section, setting
 
+ROTARY = ("rotary", "learned_rotary")
+# setting -> the part that reads it, and which kinds of that part do
+BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+    "rotary_grid": ("position", ROTARY),
+    "rotary_temperature": ("position", ROTARY),
+    "rotary_reference": ("position", ROTARY),
+    "activation": ("feedforward", ("mlp",)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
@@ -24,6 +33,10 @@ class ModelConfig(Section):
     """Number of encoder blocks."""
     num_heads: int = 6
     """Attention heads; divides dim."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values (Ainslie et al., arXiv:2305.13245); num_heads when left empty."""
+    repeat_blocks: int = 1
+    """Times the stack of blocks is applied with the same weights (ALBERT, arXiv:1909.11942)."""
     hidden_dim: int | None = None
     """Inner width of the feed-forward part; 4 x dim when left empty."""
     class_token: bool = True
@@ -46,8 +59,10 @@ class ModelConfig(Section):
     """Normalisation layer."""
     norm_eps: float = 1e-6
     """Added to a variance (or mean square) before its root is taken."""
-    norm_order: Literal["pre", "post"] = "pre"
-    """Normalise before each part of a block (pre) or after its residual sum (post)."""
+    norm_order: Literal["pre", "post", "sandwich"] = "pre"
+    """Normalise before each part of a block, after its residual sum, or before and after it."""
+    parallel_blocks: bool = False
+    """Attention and feed-forward part read the same tokens (Dehghani et al., arXiv:2302.05442)."""
     norm_pre: bool = False
     """Normalise the tokens before the first block too (CLIP)."""
     final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
@@ -60,8 +75,8 @@ class ModelConfig(Section):
     """Bias in the projection after attention and in the feed-forward part."""
     qk_norm: bool = False
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
-    feedforward: Literal["mlp", "swiglu"] = "mlp"
-    """Feed-forward part of a block."""
+    feedforward: Literal["mlp", "swiglu", "swiglu_packed"] = "mlp"
+    """Feed-forward part of a block; swiglu_packed has one matrix for gate and value."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
     """Activation of the mlp."""
     layer_scale: float = setting(0.0, "--init-values")
@@ -77,6 +92,7 @@ class ModelConfig(Section):
 
     def __post_init__(self) -> None:
         self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
+        self.check_least(1, "repeat_blocks")
         self.check_least(0, "registers", "layer_scale", "num_classes")
         self.check_above(0, "norm_eps", "rotary_temperature")
         self.check_share("dropout", "attention_dropout", "drop_path")
@@ -100,8 +116,21 @@ class ModelConfig(Section):
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
         if self.prefix_positions == "class_token" and not self.class_token:
             self.refuse("prefix_positions", "there is no class token")
-        if self.feedforward == "swiglu" and self.activation != "gelu":
-            self.refuse("activation", "swiglu brings its own; leave it at gelu")
+        if self.num_kv_heads is not None:
+            self.check_least(1, "num_kv_heads")
+            if self.num_heads % self.num_kv_heads:
+                self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
+        if self.parallel_blocks and self.norm_order != "pre":
+            self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
+        self._check_absent()
+
+    def _check_absent(self) -> None:
+        """Refuse what belongs to a part that this network does not have."""
+        for name, (part, kinds) in BELONGS_TO.items():
+            default = self.__dataclass_fields__[name].default
+            if getattr(self, name) != default and getattr(self, part) not in kinds:
+                have = f"{part}={getattr(self, part)}"
+                self.refuse(name, f"{have} does not read it; {part}={' or '.join(kinds)} does")
 
     def _check_rotary(self) -> None:
         if self.is_rotary and self.dim // self.num_heads % 4:
@@ -138,7 +167,7 @@ class ModelConfig(Section):
     @property
     def is_rotary(self) -> bool:
         """Whether queries and keys are turned by their places."""
-        return self.position in ("rotary", "learned_rotary")
+        return self.position in ROTARY
 
     @property
     def last_norm(self) -> str:

@@ -5,83 +5,32 @@
 Source: Vaswani et al., "Attention Is All You Need", section 3.2, arXiv:1706.03762.
 """
 
+from typing import NamedTuple, Protocol
+
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.model.positions import Grid
 from vit.model.rotary import Rotate, unturned
 
 # Longest sequence whose score matrix the CPU may hold; its memory grows with the square.
 LONGEST_EXPLICIT = 1024
 
 
-class SelfAttention(nn.Module):
-    """Every token gathers from all tokens of its own image.
+class Attend(Protocol):
+    """A way to mix values, as `attend` does."""
 
-    Args:
-        dim: Width of a token.
-        num_heads: Heads that share `dim` equally.
-        q_norm, k_norm: Normalise each head's queries and keys; identities by default.
-        qkv_bias: Whether the projections to queries, keys and values have a bias.
-        proj_bias: Whether the projection at the end has one.
-        attention_dropout: Probability of dropping an attention weight during training.
-        dropout: Probability of dropping an output during training.
-
-    Raises:
-        ValueError: `dim` is not a multiple of `num_heads`.
-    """
-
-    def __init__(
+    def __call__(
         self,
-        dim: int,
-        num_heads: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         *,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
-        attention_dropout: float = 0.0,
+        mask: Tensor | None = None,
         dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"dim={dim} does not split into {num_heads} heads")
-        self.num_heads = num_heads
-        self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.q_norm = q_norm or nn.Identity()
-        self.k_norm = k_norm or nn.Identity()
-        self.proj = nn.Linear(dim, dim, bias=proj_bias)
-        self.proj_drop = nn.Dropout(dropout)
-
-    def split(self, x: Tensor, rotate: Rotate = unturned) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, tokens, dim) -> query, key, value, each (batch, heads, tokens, head_dim)"""
-        query, key, value = rearrange(
-            self.qkv(x),
-            "batch tokens (qkv heads head_dim) -> qkv batch heads tokens head_dim",
-            qkv=3,
-            heads=self.num_heads,
-        ).unbind(0)
-        return rotate(self.q_norm(query)), rotate(self.k_norm(key)), value
-
-    def forward(
-        self, x: Tensor, rotate: Rotate = unturned, *, mask: Tensor | None = None
-    ) -> Tensor:
-        """(batch, tokens, dim) -> (batch, tokens, dim); `mask` as for `attend`."""
-        query, key, value = self.split(x, rotate)
-        dropout = self.attention_dropout if self.training else 0.0
-        mixed = attend(query, key, value, mask=mask, dropout=dropout)
-        mixed = rearrange(mixed, "batch heads tokens head_dim -> batch tokens (heads head_dim)")
-        tokens: Tensor = self.proj_drop(self.proj(mixed))
-        return tokens
-
-    def weights(
-        self, x: Tensor, rotate: Rotate = unturned, *, mask: Tensor | None = None
-    ) -> Tensor:
-        """How much each token (row) gathers from each (column), (batch, heads, tokens, tokens)."""
-        query, key, _ = self.split(x, rotate)
-        return attention_weights(query, key, mask=mask)
+    ) -> Tensor: ...
 
 
 def attend(
@@ -95,7 +44,8 @@ def attend(
     Args:
         query: (batch, heads, tokens, head_dim).
         key, value: (batch, heads, memory_tokens, head_dim).
-        mask: True where a query may look, (tokens, memory_tokens) or broadcast to the scores.
+        mask: True where a query may look, or numbers added to the scores, (tokens, memory_tokens)
+            or whatever broadcasts to the scores.
         dropout: Probability of dropping an attention weight.
 
     Returns:
@@ -126,6 +76,115 @@ def attention_weights(query: Tensor, key: Tensor, *, mask: Tensor | None = None)
         query.new_zeros(1), query, key.transpose(1, 2), beta=0, alpha=head_dim**-0.5
     )
     scores = rearrange(scores, "(batch heads) ... -> batch heads ...", batch=batch)
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
     return scores.softmax(dim=-1)
+
+
+class Places(NamedTuple):
+    """What the blocks know of their tokens besides the values."""
+
+    grid: Grid = (0, 0)
+    """Rows and columns of the patches."""
+    rotate: Rotate = unturned
+    """Turns queries and keys by their places."""
+    mask: Tensor | None = None
+    """Where queries may look, or what is added to their scores, as for `attend`."""
+    attend: Attend = attend
+    """How values are mixed."""
+
+
+class Unbiased(nn.Module):
+    """Scores depend on queries and keys alone."""
+
+    def forward(self, places: Places) -> Tensor | None:
+        """The mask of the attention: the one that the caller gave."""
+        return places.mask
+
+
+class SelfAttention(nn.Module):
+    """Every token gathers from all tokens of its own image.
+
+    Args:
+        dim: Width of a token.
+        num_heads: Heads that share `dim` equally.
+        num_kv_heads: Heads of keys and values, each read by as many heads of queries (Ainslie et
+            al., "GQA", section 2.2, arXiv:2305.13245; with 1, Shazeer's multi-query attention,
+            arXiv:1911.02150); as many as `num_heads` by default.
+        rel_pos: Makes what is added to the scores from the places of the tokens.
+        q_norm, k_norm: Normalise each head's queries and keys; identities by default.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        proj_bias: Whether the projection at the end has one.
+        attention_dropout: Probability of dropping an attention weight during training.
+        dropout: Probability of dropping an output during training.
+
+    Raises:
+        ValueError: `dim` is not a multiple of `num_heads`, or that not of `num_kv_heads`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        rel_pos: nn.Module | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        attention_dropout: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim={dim} does not split into {num_heads} heads")
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        self.heads = (num_heads, kv_heads, kv_heads)
+        self.attention_dropout = attention_dropout
+        self.qkv = nn.Linear(dim, sum(self.heads) * (dim // num_heads), bias=qkv_bias)
+        self.rel_pos = rel_pos or Unbiased()
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
+        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        self.proj_drop = nn.Dropout(dropout)
+
+    def split(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, tokens, dim) -> query, key, value, each (batch, its heads, tokens, head_dim)"""
+        joined = rearrange(
+            self.qkv(x),
+            "batch tokens (heads head_dim) -> batch heads tokens head_dim",
+            heads=sum(self.heads),
+        )
+        query, key, value = joined.split(self.heads, dim=1)
+        return places.rotate(self.q_norm(query)), places.rotate(self.k_norm(key)), value
+
+    def gather(self, query: Tensor, key: Tensor, value: Tensor, places: Places) -> Tensor:
+        """Queries, keys and values as `split` makes them -> (batch, tokens, dim)"""
+        share = self.heads[0] // self.heads[1]
+        mixed = places.attend(
+            query,
+            shared(key, share),
+            shared(value, share),
+            mask=self.rel_pos(places),
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        mixed = rearrange(mixed, "batch heads tokens head_dim -> batch tokens (heads head_dim)")
+        tokens: Tensor = self.proj_drop(self.proj(mixed))
+        return tokens
+
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        places = places or Places()
+        return self.gather(*self.split(x, places), places)
+
+
+def shared(x: Tensor, share: int) -> Tensor:
+    """(batch, heads, tokens, head_dim) -> each head `share` times in a row"""
+    return repeat(
+        x, "batch heads tokens head_dim -> batch (heads share) tokens head_dim", share=share
+    )

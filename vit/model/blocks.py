@@ -1,16 +1,21 @@
 """Encoder blocks: attention, then feed-forward, each on a residual branch.
 
-    pre:   x + f(norm(x))        post:   norm(x + f(x))
+    pre:        x + f(norm(x))
+    post:       norm(x + f(x))
+    sandwich:   x + norm(f(norm(x)))
+    parallel:   x + attention(norm(x)) + feedforward(norm(x))
 
 Source: Xiong et al., "On Layer Normalization in the Transformer Architecture", figure 1,
-arXiv:2002.04745.
+arXiv:2002.04745; Ding et al., "CogView", section 2.4, arXiv:2105.13290 (sandwich); Dehghani et al.,
+"Scaling Vision Transformers to 22 Billion Parameters", section 2.1, arXiv:2302.05442 (parallel).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import SelfAttention
-from vit.model.rotary import Rotate, unturned
+from vit.model.attention import Places, SelfAttention
 
 
 class LayerScale(nn.Module):
@@ -55,59 +60,84 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """What both orders of normalisation share.
+    """What all orders of normalisation share.
+
+    A block returns the places of its tokens too, since one that merges tokens changes them.
 
     Args:
         attn: Mixes the tokens of an image.
         mlp: Treats each token alone.
-        norms: The norms of the two branches.
+        norm: Makes one norm.
         scales: The layer scales of the two branches; identities where there are none.
         drop_path: Probability of skipping a branch during training.
     """
+
+    norms: tuple[str, ...] = ("norm1", "norm2")
+    norm1: nn.Module
+    norm2: nn.Module
 
     def __init__(
         self,
         attn: SelfAttention,
         mlp: nn.Module,
         *,
-        norms: tuple[nn.Module, nn.Module],
+        norm: Callable[[], nn.Module],
         scales: tuple[nn.Module, nn.Module],
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norms
+        for name in self.norms:
+            self.add_module(name, norm())
         self.attn, self.mlp = attn, mlp
         self.ls1, self.ls2 = scales
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def attention_map(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
-        """Attention weights on the tokens `x`, (batch, heads, tokens, tokens)."""
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         raise NotImplementedError
 
 
 class PreNormBlock(Block):
     """x + f(norm(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
-        """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), rotate)))
-        y: Tensor = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        return y
-
-    def attention_map(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
-        """Attention weights on the tokens `x`, (batch, heads, tokens, tokens)."""
-        return self.attn.weights(self.norm1(x), rotate)
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), places)))
+        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        return x, places
 
 
 class PostNormBlock(Block):
     """norm(x + f(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
-        """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, rotate))))
-        y: Tensor = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
-        return y
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, places))))
+        x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
+        return x, places
 
-    def attention_map(self, x: Tensor, rotate: Rotate = unturned) -> Tensor:
-        """Attention weights on the tokens `x`, (batch, heads, tokens, tokens)."""
-        return self.attn.weights(x, rotate)
+
+class SandwichNormBlock(Block):
+    """x + norm(f(norm(x))), for attention and then for the feed-forward part."""
+
+    norms = ("norm1", "norm1_post", "norm2", "norm2_post")
+    norm1_post: nn.Module
+    norm2_post: nn.Module
+
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+        x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), places))))
+        x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))
+        return x, places
+
+
+class ParallelBlock(Block):
+    """x + attention(norm(x)) + feedforward(norm(x)): both parts read the same."""
+
+    norms = ("norm1",)
+
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+        y = self.norm1(x)
+        x = x + self.drop_path(self.ls1(self.attn(y, places)) + self.ls2(self.mlp(y)))
+        return x, places

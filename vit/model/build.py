@@ -15,9 +15,16 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model.attention import SelfAttention
-from vit.model.blocks import Block, LayerScale, PostNormBlock, PreNormBlock
+from vit.model.blocks import (
+    Block,
+    LayerScale,
+    ParallelBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichNormBlock,
+)
 from vit.model.classifier import VisionTransformer
-from vit.model.feedforward import MLP, QuickGELU, SwiGLU
+from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.initialise import initialise
 from vit.model.norms import RMSNorm
 from vit.model.patches import PatchEmbedding
@@ -55,6 +62,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 FEEDFORWARDS: dict[str, Builder] = {
     "mlp": lambda c: _mlp(c, bias=c.proj_bias),
     "swiglu": lambda c: SwiGLU(c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout),
+    "swiglu_packed": lambda c: PackedSwiGLU(
+        c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout
+    ),
 }
 
 POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = {
@@ -78,6 +88,7 @@ ROTARY_GRIDS: dict[str, Callable[[ModelConfig], Callable[[int], Tensor]]] = {
 BLOCKS: dict[str, type[Block]] = {
     "pre": PreNormBlock,
     "post": PostNormBlock,
+    "sandwich": SandwichNormBlock,
 }
 
 POOLINGS: dict[str, Builder] = {
@@ -137,16 +148,19 @@ def assemble(config: ModelConfig) -> VisionTransformer:
         num_classes=config.num_classes,
         class_token=config.class_token,
         registers=config.registers,
+        repeats=config.repeat_blocks,
         dropout=config.dropout,
     )
 
 
 def _block(config: ModelConfig, index: int) -> Block:
     """Block number `index`, from 0; its drop-path rate grows linearly with depth."""
-    return BLOCKS[config.norm_order](
+    kind = ParallelBlock if config.parallel_blocks else BLOCKS[config.norm_order]
+    return kind(
         SelfAttention(
             config.dim,
             config.num_heads,
+            num_kv_heads=config.num_kv_heads,
             q_norm=_qk_norm(config),
             k_norm=_qk_norm(config),
             qkv_bias=config.qkv_bias,
@@ -155,7 +169,7 @@ def _block(config: ModelConfig, index: int) -> Block:
             dropout=config.dropout,
         ),
         FEEDFORWARDS[config.feedforward](config),
-        norms=(_norm(config), _norm(config)),
+        norm=partial(_norm, config),
         scales=(_scale(config), _scale(config)),
         drop_path=config.drop_path * index / max(config.depth - 1, 1),
     )

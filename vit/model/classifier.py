@@ -13,10 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vit.model.attention import Attend, Places, attend
 from vit.model.blocks import Block
+from vit.model.maps import Recorder
 from vit.model.patches import PatchEmbedding
 from vit.model.positions import LearnedPositions, NoPositions
-from vit.model.rotary import NoRotation, RotaryPositions, Rotate
+from vit.model.rotary import NoRotation, RotaryPositions
 
 
 class VisionTransformer(nn.Module):
@@ -28,6 +30,7 @@ class VisionTransformer(nn.Module):
         rotary: Makes the rotation by which queries and keys know them.
         norm_pre: Normalises all tokens before the first block.
         blocks: The encoder, in order.
+        repeats: Times that all blocks are applied, one round after the other.
         norm: Normalises all tokens after the last block.
         pool: Reduces tokens to one vector.
         fc_norm: Normalises the pooled vector.
@@ -59,6 +62,7 @@ class VisionTransformer(nn.Module):
         num_classes: int,
         class_token: bool = True,
         registers: int = 0,
+        repeats: int = 1,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -77,6 +81,7 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(dropout)
         self.norm_pre = norm_pre
         self.blocks = nn.ModuleList(blocks)
+        self.repeats = repeats
         self.norm = norm
         self.attn_pool = pool  # by timm's name, which is that of the one pooling with weights
         self.fc_norm = fc_norm
@@ -87,8 +92,8 @@ class VisionTransformer(nn.Module):
         """Width of the output; 0 without a head."""
         return self.head.out_features if isinstance(self.head, nn.Linear) else 0
 
-    def embed(self, images: Tensor) -> tuple[Tensor, Rotate]:
-        """Tokens before the first block, (batch, tokens, dim), and the rotation of their places.
+    def embed(self, images: Tensor) -> tuple[Tensor, Places]:
+        """Tokens before the first block, (batch, tokens, dim), and their places.
 
         Args:
             images: (batch, channels, height, width).
@@ -96,50 +101,55 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: Height or width is not a multiple of the patch size.
         """
-        patches = self.patch_embed(images)
+        patches, grid = self.patch_embed(images)
         prefix = [
             token.expand(patches.shape[0], -1, -1)
             for token in (self.cls_token, self.reg_token)
             if token is not None
         ]
         tokens = torch.cat([*prefix, patches], dim=1)
-        grid = self.patch_embed.grid(images)
         placed = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
-        return self.norm_pre(placed), self.rotary(grid, tokens)
+        return self.norm_pre(placed), Places(grid, self.rotary(grid, tokens))
+
+    def encode(self, images: Tensor, *, attend: Attend = attend) -> tuple[Tensor, Places]:
+        """Tokens after the last norm, (batch, tokens, dim), and their places.
+
+        Args:
+            images: (batch, channels, height, width).
+            attend: How attention mixes the values.
+        """
+        tokens, places = self.embed(images)
+        places = places._replace(attend=attend)
+        for block in [*self.blocks] * self.repeats:
+            tokens, places = block(tokens, places)
+        return self.norm(tokens), places
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> tokens after the last norm, (batch, tokens, dim)"""
-        tokens, rotate = self.embed(images)
-        for block in self.blocks:
-            tokens = block(tokens, rotate)
-        normed: Tensor = self.norm(tokens)
-        return normed
+        return self.encode(images)[0]
 
-    def pool(self, tokens: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> what the head reads, (batch, pooled_dim)"""
-        pooled: Tensor = self.fc_norm(self.attn_pool(tokens))
+    def pool(self, tokens: Tensor, places: Places) -> Tensor:
+        """Tokens as `encode` makes them -> what the head reads, (batch, pooled_dim)"""
+        pooled: Tensor = self.fc_norm(self.attn_pool(tokens, places))
         return pooled
 
-    def forward_head(self, tokens: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> logits (batch, classes)"""
-        logits: Tensor = self.head(self.pool(tokens))
-        return logits
+    def features(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> what the head reads, (batch, pooled_dim)"""
+        return self.pool(*self.encode(images))
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> logits (batch, classes)"""
-        return self.forward_head(self.forward_features(images))
+        logits: Tensor = self.head(self.features(images))
+        return logits
 
     def attention_maps(self, images: Tensor) -> list[Tensor]:
         """Attention weights of every block, each (batch, heads, tokens, tokens).
 
         Row i says where token i looks; the prefix tokens come first, then the patches by rows.
         """
-        (tokens, rotate), maps = self.embed(images), []
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            maps.append(block.attention_map(tokens, rotate))
-            tokens = block(tokens, rotate)
-        return maps
+        recorder = Recorder()
+        self.encode(images, attend=recorder)
+        return recorder.maps
 
     def reset_classifier(self, num_classes: int) -> None:
         """Replace the head by one of zeros for `num_classes` classes."""

@@ -72,6 +72,28 @@ class SwiGLU(nn.Module):
         return tokens
 
 
+class PackedSwiGLU(nn.Module):
+    """SwiGLU whose gate and value come from one matrix, the gate first.
+
+    Args:
+        dim, hidden_dim, bias, dropout: As for SwiGLU.
+    """
+
+    def __init__(
+        self, dim: int, hidden_dim: int, *, bias: bool = True, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 2 * hidden_dim, bias=bias)
+        self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        tokens: Tensor = self.drop(self.fc2(self.drop(F.silu(gate) * value)))
+        return tokens
+
+
 class QuickGELU(nn.Module):
     """x * sigmoid(1.702 x), the first approximation of Hendrycks and Gimpel (CLIP uses it)."""
 

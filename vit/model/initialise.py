@@ -15,8 +15,15 @@ from vit.model.blocks import LayerScale
 
 
 def xavier_squares(weight: Tensor) -> None:
-    """Xavier-uniform for query, key and value as the square matrices that they are."""
+    """Xavier-uniform for keys and values as the square matrices that they are."""
     for matrix in weight.chunk(len(weight) // weight.shape[1]):
+        nn.init.xavier_uniform_(matrix)
+
+
+def xavier_attention(weight: Tensor) -> None:
+    """Xavier-uniform for queries, keys and values apart, where the last two may be narrower."""
+    queries, others = weight.tensor_split([weight.shape[1]])
+    for matrix in (queries, *others.chunk(2)):
         nn.init.xavier_uniform_(matrix)
 
 
@@ -38,8 +45,9 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"^reg_token$", normal(0.02)),
     (r"^pos_embed$", normal(0.02)),
     (r"^patch_embed\.proj\.weight$", lecun_normal),
-    (r"norm(\d|_pre)?\.weight$|\.gamma$", nn.init.ones_),
-    (r"\.attn\.qkv\.weight$|^attn_pool\.kv\.weight$", xavier_squares),
+    (r"norm\d?(_pre|_post)?\.weight$|\.gamma$", nn.init.ones_),
+    (r"\.attn\.qkv\.weight$", xavier_attention),
+    (r"^attn_pool\.kv\.weight$", xavier_squares),
     (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
     (r"\.(attn\.proj|mlp\.fc\w+)\.weight$", nn.init.xavier_uniform_),
     (r"\.mlp\.fc\w+\.bias$", normal(1e-6)),

@@ -8,6 +8,8 @@ Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", section 3.1, arXiv:
 from einops import rearrange
 from torch import Tensor, nn
 
+from vit.model.positions import Grid
+
 
 class PatchEmbedding(nn.Module):
     """Cuts images into square patches and projects each to one token, row by row.
@@ -28,7 +30,7 @@ class PatchEmbedding(nn.Module):
         self.patch_size = patch_size
         self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
 
-    def grid(self, images: Tensor) -> tuple[int, int]:
+    def grid(self, images: Tensor) -> Grid:
         """(rows, cols) of patches in `images`.
 
         Raises:
@@ -45,8 +47,8 @@ class PatchEmbedding(nn.Module):
                 )
         return height // self.patch_size, width // self.patch_size
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> (batch, rows * cols, dim)"""
+    def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """(batch, channels, height, width) -> (batch, rows * cols, dim), and (rows, cols)"""
         rows, cols = self.grid(images)
         patches = rearrange(
             images,
@@ -55,5 +57,4 @@ class PatchEmbedding(nn.Module):
             rows=rows,
             cols=cols,
         )
-        tokens: Tensor = self.proj(patches)
-        return tokens
+        return self.proj(patches), (rows, cols)

@@ -9,13 +9,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import attend
+from vit.model.attention import Places, attend
 
 
 class ClassTokenPooling(nn.Module):
     """Takes the class token, which is the first."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         return tokens[:, 0]
 
@@ -31,7 +31,7 @@ class MeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         return tokens[:, self.prefix :].mean(dim=1)
 
@@ -47,7 +47,7 @@ class ClassTokenMeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, 2 * dim)"""
         return torch.cat([tokens[:, 0], tokens[:, self.prefix :].mean(dim=1)], dim=1)
 
@@ -82,7 +82,7 @@ class AttentionPooling(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.norm, self.mlp = norm, mlp
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         query = rearrange(
             self.q(self.latent), "1 query (heads dim) -> 1 heads query dim", heads=self.num_heads

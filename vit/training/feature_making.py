@@ -199,7 +199,7 @@ class FeatureMaker:
         dtype = next(network.parameters()).dtype
         inputs = self.preprocessing.normalise(filled.to(device), dtype)
         with autocast(inference_precision(self.precision, device), device):
-            read: Tensor = network.pool(network.forward_features(inputs))
+            read: Tensor = network.features(inputs)
         return read[:count].float().cpu()
 
 

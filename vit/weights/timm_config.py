@@ -11,6 +11,7 @@ from typing import Any
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.presets import PRESETS
+from vit.weights.ours_alone import only_ours
 
 # Settings that JSON cannot hold, classes and epsilons among them, come from an architecture that
 # has them; all others are arguments. By norm, epsilon and feed-forward part:
@@ -21,6 +22,8 @@ PLAIN: dict[tuple[str, float, str], str] = {
     ("layernorm", 1e-6, "swiglu"): "aimv2_large_patch14_224",
     ("rmsnorm", 1e-6, "swiglu"): "aimv2_large_patch14_224",
     ("rmsnorm", 1e-5, "swiglu"): "aimv2_large_patch14_224",
+    ("layernorm", 1e-6, "swiglu_packed"): "vit_giant_patch14_dinov2",
+    ("rmsnorm", 1e-6, "swiglu_packed"): "vit_giant_patch14_dinov2",
 }
 # timm's Eva takes no norm by name.
 ROTARY: dict[tuple[str, float], str] = {
@@ -37,7 +40,7 @@ GRIDS = {"index": "cat", "centred": "dinov3"}
 
 # What timm cannot build, and why. Tables of positions are weights like any other, also sinusoids.
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
-    ("norm_order=post", lambda c: c.norm_order == "post"),
+    ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
     ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
     ("patch_bias={c.patch_bias} with norm_pre={c.norm_pre}", lambda c: c.patch_bias == c.norm_pre),
     (
@@ -45,8 +48,8 @@ REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
         lambda c: _has_table(c) and c.num_placed_tokens not in (0, c.num_prefix_tokens),
     ),
     (
-        "pooling=attention with feedforward=swiglu",
-        lambda c: c.pooling == "attention" and c.feedforward == "swiglu",
+        "pooling=attention with feedforward={c.feedforward}",
+        lambda c: c.pooling == "attention" and c.feedforward != "mlp",
     ),
     (
         "norm={c.norm} with norm_eps={c.norm_eps:g} and feedforward={c.feedforward}",
@@ -61,6 +64,10 @@ REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
         lambda c: c.is_rotary and c.activation != "gelu",
     ),
     ("proj_bias=False with position={c.position}", lambda c: c.is_rotary and not c.proj_bias),
+    (
+        "feedforward={c.feedforward} with position={c.position}",
+        lambda c: c.is_rotary and c.feedforward == "swiglu_packed",
+    ),
     (
         "pooling=attention with position={c.position} and tokens before the patches",
         lambda c: c.is_rotary and c.pooling == "attention" and c.num_prefix_tokens > 0,
@@ -98,7 +105,7 @@ def timm_config(
 def timm_refusal(config: ModelConfig) -> str | None:
     """The settings of which timm has no network; None where it has one."""
     found = (text.format(c=config) for text, impossible in REFUSALS if impossible(config))
-    return next(found, None)
+    return only_ours(config) or next(found, None)
 
 
 def architecture(config: ModelConfig) -> str:
@@ -118,6 +125,7 @@ def architecture(config: ModelConfig) -> str:
 def model_args(config: ModelConfig) -> dict[str, Any]:
     """All arguments of timm's network, whatever the architecture's are."""
     last = config.last_norm
+    packed = 2 if config.feedforward == "swiglu_packed" else 1
     shared = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
@@ -125,7 +133,7 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "embed_dim": config.dim,
         "depth": config.depth,
         "num_heads": config.num_heads,
-        "mlp_ratio": mlp_ratio(config.dim, config.feedforward_dim),
+        "mlp_ratio": mlp_ratio(config.dim, packed * config.feedforward_dim),
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
         "class_token": config.class_token,
@@ -134,7 +142,7 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
     }
     if config.is_rotary:
         return {**shared, **_eva_args(config, last)}
-    gated = config.feedforward == "swiglu"
+    gated = config.feedforward.startswith("swiglu")
     # timm gives a norm by name its usual epsilon; another one is the architecture's.
     norm = {"norm_layer": config.norm} if config.norm_eps == NAMED_EPSILON else {}
     return {

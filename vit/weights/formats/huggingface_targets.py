@@ -9,6 +9,7 @@ from typing import Any
 
 from vit.config import ModelConfig
 from vit.weights.formats.huggingface_config import gated_width
+from vit.weights.ours_alone import only_ours
 
 WIDEST = 64
 
@@ -129,6 +130,9 @@ def huggingface_refusal(config: ModelConfig) -> str | None:
     """Why no class of transformers computes what `config` does; None where one does."""
     if config.num_classes == 1:
         return "it takes a single output for yes or no, not for a class"
+    alone = only_ours(config)
+    if alone is not None:
+        return f"none has {alone}"
     target = target_of(config)
     obstacles = target.obstacles(traits_of(config))
     if not obstacles:
