@@ -1,16 +1,21 @@
 """Tables and config name the same options, and every option honours the same contract."""
 
+from itertools import combinations, product
 from typing import get_args, get_type_hints
 
+import onnxruntime
 import pytest
 import timm
 import torch
+from torch.func import functional_call
 
-from vit.config import ModelConfig
+from vit.config import Config, ModelConfig
+from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model import build
 from vit.model.build import build_classifier, create_model
 from vit.presets import PRESETS
+from vit.weights.folder import load_run, save_model
 
 TABLES = {
     "norm": build.NORMS,
@@ -181,24 +186,133 @@ def test_reset_classifier_starts_from_zeros():
     assert not model.head.weight.any()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"registers": 2, "qk_norm": True, "norm": "rmsnorm", "feedforward": "swiglu"}]
-)
-def test_exports_with_any_batch(options):
-    model = build_classifier(ModelConfig(**{**SMALL, **options})).eval()
-    torch.nn.init.normal_(model.head.weight)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    example = (torch.randn(3, 3, 16, 16),)
-    program = torch.export.export(model, example, dynamic_shapes=({0: batch},)).module()
-    for count in (1, 5):
-        images = torch.randn(count, 3, 16, 16)
-        torch.testing.assert_close(program(images), model(images))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_has_the_gradients_of_its_values(options):
+    """Along random directions of images and all parameters, against differences in float64."""
+    model = random_network(options).double().eval()
+    parameters = dict(model.named_parameters())
+    images = torch.randn(2, channels(options), 16, 16, dtype=torch.float64, requires_grad=True)
+    point = {**parameters, "images": images}
+    weights = torch.randn(2, 3, dtype=torch.float64)
+
+    def value(point: dict[str, torch.Tensor]) -> torch.Tensor:
+        state = {name: point[name] for name in parameters}
+        return (functional_call(model, state, point["images"]) * weights).sum()
+
+    gradients = torch.autograd.grad(value(point), point.values())
+    for step in (1e-6, 2e-6):
+        ways = [torch.randn_like(tensor) for tensor in point.values()]
+        slope = sum((a * b).sum() for a, b in zip(gradients, ways, strict=True))
+        ahead, behind = (
+            {
+                name: tensor.detach() + by * way
+                for (name, tensor), way in zip(point.items(), ways, strict=True)
+            }
+            for by in (step, -step)
+        )
+        torch.testing.assert_close(
+            (value(ahead) - value(behind)) / (2 * step), slope, rtol=1e-5, atol=1e-5
+        )
 
 
-def test_compiles_as_one_graph():
-    model = build_classifier(ModelConfig(**{**SMALL, "depth": 1, "drop_path": 0.1}))
-    torch.nn.init.normal_(model.head.weight)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    images = torch.randn(2, 3, 16, 16)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_is_saved_and_loaded(options, tmp_path):
+    model = random_network(options).eval()
+    run = Config(model=ModelConfig(**{**SMALL, **options}))
+    preprocessing = Preprocessing.of(run.data, run.model.image_size)
+    save_model(tmp_path, model, config=run, classes=["a", "b", "c"], preprocessing=preprocessing)
+    images = torch.randn(2, channels(options), 16, 16)
+    assert torch.equal(load_run(tmp_path).model(images), model(images))
+
+
+def random_network(options):
+    """The network of `options`, no part of which is zero."""
+    torch.manual_seed(0)
+    model = build_classifier(ModelConfig(**{**SMALL, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def channels(options) -> int:
+    return options.get("channels", 3)
+
+
+# Networks with many options each, which export and compile in the default suite; one by one they
+# do in the slow one.
+MIXTURES = [
+    {"registers": 2, "qk_norm": True, "norm": "rmsnorm", "feedforward": "swiglu"},
+    {"position": "rotary", "pooling": "mean", "norm_order": "sandwich", "num_kv_heads": 2},
+    {"position": "sinusoidal_2d", "pooling": "attention", "parallel_blocks": True}
+    | {"feedforward": "swiglu_packed", "layer_scale": 0.1},
+]
+SINGLE = [pytest.param(options, marks=pytest.mark.slow, id=str(options)) for options in OPTIONS]
+EACH = [*MIXTURES, *SINGLE]
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.onnx, on names of its own
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@torch.no_grad()
+def test_runs_in_onnxruntime_with_any_batch(options, tmp_path):
+    model = random_network(options).eval()
+    batch = {0: torch.export.Dim("batch", min=1, max=64)}
+    example = torch.randn(3, channels(options), 16, 16)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (example,), path, dynamo=True, dynamic_shapes=(batch,), verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for count in (1, 2, 5):
+        images = torch.randn(count, channels(options), 16, 16)
+        (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_compiles_as_one_graph(options):
+    model = random_network(options).eval()
+    images = torch.randn(2, channels(options), 16, 16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(compiled(images), model(images))
+    model.train()
+    compiled(images).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def pairwise(factors: dict[str, list]) -> list[dict[str, object]]:
+    """Few combinations in which each two values of different factors meet."""
+    open_pairs = {
+        ((one, a), (two, b))
+        for one, two in combinations(factors, 2)
+        for a in factors[one]
+        for b in factors[two]
+    }
+    everything = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    chosen = []
+    while open_pairs:
+        best = max(everything, key=lambda row: len(open_pairs & {*combinations(row.items(), 2)}))
+        open_pairs -= {*combinations(best.items(), 2)}
+        chosen.append(best)
+    return chosen
+
+
+GRID = ("position", "norm", "norm_order", "feedforward", "pooling")
+PAIRS = pairwise({field: [*TABLES[field]] for field in GRID})
+
+
+@pytest.mark.parametrize("options", PAIRS, ids=lambda options: "-".join(options.values()))
+def test_every_two_options_train_together(options):
+    torch.manual_seed(0)
+    model = build_classifier(ModelConfig(**{**SMALL, **options}))
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    images, labels = torch.randn(8, 3, 16, 16), torch.randint(3, (8,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

@@ -27,6 +27,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)"""
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float))
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)

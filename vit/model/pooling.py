@@ -93,7 +93,7 @@ class AttentionPooling(nn.Module):
             kv=2,
             heads=self.num_heads,
         ).unbind(0)
-        mixed = attend(query.expand(len(tokens), -1, -1, -1), key, value)
+        mixed = attend(query.expand(tokens.shape[0], -1, -1, -1), key, value)
         x = self.proj(rearrange(mixed, "batch heads 1 dim -> batch (heads dim)"))
         y: Tensor = x + self.mlp(self.norm(x))
         return y

@@ -186,7 +186,8 @@ def _assemble(content: Any, state: dict[str, Tensor]) -> LoadedRun:
     if config.depth > len(state):
         raise WeightsError(f"depth={config.depth}, but there are only {len(state)} tensors")
     model = empty_model(config)
-    state = {name: tensor.float() for name, tensor in from_timm(state).items()}
+    renamed = from_timm(state, packed=config.feedforward == "swiglu_packed")
+    state = {name: tensor.float() for name, tensor in renamed.items()}
     check_fit(state, model)
     model.load_state_dict(state, assign=True)
     return LoadedRun(model.eval(), classes, preprocessing, config)

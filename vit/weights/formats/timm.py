@@ -89,8 +89,12 @@ def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
         return False
 
 
-def from_timm(state: Mapping[str, Tensor]) -> State:
+def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     """Weights of timm's VisionTransformer or Eva, under our names and in our shapes.
+
+    Args:
+        state: Their tensors.
+        packed: Leave gate and value of a SwiGLU in one matrix.
 
     Raises:
         WeightsError: There is no patch projection, a part of a query, key and value is missing, or
@@ -103,7 +107,8 @@ def from_timm(state: Mapping[str, Tensor]) -> State:
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
             raise WeightsError(f"{printable(name)} is there beside a whole qkv")
-    return flatten_patches(_unpacked(fuse_qkv(_with_key_biases(ours))))
+    whole = fuse_qkv(_with_key_biases(ours))
+    return flatten_patches(whole if packed else _unpacked(whole))
 
 
 def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
