@@ -1,10 +1,15 @@
 """`vit models` names every preset, with the numbers of the network that is built."""
 
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
 from vit.commands.main import main
-from vit.commands.models import count_parameters, matching
+from vit.commands.models import count_flops, count_parameters, matching
+from vit.config import ModelConfig
+from vit.evaluation.cost import cost_of
 from vit.model.build import create_model
 from vit.presets import PRESETS
 from vit.weights import registry
@@ -18,12 +23,60 @@ def test_parameters_are_those_of_the_network(name):
     assert count_parameters(PRESETS[name], num_classes=10) == built
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_flops_are_those_of_the_network(name):
+    sizes = {**PRESETS[name], "depth": 2, "num_classes": 10}
+    cost = cost_of(ModelConfig(**sizes), batch_size=1)
+    assert count_flops(sizes, num_classes=10) == cost.flops
+    assert count_parameters(sizes, num_classes=10) == cost.parameters
+
+
 def test_lists_every_preset(capsys):
     assert main(["models"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, empty, note = capsys.readouterr().out.splitlines()
+    assert not empty
+    assert note.startswith("FLOPs of one picture: 2 for each multiply-add")
     assert [line.split()[0] for line in lines] == ["name", *PRESETS]
     small = next(line for line in lines if line.startswith("vit_small_patch16_224"))
-    assert small.split() == [*("vit_small_patch16_224", "22.1", "M", "224", "16", "384", "12", "6")]
+    words = "vit_small_patch16_224 22.1 M 9.2 G 224 16 384 12 6"
+    assert small.split() == words.split()
+
+
+def test_options_are_the_choices_of_the_settings(capsys):
+    assert main(["models", "--options"]) == 0
+    text = capsys.readouterr().out
+    rows = dict(line.split(": ", 1) for line in text.splitlines() if line[:1] not in ("", " ", "["))
+    hints = get_type_hints(ModelConfig)
+    choices = {name: get_args(kind) for name, kind in hints.items() if "Literal" in str(kind)}
+    assert len(choices) >= 9
+    for name, words in choices.items():
+        assert [word.strip("[]") for word in rows[name].split()] == [*words]
+    for field in fields(ModelConfig):
+        if field.name in rows:
+            assert f"[{str(field.default).lower()}]" in rows[field.name].split()
+    switches = {name for name, kind in hints.items() if kind is bool}
+    assert rows.keys() == choices.keys() | switches
+    assert "    How tokens know their place in the picture.\n" in text
+
+
+def test_a_pattern_narrows_the_options(capsys):
+    assert main(["models", "--options", "--", "--norm-order"]) == 0
+    assert capsys.readouterr().out.startswith("norm_order: [pre] post")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--options", "pozition"], "did you mean position?"),
+        (["--options", "--pretrained"], "not allowed with"),
+    ],
+)
+def test_options_that_are_not_there(words, said, capsys):
+    assert main(["models", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("pattern", ["SMALL_patch16", "vit_small_patch16_*"])

@@ -16,7 +16,8 @@ COMMANDS = {
     "predict": "label images with a trained model",
     "evaluate": "measure a trained model on labelled images",
     "convert": "turn any weights into a folder of timm or Hugging Face",
-    "models": "list the networks that can be built or loaded by name",
+    "models": "list the networks that can be built or loaded by name, and their options",
+    "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }
 
 EXIT_USAGE = 2

@@ -1,12 +1,25 @@
-"""`vit models`: the networks that can be built by name, and the pretrained ones of timm."""
+"""`vit models`: networks that can be built by name, what can be chosen, timm's pretrained ones."""
 
 import argparse
 import difflib
+import textwrap
 from fnmatch import fnmatch
 from typing import Any
 
+from vit.commands.options import choices_of
 from vit.errors import ConfigError, printable
 from vit.presets import PRESETS
+from vit.settings import Setting, all_settings, nearest
+
+FLOPS_NOTE = (
+    "FLOPs of one picture: 2 for each multiply-add, of which papers often count 1; "
+    "`vit summary NAME` shows the parts."
+)
+
+OPTIONS_NOTE = (
+    "[word] is the default. Flags: --norm-order post, --qk-norm, --no-class-token; keys in YAML: "
+    "norm_order: post."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,15 +30,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="*",
         help="part of a name, or a pattern such as 'vit_*_patch16_*'",
     )
-    parser.add_argument(
+    lists = parser.add_mutually_exclusive_group()
+    lists.add_argument(
         "--pretrained",
         action="store_true",
         help="list timm's pretrained weights instead, as --weights takes them",
     )
+    lists.add_argument(
+        "--options",
+        action="store_true",
+        help="list what can be chosen in a network by one word instead",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.options:
+        return list_options(args.pattern)
     return list_pretrained(args.pattern) if args.pretrained else list_presets(args.pattern)
+
+
+def list_options(pattern: str) -> int:
+    """Print every setting of the network that takes one of a few words.
+
+    Raises:
+        ConfigError: None is called like `pattern`.
+    """
+    options = {
+        setting.name: setting
+        for setting in all_settings().values()
+        if setting.section == "model" and words_of(setting)
+    }
+    word = pattern.lower().lstrip("-").replace("-", "_")
+    found = [option for name, option in options.items() if word in name or fnmatch(name, word)]
+    if not found:
+        hint = nearest(word, options) or "; leave it out to see all"
+        raise ConfigError(f"no option of the network is called like '{printable(pattern)}'{hint}")
+    for option in found:
+        words = [f"[{word}]" if word == shown(option) else word for word in words_of(option)]
+        print(f"{option.name}: {' '.join(words)}")
+        print(textwrap.indent(option.help, "    "))
+    print(f"\n{OPTIONS_NOTE}")
+    return 0
+
+
+def words_of(setting: Setting) -> tuple[str, ...]:
+    """The words that a setting takes; none where it takes numbers."""
+    return ("false", "true") if setting.kind is bool else choices_of(setting.kind)
+
+
+def shown(setting: Setting) -> str:
+    """The default of a setting, as one of its words."""
+    return str(setting.default).lower() if setting.kind is bool else str(setting.default)
 
 
 def list_pretrained(pattern: str) -> int:
@@ -46,22 +101,23 @@ def list_pretrained(pattern: str) -> int:
 
 
 def list_presets(pattern: str) -> int:
-    """Print the networks that can be built by name, and their sizes.
+    """Print the networks that can be built by name, their sizes and what they cost.
 
     Raises:
         ConfigError: None is called like `pattern`.
     """
     found = matching(pattern)
     width = max(len(name) for name in found)
-    print(f"{'name':<{width}}  parameters  image  patch   dim  depth  heads")
+    print(f"{'name':<{width}}  parameters    FLOPs  image  patch   dim  depth  heads")
     for name in found:
         sizes = PRESETS[name]
-        millions = count_parameters(sizes) / 1e6
+        millions, billions = count_parameters(sizes) / 1e6, count_flops(sizes) / 1e9
         print(
-            f"{name:<{width}}  {millions:>8.1f} M  {sizes['image_size']:>5}  "
+            f"{name:<{width}}  {millions:>8.1f} M  {billions:>5.1f} G  {sizes['image_size']:>5}  "
             f"{sizes['patch_size']:>5}  {sizes['dim']:>4}  {sizes['depth']:>5}  "
             f"{sizes['num_heads']:>5}"
         )
+    print(f"\n{FLOPS_NOTE}")
     return 0
 
 
@@ -89,3 +145,17 @@ def count_parameters(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
     block = 12 * dim**2 + 13 * dim  # attention 4 (dim² + dim), MLP 8 dim² + 5 dim, norms 4 dim
     head = 2 * dim + (dim + 1) * num_classes
     return embedding + tokens + int(sizes["depth"]) * block + head
+
+
+def count_flops(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
+    """FLOPs of a preset for one RGB picture, forward, without building it; 2 a multiply-add.
+
+    Products of matrices and attention, as vit/evaluation/cost.py counts them.
+    """
+    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
+    patches = (int(sizes["image_size"]) // patch_size) ** 2
+    tokens = patches + 1
+    embedding = patches * 3 * patch_size**2 * dim
+    # queries, keys, values and output 4 dim², MLP 8 dim²; scores and their mix, tokens dim each
+    block = tokens * (12 * dim**2 + 2 * tokens * dim)
+    return 2 * (embedding + int(sizes["depth"]) * block + dim * num_classes)

@@ -1,6 +1,11 @@
 """Flags that several commands share."""
 
 import argparse
+import typing
+from typing import Any, Literal
+
+from vit.presets import preset
+from vit.settings import Setting, all_settings
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
@@ -43,3 +48,53 @@ def whole_number(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
     return int(word)
+
+
+def add_setting(group: Any, setting: Setting) -> None:
+    """One flag: its text is checked with the settings of a file, so errors are the same."""
+    flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
+    options["help"] = f"{setting.help}{default_shown(setting)}".replace("%", "%%")
+    if setting.kind in (bool, bool | None):
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        return
+    if choices := choices_of(setting.kind):
+        options["metavar"] = "{" + "|".join(choices) + "}"
+    else:
+        options["metavar"] = setting.name.split("_")[-1].upper()
+    if count := numbers_taken(setting.kind):
+        options["nargs"] = count
+    group.add_argument(*flags, **options)
+
+
+def default_shown(setting: Setting) -> str:
+    """What --help says of the value where the flag is not given."""
+    if setting.name == "num_classes":
+        return ""
+    if setting.name in preset(str(all_settings()["model"].default)):
+        return " (default: the preset's)"
+    if setting.default is None:
+        return ""
+    number = isinstance(setting.default, float)
+    return f" (default: {setting.default:.4g})" if number else f" (default: {setting.default})"
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The words that a flag of this type takes; none where it takes any."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is Literal:
+            return typing.get_args(option)
+    return ()
+
+
+def numbers_taken(kind: Any) -> int:
+    """How many values a flag of this type takes; 0 for the ordinary one."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is tuple:
+            return len(typing.get_args(option))
+    return 0
+
+
+def settings_given(args: argparse.Namespace) -> dict[str, Any]:
+    """What was typed for flags of `add_setting`, by the settings' names, not yet checked."""
+    return {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}

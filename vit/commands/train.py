@@ -2,15 +2,14 @@
 
 import argparse
 import time
-import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vit.commands.launching import start_processes_if_asked
+from vit.commands.options import add_setting, settings_given
 from vit.config import SECTIONS
 from vit.errors import ConfigError, printable
-from vit.presets import preset
-from vit.settings import Setting, all_settings, checked, default_folder, make_config, read_settings
+from vit.settings import all_settings, checked, default_folder, make_config, read_settings
 
 TITLES = {
     "training": "training",
@@ -45,51 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 add_setting(group, setting)
 
 
-def add_setting(group: Any, setting: Setting) -> None:
-    """One flag: its text is checked with the settings of a file, so errors are the same."""
-    flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
-    options["help"] = f"{setting.help}{default_shown(setting)}".replace("%", "%%")
-    if setting.kind in (bool, bool | None):
-        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
-        return
-    if choices := choices_of(setting.kind):
-        options["metavar"] = "{" + "|".join(choices) + "}"
-    else:
-        options["metavar"] = setting.name.split("_")[-1].upper()
-    if count := numbers_taken(setting.kind):
-        options["nargs"] = count
-    group.add_argument(*flags, **options)
-
-
-def default_shown(setting: Setting) -> str:
-    """What --help says of the value where the flag is not given."""
-    if setting.name == "num_classes":
-        return ""
-    if setting.name in preset(str(all_settings()["model"].default)):
-        return " (default: the preset's)"
-    if setting.default is None:
-        return ""
-    number = isinstance(setting.default, float)
-    return f" (default: {setting.default:.4g})" if number else f" (default: {setting.default})"
-
-
-def choices_of(kind: Any) -> tuple[str, ...]:
-    """The words that a flag of this type takes; none where it takes any."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is Literal:
-            return typing.get_args(option)
-    return ()
-
-
-def numbers_taken(kind: Any) -> int:
-    """How many values a flag of this type takes; 0 for the ordinary one."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is tuple:
-            return len(typing.get_args(option))
-    return 0
-
-
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 where pictures were left out, or comes with the error."""
     began = time.monotonic()
@@ -120,7 +74,7 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
 
     A run that is resumed brings its own settings, so DATA and flags may be left out.
     """
-    flags = {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
+    flags = settings_given(args)
     if args.data is not None:
         flags["data"] = args.data
     flags = checked(flags)

@@ -154,6 +154,20 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
 
+def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
+    """What network is in a run folder; its weights are not read.
+
+    Raises:
+        RunError: `folder` is no run folder.
+        WeightsError: Its config.json is damaged.
+    """
+    raw = _read_config(Path(folder))
+    try:
+        return model_config(_own_part(json.loads(raw))["config"])
+    except (ValueError, RecursionError) as error:  # also of JSON
+        raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
+
+
 def _read_config(folder: Path) -> bytes:
     path = folder / CONFIG_FILE
     try:
@@ -169,7 +183,8 @@ def _read_config(folder: Path) -> bytes:
         raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
 
 
-def _assemble(content: Any, state: dict[str, Tensor]) -> LoadedRun:
+def _own_part(content: Any) -> dict[str, Any]:
+    """What config.json says to us; timm reads the rest."""
     own = content.get("vit") if isinstance(content, dict) else None
     if not isinstance(own, dict):
         raise WeightsError(f"{CONFIG_FILE} has no key 'vit': it was not written by vit")
@@ -180,6 +195,11 @@ def _assemble(content: Any, state: dict[str, Tensor]) -> LoadedRun:
         )
     if own.keys() != {"version", "config", "preprocessing", "classes"}:
         raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
+    return own
+
+
+def _assemble(content: Any, state: dict[str, Tensor]) -> LoadedRun:
+    own = _own_part(content)
     config = model_config(own["config"])
     classes = check_classes(own["classes"], config)
     preprocessing = Preprocessing.from_dict(own["preprocessing"])

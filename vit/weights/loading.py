@@ -20,7 +20,7 @@ from vit.settings import all_settings, convert, nearest
 from vit.weights.adapting import adapt
 from vit.weights.contents import read_json
 from vit.weights.files import StateFile, read_arrays, read_state
-from vit.weights.folder import LoadedRun, empty_model, load_run
+from vit.weights.folder import LoadedRun, empty_model, load_run, read_model_config
 from vit.weights.formats.huggingface import read_huggingface
 from vit.weights.formats.jax import read_jax
 from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
@@ -50,6 +50,16 @@ def open_source(source: Source, *, model: str | None = None) -> Pretrained:
         WeightsError: They cannot be found, read, or computed by this network; the message says why.
     """
     return _opened(locate(source), model)
+
+
+def settings_of(source: Source) -> ModelConfig:
+    """What network `source` is; nothing is downloaded. Of a run only config.json is read.
+
+    Raises:
+        RunError, WeightsError: As `open_source`, or it is not on this disk.
+    """
+    found = locate(source, offline=True)
+    return read_model_config(found.folder) if found.kind == "run" else _opened(found).config
 
 
 def _opened(found: Found, model: str | None = None) -> Pretrained:

@@ -1,0 +1,215 @@
+"""Costs against counts of our own: by hand, by hooks on a real network, by what autograd keeps."""
+
+import dataclasses
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vit.config import ModelConfig
+from vit.evaluation.cost import cost_of
+from vit.evaluation.counting import Meter, counting
+from vit.model import build
+from vit.model.build import build_classifier
+from vit.presets import PRESETS
+
+SMALL = ModelConfig(image_size=24, patch_size=8, dim=32, depth=2, num_heads=4, num_classes=5)
+OPTIONS = [
+    {},
+    {"position": "rotary", "norm": "rmsnorm", "qk_norm": True},
+    {"position": "sinusoidal_2d", "pooling": "mean", "registers": 3},
+    {"position": "learned_rotary", "pooling": "attention", "layer_scale": 0.1},
+    {"position": "none", "class_token": False, "pooling": "mean", "norm_order": "post"},
+    {"feedforward": "swiglu", "hidden_dim": 40, "pooling": "class_token_mean", "norm_pre": True},
+    {"norm_order": "sandwich", "num_kv_heads": 2, "repeat_blocks": 2},
+    {"parallel_blocks": True, "feedforward": "swiglu_packed"},
+    {"num_classes": 0, "dropout": 0.1, "drop_path": 0.1, "channels": 5},
+]
+
+
+def changed(**options) -> ModelConfig:
+    return dataclasses.replace(SMALL, **options)
+
+
+@pytest.fixture(params=OPTIONS, ids=lambda options: "-".join(options) or "usual")
+def config(request) -> ModelConfig:
+    return changed(**request.param)
+
+
+def products(network: nn.Module, images: torch.Tensor, monkeypatch) -> int:
+    """Multiply-adds of a network at work: what its matrices and its attention are really given."""
+    found = []
+
+    def by_linear(module: nn.Linear, _given, made: torch.Tensor) -> None:
+        found.append(made.numel() * module.in_features)
+
+    def by_attention(query, key, value, **options):
+        scores = prod(query.shape[:-1]) * key.shape[-2]
+        found.append(scores * (query.shape[-1] + value.shape[-1]))
+        return real(query, key, value, **options)
+
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_attention)
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(by_linear)
+    with torch.no_grad():
+        network.eval()(images)
+    assert len(found) > 5 * len(network.blocks)
+    return sum(found)
+
+
+def test_counts_what_a_real_network_does(config, monkeypatch):
+    network = build_classifier(config)
+    images = torch.randn(1, config.channels, config.image_size, config.image_size)
+    cost = cost_of(config, batch_size=2)
+    assert cost.flops == 2 * products(network, images, monkeypatch)
+    assert cost.parameters == sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_parts_add_up(config):
+    cost = cost_of(config, batch_size=1)
+    blocks = next(part for part in cost.parts if part.name == "blocks").parts
+    assert len(blocks) == config.depth
+    for whole, parts in [(cost, cost.parts), *((block, block.parts) for block in blocks)]:
+        assert whole.parameters == sum(part.parameters for part in parts)
+        assert whole.flops == sum(part.flops for part in parts)
+        assert "other" not in [part.name for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("vit_tiny_patch16_224", 1.3), ("vit_small_patch16_224", 4.6), ("vit_base_patch16_224", 17.6)],
+)
+def test_multiply_adds_are_those_of_the_papers(name, published):
+    """Touvron et al., DeiT, arXiv:2012.12877, and its model zoo."""
+    cost = cost_of(ModelConfig(**PRESETS[name]), batch_size=1)
+    assert round(cost.flops / 2 / 1e9, 1) == published
+
+
+def test_attention_and_feed_forward_by_hand():
+    tokens, dim = 10, 32  # 3 x 3 patches and the class token
+    cost = cost_of(SMALL, batch_size=1)
+    names = ["patch embedding", "prefix tokens", "positions", "blocks", "last norm"]
+    assert [part.name for part in cost.parts] == [*names, "pooling", "head"]
+    shapes = [(9, 32), (10, 32), (10, 32), (10, 32), (10, 32), (32,), (5,)]
+    assert [part.shape for part in cost.parts] == shapes
+    attention, feedforward, norms = cost.parts[3].parts[0].parts
+    assert attention.flops == 2 * (4 * tokens * dim**2 + 2 * tokens**2 * dim)
+    assert feedforward.flops == 2 * 8 * tokens * dim**2
+    assert attention.parameters == 4 * (dim**2 + dim)
+    assert feedforward.parameters == 8 * dim**2 + 5 * dim
+    assert norms.parameters == 4 * dim
+    assert norms.flops == 0
+    assert feedforward.kinds == ("MLP",)
+
+
+class Chooser(nn.Module):
+    """Asks its values which of two matrices to use, as experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2, 32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[int(x.sum().item() > 0)]
+
+    def forward_by_shape(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[0]
+
+
+def test_a_part_that_asks_for_values_says_what_it_computes(monkeypatch):
+    made = iter([nn.Identity, Chooser] * 2)
+    monkeypatch.setitem(build.FEEDFORWARDS, "mlp", lambda _: next(made)())
+    blocks = cost_of(changed(depth=4), batch_size=2).parts[3].parts
+    assert blocks[0] == blocks[2] != blocks[1] == blocks[3]
+    chooser = next(part for part in blocks[1].parts if part.name == "feed-forward")
+    assert chooser.kinds == ("Chooser",)
+    assert chooser.parameters == 2 * 32 * 32
+    assert chooser.flops == 2 * 10 * 32 * 32
+    assert "feed-forward" not in [part.name for part in blocks[0].parts]
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="a newer torch has it")
+def test_a_row_of_a_grouped_product_meets_one_matrix():
+    rows, matrices = torch.zeros(16, 32).bfloat16(), torch.zeros(3, 32, 64).bfloat16()
+    with counting() as counter:
+        F.grouped_mm(rows, matrices, offs=torch.tensor([4, 8, 16], dtype=torch.int32))
+    assert counter.get_total_flops() == 2 * 16 * 32 * 64
+
+
+def kept_by_autograd(network: nn.Module, images: torch.Tensor) -> int:
+    """Bytes that the backward pass needs, weights excluded, of tensors with real values."""
+    kept, known = {}, {tensor.data_ptr() for tensor in network.state_dict().values()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        answers = network(images)
+        loss = F.cross_entropy(answers, torch.zeros(len(images), dtype=torch.long))
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"feedforward": "swiglu", "position": "rotary"}])
+def test_kept_is_what_autograd_keeps(options):
+    config = changed(num_classes=5, **options)
+    network, images = build_classifier(config).train(), torch.randn(8, 3, 24, 24)
+    memory = cost_of(config, batch_size=8).memory
+    assert memory.kept == pytest.approx(kept_by_autograd(network, images), rel=0.02)
+
+
+def test_memory_adds_up():
+    cost = cost_of(SMALL, batch_size=4)
+    memory = cost.memory
+    assert memory.weights == memory.gradients == 4 * cost.parameters
+    assert memory.weights_bf16 == 2 * cost.parameters
+    assert memory.moments == 8 * cost.parameters
+    assert memory.weights < memory.inference < memory.training
+    least = memory.weights + memory.moments + max(memory.gradients, memory.kept)
+    assert least <= memory.training <= 1.5 * (least + memory.gradients)
+
+
+def test_activations_grow_with_the_batch():
+    kept = [cost_of(SMALL, batch_size=size).memory.kept for size in (2, 4, 8)]
+    assert kept[2] - kept[1] == pytest.approx(2 * (kept[1] - kept[0]), rel=0.01)
+
+
+def test_a_table_that_is_not_learned_is_weight_and_no_parameter():
+    cost = cost_of(changed(position="sinusoidal_2d"), batch_size=1)
+    assert cost.memory.weights == 4 * (cost.parameters + 10 * 32)
+
+
+def test_fused_attention_keeps_no_scores():
+    """Kept bytes are linear in tokens with the fused kernel, and quadratic with dropout inside."""
+
+    def kept(patches: int, **options) -> int:
+        config = changed(image_size=8 * patches, depth=1, **options)
+        return cost_of(config, batch_size=1).memory.kept
+
+    assert kept(32) / kept(16) < 4.1
+    assert kept(32, attention_dropout=0.1) / kept(16, attention_dropout=0.1) > 10
+
+
+def test_the_meter_sees_what_is_freed():
+    network = nn.Linear(2, 2)
+    with torch.no_grad(), Meter(network) as meter:
+        x = torch.zeros(256)
+        for _ in range(10):
+            x = x + 1
+        y = x.view(16, 16)
+        assert meter.live == x.nbytes
+        del x, y
+    assert meter.live == 0
+    assert meter.peak == 2 * 1024
+
+
+def test_the_largest_needs_no_memory():
+    config = ModelConfig(**{**PRESETS["vit_huge_patch14_224"], "image_size": 5600, "depth": 1})
+    assert cost_of(config, batch_size=4096).memory.training > 1e12
