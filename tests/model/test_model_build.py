@@ -169,7 +169,7 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ({"rotary_grid": "centred"}, "rotary_grid='centred': position=learned does not read it"),
         (
             {"feedforward": "swiglu", "activation": "relu"},
-            "activation='relu': feedforward=swiglu does not read it; feedforward=mlp does",
+            "activation='relu': feedforward=swiglu does not read it; feedforward=mlp or moe",
         ),
     ],
 )

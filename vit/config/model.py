@@ -11,7 +11,14 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "rotary_grid": ("position", ROTARY),
     "rotary_temperature": ("position", ROTARY),
     "rotary_reference": ("position", ROTARY),
-    "activation": ("feedforward", ("mlp",)),
+    "activation": ("feedforward", ("mlp", "moe")),
+    **dict.fromkeys(
+        (
+            *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
+            *("router_weights", "router_jitter", "router_priority"),
+        ),
+        ("feedforward", ("moe",)),
+    ),
 }
 
 
@@ -75,8 +82,24 @@ class ModelConfig(Section):
     """Bias in the projection after attention and in the feed-forward part."""
     qk_norm: bool = False
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
-    feedforward: Literal["mlp", "swiglu", "swiglu_packed"] = "mlp"
-    """Feed-forward part of a block; swiglu_packed has one matrix for gate and value."""
+    feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
+    """Feed-forward part; swiglu_packed: one matrix for gate and value; moe: experts."""
+    num_experts: int = 8
+    """Experts: how many there are in a block."""
+    top_k: int = setting(2, "--experts-per-token")
+    """Experts: how many each token visits."""
+    moe_every: int = 2
+    """Experts: in every n-th block, counted from 1; the others have an mlp."""
+    capacity_factor: float = 0.0
+    """Experts: places in each, as a multiple of an equal share of a picture's tokens; 0: no end."""
+    router_weights: Literal["auto", "softmax", "renormalised"] = "auto"
+    """Experts: weights of their answers; auto: sum to one, or with top_k=1 the probability."""
+    router_jitter: float = 0.0
+    """Experts: in training the router's inputs are multiplied by up to 1 +- this."""
+    router_priority: Literal["order", "score"] = "order"
+    """Experts, with a capacity: who is placed first; score: whom the router is surest of."""
+    shared_expert: bool = False
+    """Experts: one more, which every token visits."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
     """Activation of the mlp."""
     layer_scale: float = setting(0.0, "--init-values")
@@ -112,6 +135,7 @@ class ModelConfig(Section):
         if self.position == "sinusoidal_1d" and self.dim % 2:
             self.refuse("dim", "position=sinusoidal_1d needs an even number")
         self._check_rotary()
+        self._check_experts()
         if self.pooling.startswith("class_token") and not self.class_token:
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
         if self.prefix_positions == "class_token" and not self.class_token:
@@ -139,6 +163,33 @@ class ModelConfig(Section):
             self.check_least(1, "rotary_reference")
             if self.rotary_grid != "index":
                 self.refuse("rotary_reference", "only rotary_grid=index has one")
+
+    def _check_experts(self) -> None:
+        self.check_least(1, "num_experts", "top_k", "moe_every")
+        self.check_least(0, "capacity_factor")
+        self.check_share("router_jitter")
+        if self.feedforward != "moe":
+            return
+        if self.top_k > self.num_experts:
+            self.refuse("top_k", f"there are num_experts={self.num_experts}; choose at most that")
+        if self.moe_every > self.depth:
+            self.refuse("moe_every", f"no block of depth={self.depth} has experts; take less")
+        if self.top_k == 1 and self.router_weights == "renormalised":
+            self.refuse("router_weights", "with top_k=1 it is always 1; use softmax")
+        if self.router_priority != "order" and not self.capacity_factor:
+            self.refuse("router_priority", "nothing is dropped; set a capacity_factor, such as 1.0")
+
+    def feedforward_of(self, block: int) -> str:
+        """The feed-forward part of a block; blocks are counted from 1."""
+        dense = self.feedforward == "moe" and block % self.moe_every != 0
+        return "mlp" if dense else self.feedforward
+
+    @property
+    def expert_weights(self) -> str:
+        """`router_weights` with auto resolved: softmax or renormalised."""
+        if self.router_weights != "auto":
+            return self.router_weights
+        return "renormalised" if self.top_k > 1 else "softmax"
 
     @property
     def feedforward_dim(self) -> int:

@@ -26,6 +26,14 @@ from vit.model.blocks import (
 from vit.model.classifier import VisionTransformer
 from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.initialise import initialise
+from vit.model.moe import (
+    MixtureOfExperts,
+    capacity,
+    renormalised_weights,
+    score_order,
+    softmax_weights,
+    token_order,
+)
 from vit.model.norms import RMSNorm
 from vit.model.patches import PatchEmbedding
 from vit.model.pooling import (
@@ -65,6 +73,17 @@ FEEDFORWARDS: dict[str, Builder] = {
     "swiglu_packed": lambda c: PackedSwiGLU(
         c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout
     ),
+    "moe": lambda c: _experts(c),
+}
+
+ROUTER_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": softmax_weights,
+    "renormalised": renormalised_weights,
+}
+
+ROUTER_PRIORITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "order": token_order,
+    "score": score_order,
 }
 
 POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = {
@@ -168,7 +187,7 @@ def _block(config: ModelConfig, index: int) -> Block:
             attention_dropout=config.attention_dropout,
             dropout=config.dropout,
         ),
-        FEEDFORWARDS[config.feedforward](config),
+        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
         norm=partial(_norm, config),
         scales=(_scale(config), _scale(config)),
         drop_path=config.drop_path * index / max(config.depth - 1, 1),
@@ -187,6 +206,23 @@ def _mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
     activation = ACTIVATIONS[config.activation]()
     return MLP(
         config.dim, config.feedforward_dim, activation=activation, bias=bias, dropout=config.dropout
+    )
+
+
+def _experts(config: ModelConfig) -> MixtureOfExperts:
+    order, factor = ROUTER_PRIORITIES[config.router_priority], config.capacity_factor
+    return MixtureOfExperts(
+        config.dim,
+        config.feedforward_dim,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        weigh=ROUTER_WEIGHTS[config.expert_weights],
+        place=capacity(config.num_experts, factor, order) if factor else None,
+        activation=ACTIVATIONS[config.activation](),
+        bias=config.proj_bias,
+        dropout=config.dropout,
+        jitter=config.router_jitter,
+        shared=_mlp(config, bias=config.proj_bias) if config.shared_expert else None,
     )
 
 

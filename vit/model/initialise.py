@@ -27,6 +27,12 @@ def xavier_attention(weight: Tensor) -> None:
         nn.init.xavier_uniform_(matrix)
 
 
+def xavier_stack(weight: Tensor) -> None:
+    """Xavier-uniform for each of stacked matrices."""
+    for matrix in weight:
+        nn.init.xavier_uniform_(matrix)
+
+
 def lecun_normal(weight: Tensor) -> None:
     """Normal with variance 1 / fan_in, cut at two standard deviations."""
     std = math.sqrt(1 / weight.shape[1]) / 0.87962566103423978  # std of a normal cut at +-2
@@ -49,8 +55,10 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"\.attn\.qkv\.weight$", xavier_attention),
     (r"^attn_pool\.kv\.weight$", xavier_squares),
     (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
-    (r"\.(attn\.proj|mlp\.fc\w+)\.weight$", nn.init.xavier_uniform_),
-    (r"\.mlp\.fc\w+\.bias$", normal(1e-6)),
+    (r"\.(attn\.proj|mlp\.(shared\.)?fc\w+)\.weight$", nn.init.xavier_uniform_),
+    (r"\.mlp\.experts\.fc\d_weight$", xavier_stack),
+    (r"\.mlp\.router\.weight$", normal(0.02)),
+    (r"\.mlp\.((shared\.)?fc\w+\.|experts\.fc\d_)bias$", normal(1e-6)),
     (r"^head\.weight$", nn.init.zeros_),
     (r"\.bias$", nn.init.zeros_),
 )

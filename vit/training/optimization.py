@@ -15,8 +15,8 @@ from vit.errors import ConfigError
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent")
 
-# matrices inside blocks; LoRA's pairs are none, but factors of one
-MATRIX = re.compile(r"blocks\.(?!.*\.lora_)")
+# matrices inside blocks; LoRA's pairs are none, but factors of one; nor are the biases of experts
+MATRIX = re.compile(r"blocks\.(?!.*(\.lora_|_bias$))")
 
 # timm's that a training here cannot use
 UNFIT = ("kron", "adahessian")
@@ -27,7 +27,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameters in groups of equal weight decay and learning rate.
 
-    Weight decay stays off biases, norms and scales (anything with one axis), positions and tokens.
+    Weight decay stays off biases, those of stacked experts too, norms and scales (anything with one
+    axis), positions and tokens.
     The learning rate of a group is the run's, times `lr_scale` = layer_decay ** (layers above it).
 
     Returns:
@@ -41,7 +42,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = parameter.ndim > 1 and name.split(".")[-1] not in TOKENS
+        last = name.split(".")[-1]
+        decays = parameter.ndim > 1 and last not in TOKENS and not last.endswith("bias")
         scale = layer_decay ** (depth + 1 - layer_of(name, depth))
         group = groups[weight_decay if decays else 0.0, scale]
         group["params"].append(parameter)
@@ -115,6 +117,8 @@ def _timm_optimizer(
 
 def _for_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Muon is for the matrices inside the blocks; everything else falls back to AdamW.
+
+    So do the stacked weights of experts, which timm's Muon would take for one flat matrix.
 
     Source: Jordan et al., "Muon", 2024, kellerjordan.github.io/posts/muon.
     """

@@ -10,5 +10,7 @@ OURS_ALONE = ("parallel_blocks", "repeat_blocks", "num_kv_heads")
 def only_ours(config: ModelConfig) -> str | None:
     """The first setting that only our network knows, with its value; None where there is none."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
+    if config.feedforward == "moe":
+        return "feedforward=moe"
     changed = (name for name in OURS_ALONE if getattr(config, name) != defaults[name])
     return next((f"{name}={getattr(config, name)}" for name in changed), None)

@@ -1,0 +1,576 @@
+"""Mixture of experts: a naive oracle, Mixtral and Switch of transformers, losses, export."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit.config import Config, ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, WeightsError
+from vit.model import grouped
+from vit.model.build import build_classifier
+from vit.model.feedforward import MLP
+from vit.model.moe import (
+    MixtureOfExperts,
+    Routing,
+    balance_loss,
+    capacity,
+    renormalised_weights,
+    routing_of,
+    score_order,
+    softmax_weights,
+    token_order,
+    z_loss,
+)
+from vit.training.optimization import make_optimizer, parameter_groups
+from vit.training.recomputation import recompute_blocks
+from vit.weights.convert import contents
+from vit.weights.folder import load_run, save_model
+from vit.weights.pretrained import Pretrained
+
+DIM, HIDDEN, EXPERTS, TOKENS = 16, 24, 4, 9
+SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
+MOE = {**SMALL, "feedforward": "moe", "num_experts": 4}
+# of torch 2.8 about itself, when it compiles
+OLDER = ("ignore:The .grad attribute", "ignore:.*should not be instantiated:DeprecationWarning")
+ORDERS = {"order": token_order, "score": score_order}
+WAYS = {
+    "plain": {"top_k": 2},
+    "one": {"top_k": 1},
+    "three of softmax": {"top_k": 3, "weigh": softmax_weights},
+    "shared": {"top_k": 2, "shared": True},
+    "without bias": {"top_k": 2, "bias": False},
+    "order": {"top_k": 2, "order": "order", "factor": 0.7},
+    "score": {"top_k": 2, "order": "score", "factor": 0.7},
+    "score of one": {"top_k": 1, "order": "score", "factor": 0.5},
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+
+
+def layer(*, order: str | None = None, factor: float = 0.0, shared: bool = False, **options):
+    """A layer in float64 whose router has clear opinions."""
+    weigh = renormalised_weights if options["top_k"] > 1 else softmax_weights
+    moe = MixtureOfExperts(
+        DIM,
+        HIDDEN,
+        num_experts=EXPERTS,
+        place=capacity(EXPERTS, factor, ORDERS[order]) if order else None,
+        shared=MLP(DIM, HIDDEN) if shared else None,
+        **{"weigh": weigh, **options},
+    )
+    nn.init.normal_(moe.router.weight, std=0.5)
+    return moe.double()
+
+
+def tokens(batch: int = 3) -> Tensor:
+    return torch.randn(batch, TOKENS, DIM, dtype=torch.float64)
+
+
+def mlp(moe: MixtureOfExperts, expert: int, token: Tensor) -> Tensor:
+    """One expert on one token, by the formula."""
+    part, bias = moe.experts, moe.experts.fc1_bias is not None
+    inside = part.fc1_weight[expert] @ token + (part.fc1_bias[expert] if bias else 0)
+    return part.fc2_weight[expert] @ F.gelu(inside) + (part.fc2_bias[expert] if bias else 0)
+
+
+def oracle(moe: MixtureOfExperts, x: Tensor, options: dict) -> tuple[Tensor, list[int], int]:
+    """Token by token: answers, chosen experts, number of dropped assignments."""
+    top_k, outputs, chosen, dropped = options["top_k"], [], [], 0
+    places = math.inf
+    if "factor" in options:
+        places = math.ceil(top_k * TOKENS / EXPERTS * options["factor"])
+    for image in x:
+        scores = [torch.softmax(moe.router.weight @ token, 0) for token in image]
+        best = [sorted(range(EXPERTS), key=lambda e: -p[e].item())[:top_k] for p in scores]
+        answers = [moe.shared(token) if options.get("shared") else 0 * token for token in image]
+        turns = list(range(TOKENS))
+        if options.get("order") == "score":
+            turns.sort(key=lambda t: -scores[t].max().item())
+        free = dict.fromkeys(range(EXPERTS), places)
+        for choice in range(top_k):
+            for t in turns:
+                expert = best[t][choice]
+                free[expert] -= 1
+                if free[expert] < 0:
+                    dropped += 1
+                    continue
+                weight = scores[t][expert]
+                if top_k > 1 and options.get("weigh") is not softmax_weights:
+                    weight = weight / scores[t][best[t]].sum()
+                answers[t] = answers[t] + weight * mlp(moe, expert, image[t])
+        outputs.append(torch.stack(answers))
+        chosen += [expert for token in best for expert in token]
+    return torch.stack(outputs), chosen, dropped
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_the_oracle_in_values_gradients_and_routing(way):
+    options = WAYS[way]
+    moe, x = layer(**options), tokens().requires_grad_()
+    expected, chosen, dropped = oracle(moe, x, options)
+    found = moe(x)
+    torch.testing.assert_close(found, expected)
+    seed = torch.randn_like(x)
+    inputs = [x, *moe.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, seed), torch.autograd.grad(expected, inputs, seed)
+    )
+    assert moe.routing.counts.tolist() == [chosen.count(e) for e in range(EXPERTS)]
+    assert (moe.routing.tokens, moe.routing.dropped) == (3 * TOKENS, dropped)
+    assert (dropped > 0) == ("factor" in options)
+    logits = x @ moe.router.weight.T
+    p = logits.softmax(-1)
+    torch.testing.assert_close(moe.routing.probabilities, p.sum((0, 1)))
+    torch.testing.assert_close(moe.routing.z, logits.exp().sum(-1).log().square().sum())
+    torch.testing.assert_close(moe.routing.entropy, -(p * p.log()).sum().detach())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_finite_differences(way):
+    moe, x = layer(**WAYS[way]), tokens(1).requires_grad_()
+
+    def answer_and_losses(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        answer, (counts, probabilities, count, z, _, _) = moe(x), moe.routing
+        return answer, balance_loss(counts, probabilities, count, moe.top_k), z_loss(z, count)
+
+    inputs = (x, moe.router.weight, moe.experts.fc1_weight, moe.experts.fc2_weight)
+    assert torch.autograd.gradcheck(answer_and_losses, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_image_does_not_depend_on_its_neighbours(way):
+    moe, x = layer(**WAYS[way]).eval(), tokens(8)
+    alone = torch.cat([moe(image) for image in x.split(1)])
+    torch.testing.assert_close(moe(x), alone)
+
+
+def test_who_is_dropped():
+    """Three tokens want expert 0, which has two places: the last comer, or the least sure one."""
+    probabilities = torch.tensor([[[0.5], [0.9], [0.8], [0.6]]])
+    experts = torch.tensor([[[0], [0], [0], [1]]])
+    for order, expected in (("order", [0, 0, 2, 1]), ("score", [2, 0, 0, 1])):
+        place = capacity(2, 1.0, ORDERS[order])
+        assert place(probabilities, experts).flatten().tolist() == expected
+
+
+def test_a_capacity_for_all_drops_nothing():
+    free, bound = layer(top_k=2), layer(top_k=2, order="score", factor=EXPERTS / 2)
+    bound.load_state_dict(free.state_dict())
+    x = tokens()
+    assert torch.equal(free(x), bound(x))
+    assert bound.routing.dropped == 0
+
+
+def groups(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight = torch.randn(20, 16, dtype=dtype), torch.randn(4, 8, 16, dtype=dtype)
+    bias = torch.randn(4, 8, dtype=dtype)
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    return *leaves, torch.tensor([7, 0, 9, 4])
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_way_of_the_products_gives_the_same(with_bias, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    x, weight, bias, counts = (t.detach().to(device) for t in groups())
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+    leaves, bias = (leaves, leaves[2]) if with_bias else (leaves[:2], None)
+    seed, results = torch.randn(20, 8, device=device, dtype=dtype), []
+    for way in (grouped.looped_linear, grouped.fused_linear):
+        y = way(leaves[0], leaves[1], bias, counts)
+        results.append((y, torch.autograd.grad(y, leaves, seed)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_the_loop_is_a_linear_layer_a_group():
+    x, weight, bias, counts = groups(torch.float64)
+    parts = zip(x.split(counts.tolist()), weight, bias, strict=True)
+    expected = torch.cat([F.linear(*part) for part in parts])
+    torch.testing.assert_close(grouped.looped_linear(x, weight, bias, counts), expected)
+    assert torch.autograd.gradcheck(grouped.looped_linear, (x, weight, bias, counts))
+    fewer = counts - torch.tensor([0, 0, 0, 4])
+    cut = grouped.looped_linear(x, weight, bias, fewer)
+    torch.testing.assert_close(cut[:16], expected[:16])
+    assert not cut[16:].any()
+    assert torch.autograd.gradcheck(grouped.looped_linear, (x, weight, bias, fewer))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own
+def test_the_operators_keep_torch_s_contract():
+    x, weight, bias, counts = groups()
+    for arguments in ((x, weight, bias, counts), (x, weight, None, counts)):
+        torch.library.opcheck(grouped.looped_linear, arguments)
+
+
+def test_the_exported_way_gives_the_same():
+    for way in ("plain", "score"):
+        moe, x = layer(**WAYS[way]), tokens()
+        moe.experts.sorted = moe.experts.by_lists
+        expected, _, _ = oracle(moe, x, WAYS[way])
+        torch.testing.assert_close(moe(x), expected)
+
+
+def test_shapes_alone_are_enough_to_count_operations():
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        layer(top_k=2)(tokens(1)).sum().backward()
+    forward_and_backward = 3 * 2 * TOKENS * (EXPERTS * DIM + 2 * 2 * DIM * HIDDEN)
+    router_input = 2 * TOKENS * EXPERTS * DIM  # tokens here need no gradient, nor the first product
+    first_input = 2 * TOKENS * 2 * DIM * HIDDEN
+    counted = counter.get_total_flops()
+    assert forward_and_backward - router_input - first_input <= counted <= forward_and_backward
+
+
+def test_regroup_and_its_gradient():
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    index = torch.randperm(10)
+    inverse = index.argsort()
+    rows = grouped.regroup(x, index, inverse, 2)
+    assert torch.equal(rows[inverse], x.repeat_interleave(2, 0))
+    assert torch.autograd.gradcheck(grouped.regroup, (x, index, inverse, 2))
+
+
+def test_equals_mixtral():
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import (
+        MixtralSparseMoeBlock,
+        load_balancing_loss_func,
+    )
+
+    config = MixtralConfig(
+        hidden_size=DIM, intermediate_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    theirs = MixtralSparseMoeBlock(config).double().eval()
+    ours = layer(top_k=2, bias=False, activation=nn.SiLU())
+    # Their experts are gated. A constant input makes each gate a constant: gate and value in one.
+    state = theirs.state_dict()
+    x = torch.cat([tokens()[..., :-1], torch.ones(3, TOKENS, 1, dtype=torch.float64)], -1)
+    gate_up = torch.randn(EXPERTS, 2 * HIDDEN, DIM, dtype=torch.float64)
+    gate_up[:, HIDDEN:] = 0.0
+    gate_up[:, HIDDEN:, -1] = 1.0
+    state["experts.gate_up_proj"] = gate_up
+    state["experts.down_proj"] = ours.experts.fc2_weight.detach()
+    state["gate.weight"] = ours.router.weight.detach()
+    theirs.load_state_dict(state)
+    ours.experts.fc1_weight.data = gate_up[:, :HIDDEN]
+    expected = theirs(x)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    # their router is in float32
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+    logits = (F.linear(x, ours.router.weight).flatten(0, 1),)
+    routing = ours.routing
+    balance = balance_loss(routing.counts, routing.probabilities, routing.tokens, 2)
+    # theirs counts assignments a token, not a share of all: top_k times as much
+    torch.testing.assert_close(balance * 2, load_balancing_loss_func(logits, EXPERTS, 2).double())
+
+
+def test_equals_the_router_and_losses_of_switch():
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers import modeling_switch_transformers as switch
+
+    config = SwitchTransformersConfig(d_model=DIM, num_experts=EXPERTS, expert_capacity=TOKENS)
+    router = switch.SwitchTransformersTop1Router(config).eval()
+    ours = layer(top_k=1).float()
+    router.classifier.weight.data = ours.router.weight.data
+    x = tokens(1).float()  # their loss is a mean over images of each one's own
+    ours(x)
+    logits = ours.scores(x)
+    p = logits.softmax(-1)
+    counts, probabilities, count, z, _, _ = ours.routing
+    theirs = switch.load_balancing_loss_func(p, p.argmax(-1))
+    torch.testing.assert_close(balance_loss(counts, probabilities, count, 1), theirs)
+    torch.testing.assert_close(z_loss(z, count), switch.router_z_loss_func(logits))
+    assert router.classifier(x).allclose(logits)
+
+
+def test_balance_loss_is_the_paper_s_formula():
+    counts, sums = torch.tensor([5, 1, 2, 0]), torch.tensor([3.0, 2.0, 2.0, 1.0])
+    expected = 4 * sum(c / 8 * s / 8 for c, s in zip([5, 1, 2, 0], [3, 2, 2, 1], strict=True))
+    torch.testing.assert_close(balance_loss(counts, sums, torch.tensor(8), 1).item(), expected)
+    even = balance_loss(torch.full((4,), 6), torch.full((4,), 3.0), torch.tensor(12), 2)
+    assert even == 1
+    collapsed = torch.tensor([12, 0, 0, 0])
+    assert balance_loss(collapsed, collapsed.float(), torch.tensor(12), 1) == 4
+
+
+def test_sums_of_passes_give_the_loss_of_the_whole():
+    moe, x = layer(top_k=2), tokens(4)
+    moe(x)
+    counts, probabilities, count, z, _, _ = moe.routing
+    parts = []
+    for half in x.split(2):
+        moe(half)
+        parts.append(moe.routing)
+    total = Routing(*(sum(numbers) for numbers in zip(*parts, strict=True)))
+    torch.testing.assert_close(total[:4], (counts, probabilities, count, z))
+
+
+@pytest.mark.parametrize(("weight", "recovers"), [(0.01, True), (0.0, False)])
+def test_a_collapsed_router_recovers_under_the_balance_loss(weight, recovers):
+    moe = layer(top_k=1).float()
+    x = torch.cat([torch.ones(16, TOKENS, 1), torch.randn(16, TOKENS, DIM - 1)], -1)
+    target = 0.3 * torch.randn(16, TOKENS, DIM)
+    nn.init.normal_(moe.router.weight, std=0.02)
+    with torch.no_grad():
+        moe.router.weight[0, 0] = 3.0  # a bias: expert 0 gets everything
+    optimizer = torch.optim.Adam(moe.parameters(), lr=0.02)
+    loads = []
+    for _ in range(300):
+        loss = F.mse_loss(moe(x), target)
+        counts, probabilities, count, *_ = moe.routing
+        loads.append((counts.max() / count).item())
+        (loss + weight * balance_loss(counts, probabilities, count, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loads[0] == 1
+    assert loads[-1] < 0.5 if recovers else loads[-1] > 0.7
+
+
+def test_jitter_disturbs_the_router_in_training_only():
+    moe, x = layer(top_k=2, jitter=0.5), tokens()
+    assert not torch.equal(moe.scores(x), moe.scores(x))
+    moe.eval()
+    assert torch.equal(moe.scores(x), F.linear(x, moe.router.weight))
+    ratio = moe.train().jitter(torch.ones(1000))
+    assert 0.5 <= ratio.min() < 0.55
+    assert 1.45 < ratio.max() <= 1.5
+
+
+def network(**options) -> nn.Module:
+    model = build_classifier(ModelConfig(**{**MOE, **options}))
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def test_every_second_block_has_experts():
+    model = network(depth=4)
+    kinds = [type(block.mlp).__name__ for block in model.blocks]
+    assert kinds == ["MLP", "MixtureOfExperts"] * 2
+    shapes = {name: tuple(p.shape) for name, p in model.blocks[1].mlp.named_parameters()}
+    assert shapes == {
+        "router.weight": (4, 32),
+        "experts.fc1_weight": (4, 128, 32),
+        "experts.fc1_bias": (4, 128),
+        "experts.fc2_weight": (4, 32, 128),
+        "experts.fc2_bias": (4, 32),
+    }
+    assert routing_of(model) == []
+    model(torch.randn(2, 3, 16, 16))
+    assert [routing.tokens.item() for routing in routing_of(model)] == [10, 10]
+
+
+def test_each_expert_starts_as_an_mlp_does():
+    model = network(dim=128, num_experts=3, shared_expert=True)
+    moe = model.blocks[1].mlp
+    for weight in (*moe.experts.fc1_weight, *moe.experts.fc2_weight, moe.shared.fc1.weight):
+        assert weight.std().item() == pytest.approx(math.sqrt(2 / (128 + 512)), rel=0.05)
+    assert moe.router.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert moe.experts.fc1_bias.std().item() == pytest.approx(1e-6, rel=0.2)
+
+
+def test_a_model_is_copied_after_a_pass():
+    model = network()
+    model(torch.randn(2, 3, 16, 16))
+    again = copy.deepcopy(model)
+    ours, theirs = routing_of(model)[0], routing_of(again)[0]
+    assert ours.z.requires_grad
+    assert not theirs.z.requires_grad
+    torch.testing.assert_close(theirs, Routing(*(t.detach() for t in ours)))
+
+
+def test_bfloat16_is_close_and_its_router_is_float32():
+    moe, x = layer(top_k=2, shared=True).float(), tokens().float()
+    expected = moe(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = moe(x)
+        assert moe.scores(x).dtype == torch.float32
+    assert found.dtype == torch.bfloat16
+    assert moe.routing.z.dtype == torch.float32
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
+    found.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
+
+
+def losses(model: nn.Module, images: Tensor) -> Tensor:
+    logits = model(images)
+    (routing,) = routing_of(model)
+    counts, probabilities, count, z, _, _ = routing
+    balance = balance_loss(counts, probabilities, count, 2)
+    return logits.square().mean() + balance + z_loss(z, count)
+
+
+def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(losses(model, images), list(model.parameters())))
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8, "router_priority": "score"}])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.filterwarnings(*OLDER)
+def test_recomputed_blocks_give_the_same_losses_and_gradients(options, backend):
+    model, images = network(router_jitter=0.1, **options), torch.randn(4, 3, 16, 16)
+    again = copy.deepcopy(model)
+    recompute_blocks(again)
+    if backend:
+        name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+        again.compile(backend=backend, fullgraph=hasattr(torch._dynamo.config, name))
+    torch.manual_seed(1)
+    expected = gradients(model, images)
+    torch.manual_seed(1)
+    torch.testing.assert_close(gradients(again, images), expected)
+
+
+def test_recomputing_keeps_the_first_routing():
+    model = network()
+    recompute_blocks(model)
+    loss = losses(model, torch.randn(2, 3, 16, 16))
+    before = routing_of(model)[0]
+    loss.backward()
+    assert routing_of(model)[0] is before
+
+
+@pytest.mark.filterwarnings(*OLDER)
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True}]
+)
+def test_compiles_as_one_graph_with_its_gradients(options, backend):
+    model, images = network(**options), torch.randn(4, 3, 16, 16)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        torch.testing.assert_close(
+            gradients(compiled, images), gradients(model, images), rtol=1e-4, atol=1e-5
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = gradients(compiled, images), gradients(model, images)
+    if backend == "inductor":  # rounds elsewhere, which may send a token elsewhere
+        assert all(gradient.isfinite().all() for gradient in found)
+    else:
+        torch.testing.assert_close(found, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.eval()(images), model(images))
+
+
+EXPORTS = [
+    {},
+    {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True},
+    {"top_k": 1, "proj_bias": False},
+]
+
+
+@pytest.mark.parametrize("options", EXPORTS, ids=str)
+def test_exports_with_any_batch(options):
+    model, batch = network(**options).eval(), torch.export.Dim("batch", min=1, max=64)
+    example = (torch.randn(3, 3, 16, 16),)
+    program = torch.export.export(model, example, dynamic_shapes=({0: batch},))
+    assert not any("vit::" in str(node.target) for node in program.graph.nodes)
+    for count in (1, 5):
+        images = torch.randn(count, 3, 16, 16)
+        torch.testing.assert_close(program.module()(images), model(images))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("options", EXPORTS, ids=str)
+def test_exports_to_onnx_with_any_batch(options, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = network(**options).eval()
+    program = torch.onnx.export(
+        model,
+        (torch.randn(3, 3, 16, 16),),
+        dynamo=True,
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},),
+        verbose=False,
+    )
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch in (1, 2, 5):
+        images = torch.randn(batch, 3, 16, 16)
+        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        with torch.no_grad():
+            expected = model(images)
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 5}, "top_k=5: there are num_experts=4"),
+        ({"moe_every": 3}, "moe_every=3: no block of depth=2 has experts"),
+        ({"moe_every": 0}, "moe_every=0: must be at least 1"),
+        ({"top_k": 1, "router_weights": "renormalised"}, "with top_k=1 it is always 1"),
+        ({"router_priority": "score"}, "router_priority='score': nothing is dropped"),
+        ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be at least 0"),
+        ({"router_jitter": 1.0}, "router_jitter=1.0: must be a share"),
+    ],
+)
+def test_refuses_what_makes_no_sense(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{**MOE, **options})
+
+
+def test_a_run_folder_brings_it_back_and_others_refuse_it(tmp_path):
+    model, settings = network(shared_expert=True), ModelConfig(**MOE, shared_expert=True)
+    model.eval()
+    classes, preprocessing = ("a", "b", "c"), Preprocessing(image_size=(16, 16))
+    save_model(
+        tmp_path,
+        model,
+        config=Config(model=settings),
+        classes=classes,
+        preprocessing=preprocessing,
+    )
+    images = torch.randn(2, 3, 16, 16)
+    again = load_run(tmp_path)
+    assert again.config == settings
+    assert torch.equal(again.model(images), model(images))
+    for target, message in (
+        ("timm", "timm cannot express this network: feedforward=moe"),
+        ("huggingface", "transformers cannot express .* none has feedforward=moe"),
+    ):
+        pretrained = Pretrained(
+            state=model.state_dict(),
+            config=settings,
+            classes=classes,
+            preprocessing=preprocessing,
+            license=None,
+            origin="test",
+        )
+        with pytest.raises(WeightsError, match=message):
+            contents(pretrained, target)
+
+
+def test_biases_of_experts_do_not_decay_and_muon_takes_no_stacks():
+    model = network()
+    groups = parameter_groups(model, depth=2, weight_decay=0.1, layer_decay=1.0)
+    decays = {name: group["weight_decay"] for group in groups for name in group["names"]}
+    part = "blocks.1.mlp.experts."
+    assert (decays[part + "fc1_bias"], decays[part + "fc1_weight"]) == (0, 0.1)
+    config = Config().training
+    object.__setattr__(config, "optimizer", "muon")
+    optimizer = make_optimizer(model, config, depth=2)
+    fallback = {n: g["use_fallback"] for g in optimizer.param_groups for n in g["names"]}
+    assert all(fallback[name] for name in fallback if name.startswith(part))
+    assert not fallback["blocks.0.mlp.fc1.weight"]
+    losses(model, torch.randn(2, 3, 16, 16)).backward()
+    before = model.blocks[1].mlp.experts.fc1_weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model.blocks[1].mlp.experts.fc1_weight)
