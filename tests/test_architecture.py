@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {"vit.config", "vit.errors", "vit.presets", "vit.settings", "vit.version"}
-LEVEL_1 = {"vit.model", "vit.data"}
+LEVEL_1 = {"vit.model", "vit.data", "vit.operators", "vit.precision"}
 LEVEL_2 = {"vit.weights", "vit.evaluation"}
 LEVEL_3 = {"vit.training", "vit.inference"}
 NUMERIC = {"torch", "numpy"}
@@ -21,7 +21,9 @@ ALLOWED = {
     "vit.config": {"vit.errors"},
     "vit.presets": {"vit.errors"},
     "vit.settings": {"yaml", *LEVEL_0},
-    "vit.model": {"torch", "einops", *LEVEL_0},
+    "vit.precision": {"torch", "vit.errors"},
+    "vit.operators": {"torch"},
+    "vit.model": {"torch", "einops", "vit.operators", *LEVEL_0},
     "vit.data": {*NUMERIC, "torchvision", "PIL", "einops", *LEVEL_0},
     "vit.weights": {
         *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
@@ -31,7 +33,7 @@ ALLOWED = {
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
-    "vit.inference": {*NUMERIC, "PIL", *LEVEL_0, *LEVEL_1, *LEVEL_2},
+    "vit.inference": {*NUMERIC, "PIL", "einops", *LEVEL_0, *LEVEL_1, *LEVEL_2},
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip
 # a library that only these files of a part may import

@@ -32,6 +32,19 @@ def predict(tiny_run, capfd):
     return run
 
 
+def test_whole_pictures_when_asked(predict, tiny_run, tmp_path):
+    paths = [str(tmp_path / f"{width}.png") for width in (40, 160)]
+    for path, width in zip(paths, (40, 160), strict=True):
+        Image.effect_noise((width, 40), 90).convert("RGB").save(path)
+    words = (*paths, "--format", "jsonl", "--precision", "fp32")
+    code, out, err = predict(*words, "--keep-aspect")
+    assert (code, err) == (0, [])
+    expected = Predictor(tiny_run, keep_aspect=True, precision="fp32")(paths)
+    for line, prediction in zip(out, expected, strict=True):
+        assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
+    assert out != predict(*words)[1]
+
+
 def give_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.data import create_transform
 
-from vit.data.preprocessing import WHOLE_LIMIT, Preprocessing
+from vit.data.preprocessing import WHOLE_LIMIT, Preprocessing, grid_of_aspect
 from vit.errors import ConfigError
 
 SIZES = [(50, 37), (33, 50), (8, 8), (1, 1), (22, 23), (102, 25), (9, 160)]
@@ -96,3 +96,26 @@ def test_refuses_a_missing_key():
     del values["crop_share"]
     with pytest.raises(ConfigError, match="crop_share"):
         Preprocessing.from_dict(values)
+
+
+@pytest.mark.parametrize("patches", [1, 4, 196, 12 * 20])
+def test_a_grid_of_the_picture_s_aspect_has_no_more_patches_than_usual(patches):
+    for aspect in (1e-4, 0.01, 0.3, 0.5, 0.9, 1.0, 1.4, 2.0, 7.0, 300.0, 1e5):
+        rows, cols = grid_of_aspect(aspect, patches)
+        assert rows >= 1
+        assert cols >= 1
+        assert rows * cols <= patches
+        if patches >= 196 and 0.25 <= aspect <= 4:
+            assert rows * cols >= 0.85 * patches
+            assert rows / cols == pytest.approx(aspect, rel=0.15)
+    side = round(patches**0.5)
+    assert grid_of_aspect(1.0, side * side) == (side, side)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((50, 100), (40, 24)), ((100, 50), (24, 40)), ((3, 900), (128, 8))]
+)
+def test_whole_pictures_keep_their_aspect(picture, size, expected):
+    preprocessing = Preprocessing(image_size=(32, 32), crop_share=0.5)
+    image = picture(*size)
+    assert preprocessing.whole(image, 8).shape == (3, *expected)

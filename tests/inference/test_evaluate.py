@@ -37,6 +37,14 @@ def test_equals_what_predict_says_of_the_same_files(tiny_run, tiny_data, precisi
     assert scores["loss"] > 0
 
 
+def test_whole_pictures_equal_what_predict_says(tiny_run, tiny_data):
+    scores = evaluate(tiny_run, str(tiny_data), precision="fp32", keep_aspect=True)
+    files = sorted((tiny_data / "val").rglob("*.*"))
+    found = Predictor(tiny_run, precision="fp32", keep_aspect=True)(files)
+    right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
+    assert scores["top1"] == right / 27
+
+
 def test_classes_are_matched_by_name(tiny_run, data):
     whole = evaluate(tiny_run, str(data), precision="fp32")
     shutil.rmtree(data / "val" / "apple")

@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -71,6 +72,44 @@ def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, monkeypatc
     )
     assert len(predictor(pictures[:count])) == count
     assert seen == rows
+
+
+@pytest.fixture
+def oblong(tmp_path) -> list[str]:
+    """Pictures of many aspects, in colours of noise."""
+    random = np.random.default_rng(0)
+    paths = []
+    for height, width in ((40, 40), (40, 150), (90, 30), (31, 33), (400, 3)):
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        paths.append(str(tmp_path / f"{height}x{width}.png"))
+        Image.fromarray(pixels).save(paths[-1])
+    return paths
+
+
+def test_whole_pictures_in_their_own_aspect(tiny_run, oblong, bad_pictures):
+    run = load_run(tiny_run)
+    predictor = Predictor(tiny_run, keep_aspect=True, precision="fp32", batch_size=4)
+    sizes = []
+    for path, found in zip(oblong, predictor(oblong), strict=True):
+        image = run.preprocessing.whole(Image.open(path), 8)
+        sizes.append(tuple(image.shape[1:]))
+        with torch.inference_mode():
+            logits = run.model(run.preprocessing.normalise(image[None]))[0]
+        assert found.error is None
+        scores = dict(found.predictions)
+        expected = dict(zip(run.classes, logits.double().softmax(0).tolist(), strict=True))
+        assert scores == pytest.approx(expected, abs=1e-5)
+    assert sizes == [(16, 16), (8, 32), (24, 8), (16, 16), (32, 8)]
+    mixed = predictor([oblong[1], bad_pictures[0], oblong[2]])
+    assert [bool(found.error) for found in mixed] == [False, True, False]
+    assert predictor([bad_pictures[0]])[0].error
+
+
+def test_whole_pictures_need_a_network_that_packs(tiny_run):
+    run = load_run(tiny_run)
+    run.model.blocks[1].attn.rel_pos = torch.nn.Identity()
+    with pytest.raises(ConfigError, match="images cannot be packed with position=relative"):
+        Predictor(run, keep_aspect=True)
 
 
 def test_a_stream_takes_paths_only_as_needed_and_stops_its_threads(tiny_run, pictures):

@@ -162,6 +162,19 @@ def test_weights_of_each_query_sum_to_one():
     torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
 
 
+@pytest.mark.parametrize(("way", "growth"), [(attend, 4), (explicit_attention, 16)])
+def test_what_is_kept_for_backward_grows_with_the_tokens_or_with_their_square(way, growth):
+    layer, largest = SelfAttention(8, 1), []
+    for tokens in (64, 256):
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x
+        ):
+            layer(torch.randn(1, tokens, 8), Places(attend=way))
+        largest.append(max(kept))
+    assert largest[1] == growth * largest[0]
+
+
 def test_refuses_heads_that_do_not_fit():
     with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
         SelfAttention(30, 4)

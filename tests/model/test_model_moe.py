@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.model import grouped
 from vit.model.build import build_classifier
 from vit.model.feedforward import MLP
 from vit.model.moe import (
@@ -27,6 +26,7 @@ from vit.model.moe import (
     token_order,
     z_loss,
 )
+from vit.operators import grouped
 from vit.training.optimization import make_optimizer, parameter_groups
 from vit.training.recomputation import recompute_blocks
 from vit.weights.convert import contents

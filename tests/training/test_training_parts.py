@@ -61,6 +61,14 @@ def test_weight_decay_stays_off_biases_norms_positions_and_tokens(network):
     assert {"cls_token", "reg_token", "pos_embed", "norm.weight", "head.bias"} <= kept
 
 
+def test_relative_positions_do_not_decay_and_are_no_matrices_of_muon():
+    model = create_model("vit_tiny_patch16_224", position="relative", **TINY)
+    optimizer = make_optimizer(model, TrainingConfig(optimizer="muon"), depth=2)
+    groups = [g for g in optimizer.param_groups if any("rel_pos" in n for n in g["names"])]
+    assert sum("rel_pos" in n for g in groups for n in g["names"]) == 2
+    assert all(g["weight_decay"] == 0 and g["use_fallback"] for g in groups)
+
+
 def test_layer_decay_falls_from_the_head_to_the_patches(network):
     groups = parameter_groups(network, depth=2, weight_decay=0.05, layer_decay=0.5)
     scale = {name: group["lr_scale"] for group in groups for name in group["names"]}

@@ -74,6 +74,12 @@ def beit(name: str, **settings) -> Network:
     return build(name, "BeitConfig", **WIDE, **settings)
 
 
+def relative(name: str, *, own: bool = False, shared: bool = False) -> Network:
+    kinds = {"use_relative_position_bias": own, "use_shared_relative_position_bias": shared}
+    kind = "BeitConfig" if name.startswith("Beit") else "Data2VecVisionConfig"
+    return build(name, kind, **WIDE, **kinds)
+
+
 def dinov2(name: str, **settings) -> Network:
     return build(name, "Dinov2Config", **SIZES, **settings)
 
@@ -117,6 +123,13 @@ CASES: dict[str, tuple[Callable[[], Network], Answer]] = {
     ),
     "beit without places": (
         lambda: beit("BeitForImageClassification", use_absolute_position_embeddings=False),
+        logits,
+    ),
+    "beit relative": (lambda: relative("BeitForImageClassification", own=True), logits),
+    "beit shared": (lambda: relative("BeitModel", shared=True), pooled),
+    "beit both": (lambda: relative("BeitForImageClassification", own=True, shared=True), logits),
+    "data2vec": (
+        lambda: relative("Data2VecVisionForImageClassification", own=True, shared=True),
         logits,
     ),
     "dinov2": (lambda: dinov2("Dinov2Model"), pooled),
@@ -374,7 +387,11 @@ def test_half_precision_becomes_float32(saved):
         ("vit", {"architectures": ["ViTForImageClassification"]}, "classifier.weight is missing"),
         ("vit classifier", {"id2label": {"0": "a"}}, "id2label has 1 names for 3 outputs"),
         ("vit classifier", {"id2label": {"0": "a", "1": "b", "2": 3}}, "id2label has 3 names"),
-        ("beit", {"use_relative_position_bias": True}, "use_relative_position_bias=True"),
+        (
+            "beit",
+            {"use_relative_position_bias": True, "use_absolute_position_embeddings": True},
+            "use_relative_position_bias=True: this network has one kind of positions",
+        ),
         ("dinov2 backbone", {"apply_layernorm": False}, "apply_layernorm=False"),
         ("dinov2", {"use_swiglu_ffn": True}, "has no encoder.layer.0.mlp.fc1.bias"),
         ("dinov2", {"mlp_ratio": 5}, "mlp.fc1.weight"),

@@ -86,6 +86,8 @@ EQUAL = {
         {"pooling": "mean", "layer_scale": 0.1, "qkv_bias": False, "position": "sinusoidal_2d"},
         "BeitForImageClassification",
     ),
+    "relative": ({"pooling": "mean", "position": "relative"}, "BeitForImageClassification"),
+    "bare relative": ({**BARE, "pooling": "mean", "position": "relative"}, "BeitModel"),
     "bare mean": ({**BARE, "pooling": "mean"}, "BeitModel"),
     "clip without biases": (
         {**CLIP, "pooling": "mean", "final_norm": "none", "qkv_bias": False, "proj_bias": False},

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             batch_size=args.batch_size,
             precision=args.precision,
             workers=args.workers,
+            keep_aspect=args.keep_aspect,
             say=lambda note: say(f"vit evaluate: {note}"),
             progress=lambda done, total: bar_to(bar, done, total),
         )

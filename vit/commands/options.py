@@ -41,6 +41,12 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="threads that read pictures (default: one a core, at most 8)",
     )
+    group.add_argument(
+        "--keep-aspect",
+        action="store_true",
+        help="show the network whole pictures in their own aspect, with at most as many patches "
+        "as usual, instead of a square of each",
+    )
 
 
 def whole_number(word: str) -> int:

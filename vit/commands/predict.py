@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         precision=args.precision,
         workers=args.workers,
+        keep_aspect=args.keep_aspect,
     )
     top_k = min(args.top_k, len(predictor.classes))
     header, line = FORMATS[style](Layout(top_k, predictor.classes, images))

@@ -51,7 +51,7 @@ class ModelConfig(Section):
     registers: int = setting(0, "--reg-tokens")
     """Extra learned tokens (Darcet et al., arXiv:2309.16588)."""
     position: Literal[
-        "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "none"
+        "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "relative", "none"
     ] = "learned"
     """How tokens know their place in the picture."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"

@@ -89,6 +89,17 @@ class Preprocessing:
         source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
         return image.resize((width, height), resample, box=source)
 
+    def whole(self, image: Image.Image, patch_size: int) -> Tensor:
+        """All of an RGB picture in its own aspect -> its bytes, (3, height, width).
+
+        The sides are whole patches, as near to the aspect as they come with no more patches than
+        `image_size` has; nothing is cut off.
+        """
+        patches = math.prod(side // patch_size for side in self.image_size)
+        rows, cols = grid_of_aspect(image.height / image.width, patches)
+        size = (cols * patch_size, rows * patch_size)
+        return to_bytes(image.resize(size, RESAMPLING[self.interpolation]))
+
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) of the whole picture before the centre is cut out."""
         rows, cols = (math.floor(side / self.crop_share) for side in self.image_size)
@@ -154,6 +165,20 @@ class Preprocessing:
             for name, value in values.items()
         }
         return cls(**plain)
+
+
+def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
+    """(rows, cols) with rows / cols near `aspect`, and at most `patches` in all."""
+    sides = math.sqrt(patches * aspect), math.sqrt(patches / aspect)
+
+    def overlap(grid: tuple[int, int]) -> float:
+        """Share of the wanted shape and of `grid` together that both cover."""
+        return math.prod(min(x, y) / max(x, y) for x, y in zip(grid, sides, strict=True))
+
+    near = [
+        {min(max(whole(side), 1), patches) for whole in (math.floor, math.ceil)} for side in sides
+    ]
+    return max(((r, c) for r in near[0] for c in near[1] if r * c <= patches), key=overlap)
 
 
 def to_bytes(image: Image.Image) -> Tensor:

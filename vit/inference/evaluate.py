@@ -30,6 +30,7 @@ def evaluate(
     batch_size: int | None = None,
     precision: str = "auto",
     workers: int | None = None,
+    keep_aspect: bool = False,
     say: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def evaluate(
         model: A run folder or any other source of weights with a head, or one that is loaded.
         data: A folder of labelled pictures, or the name of a built-in set.
         split: Which of its parts; `val` is the first validation folder there is.
-        device, batch_size, precision, workers: As for Predictor.
+        device, batch_size, precision, workers, keep_aspect: As for Predictor.
         say: Receives notes about the data.
         progress: Receives how many pictures are done, of how many, after each batch.
 
@@ -51,12 +52,16 @@ def evaluate(
         `failed`: the pictures that cannot be read, which the numbers leave out.
 
     Raises:
-        DataError: There is no such split, it has a class that the model does not know, or not one
-            of its pictures can be read.
+        DataError: There is no such split, it has an unknown class, or no picture can be read.
         VitError: The model, the device or a setting cannot be used.
     """
     predictor = Predictor(
-        model, device=device, batch_size=batch_size, precision=precision, workers=workers
+        model,
+        device=device,
+        batch_size=batch_size,
+        precision=precision,
+        workers=workers,
+        keep_aspect=keep_aspect,
     )
     held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)
     samples, notes = open_labelled(data, split=split, classes=predictor.classes, held_out=held_out)
@@ -64,12 +69,14 @@ def evaluate(
         say(note)
     parts, failed = measure(predictor, samples, progress)
     if not parts:
-        first = failed[0]
-        raise DataError(
-            f"{printable(data)}: none of {len(failed)} pictures can be measured; the first is "
-            f"{printable(first['image'])}: {printable(first['error'])}"
-        )
+        raise DataError(f"{printable(data)}: {none_measured(failed)}")
     return {**summarise(Outcomes.cat(parts), predictor.classes), "failed": failed}
+
+
+def none_measured(failed: list[dict[str, str]]) -> str:
+    """Why there are no numbers: every picture is among the `failed`."""
+    image, error = printable(failed[0]["image"]), printable(failed[0]["error"])
+    return f"none of {len(failed)} pictures can be measured; the first is {image}: {error}"
 
 
 def folder_of(model: PathLike) -> Path:

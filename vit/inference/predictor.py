@@ -17,7 +17,8 @@ from vit.data.decoding import read_image
 from vit.errors import BadImage, ConfigError
 from vit.evaluation.metrics import ranking
 from vit.inference.results import Prediction
-from vit.model.precision import autocast, resolve_device, resolve_precision
+from vit.model.packing import check_packable
+from vit.precision import autocast, resolve_device, resolve_precision
 from vit.weights.folder import LoadedRun
 from vit.weights.loading import load_model
 
@@ -49,6 +50,8 @@ class Predictor:
         batch_size: Pictures in one pass through the network; 16 on a CPU, else 64 when left out.
         precision: auto, fp32, bf16 or fp16; auto is bf16 where the hardware has it.
         workers: Threads that read pictures; one a core, at most 8, when left out.
+        keep_aspect: Show the network whole pictures in their own aspect, with at most as many
+            patches as usual, where else it sees a square. Last digits then depend on neighbours.
 
     Raises:
         VitError: The run, the device or a setting cannot be used; the message says why.
@@ -62,6 +65,7 @@ class Predictor:
         batch_size: int | None = None,
         precision: str = "auto",
         workers: int | None = None,
+        keep_aspect: bool = False,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
@@ -73,6 +77,9 @@ class Predictor:
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         self.model = loaded.model.eval().to(self.device)
+        self.keep_aspect = keep_aspect
+        if keep_aspect:
+            check_packable(self.model)
         self.batch_size = batch_size or BATCH_SIZES.get(self.device.type, 64)
         self.workers = workers or min(8, os.cpu_count() or 1)
 
@@ -114,7 +121,10 @@ class Predictor:
     def _read(self, path: str) -> Tensor | BadImage:
         """One prepared picture, uint8 (channels, height, width), or why there is none."""
         try:
-            return self.preprocessing(read_image(path))
+            image = read_image(path)
+            if self.keep_aspect:
+                return self.preprocessing.whole(image, self.model.patch_embed.patch_size)
+            return self.preprocessing(image)
         except BadImage as error:
             return error
         except (ValueError, OSError, MemoryError) as error:
@@ -122,8 +132,10 @@ class Predictor:
 
     def _answer(self, paths: list[str], pictures: list[Future[Tensor | BadImage]]) -> list[Answer]:
         height, width = self.preprocessing.image_size
-        rows = min(self.batch_size, 1 << (len(paths) - 1).bit_length())
-        images = torch.zeros(rows, 3, height, width, dtype=torch.uint8)
+        rows = len(paths)
+        if not self.keep_aspect:
+            rows = min(self.batch_size, 1 << (rows - 1).bit_length())
+        images = [torch.zeros(3, height, width, dtype=torch.uint8)] * rows
         errors: dict[int, str] = {}
         for place, future in enumerate(pictures):
             picture = future.result()
@@ -143,12 +155,24 @@ class Predictor:
         ]
 
     @torch.inference_mode()
-    def _probabilities(self, images: Tensor) -> Tensor:
-        """uint8 (batch, channels, height, width) -> float64 on the CPU, (batch, classes)"""
-        images = self.preprocessing.normalise(images.to(self.device))
+    def _probabilities(self, images: list[Tensor]) -> Tensor:
+        """uint8, each (channels, height, width) -> float64 on the CPU, (batch, classes)"""
         with autocast(self.precision, self.device):
-            logits: Tensor = self.model(images)
+            logits = self._packed(images) if self.keep_aspect else self._batch(images)
         return logits.float().cpu().double().softmax(dim=1)
+
+    def _batch(self, images: list[Tensor]) -> Tensor:
+        """Logits of uint8 images of one size."""
+        logits: Tensor = self.model(self._floats(torch.stack(images)))
+        return logits
+
+    def _packed(self, images: list[Tensor]) -> Tensor:
+        """Logits of uint8 images of any sizes."""
+        return self.model.forward_packed([self._floats(image) for image in images])
+
+    def _floats(self, images: Tensor) -> Tensor:
+        """uint8 (..., channels, height, width) -> normalised, on the device"""
+        return self.preprocessing.normalise(images.to(self.device))
 
     def _name(self, answer: Answer, top_k: int) -> Prediction:
         if answer.probabilities is None:

@@ -76,11 +76,14 @@ def attention_weights(query: Tensor, key: Tensor, *, mask: Tensor | None = None)
         query.new_zeros(1), query, key.transpose(1, 2), beta=0, alpha=head_dim**-0.5
     )
     scores = rearrange(scores, "(batch heads) ... -> batch heads ...", batch=batch)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    elif mask is not None:
-        scores = scores + mask
-    return scores.softmax(dim=-1)
+    return masked(scores, mask).softmax(dim=-1)
+
+
+def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores (..., tokens, memory_tokens) with what `mask` says, as for `attend`."""
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
 class Places(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.model.attention import SelfAttention
+from vit.model.attention import SelfAttention, Unbiased
 from vit.model.blocks import (
     Block,
     LayerScale,
@@ -49,6 +49,7 @@ from vit.model.positions import (
     sinusoidal_1d,
     sinusoidal_2d,
 )
+from vit.model.relative import PrefixedRelativeBias, RelativeBias
 from vit.model.rotary import NoRotation, RotaryPositions, by_centre, by_index
 from vit.presets import preset
 from vit.settings import all_settings, convert
@@ -96,6 +97,7 @@ POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = 
     ),
     "rotary": lambda _: NoPositions(),
     "learned_rotary": lambda c: LearnedPositions(c.grid, c.dim, **_prefix(c)),
+    "relative": lambda _: NoPositions(),
     "none": lambda _: NoPositions(),
 }
 
@@ -180,6 +182,7 @@ def _block(config: ModelConfig, index: int) -> Block:
             config.dim,
             config.num_heads,
             num_kv_heads=config.num_kv_heads,
+            rel_pos=_relative(config),
             q_norm=_qk_norm(config),
             k_norm=_qk_norm(config),
             qkv_bias=config.qkv_bias,
@@ -239,6 +242,15 @@ def _rotary(config: ModelConfig) -> RotaryPositions | NoRotation:
         temperature=config.rotary_temperature,
         prefix=config.num_prefix_tokens,
     )
+
+
+def _relative(config: ModelConfig) -> RelativeBias | Unbiased:
+    if config.position != "relative":
+        return Unbiased()
+    prefix = config.num_prefix_tokens
+    if not prefix:
+        return RelativeBias(config.grid, config.num_heads)
+    return PrefixedRelativeBias(config.grid, config.num_heads, prefix=prefix)
 
 
 def _prefix(config: ModelConfig) -> dict[str, int]:

@@ -9,6 +9,7 @@ registers: Darcet et al., arXiv:2309.16588. Parameter names and shapes are timm'
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from vit.model.attention import Attend, Places, attend
 from vit.model.blocks import Block
 from vit.model.maps import Recorder
+from vit.model.packing import check_packable, pack, same_sizes, unpack
 from vit.model.patches import PatchEmbedding
 from vit.model.positions import LearnedPositions, NoPositions
 from vit.model.rotary import NoRotation, RotaryPositions
@@ -119,7 +121,10 @@ class VisionTransformer(nn.Module):
             attend: How attention mixes the values.
         """
         tokens, places = self.embed(images)
-        places = places._replace(attend=attend)
+        return self.transform(tokens, places._replace(attend=attend))
+
+    def transform(self, tokens: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """Tokens as `embed` makes them -> after the last norm, (batch, tokens, dim), and places."""
         for block in [*self.blocks] * self.repeats:
             tokens, places = block(tokens, places)
         return self.norm(tokens), places
@@ -141,6 +146,31 @@ class VisionTransformer(nn.Module):
         """(batch, channels, height, width) -> logits (batch, classes)"""
         logits: Tensor = self.head(self.features(images))
         return logits
+
+    def forward_packed(self, images: Sequence[Tensor]) -> Tensor:
+        """Logits of images of any sizes and aspects, in one pass over all their tokens together.
+
+        They equal those of each image by itself; see vit/model/packing.py.
+
+        Args:
+            images: Each (channels, height, width), whole patches.
+
+        Returns:
+            (images, classes), in their order.
+
+        Raises:
+            ConfigError: A part of the network would mix images that lie in one row.
+            ValueError: An image cannot be cut into whole patches.
+        """
+        check_packable(self)
+        groups = same_sizes(images)
+        embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
+        row, _ = self.transform(*pack(embedded))
+        batches = zip(unpack(row, embedded), embedded, strict=True)
+        logits = self.head(torch.cat([self.pool(own, places) for own, (_, places) in batches]))
+        order = [*chain(*groups)]
+        ordered: Tensor = logits[sorted(range(len(order)), key=order.__getitem__)]
+        return ordered
 
     def attention_maps(self, images: Tensor) -> list[Tensor]:
         """Attention weights of every block, each (batch, heads, tokens, tokens).

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.grouped import autocasted, grouped_linear, is_exporting, regroup
+from vit.operators.grouped import autocasted, grouped_linear, is_exporting, regroup
 
 
 class Experts(nn.Module):

@@ -50,6 +50,8 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     # Not zeros, as the class token: registers that start equal get equal gradients for ever.
     (r"^reg_token$", normal(0.02)),
     (r"^pos_embed$", normal(0.02)),
+    # Zeros, as BEiT: offsets get different gradients, and positions begin by saying nothing.
+    (r"\.relative_position_bias_table$", nn.init.zeros_),
     (r"^patch_embed\.proj\.weight$", lecun_normal),
     (r"norm\d?(_pre|_post)?\.weight$|\.gamma$", nn.init.ones_),
     (r"\.attn\.qkv\.weight$", xavier_attention),

@@ -1,9 +1,15 @@
 """Where a network looks: attention that remembers its weights."""
 
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.model.attention import attention_weights
+from vit.model.attention import Places, attention_weights
+
+if TYPE_CHECKING:
+    from vit.model.classifier import VisionTransformer
 
 
 class Recorder:
@@ -22,5 +28,40 @@ class Recorder:
         dropout: float = 0.0,
     ) -> Tensor:
         """As `attend`; keeps (batch, heads, tokens, memory_tokens)."""
-        self.maps.append(attention_weights(query, key, mask=mask))
-        return F.dropout(self.maps[-1], dropout, training=dropout > 0) @ value
+        weights = attention_weights(query, key, mask=mask)
+        self.maps.append(weights)
+        return F.dropout(weights, dropout, training=dropout > 0) @ value
+
+
+class Recording(NamedTuple):
+    """What `record` saw; everything is part of one graph and has gradients."""
+
+    logits: Tensor
+    """(batch, classes)."""
+    maps: list[Tensor]
+    """Attention weights of every block, each (batch, heads, tokens, tokens)."""
+    pooling: Tensor | None
+    """Weights of attention pooling, (batch, heads, 1, patches); None where another one pools."""
+    tokens: Tensor
+    """After the last norm, (batch, tokens, dim)."""
+    places: Places
+    """Where the tokens are; `places.grid` is (rows, cols) of the patches."""
+
+
+def record(model: "VisionTransformer", images: Tensor) -> Recording:
+    """Logits and attention maps of one pass; nothing in `model` is changed or left behind.
+
+    Maps have gradients wherever torch makes any, also where all weights are frozen.
+
+    Args:
+        model: In training or evaluation, as it is; `maps` are the weights before dropout.
+        images: (batch, channels, height, width).
+    """
+    if not images.requires_grad:
+        images = images.clone().requires_grad_(torch.is_grad_enabled())
+    recorder = Recorder()
+    tokens, places = model.encode(images, attend=recorder)
+    maps = [*recorder.maps]
+    logits = model.head(model.pool(tokens, places))
+    pooling = recorder.maps[-1] if len(recorder.maps) > len(maps) else None
+    return Recording(logits, maps, pooling, tokens, places)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.model.experts import Experts
-from vit.model.grouped import autocast_device, is_exporting
+from vit.operators.grouped import autocast_device, is_exporting
 
 Weigh = Callable[[Tensor], Tensor]
 

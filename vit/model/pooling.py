@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import Places, attend
+from vit.model.attention import Places
 
 
 class ClassTokenPooling(nn.Module):
@@ -82,7 +82,7 @@ class AttentionPooling(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.norm, self.mlp = norm, mlp
 
-    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         query = rearrange(
             self.q(self.latent), "1 query (heads dim) -> 1 heads query dim", heads=self.num_heads
@@ -93,7 +93,7 @@ class AttentionPooling(nn.Module):
             kv=2,
             heads=self.num_heads,
         ).unbind(0)
-        mixed = attend(query.expand(tokens.shape[0], -1, -1, -1), key, value)
+        mixed = places.attend(query.expand(tokens.shape[0], -1, -1, -1), key, value)
         x = self.proj(rearrange(mixed, "batch heads 1 dim -> batch (heads dim)"))
         y: Tensor = x + self.mlp(self.norm(x))
         return y

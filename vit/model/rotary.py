@@ -12,7 +12,8 @@ across the picture: Simeoni et al., "DINOv3", section 3.2, arXiv:2508.10104.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -98,3 +99,21 @@ def by_index(side: int, *, reference: int | None = None) -> Tensor:
 def by_centre(side: int) -> Tensor:
     """The patches' centres from -1 to 1 across the picture, as full turns."""
     return 2 * math.pi * (2 * (torch.arange(side, dtype=torch.float64) + 0.5) / side - 1)
+
+
+def in_a_row(rotations: Sequence[Rotate], counts: Sequence[int]) -> Rotate:
+    """One rotation for sequences that are laid one after the other, each `count` times."""
+    turning = [rotation for rotation in rotations if isinstance(rotation, Rotation)]
+    if not turning:
+        return unturned
+    whole = copy(turning[0])
+    whole.cos, whole.sin = (
+        torch.cat(
+            [
+                table.expand(count, 1, *table.shape[-2:]).flatten(0, 2)
+                for table, count in zip(tables, counts, strict=True)
+            ]
+        )
+        for tables in ([r.cos for r in turning], [r.sin for r in turning])
+    )
+    return whole

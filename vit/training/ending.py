@@ -15,7 +15,7 @@ from vit.data.samples import Splits
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.metrics import Outcomes
 from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
-from vit.model.precision import autocast
+from vit.precision import autocast
 from vit.training.batches import micro_batch_size
 from vit.training.devices import inference_precision
 from vit.training.interruption import Interrupted

@@ -22,7 +22,7 @@ from vit.data.loading import default_workers
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, RunError
 from vit.model.classifier import VisionTransformer
-from vit.model.precision import autocast
+from vit.precision import autocast
 from vit.training.devices import arithmetic, inference_precision
 
 VERSION = 1

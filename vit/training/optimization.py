@@ -13,10 +13,10 @@ from vit.config import TrainingConfig
 from vit.errors import ConfigError
 
 # tokens and positions are not matrices that map one space to another
-TOKENS = ("cls_token", "reg_token", "pos_embed", "latent")
+TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
 
-# matrices inside blocks; LoRA's pairs are none, but factors of one; nor are the biases of experts
-MATRIX = re.compile(r"blocks\.(?!.*(\.lora_|_bias$))")
+# matrices inside blocks; not pairs of LoRA, which are factors of one, nor biases of any shape
+MATRIX = re.compile(r"blocks\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
 
 # timm's that a training here cannot use
 UNFIT = ("kron", "adahessian")

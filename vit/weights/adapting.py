@@ -1,7 +1,8 @@
 """Weights of a trained network made to fit another picture size, patch, colour or set of classes.
 
 Position tables are stretched as the network does it for pictures of another size; the patch
-projection as in FlexiViT (vit/weights/resampling.py); the head keeps the classes it knows by name.
+projection as in FlexiViT and relative positions as in BEiT (vit/weights/resampling.py); the head
+keeps the classes it knows by name.
 """
 
 from collections import Counter
@@ -15,10 +16,11 @@ from vit.config import ModelConfig
 from vit.errors import WeightsError, printable
 from vit.model.build import POSITIONS
 from vit.model.positions import LearnedPositions
+from vit.model.relative import PREFIX_ROWS
 from vit.weights.folder import empty_model
-from vit.weights.formats.names import PATCH_WEIGHT, check_fit, some
+from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
 from vit.weights.pretrained import Pretrained
-from vit.weights.resampling import change_channels, resize_patches
+from vit.weights.resampling import change_channels, resize_patches, spread_offsets
 
 State = dict[str, Tensor]
 
@@ -156,13 +158,22 @@ def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> li
 
 def _adapt_positions(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
     """Make the table of positions fit; tells what was changed."""
+    if source.grid == config.grid:
+        return []
+    (old_rows, old_cols), (rows, cols) = source.grid, config.grid
+    sizes = f"{old_rows}x{old_cols} -> {rows}x{cols}"
+    tables = [name for name in state if name.endswith(BIAS_TABLE)]
+    for name in tables:
+        extra = PREFIX_ROWS if source.num_prefix_tokens else 0
+        state[name] = spread_offsets(state[name], source.grid, config.grid, extra=extra)
+    if tables:
+        return [f"{len(tables)} {BIAS_TABLE} {sizes}"]
     positions = POSITIONS[source.position](source)
-    if source.grid == config.grid or not isinstance(positions, LearnedPositions):
+    if not isinstance(positions, LearnedPositions):
         return []
     # what the network does with pictures of another size: stretch, or compute again
     state[POSITION_TABLE] = positions.at(state[POSITION_TABLE], config.grid)
-    (old_rows, old_cols), (rows, cols) = source.grid, config.grid
-    return [f"{POSITION_TABLE} {old_rows}x{old_cols} -> {rows}x{cols}"]
+    return [f"{POSITION_TABLE} {sizes}"]
 
 
 def _adapt_head(

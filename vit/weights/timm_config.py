@@ -30,6 +30,19 @@ ROTARY: dict[tuple[str, float], str] = {
     ("layernorm", 1e-6): "eva_giant_patch14_224",
     ("layernorm", 1e-5): "vit_pe_spatial_base_patch16_512",
 }
+# timm's network with relative positions, and what it can be.
+RELATIVE = "vit_relpos_base_patch16_224"
+RELATIVE_NEEDS: dict[str, tuple[object, ...]] = {
+    "norm": ("layernorm",),
+    "norm_eps": (1e-6,),
+    "feedforward": ("mlp",),
+    "activation": ("gelu",),
+    "proj_bias": (True,),
+    "norm_pre": (False,),
+    "registers": (0,),
+    "pooling": ("mean", "class_token"),
+    "final_norm": ("tokens", "pooled"),
+}
 NAMED_EPSILON = 1e-6
 """That of a norm which timm knows by name."""
 UNKNOWN = "vit_toolkit"
@@ -105,13 +118,24 @@ def timm_config(
 def timm_refusal(config: ModelConfig) -> str | None:
     """The settings of which timm has no network; None where it has one."""
     found = (text.format(c=config) for text, impossible in REFUSALS if impossible(config))
-    return only_ours(config) or next(found, None)
+    return only_ours(config) or _unfit_for_relative(config) or next(found, None)
+
+
+def _unfit_for_relative(config: ModelConfig) -> str | None:
+    """The first setting that timm's networks with relative positions do not have."""
+    if config.position != "relative":
+        return None
+    values = {**vars(config), "final_norm": config.last_norm}
+    unfit = (name for name, fit in RELATIVE_NEEDS.items() if values[name] not in fit)
+    return next((f"{name}={values[name]} with position=relative" for name in unfit), None)
 
 
 def architecture(config: ModelConfig) -> str:
     """A model of timm that `model_args` turns into this one, or a name timm does not know."""
     if timm_refusal(config) is not None:
         return UNKNOWN
+    if config.position == "relative":
+        return RELATIVE
     if config.is_rotary:
         return ROTARY[config.norm, config.norm_eps]
     plain = PLAIN[config.norm, config.norm_eps, config.feedforward]
@@ -137,9 +161,11 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
         "class_token": config.class_token,
-        "no_embed_class": config.num_placed_tokens == 0 and config.num_prefix_tokens > 0,
         "global_pool": POOLINGS[config.pooling],
     }
+    if config.position == "relative":
+        return {**shared, **_relative_args(config, last)}
+    shared["no_embed_class"] = config.num_placed_tokens == 0 and config.num_prefix_tokens > 0
     if config.is_rotary:
         return {**shared, **_eva_args(config, last)}
     gated = config.feedforward.startswith("swiglu")
@@ -157,6 +183,15 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "fc_norm": last == "pooled",
         "embed_norm_layer": "",
         "act_layer": "silu" if gated else config.activation,
+    }
+
+
+def _relative_args(config: ModelConfig, last: str) -> dict[str, Any]:
+    return {
+        "init_values": config.layer_scale,  # 0, unlike null, overrides the architecture's
+        "fc_norm": last == "pooled",
+        "rel_pos_type": "bias",
+        "shared_rel_pos": False,
     }
 
 
@@ -194,7 +229,7 @@ def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
 
 
 def _has_table(config: ModelConfig) -> bool:
-    return config.position not in ("rotary", "none")
+    return config.position not in ("rotary", "relative", "none")
 
 
 def mlp_ratio(dim: int, hidden_dim: int) -> float:

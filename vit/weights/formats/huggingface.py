@@ -1,4 +1,4 @@
-"""Networks of transformers, as ours: ViT, ViT-MAE, DeiT, DINOv2, DINOv3, CLIP and SigLIP.
+"""Networks of transformers, as ours: ViT, ViT-MAE, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP.
 
 A bare encoder answers with its pooled token, before any projection; a classifier with its logits.
 """
@@ -24,7 +24,14 @@ from vit.weights.formats.huggingface_names import names_of, split_off
 from vit.weights.formats.huggingface_processor import read_processor
 from vit.weights.formats.huggingface_targets import huggingface_refusal
 from vit.weights.formats.huggingface_writing import write_huggingface
-from vit.weights.formats.names import PATCH_WEIGHT, State, check_fit, distinct, fuse_qkv
+from vit.weights.formats.names import (
+    PATCH_WEIGHT,
+    State,
+    check_fit,
+    distinct,
+    fuse_qkv,
+    spread_shared_bias,
+)
 from vit.weights.pretrained import Pretrained
 
 __all__ = ["huggingface_refusal", "read_huggingface", "write_huggingface"]
@@ -133,7 +140,7 @@ def _shaped(state: State) -> State:
         elif name == PATCH_WEIGHT and tensor.ndim > 1:
             tensor = tensor.flatten(1)
         shaped.update(_unpacked(name, tensor))
-    return fuse_qkv(shaped)
+    return fuse_qkv(spread_shared_bias(shaped))
 
 
 def _unpacked(name: str, tensor: Tensor) -> State:

@@ -138,7 +138,7 @@ def model_fields(settings: Settings, *, classifies: bool) -> dict[str, Any]:
 
 def biases_left_out(settings: Settings) -> tuple[str, ...]:
     """Parts of a block that have no bias here, though other parts of their kind have one."""
-    if settings.model_type == "beit":
+    if settings.model_type in ("beit", "data2vec-vision"):
         return ("attn.key", "attn.k")
     if settings.model_type != "dinov3_vit":
         return ()
@@ -169,14 +169,15 @@ def _deit(settings: Settings, classifies: bool) -> dict[str, Any]:
 
 
 def _beit(settings: Settings, _classifies: bool) -> dict[str, Any]:
-    for name in RELATIVE:
-        if settings.flag(f"use_{name}"):
-            raise settings.refuse(f"use_{name}", "this network has no relative positions")
+    absolute = settings.flag("use_absolute_position_embeddings")
+    relative = [name for name in RELATIVE if settings.flag(f"use_{name}")]
+    if absolute and relative:
+        raise settings.refuse(f"use_{relative[0]}", "this network has one kind of positions")
     mean = settings.flag("use_mean_pooling")
     return {
         "hidden_dim": settings.whole("intermediate_size"),
         "activation": settings.activation(),
-        "position": "learned" if settings.flag("use_absolute_position_embeddings") else "none",
+        "position": "relative" if relative else "learned" if absolute else "none",
         "layer_scale": settings.number("layer_scale_init_value"),
         "pooling": "mean" if mean else "class_token",
         "final_norm": "pooled" if mean else "tokens",
@@ -285,6 +286,7 @@ FAMILIES = {
     "vit_mae": Family(_vit, VIT),
     "deit": Family(_deit, VIT),
     "beit": Family(_beit, BEIT),
+    "data2vec-vision": Family(_beit, BEIT),
     "dinov2": Family(_dinov2, {**DINO, "patch_size": 14}),
     "dinov2_with_registers": Family(_dinov2, {**DINO, "num_register_tokens": 4}),
     "dinov3_vit": Family(_dinov3, DINOV3),

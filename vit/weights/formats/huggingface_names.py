@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vit.weights.formats.names import State, Table, rename, some
+from vit.weights.formats.names import BIAS_TABLE, SHARED_BIAS, State, Table, rename, some
 
 SHORT = ("q", "k", "v")
+BLOCK_BIAS = f"blocks.{{b}}.attn.rel_pos.{BIAS_TABLE}"
 Patterns = tuple[tuple[str, str], ...]
 """A pattern for names, and what these tensors are."""
 
@@ -59,6 +60,12 @@ BEIT: Table = (
     (r"{m}pooler.layernorm.{p}", "fc_norm.{p}"),
     (r"{l}lambda_1", "blocks.{b}.ls1.gamma"),
     (r"{l}lambda_2", "blocks.{b}.ls2.gamma"),
+    (rf"{{l}}attention.attention.relative_position_bias.{BIAS_TABLE}", BLOCK_BIAS),
+    (rf"{{m}}encoder.relative_position_bias.{BIAS_TABLE}", SHARED_BIAS),
+)
+BEIT_INSIDE: Table = (
+    (rf"{{l}}relative_position_bias.{BIAS_TABLE}", BLOCK_BIAS),
+    (rf"{{m}}shared_position_bias.{BIAS_TABLE}", SHARED_BIAS),
 )
 DINOV2: Table = (
     *HEAD,
@@ -105,6 +112,7 @@ MASKING: Patterns = (
     (r"(\w+\.)?embeddings\.mask_token", "a mask token"),
     (r"decoder\..+", "the decoder of masked pictures"),
 )
+INDICES: Patterns = ((r".+\.relative_position_index", "numbers that follow from the grid"),)
 TEXT: Patterns = (
     (r"text_model\..+|text_projection\.weight", "the text tower"),
     (r"visual_projection\.weight|logit_scale|logit_bias", "the comparison with texts"),
@@ -159,15 +167,15 @@ def _filled(table: Table, prefix: str, block: str) -> Table:
     )
 
 
-def _vit(name: str, table: Table = VIT) -> Names:
+def _vit(name: str, table: Table = VIT, inside: Table = ()) -> Names:
     pooler = (rf"({name}\.)?pooler\.dense\..+", "a pooler of its own")
     return Names(
         f"{name}.",
         "encoder.layer.",
         table,
-        (*ATTENTION_INSIDE, *MLP),
+        (*ATTENTION_INSIDE, *MLP, *inside),
         block_inside="layers.",
-        left_out=(*MASKING, pooler),
+        left_out=(*MASKING, *INDICES, pooler),
     )
 
 
@@ -175,7 +183,8 @@ VIT_NAMES = {
     "vit": _vit("vit"),
     "vit_mae": _vit("vit"),
     "deit": _vit("deit"),
-    "beit": _vit("beit", BEIT),
+    "beit": _vit("beit", BEIT, BEIT_INSIDE),
+    "data2vec-vision": _vit("data2vec_vision", BEIT, BEIT_INSIDE),
 }
 CLIP_NAMES, SIGLIP_NAMES = (
     Names(

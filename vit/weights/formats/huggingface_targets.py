@@ -66,6 +66,7 @@ NO_HEAD = {"head": ("no head",)}
 MANY = (1, "several")
 BEIT = {
     **BASE,
+    "position": ("learned", "relative"),
     "layer_scale": (True, False),
     "pooling": ("mean",),
     "final_norm": ("pooled",),
@@ -149,6 +150,7 @@ def target_of(config: ModelConfig) -> Target:
 def traits_of(config: ModelConfig) -> Traits:
     """What decides which class can be this network."""
     table = {"rotary": f"rotary ({config.rotary_grid})", "learned_rotary": "learned and rotary"}
+    table["relative"] = "relative"
     same = ("norm", "norm_order", "qk_norm", "norm_pre", "class_token", "feedforward")
     return {
         **{name: getattr(config, name) for name in (*same, "pooling", "patch_bias")},

@@ -87,7 +87,9 @@ def _config(config: ModelConfig, target: Target, classes: Sequence[str]) -> dict
         encoder |= {"qkv_bias": config.qkv_bias}
     if target.model_type == "beit":
         encoder |= {"layer_scale_init_value": config.layer_scale, "use_mean_pooling": True}
-        encoder |= {"use_absolute_position_embeddings": True, "drop_path_rate": config.drop_path}
+        relative = config.position == "relative"
+        encoder |= {"use_absolute_position_embeddings": not relative}
+        encoder |= {"use_relative_position_bias": relative, "drop_path_rate": config.drop_path}
     if target.model_type.startswith("dino"):
         encoder |= {"layerscale_value": config.layer_scale or 1.0}
     if target.model_type in ("dinov2_with_registers", "dinov3_vit"):
@@ -165,7 +167,7 @@ def _scales(config: ModelConfig, family: str) -> State:
 
 def _positions(state: State, config: ModelConfig, family: str) -> State:
     """A row in the table for each token that has one there; registers of DINOv2 have none."""
-    if family == "dinov3_vit":
+    if family == "dinov3_vit" or config.position == "relative":
         return {}
     rows, cols = config.grid
     table = state.get("pos_embed", torch.zeros(1, rows * cols, config.dim))

@@ -7,16 +7,21 @@ differs, which is a matrix here and a convolution everywhere else.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import isqrt
 
 import torch
 from torch import Tensor, nn
 
 from vit.errors import WeightsError, printable
+from vit.model.relative import PREFIX_ROWS
 
 State = dict[str, Tensor]
 Table = tuple[tuple[str, str], ...]
 
 PATCH_WEIGHT = "patch_embed.proj.weight"
+
+BIAS_TABLE = "relative_position_bias_table"
+SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of one that all blocks have
 
 # What the words in braces of a table match: {b} is the number of a block, {p} weight or bias.
 WORDS = {
@@ -96,6 +101,38 @@ def _either(state: Mapping[str, Tensor], prefix: str, suffix: str, word: str) ->
         if (name := f"{prefix}{spelling}.{suffix}") in state:
             return name
     raise WeightsError(f"{prefix}{word}.{suffix} is missing")
+
+
+def spread_shared_bias(state: Mapping[str, Tensor]) -> State:
+    """A table of relative positions for each block, where there is one for all of them.
+
+    Blocks that have their own too add both to the scores, so their sum does the same.
+    """
+    spread = dict(state)
+    shared = spread.pop(SHARED_BIAS, None)
+    if shared is None:
+        return spread
+    for number in {m[1] for name in state if (m := re.match(r"blocks\.(\d+)\.", name))}:
+        name = f"blocks.{number}.attn.rel_pos.{BIAS_TABLE}"
+        own = spread.get(name)
+        if own is not None and own.shape != shared.shape:
+            raise WeightsError(f"{name} {tuple(own.shape)}, but shared {tuple(shared.shape)}")
+        spread[name] = shared.clone() if own is None else own + shared
+    return spread
+
+
+def side_of_biases(name: str, table: Tensor, *, prefix: bool) -> int:
+    """Patches on a side of the square grid whose offsets `table` has a row for.
+
+    Raises:
+        WeightsError: There is no such grid.
+    """
+    count = len(table) - PREFIX_ROWS * prefix
+    across = isqrt(max(count, 0))
+    if across**2 != count or not across % 2:
+        also = f" and {PREFIX_ROWS} more" if prefix else ""
+        raise WeightsError(f"{name} has {len(table)} rows, no offsets of a square grid{also}")
+    return (across + 1) // 2
 
 
 def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:

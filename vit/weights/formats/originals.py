@@ -28,6 +28,7 @@ LEFT_OUT = {
     "projectors.": "projections of pre-training",
     "rope.": "tables of rotary positions, which are computed",
 }
+INDEX = "relative_position_index"  # of a table of relative positions, in each block
 SIMPLE = (
     (r"(blocks\.\d+)\.gamma_([12])", r"\1.ls\2.gamma"),
     (r"(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),
@@ -68,6 +69,10 @@ def as_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
         if names:
             notes.append(f"left out: {some(names)} ({meaning})")
             plain = {name: tensor for name, tensor in plain.items() if name not in names}
+    indices = [name for name in plain if name.endswith(INDEX)]
+    if indices:
+        notes.append(f"left out: {some(indices)} (they follow from the grid)")
+        plain = {name: tensor for name, tensor in plain.items() if name not in indices}
     plain = _with_masked_biases(_without_old_head(plain, notes))
     renamed: State = {}
     for name, tensor in plain.items():

@@ -1,8 +1,8 @@
 """timm's weights as ours, and ours as timm's.
 
 Ours has timm's names; the patch projection is a matrix here and a convolution there, and rotary
-networks (timm's Eva) name and order some parts otherwise. timm is asked for the network itself,
-which is then read module by module: nothing is known here by the name of an architecture.
+networks (timm's Eva) and BEiT name and order some parts otherwise. timm is asked for the network
+itself, which is then read module by module: nothing is known here by the name of an architecture.
 """
 
 import re
@@ -17,7 +17,9 @@ from vit.config import ModelConfig
 from vit.errors import WeightsError, printable
 from vit.model.build import assemble
 from vit.weights.formats.names import (
+    BIAS_TABLE,
     PATCH_WEIGHT,
+    SHARED_BIAS,
     State,
     check_fit,
     flatten_patches,
@@ -90,7 +92,7 @@ def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
 
 
 def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
-    """Weights of timm's VisionTransformer or Eva, under our names and in our shapes.
+    """Weights of timm's VisionTransformer and its kin, under our names and in our shapes.
 
     Args:
         state: Their tensors.
@@ -103,6 +105,8 @@ def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     ours: State = {}
     for name, tensor in state.items():
         name = re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name)
+        name = re.sub(rf"\.attn\.({BIAS_TABLE})$", r".attn.rel_pos.\1", name)
+        name = re.sub(rf"^shared_rel_pos\.{BIAS_TABLE}$", SHARED_BIAS, name)
         _put(ours, re.sub(r"\.attn\.([qkv])_proj\.", r".attn.\1.", name), tensor)
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
@@ -165,7 +169,7 @@ def _put(state: State, name: str, tensor: Tensor) -> None:
 
 
 def _with_key_biases(state: State) -> State:
-    """timm's Eva has biases for queries and values only: those of keys are zeros."""
+    """Eva and BEiT have biases for queries and values only: those of keys are zeros."""
     whole = dict(state)
     for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q_bias", name)]:
         start = name.removesuffix("q_bias")

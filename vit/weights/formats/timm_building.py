@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vit.errors import WeightsError, printable
-from vit.weights.formats.names import PATCH_WEIGHT, some
+from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, side_of_biases, some
 
-MODULES = ("vision_transformer", "deit", "eva")
+MODULES = ("vision_transformer", "deit", "eva", "beit", "vision_transformer_relpos")
 """Files of timm whose networks are read."""
 # Arguments that the tensors decide, or that have no place in a file.
 DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
@@ -48,7 +48,7 @@ def build(
     if size is not None:
         args["img_size"] = size
     model = _create(name, args, most_blocks=len(state))
-    return model, *_image_size(model, name, state.get("pos_embed"))
+    return model, *_image_size(model, name, state)
 
 
 def known_about(name: str) -> dict[str, Any]:
@@ -87,30 +87,38 @@ def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
 
 
 def _arguments() -> set[str]:
-    from timm.models import Eva, VisionTransformer
+    from timm.models import Beit, Eva, VisionTransformer, VisionTransformerRelPos
 
-    return {
-        name for kind in (VisionTransformer, Eva) for name in inspect.signature(kind).parameters
-    }
+    kinds = (VisionTransformer, Eva, Beit, VisionTransformerRelPos)
+    return {name for kind in kinds for name in inspect.signature(kind).parameters}
 
 
-def _image_size(model: Any, name: str, table: Tensor | None) -> tuple[int, tuple[str, ...]]:
-    """Side of the pictures whose patches `table` places, a multiple of the patch, and notes."""
+def _image_size(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
+    """Side of the pictures whose patches are placed, a multiple of the patch, and notes."""
     side, asked = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
     whole = asked // side * side
-    if table is None or model.pos_embed is None:
-        size = whole
-    else:
-        prefix = model.pos_embed.shape[1] - model.patch_embed.num_patches
-        patches = table.shape[1] - prefix
-        if patches < 1 or isqrt(patches) ** 2 != patches:
-            raise WeightsError(
-                f"pos_embed has {table.shape[1]} rows, which are no square and the {prefix} that "
-                f"{printable(name)} (timm) has for other tokens"
-            )
-        size = isqrt(patches) * side
+    placing, patches = _placed(model, name, state)
+    size = patches * side or whole
     if size == asked:
         return size, ()
     if size == whole:
         return size, (f"image_size={size}: of {asked} pixels timm reads only whole patches",)
-    return size, (f"image_size={size}, which pos_embed is for; {asked} is usual",)
+    return size, (f"image_size={size}, which {placing} is for; {asked} is usual",)
+
+
+def _placed(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[str, int]:
+    """The tensor that places patches, and how many on a side; 0 where none says it."""
+    tables = {key for key in model.state_dict() if key.endswith(BIAS_TABLE)} & state.keys()
+    for key in sorted(tables):
+        return key, side_of_biases(key, state[key], prefix=model.num_prefix_tokens > 0)
+    table, model_table = state.get("pos_embed"), getattr(model, "pos_embed", None)
+    if table is None or model_table is None:
+        return "", 0
+    prefix = model_table.shape[1] - model.patch_embed.num_patches
+    patches = table.shape[1] - prefix
+    if patches < 1 or isqrt(patches) ** 2 != patches:
+        raise WeightsError(
+            f"pos_embed has {table.shape[1]} rows, which are no square and the {prefix} that "
+            f"{printable(name)} (timm) has for other tokens"
+        )
+    return "pos_embed", isqrt(patches)

@@ -13,6 +13,8 @@ VIT = """num_classes in_chans num_features head_hidden_size embed_dim feature_in
 NORM = "normalized_shape eps elementwise_affine weight bias"
 ATTENTION = """num_heads head_dim attn_dim scale fused_attn qkv q_norm k_norm attn_drop proj
     proj_drop"""
+RELATIVE = "window_size relative_position_bias_table relative_position_index"
+BIASES = "qkv_bias_separate q_bias k_bias v_bias"
 ROTARY_ATTENTION = f"""{ATTENTION} num_kv_heads num_kv_groups kv_dim num_prefix_tokens rotate_half
     q_proj k_proj v_proj"""
 BLOCK = "norm1 attn drop_path1 norm2 mlp drop_path2"
@@ -22,6 +24,8 @@ AXES = """dim feat_shape temperature grid_indexing rotate_half grid_offset norma
 TABLES: dict[str, str] = {
     "VisionTransformer": f"{VIT} num_reg_tokens has_class_token weight_init_mode fix_init",
     "Eva": f"{VIT} cls_embed rope rope_mixed head_init_scale",
+    "Beit": f"{VIT} rel_pos_bias head_init_scale",
+    "VisionTransformerRelPos": f"{VIT} shared_rel_pos weight_init_mode fix_init",
     "PatchEmbed": "patch_size img_size grid_size num_patches flatten output_fmt strict_img_size"
     " proj",
     "Conv2d": "in_channels out_channels kernel_size stride padding dilation output_padding groups"
@@ -31,11 +35,15 @@ TABLES: dict[str, str] = {
     "LayerNormFp32": NORM,
     "RmsNorm": NORM,
     "RmsNormFp32": NORM,
-    "Block": f"{BLOCK} ls1 ls2",
+    "Block": f"{BLOCK} ls1 ls2 init_values gamma_1 gamma_2",  # also BEiT's
     "EvaBlock": f"{BLOCK} init_values gamma_1 gamma_2",
+    "RelPosBlock": f"{BLOCK} ls1 ls2",
     "LayerScale": "init_values inplace gamma",
-    "Attention": ATTENTION,
-    "EvaAttention": f"{ROTARY_ATTENTION} qkv_bias_separate q_bias k_bias v_bias",
+    "Attention": f"{ATTENTION} {BIASES} {RELATIVE} num_relative_distance",
+    "EvaAttention": f"{ROTARY_ATTENTION} {BIASES}",
+    "RelPosAttention": f"{ATTENTION} rel_pos",
+    "RelativePositionBias": f"{RELATIVE} window_area",
+    "RelPosBias": f"{RELATIVE} window_area prefix_tokens bias_shape",
     "AttentionRope": ROTARY_ATTENTION,
     "Mlp": MLP,
     "GluMlp": f"{MLP} chunk_dim",
@@ -60,6 +68,8 @@ INERT = (nn.Identity, nn.Dropout)
 MEANINGS = {
     "VisionTransformerDistilled": "has two heads (a distilled DeiT)",
     "RotaryEmbeddingMixed": "learns its rotary frequencies (rope_type='mixed')",
+    "RelPosMlp": "computes relative positions by a small network (rel_pos_type='mlp')",
+    "ResPostRelPosBlock": "normalises after attention and feed-forward (ResPostRelPosBlock)",
     "EvaBlockPostNorm": "normalises after attention and feed-forward (EvaBlockPostNorm)",
     "ParallelThingsBlock": "runs attentions side by side (ParallelThingsBlock)",
 }

@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "SiLU": "silu",
 }
 SMALL_SCALE = 1e-5
+NORMED = ("q_norm", "k_norm")
 
 
 def describe(model: nn.Module, name: str, image_size: int) -> ModelConfig:
@@ -64,17 +65,22 @@ def _settings(model: Any) -> dict[str, Any]:
         "dim": model.embed_dim,
         "depth": len(blocks),
         "class_token": model.cls_token is not None,
-        "registers": 0 if model.reg_token is None else model.reg_token.shape[1],
+        "registers": _registers(model),
         "norm": norm,
         "norm_eps": norm_eps,
-        "norm_pre": switched_on(model.norm_pre),
+        "norm_pre": switched_on(getattr(model, "norm_pre", None)),
         "pooling": POOLINGS[model.global_pool],
     }
     if settings["pooling"] == "attention":
         _check_pool(model, settings)
-    elif model.attn_pool is not None:
+    elif getattr(model, "attn_pool", None) is not None:
         raise Foreign("has an attention pool that it does not use")
     return {**settings, "final_norm": _final_norm(model, settings["pooling"])}
+
+
+def _registers(model: Any) -> int:
+    token = getattr(model, "reg_token", None)
+    return 0 if token is None else int(token.shape[1])
 
 
 def _patches(model: Any) -> dict[str, Any]:
@@ -106,13 +112,14 @@ def _block(block: Any) -> dict[str, Any]:
 
 def _attention(attn: Any, dim: int) -> dict[str, Any]:
     heads = attn.num_heads
-    if heads * attn.head_dim != dim or getattr(attn, "num_kv_heads", heads) != heads:
+    head_dim = getattr(attn, "head_dim", None) or attn.qkv.out_features // (3 * heads)
+    if heads * head_dim != dim or getattr(attn, "num_kv_heads", heads) != heads:
         raise Foreign("has heads that do not share the width equally, or keys that heads share")
-    if not isclose(attn.scale, attn.head_dim**-0.5):
+    if not isclose(attn.scale, head_dim**-0.5):
         raise Foreign(f"scales its scores by {attn.scale}")
     first = attn.qkv if attn.qkv is not None else attn.q_proj
-    normed = is_norm(attn.q_norm)
-    if normed != is_norm(attn.k_norm):
+    normed, key_normed = (is_norm(getattr(attn, name, nn.Identity())) for name in NORMED)
+    if normed != key_normed:
         raise Foreign("normalises queries but not keys, or keys but not queries")
     bias = first.bias is not None or getattr(attn, "q_bias", None) is not None
     return {"num_heads": heads, "qkv_bias": bias, "qk_norm": normed}
@@ -146,7 +153,7 @@ def _activation(module: nn.Module) -> str:
 
 def _scale(block: Any) -> float:
     """What layer scales start from; 0 without any."""
-    if type(block).__name__ == "EvaBlock":
+    if hasattr(block, "gamma_1"):
         scales, start = [block.gamma_1, block.gamma_2], block.init_values
     else:
         scales = [getattr(part, "gamma", None) for part in (block.ls1, block.ls2)]
@@ -158,18 +165,30 @@ def _scale(block: Any) -> float:
 
 
 def _position(model: Any) -> dict[str, Any]:
-    rope, table = getattr(model, "rope", None), model.pos_embed is not None
+    rope, table = getattr(model, "rope", None), getattr(model, "pos_embed", None) is not None
+    if _relative(model):
+        if table:
+            raise Foreign("has positions of tokens beside relative ones")
+        return {"position": "relative"}
     names = {(False, False): "none", (True, False): "learned"}
     names |= {(False, True): "rotary", (True, True): "learned_rotary"}
     settings: dict[str, Any] = {"position": names[table, rope is not None]}
-    registers = model.reg_token is not None
+    registers = _registers(model) > 0
     if table:
         all_placed = "all" if registers else "class_token"
-        placed = "none" if model.no_embed_class else all_placed
+        placed = "none" if getattr(model, "no_embed_class", False) else all_placed
         settings["prefix_positions"] = _unless(placed, "none" if registers else "class_token")
     if model.cls_token is None and not registers:
         settings["prefix_positions"] = "auto"
     return settings | (_rotary(model, rope) if rope is not None else {})
+
+
+def _relative(model: Any) -> bool:
+    """Whether scores depend on offsets, by tables of the blocks or one that they share."""
+    shared = [getattr(model, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
+    names = ("relative_position_bias_table", "rel_pos")
+    own = [getattr(block.attn, name, None) for block in model.blocks for name in names]
+    return any(part is not None for part in (*shared, *own))
 
 
 def _rotary(model: Any, rope: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
-from vit.weights.formats.names import PATCH_WEIGHT
+from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, side_of_biases
 from vit.weights.formats.originals import PERIODS
 
 REMEDY = "say which network it is: model=NAME, one of timm's"
@@ -47,7 +47,8 @@ def guess(
     settings |= _position(state, settings)
     settings |= _heads(state, settings, notes)
     settings |= _rest(state, settings, OPENAI in original, notes)
-    if any(name.endswith(".gamma_1") for name in original):
+    learned = settings.get("position", "learned") == "learned"
+    if learned and any(name.endswith(".gamma_1") for name in original):
         notes.append("position=learned assumed: some rotary networks have the same names")
     return ModelConfig(**settings), tuple(notes)
 
@@ -72,8 +73,9 @@ def _sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _parts(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    relative = _bias_table(state) is not None
     eva = [name for name in ("q_bias", "q_proj.weight") if f"blocks.0.attn.{name}" in state]
-    if eva:
+    if eva and not relative:
         raise WeightsError(f"blocks.0.attn.{eva[0]} is one of timm's many Eva networks; {REMEDY}")
     token = "cls_token" in state
     mean = "fc_norm.weight" in state or not token
@@ -95,7 +97,7 @@ def _parts(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "norm": "layernorm" if "blocks.0.norm1.bias" in state else "rmsnorm",
         "norm_pre": "norm_pre.weight" in state,
         "patch_bias": "patch_embed.proj.bias" in state,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state or "blocks.0.attn.q_bias" in state,
         "proj_bias": "blocks.0.attn.proj.bias" in state,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
     }
@@ -108,6 +110,13 @@ def _position(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str
             raise WeightsError(f"there are both pos_embed and {PERIODS}; {REMEDY}")
         whole = USUAL_SIDE // settings["patch_size"] * settings["patch_size"]
         return {"position": "rotary", "image_size": whole, **_waves(periods)}
+    biases = _bias_table(state)
+    if biases is not None:
+        if table is not None:
+            raise WeightsError(f"there are both pos_embed and {biases}; {REMEDY}")
+        prefix = settings["class_token"] or settings["registers"] > 0
+        side = side_of_biases(biases, state[biases], prefix=prefix)
+        return {"position": "relative", "image_size": side * settings["patch_size"]}
     if table is None:
         raise WeightsError(f"there is no pos_embed: positions may be rotary; {REMEDY}")
     token, registers = int(settings["class_token"]), settings["registers"]
@@ -133,6 +142,11 @@ def _position(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str
     }
 
 
+def _bias_table(state: Mapping[str, Tensor]) -> str | None:
+    """The first table of relative positions."""
+    return next((name for name in sorted(state) if name.endswith(BIAS_TABLE)), None)
+
+
 def _waves(periods: Tensor) -> dict[str, Any]:
     """DINOv3 keeps its periods, temperature^(j / waves), rounded to eight bits."""
     waves = len(periods)
@@ -156,6 +170,9 @@ def _heads(
         head_dim = 4 * len(periods)
     else:
         head_dim = HEAD_DIM
+    biases = _bias_table(state)
+    if biases is not None:
+        return {"num_heads": state[biases].shape[1]}
     if dim % head_dim:
         raise WeightsError(f"{dim} channels do not split into heads of {head_dim}; {REMEDY}")
     if norm is None and periods is None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from vit import precision
 from vit.errors import ConfigError
-from vit.model import precision
-from vit.model.precision import autocast, resolve_device, resolve_precision, usable_devices
+from vit.precision import autocast, resolve_device, resolve_precision, usable_devices
 
 
 def test_without_a_name_the_first_usable_device_is_taken():

@@ -1,0 +1,220 @@
+"""Packed images against each image by itself."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.config import ModelConfig
+from vit.errors import ConfigError
+from vit.model import packing
+from vit.model.attention import SelfAttention, attend
+from vit.model.blocks import PreNormBlock
+from vit.model.build import build_classifier
+from vit.model.classifier import VisionTransformer
+from vit.model.packing import AttendApart, takes_varlen
+
+SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
+# two alike, two of as many tokens, one of the usual size, one patch
+SIZES = [(24, 16), (16, 16), (8, 40), (24, 16), (16, 24), (8, 8)]
+KINDS = [
+    {},
+    {"registers": 2, "position": "sinusoidal_2d", "pooling": "mean"},
+    {"position": "sinusoidal_1d", "norm_order": "post"},
+    {"position": "rotary", "registers": 2, "qk_norm": True, "pooling": "class_token_mean"},
+    {"position": "rotary", "rotary_grid": "centred", "class_token": False, "pooling": "mean"},
+    {"position": "learned_rotary", "rotary_reference": 4, "num_kv_heads": 2},
+    {"position": "none", "pooling": "attention", "feedforward": "swiglu"},
+    {"parallel_blocks": True, "layer_scale": 0.1, "norm": "rmsnorm"},
+    {"norm_order": "sandwich", "repeat_blocks": 2, "norm_pre": True},
+]
+half_on_cuda = pytest.mark.skipif(
+    not takes_varlen(torch.empty(8, device="cuda" if torch.cuda.is_available() else "cpu").half()),
+    reason="needs torch 2.10 and a GPU that its variable-length kernel takes",
+)
+
+
+def network(**settings) -> VisionTransformer:
+    torch.manual_seed(0)
+    model = build_classifier(ModelConfig(**{**SMALL, **settings})).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def pictures(sizes=SIZES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, *size, generator=generator) for size in sizes]
+
+
+def alone(model: VisionTransformer, images: list[Tensor]) -> Tensor:
+    return torch.cat([model(image[None]) for image in images])
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_equals_each_image_by_itself(settings):
+    model, images = network(**settings), pictures()
+    torch.testing.assert_close(
+        model.forward_packed(images), alone(model, images), rtol=1e-5, atol=1e-5
+    )
+    model, images = model.double(), [image.double() for image in images]
+    packed, single = model.forward_packed(images), alone(model, images)
+    torch.testing.assert_close(packed, single, rtol=1e-10, atol=1e-10)
+    seed = torch.randn_like(packed)
+    ours, theirs = (
+        torch.autograd.grad(logits, list(model.parameters()), seed) for logits in (packed, single)
+    )
+    for (name, _), a, b in zip(model.named_parameters(), ours, theirs, strict=True):
+        # a table of positions is stretched in float32
+        loose = 1e3 if name == "pos_embed" else 1
+        torch.testing.assert_close(a, b, rtol=1e-8 * loose, atol=1e-10 * loose)
+
+
+@pytest.mark.parametrize("changed", range(len(SIZES)))
+def test_an_image_says_nothing_to_its_neighbours(changed):
+    model, images = network(position="rotary", pooling="mean"), pictures()
+    before = model.forward_packed(images)
+    images[changed] = torch.full_like(images[changed], float("nan"))
+    after = model.forward_packed(images)
+    others = [index for index in range(len(SIZES)) if index != changed]
+    torch.testing.assert_close(after[others], before[others])
+    assert after[changed].isnan().all()
+
+
+def test_as_few_calls_as_there_are_lengths(monkeypatch):
+    calls = []
+    monkeypatch.setattr(packing, "attend", lambda q, *_, **__: calls.append(tuple(q.shape)) or q)
+    network(depth=1).forward_packed(pictures())
+    assert calls == [(1, 4, 2, 8), (1, 4, 5, 8), (1, 4, 6, 8), (3, 4, 7, 8)]
+
+
+def test_attention_apart_equals_a_dense_block_diagonal_mask():
+    lengths = [3, 5, 5, 1]
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 4, 14, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
+    mask = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool()
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    mixed = AttendApart(lengths, query.device)(query, key, value)
+    torch.testing.assert_close(mixed, expected)
+    seed = torch.randn_like(mixed)
+    for ours, theirs in zip(
+        torch.autograd.grad(mixed, (query, key, value), seed),
+        torch.autograd.grad(expected, (query, key, value), seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ConfigError, match="packed images have no mask"):
+        AttendApart(lengths, query.device)(query, key, value, mask=mask)
+
+
+def test_attention_dropout_and_dropout_work_in_training():
+    model = network(attention_dropout=0.3, dropout=0.1).train()
+    first, second = model.forward_packed(pictures()), model.forward_packed(pictures())
+    assert not torch.equal(first, second)
+    model.eval()
+    torch.testing.assert_close(model.forward_packed(pictures()), alone(model, pictures()))
+
+
+def test_bfloat16_under_autocast():
+    model, images = network(qk_norm=True), pictures()
+    with torch.autocast("cpu", torch.bfloat16):
+        packed = model.forward_packed(images)
+    torch.testing.assert_close(packed.float(), alone(model, images), rtol=0.1, atol=0.15)
+
+
+def test_what_would_mix_images_is_refused():
+    model = network(drop_path=0.2)
+    torch.testing.assert_close(model.forward_packed(pictures()), alone(model, pictures()))
+    with pytest.raises(ConfigError, match="cannot be packed with drop_path: it skips whole images"):
+        model.train().forward_packed(pictures())
+    model = network(position="relative")
+    with pytest.raises(ConfigError, match="cannot be packed with position=relative"):
+        model.forward_packed(pictures())
+    model = network(feedforward="moe", capacity_factor=1.0)
+    with pytest.raises(ConfigError, match="cannot be packed with capacity_factor"):
+        model.forward_packed(pictures())
+    model = network()
+    model.blocks[1].__class__ = type("Merging", (PreNormBlock,), {})
+    with pytest.raises(ConfigError, match="cannot be packed with merge_tokens"):
+        model.forward_packed(pictures())
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([], r"images of \[\]: give one or more of \(channels, height, width\)"),
+        ([torch.zeros(1, 3, 16, 16)], r"images of \[\(1, 3, 16, 16\)\]"),
+        ([torch.zeros(3, 16, 16), torch.zeros(3, 16, 20)], "width=20 is not a multiple"),
+        ([torch.zeros(1, 16, 16)], "images have 1 channels"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(images, message):
+    with pytest.raises(ValueError, match=message):
+        network().forward_packed(images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"position": "rotary", "pooling": "mean"}], ids=str)
+def test_compiles_as_one_graph_for_a_set_of_sizes(settings):
+    model, images = network(**settings), pictures()
+    compiled = torch.compile(model.forward_packed, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images), model.forward_packed(images))
+
+
+def test_a_step_of_training_uses_every_parameter():
+    model = network(registers=2, pooling="attention").train()
+    F.cross_entropy(model.forward_packed(pictures()), torch.arange(6) % 3).backward()
+    stuck = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert stuck == []
+
+
+@pytest.mark.skipif(not packing.HAS_VARLEN, reason="torch has no variable-length kernel")
+def test_the_kernel_is_asked_only_for_what_it_takes():
+    assert not takes_varlen(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
+    assert not takes_varlen(torch.empty(1, 1, 4, 8))
+
+
+@half_on_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_the_kernel_equals_the_split(monkeypatch, dtype, head_dim):
+    lengths = [200, 3, 3, 64, 1]
+    query, key, value = (
+        torch.randn(1, 4, sum(lengths), head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    apart = AttendApart(lengths, query.device)
+    fused = apart(query, key, value)
+    monkeypatch.setattr(packing, "takes_varlen", lambda _: False)
+    split = apart(query, key, value)
+    torch.testing.assert_close(fused, split, rtol=0.02, atol=0.02)
+    seed = torch.randn_like(split)
+    for ours, theirs in zip(
+        torch.autograd.grad(fused, (query, key, value), seed),
+        torch.autograd.grad(split, (query, key, value), seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+@half_on_cuda
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_on_cuda_it_equals_each_image_by_itself(settings):
+    model, images = network(**settings).cuda(), [image.cuda() for image in pictures()]
+    torch.testing.assert_close(
+        model.forward_packed(images), alone(model, images), rtol=1e-3, atol=1e-3
+    )
+    with torch.autocast("cuda", torch.bfloat16):
+        packed, single = model.forward_packed(images), alone(model, images)
+    torch.testing.assert_close(packed, single, rtol=0.1, atol=0.2)
+
+
+def test_the_split_is_that_of_self_attention():
+    layer = SelfAttention(32, 4, num_kv_heads=2).double()
+    tokens = torch.randn(1, 9, 32, dtype=torch.float64)
+    together = layer(tokens, packing.Places(attend=AttendApart([4, 5], tokens.device)))
+    expected = torch.cat([layer(part) for part in tokens.split([4, 5], dim=1)], dim=1)
+    torch.testing.assert_close(together, expected)
+    assert packing.attend is attend

@@ -1,0 +1,191 @@
+"""Relative positions against timm's table, a loop over pairs of tokens, and the network around."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from timm.layers import RelPosBias, resize_rel_pos_bias_table_simple
+from torch import nn
+
+from vit.config import ModelConfig
+from vit.model.attention import Places, SelfAttention
+from vit.model.build import build_classifier
+from vit.model.relative import PrefixedRelativeBias, RelativeBias, resize_offsets
+
+HEADS = 4
+SMALL = {
+    "image_size": 32,
+    "patch_size": 8,
+    "dim": 32,
+    "depth": 2,
+    "num_heads": HEADS,
+    "num_classes": 3,
+    "position": "relative",
+}
+PREFIXES = (0, 1, 3)
+
+
+def made(grid: tuple[int, int], prefix: int) -> RelativeBias:
+    bias = PrefixedRelativeBias(grid, HEADS, prefix=prefix) if prefix else RelativeBias(grid, HEADS)
+    nn.init.normal_(bias.relative_position_bias_table)
+    return bias.double()
+
+
+def one_by_one(table: torch.Tensor, grid: tuple[int, int], prefix: int) -> torch.Tensor:
+    """(heads, tokens, tokens), from a table's rows looked up for each pair of tokens."""
+    rows, cols = grid
+    places = [None] * prefix + list(product(range(rows), range(cols)))
+    count = (2 * rows - 1) * (2 * cols - 1)
+    result = torch.empty(table.shape[1], len(places), len(places), dtype=table.dtype)
+    for (i, query), (j, key) in product(enumerate(places), repeat=2):
+        if query and key:
+            row = (query[0] - key[0] + rows - 1) * (2 * cols - 1) + query[1] - key[1] + cols - 1
+        else:
+            row = count + (0 if key else 1 if query else 2)
+        result[:, i, j] = table[row]
+    return result
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = build_classifier(ModelConfig(**SMALL, registers=1))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias_table") or name.startswith("head"):
+            nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("grid", [(1, 1), (3, 3), (2, 5), (4, 1)])
+def test_equals_a_loop_over_pairs_of_tokens(grid, prefix):
+    bias = made(grid, prefix)
+    expected = one_by_one(bias.relative_position_bias_table, grid, prefix)
+    torch.testing.assert_close(bias(Places(grid)), expected[None], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("grid", [(3, 3), (2, 5)])
+def test_equals_timm(grid, prefix):
+    theirs = RelPosBias(grid, HEADS, prefix_tokens=prefix)
+    ours = made(grid, prefix).float()
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(Places(grid)), theirs.get_bias(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_gradients(prefix):
+    bias = made((2, 3), prefix)
+    wanted = torch.randn(bias(Places((2, 3))).shape, dtype=torch.float64)
+    table = bias.relative_position_bias_table
+
+    def loss(values: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        given = {"relative_position_bias_table": values}
+        return torch.func.functional_call(bias, given, (Places(grid),)).square()
+
+    for grid in [(2, 3), (3, 2)]:
+        torch.autograd.gradcheck(lambda values, grid=grid: loss(values, grid), table)
+    (bias(Places((2, 3))) * wanted).sum().backward()
+    # what every pair of an offset asks for, added up
+    count = one_by_one(torch.arange(float(len(table)))[:, None], (2, 3), prefix)[0].long()
+    expected = torch.zeros_like(table).index_add_(0, count.flatten(), wanted[0].flatten(1).T)
+    torch.testing.assert_close(table.grad, expected)
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("new", [(5, 5), (2, 2), (3, 6)])
+def test_resizing_equals_timm(new, extra):
+    table = torch.randn(7 * 7 + extra, HEADS)
+    count = (2 * new[0] - 1) * (2 * new[1] - 1) + extra
+    expected = resize_rel_pos_bias_table_simple(table, new, (count, HEADS))
+    torch.testing.assert_close(resize_offsets(table, (4, 4), new, extra=extra), expected)
+
+
+def test_rows_and_columns_are_resized_each_by_its_own():
+    """A table that knows only rows knows only rows afterwards, as a square one of timm does."""
+    line = torch.randn(9, HEADS)
+    square = resize_rel_pos_bias_table_simple(
+        line.repeat_interleave(9, dim=0), (9, 9), (17 * 17, HEADS)
+    )
+    wide = resize_offsets(line.repeat_interleave(13, dim=0), (5, 7), (9, 3), extra=0)
+    expected = square.view(17, 17, HEADS)[:, :5].flatten(0, 1)
+    torch.testing.assert_close(wide, expected)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_other_grids_use_the_resized_table(prefix):
+    bias, grid = made((3, 3), prefix), (4, 6)
+    table = resize_offsets(bias.relative_position_bias_table, (3, 3), grid, extra=3 * (prefix > 0))
+    torch.testing.assert_close(bias(Places(grid))[0], one_by_one(table, grid, prefix))
+
+
+@pytest.mark.parametrize("shape", [(10, 10), (2, 1, 10, 10), (1, HEADS, 10, 10)])
+def test_a_mask_is_kept_too(shape):
+    bias, places = made((3, 3), 1), Places((3, 3))
+    mask = torch.rand(shape) < 0.7
+    numbers = torch.randn(shape, dtype=torch.float64)
+    plain = bias(places)
+    torch.testing.assert_close(bias(places._replace(mask=numbers)), plain + numbers)
+    hidden = bias(places._replace(mask=mask))
+    expected = torch.where(mask, plain, float("-inf"))
+    torch.testing.assert_close(hidden, expected)
+
+
+def test_attention_equals_the_formula():
+    torch.manual_seed(0)
+    bias = made((2, 3), 2)
+    attention = SelfAttention(32, HEADS, rel_pos=bias).double().eval()
+    tokens = torch.randn(2, 8, 32, dtype=torch.float64)
+    query, key, value = attention.qkv(tokens).view(2, 8, 3, HEADS, 8).permute(2, 0, 3, 1, 4)
+    table = one_by_one(bias.relative_position_bias_table, (2, 3), 2)
+    scores = query @ key.transpose(2, 3) / 8**0.5 + table
+    mixed = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attention(tokens, Places((2, 3))), attention.proj(mixed))
+
+
+def test_patches_that_change_places_are_told_apart(network):
+    images = torch.randn(2, 3, 32, 32)
+    turned = images.flip(3)
+    assert (network(images) - network(turned)).abs().max() > 1e-3
+    assert build_classifier(ModelConfig(**SMALL)).pos_embed is None
+
+
+def test_a_table_for_each_block(network):
+    shapes = {name: p.shape for name, p in network.named_parameters() if "rel_pos" in name}
+    names = [f"blocks.{index}.attn.rel_pos.relative_position_bias_table" for index in range(2)]
+    assert shapes == dict.fromkeys(names, (7 * 7 + 3, HEADS))
+    assert not [name for name, _ in network.named_buffers() if "rel_pos" in name]
+
+
+def test_copies_checkpoints_and_the_meta_device(network):
+    images = torch.randn(2, 3, 32, 32)
+    network(images).sum().backward()
+    torch.testing.assert_close(copy.deepcopy(network)(images), network(images))
+    other = build_classifier(ModelConfig(**SMALL, registers=1))
+    other.load_state_dict(network.state_dict())
+    torch.testing.assert_close(other(images), network(images))
+    shapeless = copy.deepcopy(network).to("meta")
+    for size in (32, 48):
+        assert shapeless(torch.empty(2, 3, size, 32, device="meta")).shape == (2, 3)
+
+
+def test_compiles_as_one_graph():
+    network = build_classifier(ModelConfig(**{**SMALL, "depth": 1}, registers=1))
+    nn.init.normal_(network.head.weight)
+    images = torch.randn(2, 3, 24, 40)
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(images), network(images))
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+def test_exports_with_any_batch(registers):
+    model = build_classifier(ModelConfig(**SMALL, registers=registers)).eval()
+    nn.init.normal_(model.head.weight)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    example = (torch.randn(3, 3, 32, 32),)
+    program = torch.export.export(model, example, dynamic_shapes=({0: batch},)).module()
+    for count in (1, 5):
+        images = torch.randn(count, 3, 32, 32)
+        torch.testing.assert_close(program(images), model(images))

@@ -1,0 +1,1 @@
+"""Ways of computing that the network is built on, with torch alone."""
