@@ -222,13 +222,13 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
 ):
     seen = {}
 
-    def poison(run, batch, epoch, *, micro_batch):
+    def poison(run, batch, epoch, **_):
         logits = run.model(run.preprocessing.normalise(batch.images))
         seen["weights"] = {n: p.detach().clone() for n, p in run.network.named_parameters()}
         seen["run"] = run
-        return logits.sum() * (float("nan") if run.step == 4 else 1.0)
+        return logits.sum().view(1) * (float("nan") if run.step == 4 else 1.0)
 
-    monkeypatch.setattr("vit.training.loop.loss_of", poison)
+    monkeypatch.setattr("vit.training.loop.losses_of", poison)
     with pytest.raises(RunError, match="the loss became nan at step 4"):
         train(tiny_config(), tmp_path / "run")
     for name, parameter in seen["run"].network.named_parameters():
@@ -393,7 +393,7 @@ def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("vit.training.loop.loss_of", full)
+    monkeypatch.setattr("vit.training.loop.losses_of", full)
     with pytest.raises(RunError, match="out of memory: -b auto"):
         train(tiny_config(), tmp_path / "run")
 

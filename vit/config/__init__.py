@@ -43,6 +43,13 @@ class Config:
             raise ConfigError(
                 f"keep_best={self.run.keep_best}: a soup is made of several epochs; say how many"
             )
+        for name in ("balance_loss", "router_z_loss"):
+            chosen = getattr(self.training, name)
+            if chosen != getattr(TrainingConfig, name) and self.model.feedforward != "moe":
+                raise ConfigError(
+                    f"{name}={chosen}: feedforward={self.model.feedforward} has no router; "
+                    "feedforward=moe has"
+                )
         start, patch_size = self.training.start_image_size, self.model.patch_size
         if start is None:
             return

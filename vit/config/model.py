@@ -176,6 +176,8 @@ class ModelConfig(Section):
             self.refuse("moe_every", f"no block of depth={self.depth} has experts; take less")
         if self.top_k == 1 and self.router_weights == "renormalised":
             self.refuse("router_weights", "with top_k=1 it is always 1; use softmax")
+        if self.repeat_blocks > 1:
+            self.refuse("repeat_blocks", "routers would learn from the last time alone; use 1")
         if self.router_priority != "order" and not self.capacity_factor:
             self.refuse("router_priority", "nothing is dropped; set a capacity_factor, such as 1.0")
 

@@ -40,6 +40,10 @@ class TrainingConfig(Section):
     """Largest norm of the gradient of all parameters; 0 is off."""
     smoothing: float = 0.1
     """Share of a label that is spread over all classes."""
+    balance_loss: float = 0.01
+    """Experts: weight of the loss that keeps them equally used (Switch, arXiv:2101.03961)."""
+    router_z_loss: float = 0.001
+    """Experts: weight of the loss that keeps router logits small (ST-MoE, arXiv:2202.08906)."""
     ema: float = setting(0.0, "--model-ema-decay")
     """Decay per step of the moving average of the weights; 0 keeps none."""
     start_image_size: int | None = None
@@ -55,6 +59,7 @@ class TrainingConfig(Section):
         self.check_least(1, "epochs")
         self.check_above(0, "lr", "layer_decay")
         self.check_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
+        self.check_least(0, "balance_loss", "router_z_loss")
         self.check_share("smoothing", "ema")
         if self.patience is not None:
             self.check_least(1, "patience")

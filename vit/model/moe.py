@@ -77,7 +77,7 @@ def routing_of(model: nn.Module) -> list[Routing]:
 class MixtureOfExperts(nn.Module):
     """Sends each token to the experts that its router finds most probable, and adds their answers.
 
-    In training mode `routing` holds what the last forward pass did, until the next one.
+    In training mode, and where `tells` is set, `routing` holds what the last forward pass did.
 
     Args:
         dim: Width of a token.
@@ -118,6 +118,7 @@ class MixtureOfExperts(nn.Module):
             dim, hidden_dim, num_experts, activation=activation, bias=bias, dropout=dropout
         )
         self.shared = shared or Nothing()
+        self.tells = False
         self.routing: Routing | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         placed = self.place(chosen, experts)
         rows = (part.flatten(0, 1) for part in (x, placed, self.weigh(chosen)))
         mixed: Tensor = self.shared(x) + self.experts(*rows).view_as(x)
-        if self.training:
+        if self.training or self.tells:
             routing = _routing(logits, probabilities, experts, placed)
             self.routing = self.routing if _computing_again() else routing
         return mixed

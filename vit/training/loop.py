@@ -26,6 +26,7 @@ from vit.training.interruption import Interruption
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import set_lr
 from vit.training.progress import Progress
+from vit.training.routing import router_losses
 from vit.training.sharding import whole
 
 LEAST_SCALE = 1e-4
@@ -65,7 +66,7 @@ class Step(NamedTuple):
     """What an optimiser step saw, the same on all processes, so that all of them decide alike."""
 
     loss: float
-    """Mean loss of the pictures."""
+    """Mean loss of the pictures, without those of routers."""
     images: int
     """Pictures, over all processes."""
     grad_norm: float
@@ -76,6 +77,8 @@ class Step(NamedTuple):
     """The signal to heed, or 0."""
     due: bool
     """Whether a process wants a checkpoint."""
+    routers: tuple[float, float] = (0.0, 0.0)
+    """Balance loss and z loss of routers, summed over layers and before their weights; or zeros."""
 
 
 def train_one_epoch(
@@ -119,19 +122,20 @@ def train_one_step(
     """One update of the weights from this process's share of a batch."""
     lr = run.lr_at(run.step)
     set_lr(run.optimizer, lr)
-    total = accumulate(run, micro_batches, epoch)
-    norm = clip(run).to(total)
+    totals = accumulate(run, micro_batches, epoch)
+    norm = clip(run).to(totals)
     failed = [bad for batch in micro_batches for bad in batch.failed]
     # by one message, which is the only time that the step waits for a GPU
-    loss, norms, images, lost, wants, *signals = summed(
+    loss, balance, z, norms, images, lost, wants, *signals = summed(
         run,
-        torch.stack([total, norm]),
+        torch.cat([totals, norm.view(1)]),
         [sum(len(batch.labels) for batch in micro_batches), len(failed), due],
         [run.interruption.number == number for number in Interruption.SIGNALS],
     )
     if lost:
         leave_out(run, failed)
-    mean, grad_norm = loss / max(images, 1), norms / run.processes
+    mean, *routers = (total / max(images, 1) for total in (loss, balance, z))
+    grad_norm = norms / run.processes
     require_finite(run, mean, grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -140,23 +144,34 @@ def train_one_step(
     run.step += 1
     had = zip(Interruption.SIGNALS, signals, strict=True)
     signal = next((number for number, count in had if count), 0)
-    return Step(mean, int(images), grad_norm, lr, signal, wants > 0)
+    return Step(mean, int(images), grad_norm, lr, signal, wants > 0, (routers[0], routers[1]))
 
 
 def accumulate(run: Training, micro_batches: list[Batch], epoch: int) -> Tensor:
-    """Gradients of the batch, averaged over processes; returns this process's summed loss."""
+    """Gradients of the batch, averaged over processes.
+
+    Returns:
+        This process's summed loss, and its routers' balance and z losses likewise, (3,).
+    """
     device = run.accelerator.device
-    total = torch.zeros((), device=device, dtype=widest(device))
+    totals = torch.zeros(3, device=device, dtype=widest(device))
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         waiting = contextlib.nullcontext() if last else run.accelerator.no_sync(run.model)
         with waiting:
-            loss = loss_of(run, batch, epoch, micro_batch=index)
+            losses = losses_of(run, batch, epoch, micro_batch=index)
             # gradients are averaged over processes; the loss is a sum over the whole batch
             share = run.processes / run.config.data.batch_size
-            run.accelerator.backward(loss * share)
-        total += loss.detach()
-    return total
+            run.accelerator.backward(objective(run, losses) * share)
+        totals[: len(losses)] += losses.detach()
+    return totals
+
+
+def objective(run: Training, losses: Tensor) -> Tensor:
+    """What is minimised, from the losses that `losses_of` gives."""
+    loss, *routers = losses.unbind()
+    weights = (run.config.training.balance_loss, run.config.training.router_z_loss)
+    return loss + sum(weight * term for weight, term in zip(weights, routers, strict=False))
 
 
 def summed(run: Training, totals: Tensor, *counts: Sequence[float]) -> list[float]:
@@ -185,8 +200,14 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def loss_of(run: Training, batch: Batch, epoch: int, *, micro_batch: int) -> Tensor:
-    """Summed loss of one micro-batch; its randomness comes from counters alone."""
+def losses_of(
+    run: Training, batch: Batch, epoch: int, *, micro_batch: int, alone: bool = False
+) -> Tensor:
+    """Summed loss of one micro-batch and routers' losses, (1,) or (3,).
+
+    Its randomness comes from counters alone. Routers exchange numbers with the other processes,
+    unless this one is `alone`.
+    """
     config, rank = run.config, run.accelerator.process_index
     torch.manual_seed(random_seed(config.training.seed, "model", run.step, micro_batch, rank))
     device = run.accelerator.device
@@ -202,7 +223,12 @@ def loss_of(run: Training, batch: Batch, epoch: int, *, micro_batch: int) -> Ten
     )
     images, targets = mix(images, targets, batch.positions, plan)
     logits = forward(run, images)
-    return smoothed_cross_entropy(logits, targets, smoothing=config.training.smoothing)
+    loss = smoothed_cross_entropy(logits, targets, smoothing=config.training.smoothing).view(1)
+    if config.model.feedforward != "moe":
+        return loss
+    everyone = None if alone else run.accelerator
+    routers = router_losses(everyone, run.network, images=len(batch.labels))
+    return torch.cat([loss, routers.to(loss)])
 
 
 def forward(run: Training, images: Tensor) -> Tensor:

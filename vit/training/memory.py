@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vit.config import Config
 from vit.data.loading import Batch
 from vit.errors import RunError
-from vit.training.loop import Training, clip, loss_of
+from vit.training.loop import Training, clip, losses_of, objective
 from vit.training.rehearsal import forget, largest, rehearse
 
 Say = Callable[[str], None]
@@ -179,8 +179,8 @@ def step_alone(run: Training, batches: Sequence[Batch]) -> None:
     for index, batch in enumerate(batches):
         apart = alone or index < len(batches) - 1
         with run.accelerator.no_sync(run.model) if apart else contextlib.nullcontext():
-            loss = loss_of(run, batch, 0, micro_batch=index)
-            run.accelerator.backward(loss / run.config.data.batch_size)
+            losses = losses_of(run, batch, 0, micro_batch=index, alone=alone)
+            run.accelerator.backward(objective(run, losses) / run.config.data.batch_size)
     clip(run)
     run.optimizer.step()
     run.optimizer.zero_grad()

@@ -66,12 +66,15 @@ class Records:
     def step(self, epoch: int, seen: Step) -> None:
         """The optimiser step that has just been made, in an epoch counted from 0."""
         event = step_event(self.run.step, epoch + 1, seen)
+        if self.run.config.model.feedforward == "moe":
+            event |= dict(zip(("balance_loss", "router_z_loss"), seen.routers, strict=True))
         self._write(event)
 
     def epoch_event(
         self, epoch: int, train_loss: float, measured: Validation, progress: Progress
     ) -> dict[str, Any]:
         """The line of an epoch, counted from 1; times are those of its training part."""
+        routers = {"routers": [*measured.routers]} if measured.routers else {}
         return {
             "event": "epoch",
             "epoch": epoch,
@@ -84,6 +87,7 @@ class Records:
             "images_per_second": round(progress.rate, 1),
             "data_wait": round(progress.data_wait, 4),
             "seconds": round(progress.seconds, 2),
+            **routers,
         }
 
     def epoch(self, event: dict[str, Any], measured: Validation, *, best: bool) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from vit.errors import BadImage, DataError, RunError
 from vit.training.agreement import agreed_signal
 from vit.training.ema import exchanged
 from vit.training.loop import Training, forward, leave_out, summed, widest
+from vit.training.routing import watched
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Validation:
     loss: float
     top1: float
     failed: int
+    routers: tuple[dict[str, Any], ...] = ()
+    """How evenly the experts are used, an entry a layer of them."""
 
 
 @torch.no_grad()
@@ -52,14 +56,17 @@ def validate(
     device, batches = run.accelerator.device, iter(loader)
     sums = torch.zeros(3, dtype=torch.float64)
     failed: list[BadImage] = []
-    with exchanged(run.network, weights):
+    with exchanged(run.network, weights), watched(run.network) as routers:
         # the same number of passes on all processes: they may exchange weights in each
         for _ in range(loader.rounds):
             batch = next(batches, loader.empty)
             failed += batch.failed
             sums += measure(run, batch)
+            if routers is not None:
+                routers.add(len(batch.labels))
             if agreed_signal(run.accelerator, run.interruption.number):
                 return None
+        usage = () if routers is None else tuple(routers.describe(run.accelerator))
     loss_sum, correct, count, lost = summed(run, sums.to(device, widest(device)), [len(failed)])
     assert count + lost == expected, f"{count:.0f} of {expected} validation pictures were measured"
     if lost:
@@ -71,7 +78,7 @@ def validate(
             f"the validation loss became {loss_sum / count} after step {run.step}: lower --lr, or "
             "raise --warmup-epochs"
         )
-    return Validation(int(count), loss_sum / count, correct / count, int(lost))
+    return Validation(int(count), loss_sum / count, correct / count, int(lost), usage)
 
 
 def measure(run: Training, batch: Batch) -> Tensor:

@@ -1,0 +1,125 @@
+"""What experts add to a training: two losses in each step, and how evenly they are used.
+
+    loss = cross-entropy + balance_loss * Σ E Σ f_e P_e + router_z_loss * Σ mean logsumexp²
+
+where the first sums are over the layers of experts. f, the share of each expert, is that of the
+whole micro-batch over all processes; P is linear in the tokens, so each process brings its own.
+
+Source: Fedus et al., equation 4, arXiv:2101.03961; Zoph et al., equation 6, arXiv:2202.08906; f
+over all processes: Qiu et al., "Demons in the Detail", section 3.1, arXiv:2501.11873.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vit.model.moe import MixtureOfExperts, Routing, balance_loss, routing_of, z_loss
+
+
+def layers_of(network: nn.Module) -> dict[int, MixtureOfExperts]:
+    """The layers of experts by the number of their block, from 1."""
+    return {
+        int(name.split(".")[1]) + 1: module
+        for name, module in network.named_modules()
+        if isinstance(module, MixtureOfExperts)
+    }
+
+
+def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images: int) -> Tensor:
+    """Balance loss and z loss of the forward pass just made, (2,), with gradients.
+
+    Both are multiplied by the images of all processes, as a sum of cross-entropies is, and are this
+    process's share: over all processes they add up to the loss of the micro-batch.
+
+    Args:
+        accelerator: Knows the processes, which must all call this; None for one alone.
+        network: It has experts.
+        images: How many this process gave it; with none the pass was for company.
+    """
+    own = routing_of(network)
+    here = float(images > 0)
+    counts = torch.stack([torch.cat([r.counts, r.tokens.view(1)]) for r in own]).double() * here
+    message = torch.cat([counts.flatten(), counts.new_tensor([images])])
+    message = message.to(own[0].z)
+    everyones = message if accelerator is None else accelerator.reduce(message, "sum")
+    totals, seen = everyones[:-1].view_as(counts), everyones[-1]
+    losses = [
+        torch.stack([balance_loss(f, r.probabilities, n, top_k), z_loss(r.z, n)])
+        for r, f, n, top_k in zip(
+            own,
+            totals[:, :-1],
+            totals[:, -1].clamp(min=1),
+            [layer.top_k for layer in layers_of(network).values()],
+            strict=True,
+        )
+    ]
+    scaled: Tensor = torch.stack(losses).sum(0) * seen * here
+    return scaled
+
+
+@contextmanager
+def watched(network: nn.Module) -> Iterator["Usage | None"]:
+    """Inside the `with`, routers tell what they do; None for a network without experts."""
+    layers = layers_of(network)
+    for layer in layers.values():
+        layer.tells = True
+    try:
+        yield Usage(layers) if layers else None
+    finally:
+        for layer in layers.values():
+            layer.tells, layer.routing = False, None
+
+
+class Usage:
+    """Adds up what routers did over forward passes.
+
+    Args:
+        layers: By the number of their block.
+    """
+
+    def __init__(self, layers: dict[int, MixtureOfExperts]) -> None:
+        self.layers = layers
+        self.sums: Tensor | None = None
+
+    def add(self, images: int) -> None:
+        """Count the forward pass just made, if it was for any images."""
+        told = [layer.routing for layer in self.layers.values()]
+        rows = torch.stack([_row(routing) for routing in told if routing is not None])
+        rows = rows * float(images > 0)
+        self.sums = rows if self.sums is None else self.sums + rows
+
+    def describe(self, accelerator: Accelerator) -> list[dict[str, Any]]:
+        """One entry a layer, over all processes; shares are fractions.
+
+        `load`: share of all assignments by expert; `entropy`: mean of a token's, as a share of the
+        highest, log(experts); `dropped`: share of assignments that found their expert full.
+        """
+        assert self.sums is not None
+        rows = accelerator.reduce(self.sums, "sum").tolist()
+        found = []
+        for (block, layer), (tokens, entropy, dropped, *counts) in zip(
+            self.layers.items(), rows, strict=True
+        ):
+            assigned, highest = max(tokens * layer.top_k, 1.0), math.log(len(counts)) or 1.0
+            found.append(
+                {
+                    "block": block,
+                    "load": [round(count / assigned, 5) for count in counts],
+                    "entropy": round(entropy / max(tokens, 1.0) / highest, 5),
+                    "dropped": round(dropped / assigned, 5),
+                }
+            )
+        return found
+
+
+def _row(routing: Routing) -> Tensor:
+    wide = torch.float32 if routing.z.device.type == "mps" else torch.float64
+    heads = torch.stack(
+        [routing.tokens.to(wide), routing.entropy.to(wide), routing.dropped.to(wide)]
+    )
+    return torch.cat([heads, routing.counts.to(wide)])
