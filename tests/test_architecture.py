@@ -43,7 +43,7 @@ ONLY = {
     "huggingface_hub": {"vit/weights/hub.py"},
     "transformers": {"vit/weights/parity.py"},
 }
-MODEL_LINES = 1300  # of code: docstrings, comments and empty lines are free
+MODEL_LINES = 1400  # of code: docstrings, comments and empty lines are free
 BLOCKS = {"PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"}
 FUNCTION_LINES = 50
 FILE_LINES = 300

@@ -163,6 +163,8 @@ def convert(kind: Any, value: Any, name: str) -> Any:
         return value
     if typing.get_origin(kind) is tuple:
         kinds = typing.get_args(kind)
+        if kinds[-1] is Ellipsis:
+            return tuple(convert(kinds[0], v, name) for v in _listed(value))
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
         return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
@@ -170,6 +172,13 @@ def convert(kind: Any, value: Any, name: str) -> Any:
     if converted is None:
         raise ConfigError(f"{name}={value!r} is not {WORDS[kind]}")
     return converted
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, which a flag writes with commas between them; one may stand alone."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _int(value: Any) -> int | None:

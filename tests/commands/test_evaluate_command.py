@@ -10,9 +10,18 @@ from vit.commands.main import main
 from vit.inference.evaluate import evaluate
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
-def test_top1_is_exactly_that_of_predict(tiny_run, tiny_data, tmp_path, precision):
-    settings = ["--precision", precision, "--batch-size", "8"]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--precision", "auto"],
+        ["--precision", "fp32"],
+        ["--precision", "bf16"],
+        ["--merge-tokens", "1"],
+    ],
+    ids=" ".join,
+)
+def test_top1_is_exactly_that_of_predict(tiny_run, tiny_data, tmp_path, settings):
+    settings = [*settings, "--batch-size", "8"]
     scores, answers = tmp_path / "scores.json", tmp_path / "answers.jsonl"
     words = ["evaluate", str(tiny_run), str(tiny_data), "--json", str(scores)]
     assert main([*words, *settings]) == 0

@@ -59,6 +59,19 @@ def test_json_lines_say_what_the_predictor_says(predict, tiny_run, pictures):
         assert json.loads(line) == {"image": prediction.image, "predictions": scored}
 
 
+def test_tokens_are_merged_when_asked(predict, tiny_run, pictures):
+    words = (*pictures, "--format", "jsonl", "--precision", "fp32")
+    assert predict(*words, "--merge-tokens", 0) == predict(*words)
+    code, out, _ = predict(*words, "--merge-tokens", 1)
+    assert code == 0
+    for line, prediction in zip(
+        out, Predictor(tiny_run, merge_tokens=1, precision="fp32")(pictures), strict=True
+    ):
+        assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
+    assert out != predict(*words)[1]
+    assert predict(*pictures, "--merge-tokens", "few")[0] == 2
+
+
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
 def test_bad_pictures_are_errors_at_their_place(predict, pictures, bad_pictures, style):
     mixed = [path for pair in zip(pictures, bad_pictures, strict=False) for path in pair]

@@ -11,6 +11,7 @@ from PIL import Image
 from vit.errors import ConfigError, WeightsError
 from vit.inference.predictor import Predictor
 from vit.weights.folder import load_run
+from vit.weights.loading import from_pretrained, merging
 
 
 @pytest.fixture
@@ -176,3 +177,28 @@ def test_refuses_one_path_for_a_list(tiny_run, pictures):
 def test_refuses_what_is_no_run(tmp_path):
     with pytest.raises(WeightsError, match="no file of weights"):
         Predictor(tmp_path)
+
+
+def test_any_run_merges_tokens_when_asked(tiny_run, pictures):
+    def scores(**settings):
+        found = Predictor(tiny_run, precision="fp32", **settings)(pictures)
+        return [prediction.predictions for prediction in found]
+
+    plain = scores()
+    assert scores(merge_tokens=0) == plain
+    assert scores(merge_tokens=1) != plain
+    model = from_pretrained(tiny_run, merge_tokens=1, say=None)
+    run = load_run(tiny_run)
+    images = torch.stack([run.preprocessing(Image.open(path).convert("RGB")) for path in pictures])
+    with torch.inference_mode():
+        logits = model(run.preprocessing.normalise(images))
+    best = [run.classes[index] for index in logits.argmax(dim=1)]
+    assert [ranked[0][0] for ranked in scores(merge_tokens=1)] == best
+
+
+def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, pictures):
+    trained = merging(load_run(tiny_run), 1)
+    assert Predictor(trained)(pictures) == Predictor(tiny_run, merge_tokens=1)(pictures)
+    assert Predictor(trained, merge_tokens=0)(pictures) == Predictor(tiny_run)(pictures)
+    with pytest.raises(ConfigError, match="merge_tokens=-1: must be at least 0"):
+        Predictor(tiny_run, merge_tokens=-1)

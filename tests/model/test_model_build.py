@@ -52,8 +52,12 @@ EXTRAS = [
     {"parallel_blocks": True, "layer_scale": 0.1},
     {"repeat_blocks": 2},
     {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
+    {"patch_dropout": 0.5, "position": "rotary"},
+    {"patch_sizes": (4, 16)},
 ]
 OPTIONS = [{field: name} for field, name in CHOICES] + EXTRAS
+# These have fewer tokens in their last block than in their first.
+SHORTER = [{"merge_tokens": 1, "position": "rotary", "pooling": "mean"}]
 
 
 @pytest.mark.parametrize("field", TABLES)
@@ -82,7 +86,7 @@ def test_where_the_last_norm_stands(order, pooling, final, stands):
     assert found == ([stands] if stands else [])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
 def test_every_option_trains_every_parameter(options):
     torch.manual_seed(0)
     config = ModelConfig(**{**SMALL, **options})

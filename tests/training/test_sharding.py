@@ -37,9 +37,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(find_checkpoints(folder / "checkpoints")[0])
 
 
-@pytest.mark.parametrize("position", ["learned", "sinusoidal_2d"])
-def test_pieces_train_like_the_whole(tiny_config, tmp_path, position):
-    config = tiny_config(**PLAIN, position=position, accumulate=2)
+@pytest.mark.parametrize(
+    "settings", [{"position": "learned"}, {"position": "sinusoidal_2d"}, {"patch_sizes": [2, 4]}]
+)
+def test_pieces_train_like_the_whole(tiny_config, tmp_path, settings):
+    config = tiny_config(**PLAIN, **settings, accumulate=2)
     train(config, tmp_path / "one")
     write_settings(tmp_path / "settings.yaml", config)
     done = launch(tmp_path / "settings.yaml", tmp_path / "two")

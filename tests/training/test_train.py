@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import vit
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.training import checkpoint, loop, validation
@@ -290,6 +291,51 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
         other.stdin.close()
     assert before == {path: path.read_bytes() for path in before}
     train(config, tmp_path / "run", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"patch_sizes": (2, 4), "position": "learned"},
+        {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"},
+    ],
+    ids=str,
+)
+def test_fewer_and_other_tokens_resume_exactly(tiny_config, tmp_path, interrupt_at, settings):
+    config = tiny_config(**settings)
+    train(config, tmp_path / "whole")
+    interrupt_at(5)
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "parts")
+    train(config, tmp_path / "parts", resume=True)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
+        tmp_path / "parts/model.safetensors"
+    ).read_bytes()
+
+
+def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
+    tiny_config, tmp_path, monkeypatch
+):
+    drawn = []
+
+    def accumulate(run, *others):
+        drawn.append(run.network.patch_embed.drawn)
+        return original(run, *others)
+
+    original = loop.accumulate
+    monkeypatch.setattr("vit.training.loop.accumulate", accumulate)
+    run = train(tiny_config(patch_sizes=(2, 4)), tmp_path / "run").folder
+    assert len(drawn) == 9
+    assert set(drawn) == {2, 4, 8}
+    flexible = vit.from_pretrained(run, say=None).train()
+    for part in flexible.modules():
+        part.training = part is flexible.patch_embed  # no dropout
+    images = torch.randn(2, 3, 16, 16)
+    for size in (2, 4, 8):
+        flexible.patch_embed.drawn = size
+        fixed = vit.from_pretrained(run, patch_size=size, say=None)
+        torch.testing.assert_close(fixed(images), flexible(images))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "lion", "adan", "nadamw"])

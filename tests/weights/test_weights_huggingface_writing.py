@@ -166,6 +166,7 @@ REFUSED = {
     "norm_order=pre, not post": {"norm_order": "post"},
     "norm_order=pre, not sandwich": {"norm_order": "sandwich"},
     "none has parallel_blocks=True": {"parallel_blocks": True},
+    "none has merge_tokens=2": {"merge_tokens": 2},
     "none has num_kv_heads=2": {"num_kv_heads": 2},
     "feedforward=mlp, not swiglu_packed": {"feedforward": "swiglu_packed"},
     "qk_norm=False, not True": {"qk_norm": True},

@@ -10,6 +10,7 @@ from timm.data import resolve_model_data_config
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
+from vit.weights.adapting import WITHOUT_TENSORS
 from vit.weights.folder import empty_model, save_model
 from vit.weights.formats.timm import read_timm, to_timm
 from vit.weights.timm_config import mlp_ratio, timm_config, timm_refusal
@@ -46,6 +47,7 @@ OPENS = [
     {"activation": "quick_gelu"},
     {"activation": "relu"},
     {"dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.1},
+    {"patch_dropout": 0.5, "patch_sizes": (4, 16)},
     {"dim": 192, "num_heads": 3, "depth": 12, "patch_size": 16},
     {"norm_eps": 1e-5},
     {"norm_eps": 1e-5, "registers": 1, "pooling": "mean", "final_norm": "tokens"},
@@ -90,6 +92,7 @@ REFUSED = [
     ({"parallel_blocks": True}, "parallel_blocks=True"),
     ({"repeat_blocks": 2}, "repeat_blocks=2"),
     ({"num_kv_heads": 1}, "num_kv_heads=1"),
+    ({"merge_tokens": 2}, "merge_tokens=2"),
     (
         {"position": "rotary", "feedforward": "swiglu_packed"},
         "feedforward=swiglu_packed with position=rotary",
@@ -226,7 +229,7 @@ def test_a_network_without_a_head_goes_to_timm(randomise):
 def plain(config: ModelConfig) -> dict[str, object]:
     """What `config` computes, whatever it is called."""
     named = asdict(config)
-    for name in ("dropout", "attention_dropout", "drop_path", "prefix_positions", "final_norm"):
+    for name in (*WITHOUT_TENSORS, "prefix_positions", "final_norm"):
         del named[name]
     named["hidden_dim"] = config.feedforward_dim
     named["last_norm"] = config.last_norm

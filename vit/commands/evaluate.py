@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             precision=args.precision,
             workers=args.workers,
             keep_aspect=args.keep_aspect,
+            merge_tokens=args.merge_tokens,
             say=lambda note: say(f"vit evaluate: {note}"),
             progress=lambda done, total: bar_to(bar, done, total),
         )

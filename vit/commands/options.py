@@ -9,9 +9,9 @@ from vit.settings import Setting, all_settings
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """How a saved model is run: batch size, device, precision, threads."""
+    """How a saved model is run: batch size, device, precision, threads, merged tokens."""
     # set first and suppressed below: the help then says in words what leaving them out means
-    parser.set_defaults(batch_size=None, device=None, workers=None)
+    parser.set_defaults(batch_size=None, device=None, workers=None, merge_tokens=None)
     group = parser.add_argument_group("how the network runs")
     group.add_argument(
         "-b",
@@ -47,6 +47,20 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         help="show the network whole pictures in their own aspect, with at most as many patches "
         "as usual, instead of a square of each",
     )
+    group.add_argument(
+        "--merge-tokens",
+        type=count,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="patches merged in each block: faster, less exact (default: as in training)",
+    )
+
+
+def count(word: str) -> int:
+    """A number of at least 0, typed as a flag."""
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 0")
+    return int(word)
 
 
 def whole_number(word: str) -> int:
@@ -79,7 +93,7 @@ def default_shown(setting: Setting) -> str:
         return ""
     if setting.name in preset(str(all_settings()["model"].default)):
         return " (default: the preset's)"
-    if setting.default is None:
+    if setting.default in (None, ()):
         return ""
     number = isinstance(setting.default, float)
     return f" (default: {setting.default:.4g})" if number else f" (default: {setting.default})"
@@ -94,9 +108,9 @@ def choices_of(kind: Any) -> tuple[str, ...]:
 
 
 def numbers_taken(kind: Any) -> int:
-    """How many values a flag of this type takes; 0 for the ordinary one."""
+    """How many values a flag of this type takes; 0 for the ordinary one, and one with commas."""
     for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is tuple:
+        if typing.get_origin(option) is tuple and Ellipsis not in typing.get_args(option):
             return len(typing.get_args(option))
     return 0
 

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         precision=args.precision,
         workers=args.workers,
         keep_aspect=args.keep_aspect,
+        merge_tokens=args.merge_tokens,
     )
     top_k = min(args.top_k, len(predictor.classes))
     header, line = FORMATS[style](Layout(top_k, predictor.classes, images))

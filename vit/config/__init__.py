@@ -53,6 +53,11 @@ class Config:
         start, patch_size = self.training.start_image_size, self.model.patch_size
         if start is None:
             return
+        if self.model.patch_sizes:
+            raise ConfigError(
+                f"start_image_size={start}: the patches of patch_sizes must divide pictures of "
+                "every size; leave one of the two out"
+            )
         if start % patch_size or not patch_size <= start <= self.model.image_size:
             raise ConfigError(
                 f"start_image_size={start}: must be a multiple of patch_size={patch_size} "

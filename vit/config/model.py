@@ -30,6 +30,8 @@ class ModelConfig(Section):
     """Side of the square picture the network sees, in pixels; a multiple of patch_size."""
     patch_size: int = 16
     """Side of one square patch, in pixels."""
+    patch_sizes: tuple[int, ...] = ()
+    """Further sides of patches, such as 8,32, of which each step draws one (arXiv:2212.08013)."""
     channels: int = setting(3, "--in-chans")
     """Colour channels of a picture."""
     num_classes: int = 1000
@@ -112,13 +114,17 @@ class ModelConfig(Section):
     """Probability of dropping an attention weight."""
     drop_path: float = 0.0
     """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
+    patch_dropout: float = 0.0
+    """Share of the patches that training leaves out of each picture (arXiv:2212.00794)."""
+    merge_tokens: int = 0
+    """Patches merged into others in each block, at most half of them (ToMe, arXiv:2210.09461)."""
 
     def __post_init__(self) -> None:
         self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
         self.check_least(1, "repeat_blocks")
-        self.check_least(0, "registers", "layer_scale", "num_classes")
+        self.check_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
         self.check_above(0, "norm_eps", "rotary_temperature")
-        self.check_share("dropout", "attention_dropout", "drop_path")
+        self.check_share("dropout", "attention_dropout", "drop_path", "patch_dropout")
         if self.hidden_dim is not None:
             self.check_least(1, "hidden_dim")
         if self.image_size % self.patch_size:
@@ -128,6 +134,7 @@ class ModelConfig(Section):
                 "image_size",
                 f"not a multiple of patch_size={self.patch_size}; the nearest are {down} and {up}",
             )
+        self._check_patch_sizes()
         if self.dim % self.num_heads:
             self.refuse("dim", f"does not split into num_heads={self.num_heads} equal heads")
         if self.position == "sinusoidal_2d" and self.dim % 4:
@@ -146,6 +153,7 @@ class ModelConfig(Section):
                 self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
         if self.parallel_blocks and self.norm_order != "pre":
             self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
+        self._check_tokens()
         self._check_absent()
 
     def _check_absent(self) -> None:
@@ -155,6 +163,25 @@ class ModelConfig(Section):
             if getattr(self, name) != default and getattr(self, part) not in kinds:
                 have = f"{part}={getattr(self, part)}"
                 self.refuse(name, f"{have} does not read it; {part}={' or '.join(kinds)} does")
+
+    def _check_patch_sizes(self) -> None:
+        for size in self.patch_sizes:
+            if size < 1 or self.image_size % size:
+                why = f"{size} does not divide image_size={self.image_size}; leave it out"
+                self.refuse("patch_sizes", why)
+        if self.patch_sizes and {*self.patch_sizes} == {self.patch_size}:
+            self.refuse("patch_sizes", "is patch_size alone; name another size, or none")
+
+    def _check_tokens(self) -> None:
+        for name in ("patch_dropout", "merge_tokens"):
+            if getattr(self, name) and self.position.startswith("relative"):
+                self.refuse(name, f"position={self.position} needs the whole grid; leave one out")
+        if self.merge_tokens and (self.parallel_blocks or self.norm_order != "pre"):
+            has = "parallel_blocks" if self.parallel_blocks else f"norm_order={self.norm_order}"
+            self.refuse(
+                "merge_tokens",
+                f"tokens are merged between the parts of blocks with norm_order=pre, not {has}",
+            )
 
     def _check_rotary(self) -> None:
         if self.is_rotary and self.dim // self.num_heads % 4:
@@ -197,6 +224,11 @@ class ModelConfig(Section):
     def feedforward_dim(self) -> int:
         """Inner width of the feed-forward part."""
         return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
+
+    @property
+    def drawn_patch_sizes(self) -> tuple[int, ...]:
+        """All sides of a patch that training draws from, the smallest first."""
+        return tuple(sorted({self.patch_size, *self.patch_sizes}))
 
     @property
     def grid(self) -> tuple[int, int]:

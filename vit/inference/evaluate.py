@@ -30,26 +30,25 @@ def evaluate(
     batch_size: int | None = None,
     precision: str = "auto",
     workers: int | None = None,
+    merge_tokens: int | None = None,
     keep_aspect: bool = False,
     say: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
     """Scores of `model` on one split of `data`, as plain values that JSON takes.
 
-    Classes are matched by name. Where training held pictures out of `data` itself, only those are
-    measured, never the ones that it learned from.
+    Classes are matched by name. Where training held pictures out of `data`, those alone are used.
 
     Args:
         model: A run folder or any other source of weights with a head, or one that is loaded.
         data: A folder of labelled pictures, or the name of a built-in set.
         split: Which of its parts; `val` is the first validation folder there is.
-        device, batch_size, precision, workers, keep_aspect: As for Predictor.
+        device, batch_size, precision, workers, merge_tokens, keep_aspect: As for Predictor.
         say: Receives notes about the data.
-        progress: Receives how many pictures are done, of how many, after each batch.
+        progress: Receives the pictures done, and of how many, after each batch.
 
     Returns:
-        count, top1, top5, top1_interval, loss, macro_f1, balanced_accuracy, ece, per_class, and
-        `failed`: the pictures that cannot be read, which the numbers leave out.
+        What `summarise` says, and `failed`: the pictures that cannot be read, which it leaves out.
 
     Raises:
         DataError: There is no such split, it has an unknown class, or no picture can be read.
@@ -61,6 +60,7 @@ def evaluate(
         batch_size=batch_size,
         precision=precision,
         workers=workers,
+        merge_tokens=merge_tokens,
         keep_aspect=keep_aspect,
     )
     held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)

@@ -97,6 +97,13 @@ class Places(NamedTuple):
     """Where queries may look, or what is added to their scores, as for `attend`."""
     attend: Attend = attend
     """How values are mixed."""
+    sizes: Tensor | None = None
+    """Patches that each token is made of, (batch, tokens), where some were merged."""
+
+
+def as_mask(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """What makes a token of size s count as s tokens, (batch, tokens) -> (batch, 1, 1, tokens)."""
+    return sizes.log()[:, None, None].to(dtype)
 
 
 class Unbiased(nn.Module):

@@ -24,8 +24,10 @@ from vit.model.blocks import (
     SandwichNormBlock,
 )
 from vit.model.classifier import VisionTransformer
+from vit.model.dropping import KeepAll, PatchDropout
 from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.initialise import initialise
+from vit.model.merging import MergingBlock
 from vit.model.moe import (
     MixtureOfExperts,
     capacity,
@@ -35,7 +37,7 @@ from vit.model.moe import (
     token_order,
 )
 from vit.model.norms import RMSNorm
-from vit.model.patches import PatchEmbedding
+from vit.model.patches import FlexiblePatchEmbedding, PatchEmbedding
 from vit.model.pooling import (
     AttentionPooling,
     ClassTokenMeanPooling,
@@ -154,11 +156,10 @@ def assemble(config: ModelConfig) -> VisionTransformer:
     """The network of `config`, whose weights are still to be set."""
     last = config.last_norm
     return VisionTransformer(
-        patch_embed=PatchEmbedding(
-            config.channels, config.patch_size, config.dim, bias=config.patch_bias
-        ),
+        patch_embed=_patches(config),
         positions=POSITIONS[config.position](config),
         rotary=_rotary(config),
+        patch_drop=_patch_drop(config),
         norm_pre=_norm(config) if config.norm_pre else nn.Identity(),
         blocks=[_block(config, index) for index in range(config.depth)],
         norm=_norm(config) if last == "tokens" else nn.Identity(),
@@ -176,8 +177,7 @@ def assemble(config: ModelConfig) -> VisionTransformer:
 
 def _block(config: ModelConfig, index: int) -> Block:
     """Block number `index`, from 0; its drop-path rate grows linearly with depth."""
-    kind = ParallelBlock if config.parallel_blocks else BLOCKS[config.norm_order]
-    return kind(
+    return _block_kind(config)(
         SelfAttention(
             config.dim,
             config.num_heads,
@@ -195,6 +195,12 @@ def _block(config: ModelConfig, index: int) -> Block:
         scales=(_scale(config), _scale(config)),
         drop_path=config.drop_path * index / max(config.depth - 1, 1),
     )
+
+
+def _block_kind(config: ModelConfig) -> Callable[..., Block]:
+    if config.merge_tokens:
+        return partial(MergingBlock, count=config.merge_tokens, prefix=config.num_prefix_tokens)
+    return ParallelBlock if config.parallel_blocks else BLOCKS[config.norm_order]
 
 
 def _norm(config: ModelConfig, dim: int | None = None) -> nn.Module:
@@ -231,6 +237,19 @@ def _experts(config: ModelConfig) -> MixtureOfExperts:
 
 def _scale(config: ModelConfig) -> nn.Module:
     return LayerScale(config.dim, config.layer_scale) if config.layer_scale else nn.Identity()
+
+
+def _patches(config: ModelConfig) -> PatchEmbedding:
+    kind: Callable[..., PatchEmbedding] = PatchEmbedding
+    if config.patch_sizes:
+        kind = partial(FlexiblePatchEmbedding, patch_sizes=config.drawn_patch_sizes)
+    return kind(config.channels, config.patch_size, config.dim, bias=config.patch_bias)
+
+
+def _patch_drop(config: ModelConfig) -> nn.Module:
+    if not config.patch_dropout:
+        return KeepAll()
+    return PatchDropout(config.patch_dropout, prefix=config.num_prefix_tokens)
 
 
 def _rotary(config: ModelConfig) -> RotaryPositions | NoRotation:

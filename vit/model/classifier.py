@@ -30,6 +30,7 @@ class VisionTransformer(nn.Module):
         patch_embed: Makes the patch tokens.
         positions: Adds the places of tokens.
         rotary: Makes the rotation by which queries and keys know them.
+        patch_drop: Leaves out patches during training.
         norm_pre: Normalises all tokens before the first block.
         blocks: The encoder, in order.
         repeats: Times that all blocks are applied, one round after the other.
@@ -54,6 +55,7 @@ class VisionTransformer(nn.Module):
         patch_embed: PatchEmbedding,
         positions: LearnedPositions | NoPositions,
         rotary: RotaryPositions | NoRotation,
+        patch_drop: nn.Module,
         norm_pre: nn.Module,
         blocks: Sequence[Block],
         norm: nn.Module,
@@ -81,6 +83,7 @@ class VisionTransformer(nn.Module):
         self.positions = positions
         self.rotary = rotary
         self.pos_drop = nn.Dropout(dropout)
+        self.patch_drop = patch_drop
         self.norm_pre = norm_pre
         self.blocks = nn.ModuleList(blocks)
         self.repeats = repeats
@@ -111,7 +114,8 @@ class VisionTransformer(nn.Module):
         ]
         tokens = torch.cat([*prefix, patches], dim=1)
         placed = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
-        return self.norm_pre(placed), Places(grid, self.rotary(grid, tokens))
+        kept, places = self.patch_drop(placed, Places(grid, self.rotary(grid, tokens)))
+        return self.norm_pre(kept), places
 
     def encode(self, images: Tensor, *, attend: Attend = attend) -> tuple[Tensor, Places]:
         """Tokens after the last norm, (batch, tokens, dim), and their places.

@@ -9,7 +9,17 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import Places
+from vit.model.attention import Places, as_mask
+
+
+def mean_patch(tokens: Tensor, places: Places, prefix: int) -> Tensor:
+    """The mean over all patches of an image, also merged ones, (batch, dim)."""
+    patches = tokens[:, prefix:]
+    if places.sizes is None:
+        return patches.mean(dim=1)
+    sizes = places.sizes[:, prefix:, None]
+    shares = (sizes / sizes.sum(dim=1, keepdim=True)).to(patches.dtype)
+    return (patches * shares).sum(dim=1)
 
 
 class ClassTokenPooling(nn.Module):
@@ -31,9 +41,9 @@ class MeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
-        return tokens[:, self.prefix :].mean(dim=1)
+        return mean_patch(tokens, places, self.prefix)
 
 
 class ClassTokenMeanPooling(nn.Module):
@@ -47,9 +57,9 @@ class ClassTokenMeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, places: Places) -> Tensor:
         """(batch, tokens, dim) -> (batch, 2 * dim)"""
-        return torch.cat([tokens[:, 0], tokens[:, self.prefix :].mean(dim=1)], dim=1)
+        return torch.cat([tokens[:, 0], mean_patch(tokens, places, self.prefix)], dim=1)
 
 
 class AttentionPooling(nn.Module):
@@ -93,7 +103,9 @@ class AttentionPooling(nn.Module):
             kv=2,
             heads=self.num_heads,
         ).unbind(0)
-        mixed = places.attend(query.expand(tokens.shape[0], -1, -1, -1), key, value)
+        sizes = places.sizes
+        mask = None if sizes is None else as_mask(sizes[:, self.prefix :], tokens.dtype)
+        mixed = places.attend(query.expand(tokens.shape[0], -1, -1, -1), key, value, mask=mask)
         x = self.proj(rearrange(mixed, "batch heads 1 dim -> batch (heads dim)"))
         y: Tensor = x + self.mlp(self.norm(x))
         return y

@@ -112,7 +112,8 @@ def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Ten
     Source: Dosovitskiy et al., section 3.2, arXiv:2010.11929 (bicubic, antialiased, as in timm).
     """
     patches = rearrange(table[:, prefix:], "1 (rows cols) dim -> 1 dim rows cols", rows=old[0])
-    stretched = F.interpolate(patches.float(), size=new, mode="bicubic", antialias=True)
+    exact = patches.to(torch.promote_types(patches.dtype, torch.float))
+    stretched = F.interpolate(exact, size=new, mode="bicubic", antialias=True)
     tokens = rearrange(stretched, "1 dim rows cols -> 1 (rows cols) dim").to(table.dtype)
     return torch.cat([table[:, :prefix], tokens], dim=1)
 

@@ -13,7 +13,6 @@ across the picture: Simeoni et al., "DINOv3", section 3.2, arXiv:2508.10104.
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,50 @@ from torch.nn import functional as F
 
 from vit.model.positions import Grid
 
-Rotate = Callable[[Tensor], Tensor]
 
-
-def unturned(x: Tensor) -> Tensor:
+class Unturned:
     """The rotation of a network without rotary positions: none."""
-    return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(batch, heads, tokens, head_dim) -> the same"""
+        return x
+
+    def moved(self, _move: Callable[[Tensor], Tensor]) -> "Unturned":
+        """The rotation of the tokens that `move` makes of these."""
+        return self
+
+
+unturned = Unturned()
+
+
+class Rotation:
+    """Turns queries or keys; an angle of zero changes no bit.
+
+    Args:
+        angles: (batch, tokens, head_dim / 2), in radians; or (1, ...), the same for all images.
+    """
+
+    def __init__(self, angles: Tensor) -> None:
+        self.angles = angles
+        self.cos, self.sin = angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(batch, heads, tokens, head_dim) -> the same shape and type"""
+        first, second = x.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Rotation":
+        """The rotation of the tokens that `move` makes of these.
+
+        Args:
+            move: (batch, tokens, anything) -> (batch, other tokens, anything). Angles are linear
+                in the place: their mean is the angle of the mean place.
+        """
+        return Rotation(move(self.angles))
+
+
+Rotate = Unturned | Rotation
 
 
 class NoRotation(nn.Module):
@@ -62,7 +99,7 @@ class RotaryPositions(nn.Module):
     def forward(self, grid: Grid, tokens: Tensor) -> Rotate:
         """The rotation of queries and keys for patches of `grid`, on the device of `tokens`."""
         angles = self.angles(grid).to(tokens.device, torch.promote_types(tokens.dtype, torch.float))
-        return Rotation(F.pad(angles, (0, 0, self.prefix, 0)))
+        return Rotation(F.pad(angles, (0, 0, self.prefix, 0)).unsqueeze(0))
 
     def angles(self, grid: Grid) -> Tensor:
         """By how much each pair of channels turns, (rows * cols, head_dim / 2), in radians."""
@@ -71,23 +108,6 @@ class RotaryPositions(nn.Module):
         )
         row, col = torch.meshgrid(*(self.places(side) for side in grid), indexing="ij")
         return torch.cat([torch.outer(place.flatten(), frequencies) for place in (row, col)], dim=1)
-
-
-class Rotation:
-    """Turns queries or keys; an angle of zero changes no bit.
-
-    Args:
-        angles: (tokens, head_dim / 2), in radians.
-    """
-
-    def __init__(self, angles: Tensor) -> None:
-        self.cos, self.sin = angles.cos(), angles.sin()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(batch, heads, tokens, head_dim) -> the same shape and type"""
-        first, second = x.chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
-        return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def by_index(side: int, *, reference: int | None = None) -> Tensor:
@@ -103,17 +123,10 @@ def by_centre(side: int) -> Tensor:
 
 def in_a_row(rotations: Sequence[Rotate], counts: Sequence[int]) -> Rotate:
     """One rotation for sequences that are laid one after the other, each `count` times."""
-    turning = [rotation for rotation in rotations if isinstance(rotation, Rotation)]
-    if not turning:
-        return unturned
-    whole = copy(turning[0])
-    whole.cos, whole.sin = (
-        torch.cat(
-            [
-                table.expand(count, 1, *table.shape[-2:]).flatten(0, 2)
-                for table, count in zip(tables, counts, strict=True)
-            ]
-        )
-        for tables in ([r.cos for r in turning], [r.sin for r in turning])
-    )
-    return whole
+    pairs = zip(rotations, counts, strict=True)
+    angles = [
+        turning.angles.expand(count, -1, -1).flatten(0, 1)
+        for turning, count in pairs
+        if isinstance(turning, Rotation)
+    ]
+    return Rotation(torch.cat(angles).unsqueeze(0)) if angles else unturned

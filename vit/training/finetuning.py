@@ -32,7 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NOT_OF_A_PROBE = (
     *("epochs", "time", "lr", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "betas"),
     *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
-    *("dropout", "attention_dropout", "drop_path"),
+    *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")

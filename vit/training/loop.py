@@ -20,6 +20,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.seeding import random_seed
 from vit.errors import BadImage, RunError
 from vit.model.classifier import VisionTransformer
+from vit.model.patches import FlexiblePatchEmbedding
 from vit.training.agreement import gathered
 from vit.training.ema import MovingAverage
 from vit.training.interruption import Interruption
@@ -122,6 +123,7 @@ def train_one_step(
     """One update of the weights from this process's share of a batch."""
     lr = run.lr_at(run.step)
     set_lr(run.optimizer, lr)
+    draw_patch_size(run)
     totals = accumulate(run, micro_batches, epoch)
     norm = clip(run).to(totals)
     failed = [bad for batch in micro_batches for bad in batch.failed]
@@ -145,6 +147,14 @@ def train_one_step(
     had = zip(Interruption.SIGNALS, signals, strict=True)
     signal = next((number for number, count in had if count), 0)
     return Step(mean, int(images), grad_norm, lr, signal, wants > 0, (routers[0], routers[1]))
+
+
+def draw_patch_size(run: Training) -> None:
+    """Choose the size of this step's patches, the same on all processes and after a resume."""
+    patches, sizes = run.network.patch_embed, run.config.model.drawn_patch_sizes
+    if isinstance(patches, FlexiblePatchEmbedding):
+        drawn = random_seed(run.config.training.seed, "patch size", run.step) % len(sizes)
+        patches.drawn = sizes[drawn]
 
 
 def accumulate(run: Training, micro_batches: list[Batch], epoch: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vit.config import Config
 from vit.data.loading import Batch
 from vit.errors import RunError
+from vit.model.patches import FlexiblePatchEmbedding
 from vit.training.loop import Training, clip, losses_of, objective
 from vit.training.rehearsal import forget, largest, rehearse
 
@@ -163,6 +164,9 @@ def fraction(device: torch.device) -> float:
 def take_steps(run: Training, size: int) -> None:
     """Make steps as the run will, on random pictures, `size` at once."""
     run.model.train()
+    patches = run.network.patch_embed
+    if isinstance(patches, FlexiblePatchEmbedding):
+        patches.drawn = min(patches.sides)  # which makes the most tokens
     # with a second micro-batch, gradients are there while it is computed
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0

@@ -1,8 +1,8 @@
 """Weights of a trained network made to fit another picture size, patch, colour or set of classes.
 
 Position tables are stretched as the network does it for pictures of another size; the patch
-projection as in FlexiViT and relative positions as in BEiT (vit/weights/resampling.py); the head
-keeps the classes it knows by name.
+projection as in FlexiViT (vit/model/patches.py) and relative positions as in BEiT
+(vit/weights/resampling.py); the head keeps the classes it knows by name.
 """
 
 from collections import Counter
@@ -15,19 +15,22 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import WeightsError, printable
 from vit.model.build import POSITIONS
+from vit.model.patches import resize_patches
 from vit.model.positions import LearnedPositions
 from vit.model.relative import PREFIX_ROWS
 from vit.weights.folder import empty_model
 from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
 from vit.weights.pretrained import Pretrained
-from vit.weights.resampling import change_channels, resize_patches, spread_offsets
+from vit.weights.resampling import change_channels, spread_offsets
 
 State = dict[str, Tensor]
 
 POSITION_TABLE = "pos_embed"
 # The settings in which a network may differ from the one whose weights it takes.
 ADAPTABLE = ("image_size", "patch_size", "channels", "num_classes")
-WITHOUT_TENSORS = ("dropout", "attention_dropout", "drop_path")
+WITHOUT_TENSORS = (
+    *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes", "merge_tokens"),
+)
 HEAD = ("head.weight", "head.bias")
 MOST_NAMES = 5
 
@@ -66,7 +69,7 @@ def adapt(
     Args:
         pretrained: What somebody trained.
         config: The network wanted. It may differ in picture size, patch size, channels, number of
-            classes, dropout and drop path.
+            classes, and in what has no weights: dropout, merged tokens.
         classes: Names by output of the network wanted. Where the source's are known too, rows of
             the head are kept by name, and new classes start from zeros. Left out, the head is kept
             if it has as many classes; else it starts from zeros.

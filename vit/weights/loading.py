@@ -161,8 +161,8 @@ def from_pretrained(
         classes: Names of the outputs; rows of the source's head are kept where names match.
         model: The architecture, where a bare file of tensors does not tell it.
         say: Told where the weights come from and what became of them; None to hear nothing.
-        settings: image_size, patch_size, channels, drop_path and the like, to which the weights
-            are adapted; any other must be the source's.
+        settings: image_size, patch_size, channels, and what has no weights, such as drop_path and
+            merge_tokens, to which the weights are adapted; any other must be the source's.
 
     Raises:
         WeightsError: As `open_source`, or the weights cannot be adapted.
@@ -192,6 +192,8 @@ def _asked_for(
     changed = {name: convert(kinds[name], value, name) for name, value in settings.items()}
     if outputs is not None:
         changed["num_classes"] = outputs
+    if config.patch_sizes:  # whichever is the usual size, training draws from the same
+        changed.setdefault("patch_sizes", config.drawn_patch_sizes)
     return dataclasses.replace(config, **changed)
 
 
@@ -200,6 +202,17 @@ def filled(config: ModelConfig, state: dict[str, Tensor]) -> VisionTransformer:
     network = empty_model(config)
     network.load_state_dict(state, assign=True)
     return network.eval()
+
+
+def merging(run: LoadedRun, merge_tokens: int) -> LoadedRun:
+    """`run` with the same weights in a network that merges so many tokens in each block.
+
+    Raises:
+        ConfigError: The blocks of its network cannot merge tokens.
+    """
+    config = dataclasses.replace(run.config, merge_tokens=merge_tokens)
+    model = filled(config, run.model.state_dict())
+    return dataclasses.replace(run, model=model, config=config)
 
 
 def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:

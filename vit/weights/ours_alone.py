@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from vit.config import ModelConfig
 
-OURS_ALONE = ("parallel_blocks", "repeat_blocks", "num_kv_heads")
+OURS_ALONE = ("parallel_blocks", "repeat_blocks", "num_kv_heads", "merge_tokens")
 
 
 def only_ours(config: ModelConfig) -> str | None:

@@ -1,46 +1,14 @@
-"""The patch projection for other patches and channels; relative positions for another grid.
+"""The patch projection for pictures of other channels; relative positions for another grid.
 
-    x_old . w  =  (R x_old) . w_new     R: bicubic resize of a patch;  w_new = pinv(R^T) w
-
-Source: Beyer et al., "FlexiViT", section 3.4, arXiv:2212.08013; relative positions: the code of
-Bao et al., "BEiT", arXiv:2106.08254.
+Source: the code of Bao et al., "BEiT", arXiv:2106.08254.
 """
 
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import functional as F
 
 # Between which BEiT's code looks for the ratio of two gaps; the second grows where it must.
 NARROWEST, WIDEST = 1.01, 1.5
-
-
-def resize_patches(matrix: Tensor, *, old: int, new: int) -> Tensor:
-    """The projection that gives resized patches the tokens that the old ones had.
-
-    Exact where patches grow; where they shrink, the closest for patches of white noise.
-
-    Args:
-        matrix: (dim, channels * old * old).
-        old: Side of a patch in pixels.
-        new: Side wanted.
-
-    Returns:
-        (dim, channels * new * new), of the same type.
-    """
-    pixels = "dim (channels rows cols) -> dim channels rows cols"
-    kernels = rearrange(matrix.double(), pixels, rows=old, cols=old)
-    # Rows and columns are resized alike and one after the other, so each has its own inverse:
-    # the inverse of a Kronecker product is the product of the inverses.
-    side: Tensor = torch.linalg.pinv(resize_matrix(old, new)).T
-    stretched = side @ kernels @ side.T
-    return stretched.flatten(1).to(matrix)
-
-
-def resize_matrix(old: int, new: int) -> Tensor:
-    """What resizes a line of `old` pixels, bicubic and antialiased, (new, old) in float64."""
-    lines = torch.eye(old, dtype=torch.float64)[None, None]
-    return F.interpolate(lines, size=(new, old), mode="bicubic", antialias=True)[0, 0]
 
 
 def spread_offsets(

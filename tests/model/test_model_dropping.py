@@ -1,0 +1,96 @@
+"""Patch dropout against timm's, and its places against those of a network that sees all patches."""
+
+import pytest
+import torch
+from timm.layers import PatchDropoutWithIndices
+
+from vit.config import ModelConfig
+from vit.errors import ConfigError
+from vit.model.attention import Places
+from vit.model.build import build_classifier
+from vit.model.dropping import PatchDropout, picked
+from vit.model.rotary import RotaryPositions, by_index
+
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+def test_keeps_the_tokens_that_timm_keeps(prefix):
+    theirs = PatchDropoutWithIndices(0.75, num_prefix_tokens=prefix)
+    tokens = torch.randn(4, prefix + 16, 5)
+    kept, index = theirs(tokens)
+    ours = PatchDropout(0.75, prefix=prefix)
+    drawn = ours.draw(tokens)
+    assert drawn.shape == (4, prefix + index.shape[1]) == kept.shape[:2]
+    drawn[:, prefix:] = prefix + index
+    assert torch.equal(picked(tokens, Places(), drawn)[0], kept)
+
+
+def test_keeps_other_patches_of_each_image_in_each_step_and_all_in_evaluation():
+    layer, tokens = PatchDropout(0.5, prefix=2), torch.arange(18.0).repeat(3, 1)[..., None]
+    first, second = (layer(tokens, Places())[0][..., 0] for _ in range(2))
+    for row in (*first, *second):
+        assert row[:2].tolist() == [0, 1]
+        assert len(set(row.tolist())) == 10
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+    assert layer.eval()(tokens, Places())[0] is tokens
+
+
+def test_every_patch_is_kept_as_often_as_any_other():
+    torch.manual_seed(0)
+    drawn = PatchDropout(0.75, prefix=1).draw(torch.zeros(4000, 17, 1))
+    often = drawn.flatten().bincount(minlength=17) / 4000
+    assert often[0] == 1
+    torch.testing.assert_close(often[1:], torch.full((16,), 0.25), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.5, 8), (0.9, 2), (0.97, 1), (0.999, 1), (0.01, 16)])
+def test_the_share_is_rounded_and_one_patch_stays(share, kept):
+    assert PatchDropout(share, prefix=1).draw(torch.zeros(1, 17, 1)).shape == (1, 1 + kept)
+
+
+def test_queries_are_turned_by_the_places_of_the_patches_that_stay():
+    rotary = RotaryPositions(8, places=by_index, temperature=100.0, prefix=1)
+    x = torch.randn(2, 3, 13, 8)
+    rotate = rotary((3, 4), x)
+    index = PatchDropout(0.5, prefix=1).draw(x[:, 0])
+    _, places = picked(x[:, 0], Places(rotate=rotate), index)
+    kept = torch.stack([x[i, :, index[i]] for i in range(2)])
+    whole = torch.stack([rotate(x)[i, :, index[i]] for i in range(2)])
+    assert torch.equal(places.rotate(kept), whole)
+
+
+@pytest.mark.parametrize(("position", "merge_tokens"), [("learned", 0), ("rotary", 2)])
+def test_compiles_as_one_graph_in_training_and_draws_from_torch_s_generator(position, merge_tokens):
+    settings = {
+        **SMALL,
+        "depth": 1,
+        "patch_dropout": 0.5,
+        "position": position,
+        "merge_tokens": merge_tokens,
+    }
+    model = build_classifier(ModelConfig(**settings))
+    torch.nn.init.normal_(model.head.weight)
+    compiled, images = (
+        torch.compile(model, backend="eager", fullgraph=True),
+        torch.randn(2, 3, 32, 32),
+    )
+    outputs = []
+    for network in (model, compiled, model):
+        torch.manual_seed(1)
+        outputs.append(network(images))
+    torch.testing.assert_close(outputs[1], outputs[0])
+    assert torch.equal(outputs[2], outputs[0])
+    assert not torch.equal(model(images), outputs[0])
+    assert model.forward_features(images).shape == (2, 1 + 8 - merge_tokens, 32)
+
+
+def test_a_share_of_all_is_refused():
+    with pytest.raises(ConfigError, match=r"patch_dropout=1\.0: must be a share from 0 to 1"):
+        ModelConfig(**SMALL, patch_dropout=1.0)
+
+
+def test_relative_positions_need_the_whole_grid():
+    with pytest.raises(ConfigError, match=r"patch_dropout.*position=relative needs the whole grid"):
+        ModelConfig(**SMALL, position="relative", patch_dropout=0.5)

@@ -1,0 +1,242 @@
+"""Token merging against the paper's sentences, one token at a time, in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.errors import ConfigError
+from vit.model.attention import Places
+from vit.model.build import build_classifier
+from vit.model.classifier import VisionTransformer
+from vit.model.merging import merge
+from vit.model.rotary import Rotation
+
+SMALL = {"image_size": 12, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+VARIANTS = [
+    {},
+    {"registers": 2, "pooling": "mean"},
+    {"class_token": False, "pooling": "mean", "position": "rotary"},
+    {"pooling": "attention", "position": "learned_rotary", "registers": 1},
+    {"pooling": "class_token_mean", "num_kv_heads": 1, "qk_norm": True},
+]
+
+
+def network(**changes) -> VisionTransformer:
+    torch.manual_seed(0)
+    model = build_classifier(ModelConfig(**{**SMALL, **changes})).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def images(count: int = 2, side: int = 12) -> Tensor:
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def groups_by_hand(keys: Tensor, count: int, prefix: int) -> list[list[int]]:
+    """Which old tokens each new one is made of; `keys` are those of one image, (tokens, dim)."""
+    patches = list(range(prefix, len(keys)))
+    first, second = patches[::2], patches[1::2]
+    edges = []
+    for a in first:
+        cosines = [float(keys[a] @ keys[b] / keys[a].norm() / keys[b].norm()) for b in second]
+        best = max(cosines)
+        edges.append((best, a, second[cosines.index(best)]))
+    edges = sorted(edges, reverse=True)[: min(count, len(patches) // 2)]
+    leaving = {a: b for _, a, b in edges}
+    stay = [[a] for a in first if a not in leaving]
+    return [
+        *([token] for token in range(prefix)),
+        *stay,
+        *([b, *(a for a in first if leaving.get(a) == b)] for b in second),
+    ]
+
+
+def means(x: Tensor, groups: list[list[int]], sizes: list[int]) -> Tensor:
+    """The mean of each group of tokens, each counted as often as its size says."""
+    rows = []
+    for group in groups:
+        total = sum(sizes[token] for token in group)
+        rows.append(sum(x[token] * sizes[token] for token in group) / total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "prefix"), [(9, 3, 1), (8, 4, 0), (9, 99, 2), (4, 1, 0)]
+)
+def test_merging_equals_the_sentences_of_the_paper(tokens, count, prefix):
+    torch.manual_seed(0)
+    x, keys = torch.randn(2, tokens, 5).double(), torch.randn(2, 3, tokens, 4).double()
+    sizes, angles = torch.randint(1, 5, (2, tokens)), torch.randn(2, tokens, 2).double()
+    places = Places(rotate=Rotation(angles), sizes=sizes.double())
+    y, new = merge(x, keys, places, count=count, prefix=prefix)
+    for image in range(2):
+        groups = groups_by_hand(keys[image].mean(dim=0), count, prefix)
+        old = sizes[image].tolist()
+        torch.testing.assert_close(y[image], means(x[image], groups, old))
+        torch.testing.assert_close(new.rotate.angles[image], means(angles[image], groups, old))
+        assert new.sizes[image].tolist() == [sum(old[token] for token in g) for g in groups]
+    torch.testing.assert_close(new.mask[:, 0, 0], new.sizes.log())
+    assert new.sizes.sum(dim=1).tolist() == sizes.sum(dim=1).tolist()
+
+
+def attention_by_hand(attn, x: Tensor, angles: Tensor | None, sizes: list[int]):
+    """Each token as so many copies as its size says; keys as well, (tokens, heads, head_dim)."""
+    width = attn.proj.in_features // attn.heads[0]
+    query, key, value = (
+        part.unflatten(1, (-1, width))
+        for part in attn.qkv(x).split([heads * width for heads in attn.heads], dim=1)
+    )
+    query, key = attn.q_norm(query), attn.k_norm(key)
+    if angles is not None:
+        query, key = turned(query, angles), turned(key, angles)
+    copies = [token for token, size in enumerate(sizes) for _ in range(size)]
+    rows = []
+    for token in range(len(x)):
+        heads = []
+        for head in range(attn.heads[0]):
+            shared = head * attn.heads[1] // attn.heads[0]
+            scores = query[token, head] @ key[copies, shared].T / math.sqrt(width)
+            heads.append(scores.softmax(dim=0) @ value[copies, shared])
+        rows.append(attn.proj(torch.cat(heads)))
+    return torch.stack(rows), key
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """(tokens, heads, head_dim), each pair of channels as a complex number that is turned."""
+    first, second = x.chunk(2, dim=-1)
+    z = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+def tokens_by_hand(model: VisionTransformer, image: Tensor, count: int, prefix: int):
+    """Tokens of one image after the last block, and of how many patches each is made."""
+    x, places = model.embed(image[None])
+    x, sizes = x[0], [1] * x.shape[1]
+    angles = places.rotate.angles[0] if isinstance(places.rotate, Rotation) else None
+    for block in model.blocks:
+        y, key = attention_by_hand(block.attn, block.norm1(x), angles, sizes)
+        x = x + y
+        groups = groups_by_hand(key.mean(dim=1), count, prefix)
+        x = means(x, groups, sizes)
+        angles = None if angles is None else means(angles, groups, sizes)
+        sizes = [sum(sizes[token] for token in group) for group in groups]
+        x = x + block.mlp(block.norm2(x))
+    return x, sizes
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@torch.no_grad()
+def test_a_merging_network_equals_one_that_treats_each_token_by_hand(options):
+    model = network(merge_tokens=2, **options).double()
+    pictures, prefix = images().double(), model.num_prefix_tokens
+    tokens, places = model.encode(pictures)
+    pooled = model.features(pictures)
+    assert tokens.shape[1] == prefix + 9 - 2 - 2
+    for image in range(2):
+        x, sizes = tokens_by_hand(model, pictures[image], 2, prefix)
+        x = model.norm(x)
+        torch.testing.assert_close(tokens[image], x)
+        assert places.sizes[image].tolist() == sizes
+        # the head reads copies, of which nothing needs to be weighted
+        copies = [token for token, size in enumerate(sizes) for _ in range(size)]
+        torch.testing.assert_close(pooled[image : image + 1], model.pool(x[copies][None], Places()))
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@torch.no_grad()
+def test_merging_nothing_changes_no_bit(options):
+    plain = network(**options)
+    merging = network(merge_tokens=1, **options)
+    merging.load_state_dict(plain.state_dict())
+    assert not torch.equal(merging(images()), plain(images()))
+    for block in merging.blocks:
+        block.count = 0
+    assert torch.equal(merging(images()), plain(images()))
+
+
+@torch.no_grad()
+def test_equal_patches_lose_nothing_by_being_merged():
+    plain = network(position="none", pooling="mean", class_token=False)
+    merging = network(position="none", pooling="mean", class_token=False, merge_tokens=4)
+    picture = images(2, side=4).repeat(1, 1, 3, 3)
+    torch.testing.assert_close(merging(picture), plain(picture))
+
+
+@torch.no_grad()
+def test_at_most_half_of_the_patches_are_merged_in_a_block():
+    model = network(merge_tokens=1000, depth=6, registers=1)
+    maps = model.attention_maps(images())
+    assert [weights.shape[-1] - 2 for weights in maps] == [9, 5, 3, 2, 1, 1]
+    assert model(images()).isfinite().all()
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_gradients_of_a_merging_network_are_those_of_its_output(position):
+    model = network(merge_tokens=2, position=position, dim=16).double()
+    pictures = images(1).double().requires_grad_()
+    # steps are too small to change who is merged with whom
+    assert torch.autograd.gradcheck(model, (pictures,), fast_mode=True)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_trains_every_parameter_also_in_half_precision(options):
+    model = network(merge_tokens=2, **options).train()
+    for half in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            model(images(4)).float().square().mean().backward()
+        stuck = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert stuck == []
+    assert model.bfloat16()(images().bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize("options", VARIANTS[1:3], ids=str)
+@torch.no_grad()
+def test_compiles_as_one_graph_and_exports_with_any_batch(options):
+    model = network(merge_tokens=2, **options)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images()), model(images()))
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (images(3),), dynamic_shapes=({0: batch},)).module()
+    for count in (1, 5):
+        torch.testing.assert_close(program(images(count)), model(images(count)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporter, about itself
+@pytest.mark.parametrize("options", VARIANTS[1:4], ids=str)
+@torch.no_grad()
+def test_onnx_merges_the_same_tokens_with_any_batch(options, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, path = network(merge_tokens=2, **options), str(tmp_path / "merging.onnx")
+    shapes = {"images": {0: torch.export.Dim("batch", min=1, max=64)}}
+    torch.onnx.export(
+        model, (images(3),), path, dynamo=True, input_names=["images"], dynamic_shapes=shapes
+    )
+    session = onnxruntime.InferenceSession(path)
+    for count in (1, 2, 5):
+        (logits,) = session.run(None, {"images": images(count).numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(images(count)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"merge_tokens": -1}, "merge_tokens=-1: must be at least 0"),
+        ({"merge_tokens": 2, "norm_order": "post"}, "merge_tokens=2: .* not norm_order=post"),
+        ({"merge_tokens": 2, "parallel_blocks": True}, "merge_tokens=2: .* not parallel_blocks"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{**SMALL, **settings})
+
+
+def test_relative_positions_need_the_whole_grid():
+    with pytest.raises(ConfigError, match=r"merge_tokens.*position=relative needs the whole grid"):
+        ModelConfig(**SMALL, position="relative", merge_tokens=2)

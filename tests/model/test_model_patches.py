@@ -1,0 +1,107 @@
+"""Patches of several sizes: one matrix serves all, as networks built at those sizes would."""
+
+import pytest
+import torch
+from timm.layers.patch_embed import resample_patch_embed
+
+from vit.config import Config, ModelConfig, TrainingConfig
+from vit.errors import ConfigError
+from vit.model.build import build_classifier
+from vit.model.patches import FlexiblePatchEmbedding, PatchEmbedding
+
+SMALL = {"image_size": 48, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
+SIZES = (4, 12, 16)
+
+
+def network(**changes):
+    torch.manual_seed(0)
+    model = build_classifier(ModelConfig(**{**SMALL, "patch_sizes": SIZES, **changes}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_projects_by_the_weights_that_timm_resizes(size):
+    patches = FlexiblePatchEmbedding(3, 8, 32, patch_sizes=(8, *SIZES))
+    patches.drawn, images = size, torch.randn(2, 3, 48, 96)
+    tokens, grid = patches(images)
+    kernel = resample_patch_embed(patches.proj.weight.unflatten(1, (3, 8, 8)), [size, size])
+    theirs = torch.nn.functional.conv2d(images, kernel, patches.proj.bias, stride=size)
+    assert grid == (48 // size, 96 // size) == theirs.shape[-2:]
+    torch.testing.assert_close(tokens, theirs.flatten(2).transpose(1, 2), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["learned", "sinusoidal_2d", "rotary"])
+@pytest.mark.parametrize("size", SIZES)
+@torch.no_grad()
+def test_equals_a_network_built_at_that_size(size, position):
+    model, images = network(position=position).double(), torch.randn(2, 3, 48, 48).double()
+    built = network(position=position, patch_size=size, patch_sizes=()).double().eval()
+    state = model.state_dict()
+    kernel = state["patch_embed.proj.weight"].unflatten(1, (3, 8, 8))
+    state["patch_embed.proj.weight"] = resample_patch_embed(kernel, [size, size]).flatten(1)
+    if position == "learned":
+        side = 48 // size
+        state["pos_embed"] = model.positions.at(state["pos_embed"], (side, side))
+    elif position == "sinusoidal_2d":
+        state["pos_embed"] = built.pos_embed
+    built.load_state_dict(state)
+    model.patch_embed.drawn = size
+    torch.testing.assert_close(model.train()(images), built(images), atol=1e-5, rtol=1e-5)
+
+
+def test_evaluation_has_the_usual_size_and_nothing_more_is_saved():
+    model, plain = network(), network(patch_sizes=())
+    assert type(plain.patch_embed) is PatchEmbedding
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    images = torch.randn(2, 3, 48, 48)
+    model.patch_embed.drawn = 16
+    assert torch.equal(model.eval()(images), plain.eval()(images))
+    assert not torch.allclose(model.train()(images), plain(images))
+    model.patch_embed.drawn = 8
+    assert torch.equal(model(images), plain(images))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_reach_the_one_matrix(size):
+    patches = FlexiblePatchEmbedding(1, 8, 4, patch_sizes=SIZES).double()
+    patches.drawn, images = size, torch.randn(1, 1, 48, 48).double()
+
+    def tokens(weight):
+        return torch.func.functional_call(patches, {"proj.weight": weight}, images)[0]
+
+    weight = patches.proj.weight.detach().requires_grad_()
+    assert torch.autograd.gradcheck(tokens, (weight,), fast_mode=True)
+
+
+def test_compiles_as_one_graph_a_size():
+    model = network(depth=1).train()
+    compiled, images = (
+        torch.compile(model, backend="eager", fullgraph=True),
+        torch.randn(2, 3, 48, 48),
+    )
+    for size in (8, *SIZES):
+        model.patch_embed.drawn = size
+        torch.testing.assert_close(compiled(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((4, 10), "10 does not divide image_size=48"),
+        ((0,), "0 does not divide"),
+        ((8,), "is patch_size alone"),
+    ],
+)
+def test_sizes_that_cannot_be_cut_are_refused(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**SMALL, patch_sizes=sizes)
+
+
+def test_growing_pictures_do_not_go_with_several_sizes():
+    with pytest.raises(ConfigError, match="start_image_size=24: the patches of patch_sizes must"):
+        Config(
+            model=ModelConfig(**SMALL, patch_sizes=SIZES),
+            training=TrainingConfig(start_image_size=24),
+        )
