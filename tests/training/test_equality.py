@@ -99,6 +99,24 @@ def test_accumulation_equals_one_batch(outcome_of):
         require_equal(many, one, losses=1e-9, weights=1e-10)
 
 
+def test_experts_learn_the_same_on_two_processes(outcome_of):
+    """Shares of experts are counted over all processes, also where one of them has no picture."""
+    experts = {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "precision": "fp64"}
+    one = outcome_of(**experts, balance_loss=0.5, router_z_loss=0.1)
+    two = outcome_of(2, **experts, balance_loss=0.5, router_z_loss=0.1)
+    require_equal(two, one, losses=1e-9, weights=1e-10)
+    for name in ("balance_loss", "router_z_loss"):
+        assert two.each("step", name) == pytest.approx(one.each("step", name), rel=1e-9)
+        assert min(one.each("step", name)) > 0.1
+    for ours, theirs in zip(
+        two.each("epoch", "routers"), one.each("epoch", "routers"), strict=True
+    ):
+        assert ours == theirs
+    other = outcome_of(**experts, balance_loss=0.0, router_z_loss=0.1)
+    last = "model/blocks.0.mlp.router.weight"
+    assert not torch.equal(other.weights[last], one.weights[last])
+
+
 def test_a_step_sees_what_the_schedule_says(outcome_of):
     schedule = Schedule(count=TRAIN, seed=0, batch_size=BATCH)
     batches = [batch for epoch in range(EPOCHS) for batch in schedule.micro_batches(epoch)]

@@ -38,7 +38,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"position": "learned"}, {"position": "sinusoidal_2d"}, {"patch_sizes": [2, 4]}]
+    "settings",
+    [
+        {"position": "learned"},
+        {"position": "sinusoidal_2d"},
+        {"patch_sizes": [2, 4]},
+        {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
+    ],
+    ids=str,
 )
 def test_pieces_train_like_the_whole(tiny_config, tmp_path, settings):
     config = tiny_config(**PLAIN, **settings, accumulate=2)

@@ -297,11 +297,13 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
     "settings",
     [
         {"patch_sizes": (2, 4), "position": "learned"},
+        {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1, "capacity_factor": 0.8},
+        {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1},
         {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"},
     ],
     ids=str,
 )
-def test_fewer_and_other_tokens_resume_exactly(tiny_config, tmp_path, interrupt_at, settings):
+def test_other_networks_resume_exactly(tiny_config, tmp_path, interrupt_at, settings):
     config = tiny_config(**settings)
     train(config, tmp_path / "whole")
     interrupt_at(5)

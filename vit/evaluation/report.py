@@ -11,6 +11,7 @@ from typing import Any
 from vit.config import Config
 from vit.errors import printable, quoted
 from vit.evaluation.charts import Curve, curves
+from vit.evaluation.experts import experts
 from vit.evaluation.findings import calibration, class_table, confusions, mistakes
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.evaluation.page import (
@@ -91,6 +92,7 @@ def write_report(
     sections = [
         headline(name, facts, scores, epochs),
         learning(facts, epochs),
+        experts(epochs, facts.epoch),
         class_table(scores["per_class"]),
         confusions(outcomes, scores["per_class"]),
         calibration(scores, float(outcomes.confidences.mean())),

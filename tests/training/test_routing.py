@@ -1,0 +1,102 @@
+"""Experts in a training: losses of routers, how experts are used, and what is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from vit.errors import ConfigError
+from vit.model.build import build_classifier
+from vit.settings import make_config
+from vit.training.routing import layers_of, router_losses, watched
+from vit.training.train import train
+
+MOE = {"feedforward": "moe", "num_experts": 4, "moe_every": 1}
+
+
+def network(tiny_config, **settings):
+    torch.manual_seed(0)
+    return build_classifier(tiny_config(**MOE, num_classes=3, **settings).model)
+
+
+def test_losses_are_the_papers_formulas_times_the_images(tiny_config):
+    model = network(tiny_config).train()
+    seen = []
+    for layer in layers_of(model).values():
+        layer.register_forward_pre_hook(lambda layer, given: seen.append((layer, given[0])))
+    model(torch.randn(5, 3, 16, 16))
+    found = router_losses(Accelerator(cpu=True), model, images=5)
+    balance = z = 0.0
+    assert len(seen) == 2
+    for layer, tokens in seen:
+        logits = (tokens.flatten(0, 1) @ layer.router.weight.T).detach().double()
+        shares = logits.softmax(1)
+        chosen = shares.topk(2, dim=1).indices.flatten().bincount(minlength=4) / (2 * len(logits))
+        balance += 4 * float((chosen * shares.mean(0)).sum())
+        z += float(logits.exp().sum(1).log().square().mean())
+    assert found.tolist() == pytest.approx([5 * balance, 5 * z], rel=1e-5)
+
+
+def test_a_pass_for_company_teaches_nothing(tiny_config):
+    model = network(tiny_config).train()
+    model(torch.zeros(1, 3, 16, 16))
+    losses = router_losses(None, model, images=0)
+    losses.sum().backward()
+    assert losses.tolist() == [0, 0]
+    assert not any(layer.router.weight.grad.any() for layer in layers_of(model).values())
+
+
+def test_usage_counts_each_pass_and_leaves_nothing_behind(tiny_config):
+    model = network(tiny_config).eval()
+    with torch.no_grad(), watched(model) as usage:
+        for count in (3, 2):
+            model(torch.randn(count, 3, 16, 16))
+            usage.add(count)
+        model(torch.randn(1, 3, 16, 16))
+        usage.add(0)
+        first, second = usage.describe(Accelerator(cpu=True))
+    assert (first["block"], second["block"]) == (1, 2)
+    for layer in (first, second):
+        assert sum(layer["load"]) == pytest.approx(1, abs=1e-4)
+        assert 0 < layer["entropy"] <= 1
+        assert layer["dropped"] == 0
+    model(torch.randn(1, 3, 16, 16))
+    assert all(layer.routing is None for layer in layers_of(model).values())
+    with watched(nn.Linear(1, 1)) as none:
+        assert none is None
+
+
+def test_a_run_tells_how_its_experts_are_used(tiny_config, tmp_path):
+    best = train(tiny_config(**MOE, capacity_factor=0.5, epochs=2), tmp_path / "run").epoch
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    steps = [event for event in events if event["event"] == "step"]
+    epochs = [event for event in events if event["event"] == "epoch"]
+    assert len(steps) == 6
+    assert len(epochs) == 2
+    for event in steps:
+        assert 1.9 < event["balance_loss"] <= 8  # of two layers: 1 where even, 4 where one has all
+        assert math.isfinite(event["router_z_loss"])
+    for event in epochs:
+        assert [layer["block"] for layer in event["routers"]] == [1, 2]
+        assert all(layer["dropped"] > 0.1 for layer in event["routers"])
+    report = (tmp_path / "run/report.html").read_text()
+    assert "How the experts are used" in report
+    assert f"{epochs[best - 1]['routers'][0]['dropped']:.1%}" in report
+
+
+def test_a_dense_run_says_nothing_of_experts(tiny_config, tmp_path):
+    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    assert "router" not in (tmp_path / "run/metrics.jsonl").read_text()
+    assert "experts" not in (tmp_path / "run/report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["balance_loss", "router_z_loss"])
+def test_losses_of_routers_need_routers(name):
+    with pytest.raises(ConfigError, match=f"{name}=0.5: feedforward=mlp has no router"):
+        make_config({name: 0.5})
+    with pytest.raises(ConfigError, match=f"{name}=-1.0: must be at least 0"):
+        make_config({name: -1.0})
