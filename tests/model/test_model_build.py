@@ -54,6 +54,8 @@ EXTRAS = [
     {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
     {"patch_dropout": 0.5, "position": "rotary"},
     {"patch_sizes": (4, 16)},
+    {"feedforward": "moe", "moe_every": 1, "capacity_factor": 0.8, "router_priority": "score"},
+    {"feedforward": "moe", "moe_every": 1, "top_k": 1, "shared_expert": True, "num_experts": 3},
 ]
 OPTIONS = [{field: name} for field, name in CHOICES] + EXTRAS
 # These have fewer tokens in their last block than in their first.
@@ -193,7 +195,7 @@ def test_reset_classifier_starts_from_zeros():
     assert not model.head.weight.any()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
 def test_every_option_has_the_gradients_of_its_values(options):
     """Along random directions of images and all parameters, against differences in float64."""
     model = random_network(options).double().eval()
@@ -222,7 +224,7 @@ def test_every_option_has_the_gradients_of_its_values(options):
         )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
 def test_every_option_is_saved_and_loaded(options, tmp_path):
     model = random_network(options).eval()
     run = Config(model=ModelConfig(**{**SMALL, **options}))
@@ -253,8 +255,12 @@ MIXTURES = [
     {"position": "rotary", "pooling": "mean", "norm_order": "sandwich", "num_kv_heads": 2},
     {"position": "sinusoidal_2d", "pooling": "attention", "parallel_blocks": True}
     | {"feedforward": "swiglu_packed", "layer_scale": 0.1},
+    {"position": "relative", "feedforward": "moe", "moe_every": 1, "norm_order": "post"},
+    {"merge_tokens": 1, "position": "learned_rotary", "pooling": "mean", "layer_scale": 0.1},
 ]
-SINGLE = [pytest.param(options, marks=pytest.mark.slow, id=str(options)) for options in OPTIONS]
+SINGLE = [
+    pytest.param(options, marks=pytest.mark.slow, id=str(options)) for options in OPTIONS + SHORTER
+]
 EACH = [*MIXTURES, *SINGLE]
 
 
