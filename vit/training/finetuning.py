@@ -19,6 +19,7 @@ from vit.settings import flatten, make_config
 from vit.training.freezing import freeze_backbone, share_line
 from vit.training.lora import add_lora, lora_line, merged
 from vit.weights.pretrained import Pretrained
+from vit.weights.upcycling import becomes_experts, check_feedforward
 
 # Defaults of a method where nobody chose: those of training from scratch are wrong by far.
 SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.9, "smoothing": 0.0}
@@ -48,7 +49,10 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
 
     Raises:
         ConfigError: Settings that were chosen contradict the weights or the method.
+        WeightsError: The weights do not become the feed-forward part that was chosen.
     """
+    if "feedforward" in given:
+        check_feedforward(source, config.model.feedforward)
     chosen = flatten(config)
     method = config.finetune.method or "full"
     first = config.finetune.probe_first
@@ -65,7 +69,13 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found["license"] = source.license
     given = [name for name in given if (name, chosen[name]) != ("license", None)]
     kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
-    return make_config({**chosen, **found, **kept})
+    completed = make_config({**chosen, **found, **kept})
+    if method != "full" and becomes_experts(source.config, completed.model):
+        raise ConfigError(
+            f"method={method}: experts do not learn by it, and those made of an mlp would stay "
+            "equal; use --method full, or leave --feedforward out"
+        )
+    return completed
 
 
 def refuse_what_a_probe_ignores(chosen: Mapping[str, Any], given: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.classifier import VisionTransformer
+from vit.model.moe import MixtureOfExperts
 from vit.training.freezing import HEAD, freeze_except, share_line
 
 A, B = "lora_a", "lora_b"
@@ -63,7 +64,8 @@ def add_lora(
         network: Changed in place.
         rank: Rank of a difference.
         alpha: A difference is scaled by alpha / rank.
-        targets: Names of projections: qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x for fc1.
+        targets: Names of projections: qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x for fc1,
+            with experts qkv and proj alone.
 
     Raises:
         ConfigError: A target is not in this network, `rank` or `alpha` is not positive, `rank` is
@@ -79,11 +81,16 @@ def add_lora(
 
 
 def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
-    """The projections inside the blocks, by path."""
+    """The projections inside the blocks, by path.
+
+    Where there are experts, whose matrices are stacked, those of attention alone: fc1 would be that
+    of some blocks and of shared experts, and a router is no projection.
+    """
+    experts = any(isinstance(module, MixtureOfExperts) for module in network.modules())
     return {
         f"blocks.{path}": module
         for path, module in network.blocks.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and not (experts and ".mlp." in path)
     }
 
 
@@ -131,7 +138,8 @@ def _check(found: Mapping[str, nn.Linear], rank: int, alpha: float, targets: Seq
     absent = [target for target in targets if target not in here]
     if absent or not targets:
         what = f"has no {', '.join(map(printable, absent))}" if absent else "needs a projection"
-        raise ConfigError(f"LoRA {what} here; choose from {', '.join(here)}")
+        where = "here" if any(".mlp." in path for path in found) else "beside stacked experts"
+        raise ConfigError(f"LoRA {what} {where}; choose from {', '.join(here)}")
     chosen = [module for path, module in found.items() if _last(path) in targets]
     full = min(min(module.in_features, module.out_features) for module in chosen)
     if not 1 <= rank < full:

@@ -2,7 +2,8 @@
 
 Position tables are stretched as the network does it for pictures of another size; the patch
 projection as in FlexiViT (vit/model/patches.py) and relative positions as in BEiT
-(vit/weights/resampling.py); the head keeps the classes it knows by name.
+(vit/weights/resampling.py); the head keeps the classes it knows by name; MLPs become experts by
+copies (vit/weights/upcycling.py).
 """
 
 from collections import Counter
@@ -22,6 +23,7 @@ from vit.weights.folder import empty_model
 from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
 from vit.weights.pretrained import Pretrained
 from vit.weights.resampling import change_channels, spread_offsets
+from vit.weights.upcycling import UPCYCLED, becomes_experts, check_feedforward, upcycle
 
 State = dict[str, Tensor]
 
@@ -45,6 +47,7 @@ class Report:
         made: Parts that the source has nothing for.
         left_out: Parts of the source that have no place here.
         head: Which classes the head knows already; empty where none, or without a head.
+        upcycled: Which MLPs became experts; empty where none.
     """
 
     reused: int
@@ -52,13 +55,15 @@ class Report:
     made: tuple[str, ...]
     left_out: tuple[str, ...]
     head: str
+    upcycled: str = ""
 
     def lines(self) -> list[str]:
         """The report for the user."""
         parts = {"resized": self.resized, "new": self.made, "left out": self.left_out}
         said = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
         first = "; ".join([f"{self.reused} tensors reused", *said])
-        return [first, f"head: {self.head}"] if self.head else [first]
+        more = {"upcycled": self.upcycled, "head": self.head}
+        return [first, *(f"{what}: {words}" for what, words in more.items() if words)]
 
 
 def adapt(
@@ -69,7 +74,8 @@ def adapt(
     Args:
         pretrained: What somebody trained.
         config: The network wanted. It may differ in picture size, patch size, channels, number of
-            classes, and in what has no weights: dropout, merged tokens.
+            classes, in what has no weights (dropout, merged tokens), and in experts that the source
+            has one MLP for.
         classes: Names by output of the network wanted. Where the source's are known too, rows of
             the head are kept by name, and new classes start from zeros. Left out, the head is kept
             if it has as many classes; else it starts from zeros.
@@ -89,10 +95,16 @@ def adapt(
         *_adapt_positions(state, pretrained.config, config),
     ]
     made, left_out, head = _adapt_head(state, pretrained, config, classes)
+    routers, upcycled = upcycle(state, pretrained, config)
     check_fit(state, empty_model(config))
     reused = sum(state.get(name) is tensor for name, tensor in pretrained.state.items())
     return state, Report(
-        reused=reused, resized=tuple(resized), made=made, left_out=left_out, head=head
+        reused=reused,
+        resized=tuple(resized),
+        made=(*routers, *made),
+        left_out=left_out,
+        head=head,
+        upcycled=upcycled,
     )
 
 
@@ -103,11 +115,13 @@ def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
         WeightsError: It names the settings, both values, and the remedy.
     """
     source = pretrained.config
+    check_feedforward(pretrained, config.feedforward)
+    free = ADAPTABLE + WITHOUT_TENSORS + (UPCYCLED if becomes_experts(source, config) else ())
     # what means something else only because of another setting is not named beside that
     others = [
         name
         for name in asdict(config)
-        if name not in ADAPTABLE + WITHOUT_TENSORS
+        if name not in free
         and getattr(source, name) != getattr(config, name)
         and _meaning(source, name) != _meaning(config, name)
     ]

@@ -29,6 +29,7 @@ from vit.weights.formats.torchvision import looks_like_torchvision, read_torchvi
 from vit.weights.found import Found
 from vit.weights.pretrained import Pretrained
 from vit.weights.sources import locate
+from vit.weights.upcycling import check_feedforward
 
 Source = str | os.PathLike[str]
 Say = Callable[[str], object]
@@ -162,14 +163,15 @@ def from_pretrained(
         model: The architecture, where a bare file of tensors does not tell it.
         say: Told where the weights come from and what became of them; None to hear nothing.
         settings: image_size, patch_size, channels, and what has no weights, such as drop_path and
-            merge_tokens, to which the weights are adapted; any other must be the source's.
+            merge_tokens, to which the weights are adapted; feedforward="moe" with its own, whose
+            experts are copies of the source's MLPs; any other must be the source's.
 
     Raises:
         WeightsError: As `open_source`, or the weights cannot be adapted.
         ConfigError: A setting is unknown or has an impossible value.
     """
     pretrained = open_source(source, model=model)
-    config = _asked_for(pretrained.config, num_classes, classes, settings)
+    config = _asked_for(pretrained, num_classes, classes, settings)
     state, report = adapt(pretrained, config, classes=classes)
     if say is not None:
         for line in [*source_lines(source, pretrained), *report.lines()]:
@@ -178,11 +180,12 @@ def from_pretrained(
 
 
 def _asked_for(
-    config: ModelConfig,
+    pretrained: Pretrained,
     num_classes: int | None,
     classes: Sequence[str] | None,
     settings: dict[str, Any],
 ) -> ModelConfig:
+    config = pretrained.config
     kinds = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
     for name in settings.keys() - kinds.keys():
         raise ConfigError(f"{printable(name)} is not a model setting{nearest(name, kinds)}")
@@ -192,6 +195,7 @@ def _asked_for(
     changed = {name: convert(kinds[name], value, name) for name, value in settings.items()}
     if outputs is not None:
         changed["num_classes"] = outputs
+    check_feedforward(pretrained, changed.get("feedforward", config.feedforward))
     if config.patch_sizes:  # whichever is the usual size, training draws from the same
         changed.setdefault("patch_sizes", config.drawn_patch_sizes)
     return dataclasses.replace(config, **changed)

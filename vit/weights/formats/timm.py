@@ -25,6 +25,7 @@ from vit.weights.formats.names import (
     flatten_patches,
     fuse_qkv,
     some,
+    spread_shared_bias,
 )
 from vit.weights.formats.originals import PERIODS, as_timm_names
 from vit.weights.formats.rotary import Rotation, reorder
@@ -111,7 +112,7 @@ def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
             raise WeightsError(f"{printable(name)} is there beside a whole qkv")
-    whole = fuse_qkv(_with_key_biases(ours))
+    whole = fuse_qkv(spread_shared_bias(_with_key_biases(ours)))
     return flatten_patches(whole if packed else _unpacked(whole))
 
 

@@ -1,0 +1,167 @@
+"""A dense run in, a run with experts out: upcycled, trained, cut and resumed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.children import complete
+from vit.errors import ConfigError, VitError
+from vit.model.build import build_classifier
+from vit.settings import make_config, read_settings
+from vit.training.checkpoint import find_checkpoints
+from vit.training.interruption import Interrupted
+from vit.training.lora import add_lora
+from vit.training.session import Session
+from vit.training.train import train
+from vit.weights.folder import load_run
+from vit.weights.tensorfile import read_tensors
+
+USUAL = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 2}
+EXPERTS = {"feedforward": "moe", "num_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def dense(colour_data, tmp_path_factory) -> Path:
+    """A run without experts that has learnt something."""
+    folder = tmp_path_factory.mktemp("dense") / "run"
+    tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
+    config = make_config({"data": str(colour_data), **tiny, **USUAL, "epochs": 3, "lr": 3e-3})
+    return train(config, folder, given=("data",)).folder
+
+
+@pytest.fixture
+def fine(colour_data, dense, tmp_path):
+    """Fine-tunes into a folder; answers with it."""
+
+    def run(name: str = "run", **chosen) -> Path:
+        given = {"data": str(colour_data), "weights": str(dense), **USUAL, **EXPERTS, **chosen}
+        given = {name: value for name, value in given.items() if value is not None}
+        given["feature_cache"] = str(tmp_path / "features")
+        return train(make_config(given), tmp_path / name, given=[*given]).folder
+
+    return run
+
+
+def events(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == "epoch"]
+
+
+def last_weights(folder: Path) -> dict[str, torch.Tensor]:
+    tensors, _ = read_tensors(find_checkpoints(folder / "checkpoints")[0])
+    return tensors
+
+
+def test_it_starts_as_the_dense_run_and_its_experts_part(fine, dense, capfd):
+    one = fine("dense", feedforward=None, num_experts=None)
+    assert "upcycled" not in capfd.readouterr().err
+    other = fine("experts")
+    said = capfd.readouterr().err
+    assert "upcycled: the mlp of block 2 into 4 equal experts" in said
+    start, expected = events(other)[0], events(one)[0]
+    assert start["epoch"] == 0  # what the probe found, before the first step
+    for name in ("train_loss", "val_loss"):
+        assert start[name] == pytest.approx(expected[name], rel=1e-5)
+    moe = last_weights(other)
+    stacks = [tensor for name, tensor in moe.items() if name.endswith("mlp.experts.fc1_weight")]
+    assert stacks
+    assert all(len(stack.flatten(1).unique(dim=0)) == 4 for stack in stacks)
+    assert load_run(other).config.feedforward == "moe"
+
+
+def test_a_cut_run_goes_on_exactly_without_the_dense_one(fine, dense, tmp_path, monkeypatch):
+    whole = fine("whole", method="full")
+    source = tmp_path / "source"
+    shutil.copytree(dense, source)
+    finish = Session.finish_epoch
+
+    def interrupted(self, *arguments):
+        finish(self, *arguments)
+        if self.epoch == 1:
+            self.keeper.wait()
+            raise Interrupted("stopped", 15)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Session, "finish_epoch", interrupted)
+        fine("cut", method="full", weights=str(source))
+    shutil.rmtree(source)
+    stored = read_settings(tmp_path / "cut/config.yaml")
+    train(make_config(stored), tmp_path / "cut", resume=True, given=[*stored])
+    first, second = last_weights(whole), last_weights(tmp_path / "cut")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_written_config_repeats_the_run(fine, tmp_path):
+    first = fine(layer_decay=0.5, shared_expert=True)
+    stored = read_settings(first / "config.yaml")
+    second = train(make_config(stored), tmp_path / "again", given=[*stored]).folder
+    names = [folder / "model.safetensors" for folder in (first, second)]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def tune(words: dict, folder: Path) -> None:
+    """What each of several processes does."""
+    torch.set_num_threads(1)
+    train(make_config(words), folder, given=[*words])
+
+
+def test_two_processes_train_as_one(fine, dense, colour_data, tmp_path):
+    still = {"drop_path": 0.0, "method": "full"}
+    alone = fine("alone", **still)
+    words = {"data": str(colour_data), "weights": str(dense), **USUAL, **EXPERTS, **still}
+    complete(tune, words, tmp_path / "two", log=tmp_path / "log", processes=2)
+    for one, two in zip(events(alone), events(tmp_path / "two"), strict=True):
+        assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["probe", "linear", "lora"])
+def test_methods_that_leave_experts_equal_are_refused(fine, tmp_path, method):
+    message = f"^method={method}: experts do not learn by it, .* stay equal; use --method full, or"
+    with pytest.raises(ConfigError, match=message) as caught:
+        fine(method=method, epochs=None if method == "probe" else 1)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"top_k": 1}, "softmax with top_k=1 of num_experts=4: .* use top_k=2$"),
+        ({"hidden_dim": 32}, "hidden_dim=32: run .* has hidden_dim=64; leave it out, or start"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(fine, tmp_path, chosen, message):
+    with pytest.raises(VitError, match=message):
+        fine(**chosen)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_came_of_it_is_a_source_like_any_other(fine, capfd):
+    """The methods that leave experts alone have their use once the experts differ."""
+    source = fine("experts", method="full", epochs=1)
+    capfd.readouterr()
+    settings = {"feedforward": None, "num_experts": None, "weights": str(source), "epochs": 1}
+    tuned = fine("lora", method="lora", lora_rank=2, **settings)
+    assert "upcycled" not in capfd.readouterr().err
+    before, after = (load_run(folder).model.state_dict() for folder in (source, tuned))
+    assert before.keys() == after.keys()
+    for name in before:
+        if ".mlp." in name:
+            assert torch.equal(before[name], after[name]), name
+    with pytest.raises(VitError, match=r"^feedforward=mlp: run .* has feedforward=moe, and one"):
+        fine("back", **{**settings, "feedforward": "mlp"})
+    with pytest.raises(VitError, match=r"^num_experts=2: run .* has num_experts=4; leave it out"):
+        fine("other", **{**settings, "feedforward": "moe", "num_experts": 2})
+
+
+@pytest.mark.parametrize("target", ["fc1", "fc2", "router"])
+def test_lora_refuses_what_experts_would_ignore(target):
+    tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
+    config = make_config({**tiny, **EXPERTS, "shared_expert": True})
+    message = f"LoRA has no {target} beside stacked experts; choose from qkv, proj$"
+    with pytest.raises(ConfigError, match=message):
+        add_lora(build_classifier(config.model), rank=2, alpha=4.0, targets=["qkv", target])
