@@ -175,6 +175,12 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ({"num_kv_heads": 3}, "num_kv_heads=3: does not divide num_heads=4"),
         ({"parallel_blocks": True, "norm_order": "post"}, "norm_order='post': parallel_blocks"),
         ({"repeat_blocks": 0}, "repeat_blocks=0: must be at least 1"),
+        ({"repeat_blocks": 2, "feedforward": "moe"}, "repeat_blocks=2: routers would learn"),
+        ({"drop_path": 0.1, "depth": 1}, "drop_path=0.1: it is 0 at the first block"),
+        (
+            {"position": "relative", "prefix_positions": "none"},
+            "prefix_positions='none': position=relative does not read it",
+        ),
         ({"rotary_grid": "centred"}, "rotary_grid='centred': position=learned does not read it"),
         (
             {"feedforward": "swiglu", "activation": "relu"},
@@ -193,6 +199,9 @@ def test_reset_classifier_starts_from_zeros():
     assert model.num_classes == 5
     assert model.head.weight.dtype == torch.bfloat16
     assert not model.head.weight.any()
+    model.reset_classifier(0)
+    assert model.num_classes == 0
+    assert model(torch.zeros(1, 3, 32, 32).bfloat16()).shape == (1, 192)
 
 
 @pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)

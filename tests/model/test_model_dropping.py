@@ -26,6 +26,13 @@ def test_keeps_the_tokens_that_timm_keeps(prefix):
     assert torch.equal(picked(tokens, Places(), drawn)[0], kept)
 
 
+def test_patches_that_stay_keep_their_order():
+    drawn = PatchDropout(0.5, prefix=1).draw(torch.zeros(20, 33, 1))
+    assert torch.equal(drawn, drawn.sort(dim=1).values)
+    whole = PatchDropout(0.01, prefix=1).draw(torch.zeros(20, 33, 1))
+    assert torch.equal(whole, torch.arange(33).expand(20, -1))
+
+
 def test_keeps_other_patches_of_each_image_in_each_step_and_all_in_evaluation():
     layer, tokens = PatchDropout(0.5, prefix=2), torch.arange(18.0).repeat(3, 1)[..., None]
     first, second = (layer(tokens, Places())[0][..., 0] for _ in range(2))

@@ -72,6 +72,16 @@ def test_draws_what_the_jax_vit_draws():
     assert bool((block.norm1.weight == 1).all())
 
 
+def test_both_swiglus_start_alike():
+    torch.manual_seed(0)
+    kinds = ("swiglu", "swiglu_packed")
+    nets = [build(feedforward=kind) for kind in kinds]
+    apart, packed = (model.blocks[0].mlp for model in nets)
+    bound = math.sqrt(6 / sum(apart.fc1_g.weight.shape))
+    for matrix in (apart.fc1_g.weight, apart.fc1_x.weight, *packed.fc1.weight.chunk(2)):
+        assert 0.9 * bound < matrix.abs().max() <= bound
+
+
 def test_layer_scales_start_at_their_value():
     model = build(layer_scale=0.25)
     initialise(model)

@@ -163,6 +163,28 @@ def test_who_is_dropped():
         assert place(probabilities, experts).flatten().tolist() == expected
 
 
+def test_places_are_counted_without_errors_of_rounding():
+    """200 tokens * 1.1 / 4 experts is 55, which floating point makes 55.00000000000001."""
+    experts = torch.zeros(1, 200, 1, dtype=torch.int64)
+    placed = capacity(4, 1.1, token_order)(torch.ones(1, 200, 1), experts)
+    assert (placed == 0).sum() == 55
+
+
+def test_a_dropped_answer_counts_nothing_whatever_its_row_is(monkeypatch):
+    """The fused product gives rows that belong to no group to the last expert."""
+    x, bound = tokens(), layer(top_k=2, order="order", factor=0.5)
+    expected = bound(x)
+    assert bound.routing.dropped > 0
+    monkeypatch.setattr(grouped, "_is_fused", lambda *_: True)
+    torch.testing.assert_close(bound.float()(x.float()).to(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_exports_in_bfloat16():
+    model, x = layer(top_k=2).eval().bfloat16(), tokens().bfloat16()
+    program = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(program(x), model(x), rtol=0.05, atol=0.05)
+
+
 def test_a_capacity_for_all_drops_nothing():
     free, bound = layer(top_k=2), layer(top_k=2, order="score", factor=EXPERTS / 2)
     bound.load_state_dict(free.state_dict())

@@ -8,6 +8,7 @@ from vit.config import Config, ModelConfig, TrainingConfig
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
 from vit.model.patches import FlexiblePatchEmbedding, PatchEmbedding
+from vit.model.relative import resize_offsets
 
 SMALL = {"image_size": 48, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 SIZES = (4, 12, 16)
@@ -32,7 +33,7 @@ def test_projects_by_the_weights_that_timm_resizes(size):
     torch.testing.assert_close(tokens, theirs.flatten(2).transpose(1, 2), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("position", ["learned", "sinusoidal_2d", "rotary"])
+@pytest.mark.parametrize("position", ["learned", "sinusoidal_2d", "rotary", "relative"])
 @pytest.mark.parametrize("size", SIZES)
 @torch.no_grad()
 def test_equals_a_network_built_at_that_size(size, position):
@@ -46,6 +47,8 @@ def test_equals_a_network_built_at_that_size(size, position):
         state["pos_embed"] = model.positions.at(state["pos_embed"], (side, side))
     elif position == "sinusoidal_2d":
         state["pos_embed"] = built.pos_embed
+    for name in [name for name in state if name.endswith("relative_position_bias_table")]:
+        state[name] = resize_offsets(state[name], (6, 6), (48 // size, 48 // size), extra=3)
     built.load_state_dict(state)
     model.patch_embed.drawn = size
     torch.testing.assert_close(model.train()(images), built(images), atol=1e-5, rtol=1e-5)

@@ -11,6 +11,10 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "rotary_grid": ("position", ROTARY),
     "rotary_temperature": ("position", ROTARY),
     "rotary_reference": ("position", ROTARY),
+    "prefix_positions": (
+        "position",
+        ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d"),
+    ),
     "activation": ("feedforward", ("mlp", "moe")),
     **dict.fromkeys(
         (
@@ -57,7 +61,7 @@ class ModelConfig(Section):
     ] = "learned"
     """How tokens know their place in the picture."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
-    """Which tokens before the patches have a position; auto: the class token, without registers."""
+    """Which tokens before the patches have a position; auto: class token, but none with registers."""
     rotary_grid: Literal["index", "centred"] = "index"
     """Rotary: angles grow with a patch's number, or from -1 to 1 across the picture (DINOv3)."""
     rotary_temperature: float = 100.0
@@ -79,9 +83,9 @@ class ModelConfig(Section):
     patch_bias: bool = True
     """Bias in the projection of patches."""
     qkv_bias: bool = True
-    """Bias in the projections to queries, keys and values."""
+    """Bias in the blocks' projections to queries, keys and values."""
     proj_bias: bool = True
-    """Bias in the projection after attention and in the feed-forward part."""
+    """Bias in the blocks' projection after attention and in their feed-forward part."""
     qk_norm: bool = False
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
     feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
@@ -111,7 +115,7 @@ class ModelConfig(Section):
     dropout: float = setting(0.0, "--drop")
     """Probability of dropping an activation after positions, attention and feed-forward."""
     attention_dropout: float = setting(0.0, "--attn-drop")
-    """Probability of dropping an attention weight."""
+    """Probability of dropping an attention weight in a block."""
     drop_path: float = 0.0
     """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
     patch_dropout: float = 0.0
@@ -153,6 +157,8 @@ class ModelConfig(Section):
                 self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
         if self.parallel_blocks and self.norm_order != "pre":
             self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
+        if self.drop_path and self.depth == 1:
+            self.refuse("drop_path", "it is 0 at the first block, and there is no other; use 0")
         self._check_tokens()
         self._check_absent()
 
@@ -174,7 +180,7 @@ class ModelConfig(Section):
 
     def _check_tokens(self) -> None:
         for name in ("patch_dropout", "merge_tokens"):
-            if getattr(self, name) and self.position.startswith("relative"):
+            if getattr(self, name) and self.position == "relative":
                 self.refuse(name, f"position={self.position} needs the whole grid; leave one out")
         if self.merge_tokens and (self.parallel_blocks or self.norm_order != "pre"):
             has = "parallel_blocks" if self.parallel_blocks else f"norm_order={self.norm_order}"

@@ -37,7 +37,7 @@ def rollout(
             out of its row.
 
     Returns:
-        (batch, tokens, tokens); each row sums to 1. Row 0 is the class token's.
+        (batch, tokens, tokens); each row sums to 1. Row 0 is the class token's, if any.
 
     Raises:
         ConfigError: An argument is out of its range, or the maps are of different tokens.

@@ -62,7 +62,11 @@ def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """`attend` by the formula; the whole matrix of scores is in memory."""
-    weights = attention_weights(query, key, mask=mask)
+    return mixed(attention_weights(query, key, mask=mask), value, dropout=dropout)
+
+
+def mixed(weights: Tensor, value: Tensor, *, dropout: float) -> Tensor:
+    """Values mixed by attention weights, some of which are dropped."""
     return F.dropout(weights, dropout, training=dropout > 0) @ value
 
 
@@ -173,24 +177,21 @@ class SelfAttention(nn.Module):
         query, key, value = joined.split(self.heads, dim=1)
         return places.rotate(self.q_norm(query)), places.rotate(self.k_norm(key)), value
 
-    def gather(self, query: Tensor, key: Tensor, value: Tensor, places: Places) -> Tensor:
-        """Queries, keys and values as `split` makes them -> (batch, tokens, dim)"""
+    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim); relative positions need the `places`."""
+        places = places or Places()
+        query, key, value = self.split(x, places)
         share = self.heads[0] // self.heads[1]
-        mixed = places.attend(
+        gathered = places.attend(
             query,
             shared(key, share),
             shared(value, share),
             mask=self.rel_pos(places),
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        mixed = rearrange(mixed, "batch heads tokens head_dim -> batch tokens (heads head_dim)")
-        tokens: Tensor = self.proj_drop(self.proj(mixed))
+        joined = rearrange(gathered, "batch heads tokens head_dim -> batch tokens (heads head_dim)")
+        tokens: Tensor = self.proj_drop(self.proj(joined))
         return tokens
-
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
-        """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        places = places or Places()
-        return self.gather(*self.split(x, places), places)
 
 
 def shared(x: Tensor, share: int) -> Tensor:

@@ -183,10 +183,13 @@ class VisionTransformer(nn.Module):
         """
         recorder = Recorder()
         self.encode(images, attend=recorder)
-        return recorder.maps
+        return [*recorder.maps]
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head by one of zeros for `num_classes` classes."""
+        """Replace the head by one of zeros for `num_classes` classes, or with 0 by none."""
+        if num_classes == 0:
+            self.head = nn.Identity()
+            return
         like = self.patch_embed.proj.weight
         self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
         nn.init.zeros_(self.head.weight)

@@ -21,6 +21,8 @@ class KeepAll(nn.Module):
 class PatchDropout(nn.Module):
     """Leaves out other patches of each image in each step, as many of all; none in evaluation.
 
+    Those that stay keep their order, which merging and the capacity of experts go by.
+
     Args:
         share: Share of the patches that is left out, in [0, 1); at least one stays.
         prefix: Tokens in front of the patches, which stay.
@@ -36,7 +38,8 @@ class PatchDropout(nn.Module):
         kept = max(1, round(patches * (1 - self.share)))
         noise = torch.rand(tokens.shape[0], patches, device=tokens.device)
         prefix = torch.arange(self.prefix, device=tokens.device).expand(tokens.shape[0], -1)
-        return torch.cat([prefix, self.prefix + noise.argsort(dim=1)[:, :kept]], dim=1)
+        patches_kept = noise.topk(kept, dim=1).indices.sort(dim=1).values
+        return torch.cat([prefix, self.prefix + patches_kept], dim=1)
 
     def forward(self, tokens: Tensor, places: Places) -> tuple[Tensor, Places]:
         """(batch, tokens, dim) -> (batch, prefix + kept, dim), and the places of these tokens"""

@@ -82,5 +82,5 @@ class Experts(nn.Module):
             fc1_bias, fc2_bias = (b if b is None else b[number] for b in biases)
             rows = self.drop(self.act(F.linear(x[tokens], self.fc1_weight[number], fc1_bias)))
             rows = self.drop(F.linear(rows, self.fc2_weight[number], fc2_bias))
-            mixed = mixed.index_add(0, tokens, rows * weights[tokens, choice, None])
+            mixed = mixed.index_add(0, tokens, rows * weights[tokens, choice, None].to(rows))
         return mixed

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.model.blocks import LayerScale
+from vit.model.feedforward import PackedSwiGLU
 
 
 def xavier_squares(weight: Tensor) -> None:
@@ -82,3 +83,6 @@ def initialise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LayerScale):
             module.gamma.fill_(module.initial_value)
+        if isinstance(module, PackedSwiGLU):
+            for matrix in module.fc1.weight.chunk(2):
+                nn.init.xavier_uniform_(matrix)

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from vit.model.attention import Places, attention_weights
+from vit.model.attention import Places, attention_weights, mixed
 
 if TYPE_CHECKING:
     from vit.model.classifier import VisionTransformer
@@ -30,7 +29,7 @@ class Recorder:
         """As `attend`; keeps (batch, heads, tokens, memory_tokens)."""
         weights = attention_weights(query, key, mask=mask)
         self.maps.append(weights)
-        return F.dropout(weights, dropout, training=dropout > 0) @ value
+        return mixed(weights, value, dropout=dropout)
 
 
 class Recording(NamedTuple):

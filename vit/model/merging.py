@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.model.attention import Places, as_mask
+from vit.model.attention import Attend, Places, as_mask
 from vit.model.blocks import PreNormBlock
 
 
@@ -89,6 +89,28 @@ def merge(
     )
 
 
+class KeepKeys:
+    """Attends as it is told, and keeps the keys, (batch, heads, tokens, head_dim), in `key`."""
+
+    key: Tensor
+
+    def __init__(self, attend: Attend) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """As `attend`."""
+        self.key = key
+        return self.attend(query, key, value, mask=mask, dropout=dropout)
+
+
 class MergingBlock(PreNormBlock):
     """A PreNormBlock that merges tokens between attention and feed-forward part.
 
@@ -104,7 +126,8 @@ class MergingBlock(PreNormBlock):
 
     def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
         """(batch, tokens, dim) -> (batch, fewer tokens, dim), and the places of these tokens"""
-        query, key, value = self.attn.split(self.norm1(x), places)
-        x = x + self.drop_path(self.ls1(self.attn.gather(query, key, value, places)))
-        x, places = merge(x, key, places, count=self.count, prefix=self.prefix)
+        keeper = KeepKeys(places.attend)
+        y = self.attn(self.norm1(x), places._replace(attend=keeper))
+        x = x + self.drop_path(self.ls1(y))
+        x, places = merge(x, keeper.key, places, count=self.count, prefix=self.prefix)
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x)))), places

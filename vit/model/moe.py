@@ -6,7 +6,7 @@
     z = mean of logsumexp(x Wr)²
 
 Source: Shazeer et al., arXiv:1701.06538; Fedus et al., "Switch Transformers", sections 2.1 and 2.2,
-arXiv:2101.03961; Riquelme et al., "V-MoE", arXiv:2106.05974; Zoph et al., "ST-MoE", section 3.1,
+arXiv:2101.03961; Riquelme et al., "V-MoE", arXiv:2106.05974; Zoph et al., "ST-MoE", section 3.3,
 arXiv:2202.08906.
 """
 
@@ -90,7 +90,7 @@ class MixtureOfExperts(nn.Module):
         bias: Whether the experts' projections have one.
         dropout: Probability of dropping an activation, inside and at the end, during training.
         jitter: The router's inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
-            (Fedus et al., section 2.4).
+            (Fedus et al., appendix C).
         shared: What every token visits besides (Dai et al., "DeepSeekMoE", arXiv:2401.06066).
     """
 

@@ -14,9 +14,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from vit.model.attention import masked
+from vit.model.attention import masked, mixed
 
 
 class Dot(nn.Module):
@@ -95,4 +94,4 @@ class AttendBy(nn.Module):
     ) -> Tensor:
         """(batch, heads, tokens, dim) of each -> mixed values, (batch, heads, tokens, dim)"""
         weights = masked(self.score(query, key), mask).softmax(dim=-1)
-        return F.dropout(weights, dropout, training=dropout > 0) @ value
+        return mixed(weights, value, dropout=dropout)

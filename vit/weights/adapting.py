@@ -18,7 +18,7 @@ from vit.errors import WeightsError, printable
 from vit.model.build import POSITIONS
 from vit.model.patches import resize_patches
 from vit.model.positions import LearnedPositions
-from vit.model.relative import PREFIX_ROWS
+from vit.model.relative import PREFIX_ROWS, resize_offsets
 from vit.weights.folder import empty_model
 from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
 from vit.weights.pretrained import Pretrained
@@ -92,7 +92,7 @@ def adapt(
     state = dict(pretrained.state)
     resized = [
         *_adapt_patches(state, pretrained.config, config),
-        *_adapt_positions(state, pretrained.config, config),
+        *_adapt_positions(state, pretrained.config, config, stretches=pretrained.stretches),
     ]
     made, left_out, head = _adapt_head(state, pretrained, config, classes)
     routers, upcycled = upcycle(state, pretrained, config)
@@ -173,16 +173,19 @@ def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> li
     return changed
 
 
-def _adapt_positions(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+def _adapt_positions(
+    state: State, source: ModelConfig, config: ModelConfig, *, stretches: bool
+) -> list[str]:
     """Make the table of positions fit; tells what was changed."""
     if source.grid == config.grid:
         return []
     (old_rows, old_cols), (rows, cols) = source.grid, config.grid
     sizes = f"{old_rows}x{old_cols} -> {rows}x{cols}"
+    resize = resize_offsets if stretches else spread_offsets
     tables = [name for name in state if name.endswith(BIAS_TABLE)]
     for name in tables:
         extra = PREFIX_ROWS if source.num_prefix_tokens else 0
-        state[name] = spread_offsets(state[name], source.grid, config.grid, extra=extra)
+        state[name] = resize(state[name], source.grid, config.grid, extra=extra)
     if tables:
         return [f"{len(tables)} {BIAS_TABLE} {sizes}"]
     positions = POSITIONS[source.position](source)

@@ -87,6 +87,7 @@ def _from_run(found: Found) -> Pretrained:
         preprocessing=run.preprocessing,
         license=_license_of_run(found),
         origin=f"run {printable(found.folder)}",
+        stretches=True,
     )
 
 

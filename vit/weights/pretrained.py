@@ -19,6 +19,8 @@ class Pretrained:
         preprocessing: How pictures were prepared; None where the source does not say.
         license: Under which terms the weights are given; None where the source does not say.
         origin: What they were, in a few words: "timm vit_small_patch16_224".
+        stretches: Whether relative positions are stretched to another grid, as our networks do
+            with pictures of another size; else they are spread as BEiT's makers do.
         notes: Lines for the user: what was assumed, which tensors were left out and why.
     """
 
@@ -28,4 +30,5 @@ class Pretrained:
     preprocessing: Preprocessing | None
     license: str | None
     origin: str
+    stretches: bool = False
     notes: tuple[str, ...] = ()
