@@ -61,7 +61,7 @@ class ModelConfig(Section):
     ] = "learned"
     """How tokens know their place in the picture."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
-    """Which tokens before the patches have a position; auto: class token, but none with registers."""
+    """Which tokens before the patches have a position; auto: class token, none with registers."""
     rotary_grid: Literal["index", "centred"] = "index"
     """Rotary: angles grow with a patch's number, or from -1 to 1 across the picture (DINOv3)."""
     rotary_temperature: float = 100.0
