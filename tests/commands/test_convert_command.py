@@ -1,5 +1,6 @@
 """`vit convert` writes folders that timm and transformers open with our answers."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,9 +10,10 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from vit.commands.main import main
+from vit.config import Config
 from vit.inference.predictor import Predictor
-from vit.weights.folder import load_run
-from vit.weights.loading import open_source
+from vit.weights.folder import load_run, save_model
+from vit.weights.loading import filled, open_source
 
 
 def convert(*words: object) -> int:
@@ -113,3 +115,44 @@ def test_offline_the_folder_is_written_and_the_push_says_how_later(
     said = capsys.readouterr().err
     assert "hf upload ada/pets" in said
     assert (out / "model.safetensors").is_file()
+
+
+def trained_with(run, folder, **settings):
+    """A run folder of the same weights, trained with other `settings`."""
+    loaded = load_run(run)
+    config = dataclasses.replace(loaded.config, **settings)
+    folder.mkdir()
+    save_model(
+        folder,
+        filled(config, loaded.model.state_dict()),
+        config=Config(model=config),
+        classes=loaded.classes,
+        preprocessing=loaded.preprocessing,
+    )
+    (folder / "metrics.jsonl").write_text(
+        '{"event": "epoch", "epoch": 1, "val_top1": 0.5, "val_loss": 1.0}\n'
+    )
+    return folder
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+def test_a_run_that_merges_is_refused_with_a_remedy_that_works(tiny_run, tmp_path, capsys, to):
+    run, out = trained_with(tiny_run, tmp_path / "run", merge_tokens=1), tmp_path / "out"
+    assert convert(run, "--to", to, "--out", out) == 2
+    said = capsys.readouterr().err
+    assert "merge_tokens=1; --merge-tokens 0 leaves merging out" in said
+    assert len(said.splitlines()) == 1
+    assert convert(run, "--to", to, "--out", out, "--merge-tokens", 0) == 0
+    assert "note: without the merge_tokens=1 of its training" in capsys.readouterr().err
+    state, back = load_run(tiny_run).model.state_dict(), open_source(out)
+    assert all(torch.equal(state[name], back.state[name]) for name in state)
+    assert "Scores" not in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_only_our_training_does_is_said(tiny_run, tmp_path, capsys):
+    run = trained_with(tiny_run, tmp_path / "run", patch_sizes=(4,), patch_dropout=0.5)
+    assert convert(run, "--to", "timm", "--out", tmp_path / "out") == 0
+    said = capsys.readouterr().err
+    assert "note: patch_sizes=(4,) is not written" in said
+    assert "note: patch_dropout=0.5 is not written" in said
+    assert "Scores" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

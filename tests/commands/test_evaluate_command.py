@@ -17,6 +17,7 @@ from vit.inference.evaluate import evaluate
         ["--precision", "fp32"],
         ["--precision", "bf16"],
         ["--merge-tokens", "1"],
+        ["--patch-size", "4"],
     ],
     ids=" ".join,
 )

@@ -52,16 +52,33 @@ def test_options_are_the_choices_of_the_settings(capsys):
     for name, words in choices.items():
         assert [word.strip("[]") for word in rows[name].split()] == [*words]
     for field in fields(ModelConfig):
-        if field.name in rows:
+        if field.name in choices or hints[field.name] is bool:
             assert f"[{str(field.default).lower()}]" in rows[field.name].split()
-    switches = {name for name, kind in hints.items() if kind is bool}
-    assert rows.keys() == choices.keys() | switches
+    assert [*rows] == [field.name for field in fields(ModelConfig)]
+    assert rows["merge_tokens"] == "a whole number [0]"
+    assert rows["patch_sizes"] == "a whole number, or several with commas [none]"
+    assert rows["depth"] == "a whole number [the preset's]"
+    assert rows["norm_eps"] == "a finite number [1e-06]"
     assert "    How tokens know their place in the picture.\n" in text
 
 
 def test_a_pattern_narrows_the_options(capsys):
     assert main(["models", "--options", "--", "--norm-order"]) == 0
     assert capsys.readouterr().out.startswith("norm_order: [pre] post")
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("capacity", ["capacity_factor"]),
+        ("merge", ["merge_tokens"]),
+        ("experts", ["num_experts", "top_k"]),
+    ],
+)
+def test_options_of_numbers_are_found_by_any_of_their_names(word, names, capsys):
+    assert main(["models", "--options", word]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if line[:1] not in ("", " ", "[")] == names
 
 
 @pytest.mark.parametrize(

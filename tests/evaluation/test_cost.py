@@ -213,3 +213,13 @@ def test_the_meter_sees_what_is_freed():
 def test_the_largest_needs_no_memory():
     config = ModelConfig(**{**PRESETS["vit_huge_patch14_224"], "image_size": 5600, "depth": 1})
     assert cost_of(config, batch_size=4096).memory.training > 1e12
+
+
+def test_memory_of_training_is_that_of_the_smallest_patches():
+    options = {"image_size": 48, "num_classes": 5}
+    several = cost_of(changed(**options, patch_sizes=(4, 16)), batch_size=3).memory
+    small = cost_of(changed(**options, patch_size=4), batch_size=3).memory
+    usual = cost_of(changed(**options), batch_size=3).memory
+    assert several.kept == pytest.approx(small.kept, rel=0.02)
+    assert small.kept > 3 * usual.kept
+    assert several.inference < small.inference

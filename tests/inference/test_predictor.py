@@ -1,5 +1,6 @@
 """Predictor: the order is kept, bad files stay bad, and neighbours change nothing."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from PIL import Image
 from vit.errors import ConfigError, WeightsError
 from vit.inference.predictor import Predictor
 from vit.weights.folder import load_run
-from vit.weights.loading import from_pretrained, merging
+from vit.weights.loading import from_pretrained
+from vit.weights.repatching import with_patches
 
 
 @pytest.fixture
@@ -197,8 +199,51 @@ def test_any_run_merges_tokens_when_asked(tiny_run, pictures):
 
 
 def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, pictures):
-    trained = merging(load_run(tiny_run), 1)
+    trained = with_patches(load_run(tiny_run), merge_tokens=1)
     assert Predictor(trained)(pictures) == Predictor(tiny_run, merge_tokens=1)(pictures)
     assert Predictor(trained, merge_tokens=0)(pictures) == Predictor(tiny_run)(pictures)
     with pytest.raises(ConfigError, match="merge_tokens=-1: must be at least 0"):
         Predictor(tiny_run, merge_tokens=-1)
+    with pytest.raises(ConfigError, match=r"merge_tokens=1\.5 is not a whole number"):
+        Predictor(tiny_run, merge_tokens=1.5)
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_any_run_takes_patches_of_another_size(tiny_run, pictures, size):
+    model = from_pretrained(tiny_run, patch_size=size, say=None)
+    run = load_run(tiny_run)
+    images = torch.stack([run.preprocessing(Image.open(path).convert("RGB")) for path in pictures])
+    with torch.inference_mode():
+        scores = model(run.preprocessing.normalise(images)).softmax(dim=1)
+    found = Predictor(tiny_run, patch_size=size, precision="fp32", batch_size=64)(pictures)
+    assert len(found) > 5
+    for prediction, row in zip(found, scores, strict=True):
+        said = dict(prediction.predictions)
+        assert [said[name] for name in run.classes] == pytest.approx(row.tolist(), abs=1e-5)
+    usual = Predictor(tiny_run, precision="fp32", batch_size=64)(pictures)
+    assert [p.predictions for p in found] != [p.predictions for p in usual]
+
+
+def test_the_usual_patch_size_changes_nothing(tiny_run, pictures):
+    assert Predictor(tiny_run, patch_size=8)(pictures) == Predictor(tiny_run)(pictures)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (5, "patch_size=5: does not divide the 16 pixels of a picture; choose 4 or 8"),
+        (99, "patch_size=99: .* choose 16"),
+        (0, "patch_size=0: .* choose 1"),
+        (2.5, r"patch_size=2\.5 is not a whole number"),
+    ],
+)
+def test_patches_that_do_not_fill_a_picture_are_refused(tiny_run, size, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Predictor(tiny_run, patch_size=size)
+
+
+def test_a_size_of_training_may_become_the_only_other_one(tiny_run):
+    flexible = load_run(tiny_run)
+    settings = dataclasses.replace(flexible.config, patch_sizes=(4,))
+    flexible = dataclasses.replace(flexible, config=settings)
+    assert with_patches(flexible, patch_size=4).config.drawn_patch_sizes == (4, 8)

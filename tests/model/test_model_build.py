@@ -139,6 +139,7 @@ def test_create_model_takes_settings():
     [
         ("vit_tinny_patch16_224", {}, "vit_tiny_patch16_224"),
         ("vit_tiny_patch16_224", {"depht": 3}, "depht is not a model setting; did you mean depth"),
+        ("vit_tiny_patch16_224", {"experts_per_token": 3}, "did you mean top_k"),
         ("vit_tiny_patch16_224", {"zzz": 3}, "zzz is not a model setting; choose from image_size"),
         ("vit_tiny_patch16_224", {"lr": 1.0}, "lr is not a model setting"),
         ("vit_tiny_patch16_224", {"num_heads": 5}, "does not split"),

@@ -11,7 +11,7 @@ from torch import nn
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
 from vit.settings import make_config
-from vit.training.routing import layers_of, router_losses, watched
+from vit.training.routing import layers_of, router_losses, unevenness, watched
 from vit.training.train import train
 
 MOE = {"feedforward": "moe", "num_experts": 4, "moe_every": 1}
@@ -100,3 +100,32 @@ def test_losses_of_routers_need_routers(name):
         make_config({name: 0.5})
     with pytest.raises(ConfigError, match=f"{name}=-1.0: must be at least 0"):
         make_config({name: -1.0})
+
+
+def layer(load, dropped=0.0, block=2):
+    return {"block": block, "load": load, "entropy": 0.9, "dropped": dropped}
+
+
+def test_experts_that_are_used_evenly_are_not_remarked():
+    assert unevenness(()) is None
+    assert unevenness([layer([0.25] * 4, 0.1), layer([0.025, 0.375, 0.3, 0.3])]) is None
+
+
+def test_uneven_experts_have_one_note_with_the_remedies():
+    even, poor = layer([0.25] * 4), layer([0.02, 0.38, 0.3, 0.3], block=4)
+    assert unevenness([even, poor]) == (
+        "note: the experts are used unevenly: an expert of block 4 got 2.0% of the choices, an "
+        "equal share is 25.0% (raise --balance-loss)"
+    )
+    full = layer([0.25] * 4, 0.23, block=6)
+    note = unevenness([poor, full, layer([0.25] * 4, 0.12)])
+    assert "block 6 dropped 23% of its choices (raise --capacity-factor); an expert of" in note
+
+
+def test_a_run_ends_with_the_note(tiny_config, tmp_path, capsys):
+    settings = {**MOE, "capacity_factor": 0.4, "top_k": 1, "epochs": 1, "warmup_epochs": 0}
+    train(tiny_config(**settings), tmp_path / "run")
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "used unevenly" in line]
+    assert len(lines) == 1
+    assert "--capacity-factor" in lines[0]

@@ -1,9 +1,12 @@
 """Schedule, groups, losses and moving average against formulas and torch's own."""
 
 import math
+from functools import partialmethod
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo
+from accelerate import Accelerator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -14,6 +17,7 @@ from vit.training.ema import MovingAverage, exchanged
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import layer_of, make_optimizer, parameter_groups, set_lr
 from vit.training.schedule import CosineSchedule, image_size_at
+from vit.training.setup import make_training
 
 from vit.model.build import create_model  # isort: skip
 
@@ -163,3 +167,17 @@ def test_the_average_is_in_place_only_inside():
     with exchanged(model, average.state_dict()):
         assert model.weight.item() == 1.0
     assert (model.weight.item(), average.average["weight"].item()) == (2.0, 1.0)
+
+
+def test_many_patch_sizes_compile_each(monkeypatch, tiny_config):
+    sizes = (4, 5, 6, 8, 10, 12, 15, 20, 24, 30)
+    settings = {"image_size": 120, "patch_size": 60, "patch_sizes": sizes, "depth": 1}
+    config = tiny_config(**settings, drop_path=0.0, compile=True)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    with dynamo.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        run = make_training(config, Accelerator(cpu=True), 10)
+        run.model.train()
+        for size in config.model.drawn_patch_sizes:
+            run.network.patch_embed.drawn = size
+            run.model(torch.zeros(2, 3, 120, 120))
+    torch.compiler.reset()

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from vit.commands.options import count
 from vit.commands.output import say
 from vit.errors import ConfigError, printable
 
@@ -18,6 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace FOLDER where it exists")
+    parser.set_defaults(merge_tokens=None)
+    parser.add_argument(
+        "--merge-tokens",
+        type=count,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="0 leaves out the merging that SOURCE was trained with, which no other library has",
+    )
     parser.add_argument(
         "--image",
         metavar="FILE",
@@ -45,7 +54,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
     picture = args.image or str(Path(vit.data.builtin.__file__).parent / "digits.png")
     read_image(picture)  # before anything is written
-    pretrained, lines = convert(args.source, args.to, args.out, overwrite=args.overwrite)
+    pretrained, lines = convert(
+        args.source,
+        args.to,
+        args.out,
+        overwrite=args.overwrite,
+        merge_tokens=args.merge_tokens,
+    )
     for line in [*source_lines(args.source, pretrained), *lines]:
         say(line)
     for line in measured(pretrained, Path(args.out), args.to, picture):

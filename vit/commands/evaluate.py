@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             workers=args.workers,
             keep_aspect=args.keep_aspect,
             merge_tokens=args.merge_tokens,
+            patch_size=args.patch_size,
             say=lambda note: say(f"vit evaluate: {note}"),
             progress=lambda done, total: bar_to(bar, done, total),
         )

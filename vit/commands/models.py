@@ -3,13 +3,14 @@
 import argparse
 import difflib
 import textwrap
+import typing
 from fnmatch import fnmatch
 from typing import Any
 
-from vit.commands.options import choices_of
+from vit.commands.options import choices_of, takes_commas
 from vit.errors import ConfigError, printable
-from vit.presets import PRESETS
-from vit.settings import Setting, all_settings, nearest
+from vit.presets import PRESETS, preset
+from vit.settings import WORDS, Setting, all_settings, nearest
 
 FLOPS_NOTE = (
     "FLOPs of one picture: 2 for each multiply-add, of which papers often count 1; "
@@ -17,7 +18,7 @@ FLOPS_NOTE = (
 )
 
 OPTIONS_NOTE = (
-    "[word] is the default. Flags: --norm-order post, --qk-norm, --no-class-token; keys in YAML: "
+    "[...] is the default. Flags: --norm-order post, --qk-norm, --no-class-token; keys in YAML: "
     "norm_order: post."
 )
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lists.add_argument(
         "--options",
         action="store_true",
-        help="list what can be chosen in a network by one word instead",
+        help="list every setting of the network instead",
     )
 
 
@@ -50,27 +51,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_options(pattern: str) -> int:
-    """Print every setting of the network that takes one of a few words.
+    """Print every setting of the network: its words or its type, its default and its sentence.
 
     Raises:
         ConfigError: None is called like `pattern`.
     """
-    options = {
-        setting.name: setting
-        for setting in all_settings().values()
-        if setting.section == "model" and words_of(setting)
-    }
+    settings = [setting for setting in all_settings().values() if setting.section == "model"]
+    names = {name: setting for setting in settings for name in names_of(setting)}
     word = pattern.lower().lstrip("-").replace("-", "_")
-    found = [option for name, option in options.items() if word in name or fnmatch(name, word)]
+    found = [setting for name, setting in names.items() if word in name or fnmatch(name, word)]
     if not found:
-        hint = nearest(word, options) or "; leave it out to see all"
+        hint = nearest(word, names) or "; leave it out to see all"
         raise ConfigError(f"no option of the network is called like '{printable(pattern)}'{hint}")
-    for option in found:
-        words = [f"[{word}]" if word == shown(option) else word for word in words_of(option)]
-        print(f"{option.name}: {' '.join(words)}")
+    for option in dict.fromkeys(found):
+        print(f"{option.name}: {values_of(option)}")
         print(textwrap.indent(option.help, "    "))
     print(f"\n{OPTIONS_NOTE}")
     return 0
+
+
+def names_of(setting: Setting) -> list[str]:
+    """What a setting is called: its name, and its other long flags without dashes."""
+    flags = (alias[2:].replace("-", "_") for alias in setting.aliases if alias[:2] == "--")
+    return [setting.name, *flags]
+
+
+def values_of(setting: Setting) -> str:
+    """The words that a setting takes, or its type; the default in brackets."""
+    default = shown(setting)
+    if words := words_of(setting):
+        return " ".join(f"[{word}]" if word == default else word for word in words)
+    plain = next(WORDS[kind] for kind in kinds_of(setting.kind) if kind in WORDS)
+    many = ", or several with commas" if takes_commas(setting.kind) else ""
+    return f"{plain}{many} [{default}]"
+
+
+def kinds_of(kind: Any) -> list[Any]:
+    """The type itself, and the types inside it."""
+    return [kind, *(inner for part in typing.get_args(kind) for inner in kinds_of(part))]
 
 
 def words_of(setting: Setting) -> tuple[str, ...]:
@@ -79,7 +97,13 @@ def words_of(setting: Setting) -> tuple[str, ...]:
 
 
 def shown(setting: Setting) -> str:
-    """The default of a setting, as one of its words."""
+    """The default of a setting, in one word; sizes are the preset's."""
+    if setting.name == "num_classes":
+        return "the data's"
+    if setting.name in preset(str(all_settings()["model"].default)):
+        return "the preset's"
+    if setting.default in (None, ()):
+        return "none"
     return str(setting.default).lower() if setting.kind is bool else str(setting.default)
 
 

@@ -9,9 +9,10 @@ from vit.settings import Setting, all_settings
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """How a saved model is run: batch size, device, precision, threads, merged tokens."""
+    """How a saved model is run: batch size, device, precision, threads, patches."""
     # set first and suppressed below: the help then says in words what leaving them out means
-    parser.set_defaults(batch_size=None, device=None, workers=None, merge_tokens=None)
+    parser.set_defaults(batch_size=None, device=None, workers=None)
+    parser.set_defaults(merge_tokens=None, patch_size=None)
     group = parser.add_argument_group("how the network runs")
     group.add_argument(
         "-b",
@@ -47,12 +48,25 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         help="show the network whole pictures in their own aspect, with at most as many patches "
         "as usual, instead of a square of each",
     )
+    add_patch_options(group)
+
+
+def add_patch_options(group: Any) -> None:
+    """Other patches than those of the training."""
     group.add_argument(
         "--merge-tokens",
         type=count,
         default=argparse.SUPPRESS,
         metavar="N",
         help="patches merged in each block: faster, less exact (default: as in training)",
+    )
+    group.add_argument(
+        "--patch-size",
+        type=whole_number,
+        default=argparse.SUPPRESS,
+        metavar="P",
+        help="pixels on a side of a patch, best one that --patch-sizes trained: larger is faster, "
+        "smaller more exact (default: as in training)",
     )
 
 
@@ -74,7 +88,8 @@ def add_setting(group: Any, setting: Setting) -> None:
     """One flag: its text is checked with the settings of a file, so errors are the same."""
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
-    options["help"] = f"{setting.help}{default_shown(setting)}".replace("%", "%%")
+    commas = " Separated by commas." if takes_commas(setting.kind) else ""
+    options["help"] = f"{setting.help}{commas}{default_shown(setting)}".replace("%", "%%")
     if setting.kind in (bool, bool | None):
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         return
@@ -113,6 +128,14 @@ def numbers_taken(kind: Any) -> int:
         if typing.get_origin(option) is tuple and Ellipsis not in typing.get_args(option):
             return len(typing.get_args(option))
     return 0
+
+
+def takes_commas(kind: Any) -> bool:
+    """Whether a flag of this type takes any number of values, in one word."""
+    return any(
+        typing.get_origin(option) is tuple and Ellipsis in typing.get_args(option)
+        for option in (kind, *typing.get_args(kind))
+    )
 
 
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:

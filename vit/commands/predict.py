@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         keep_aspect=args.keep_aspect,
         merge_tokens=args.merge_tokens,
+        patch_size=args.patch_size,
     )
     top_k = min(args.top_k, len(predictor.classes))
     header, line = FORMATS[style](Layout(top_k, predictor.classes, images))

@@ -27,6 +27,7 @@ from vit.config import ModelConfig
 from vit.evaluation.counting import Calls, Meter, counting, held_by, watched
 from vit.model.build import assemble
 from vit.model.classifier import VisionTransformer
+from vit.model.patches import FlexiblePatchEmbedding
 
 Member = nn.Module | nn.Parameter
 
@@ -164,6 +165,9 @@ def pictures(config: ModelConfig, count: int) -> Tensor:
 
 def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> tuple[int, int]:
     """Bytes beside weights and moments: kept for the backward pass, and the most in a step."""
+    patches = network.patch_embed
+    if isinstance(patches, FlexiblePatchEmbedding):
+        patches.drawn = min(patches.sides)  # which makes the most tokens
     with Meter(network) as meter:
         answers = network.train()(pictures(config, size))
         labels = torch.zeros(size, dtype=torch.long)

@@ -31,6 +31,7 @@ def evaluate(
     precision: str = "auto",
     workers: int | None = None,
     merge_tokens: int | None = None,
+    patch_size: int | None = None,
     keep_aspect: bool = False,
     say: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
@@ -43,7 +44,8 @@ def evaluate(
         model: A run folder or any other source of weights with a head, or one that is loaded.
         data: A folder of labelled pictures, or the name of a built-in set.
         split: Which of its parts; `val` is the first validation folder there is.
-        device, batch_size, precision, workers, merge_tokens, keep_aspect: As for Predictor.
+        device, batch_size, precision, workers: As for Predictor.
+        merge_tokens, patch_size, keep_aspect: As for Predictor.
         say: Receives notes about the data.
         progress: Receives the pictures done, and of how many, after each batch.
 
@@ -61,16 +63,29 @@ def evaluate(
         precision=precision,
         workers=workers,
         merge_tokens=merge_tokens,
+        patch_size=patch_size,
         keep_aspect=keep_aspect,
     )
-    held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)
-    samples, notes = open_labelled(data, split=split, classes=predictor.classes, held_out=held_out)
-    for note in notes:
-        say(note)
+    samples = labelled(model, data, split, predictor.classes, say)
     parts, failed = measure(predictor, samples, progress)
     if not parts:
         raise DataError(f"{printable(data)}: {none_measured(failed)}")
     return {**summarise(Outcomes.cat(parts), predictor.classes), "failed": failed}
+
+
+def labelled(
+    model: PathLike | LoadedRun,
+    data: str,
+    split: str,
+    classes: tuple[str, ...],
+    say: Callable[[str], object],
+) -> tuple[Sample, ...]:
+    """The pictures that `model` is measured on; `say` receives notes about them."""
+    held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)
+    samples, notes = open_labelled(data, split=split, classes=classes, held_out=held_out)
+    for note in notes:
+        say(note)
+    return samples
 
 
 def none_measured(failed: list[dict[str, str]]) -> str:

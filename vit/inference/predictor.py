@@ -20,7 +20,8 @@ from vit.inference.results import Prediction
 from vit.model.packing import check_packable
 from vit.precision import autocast, resolve_device, resolve_precision
 from vit.weights.folder import LoadedRun
-from vit.weights.loading import load_model, merging
+from vit.weights.loading import load_model
+from vit.weights.repatching import with_patches
 
 PathLike = str | os.PathLike[str]
 # larger batches leave a CPU's caches: a fifth slower at 64 than at 16 (ViT-Ti and ViT-S at 224)
@@ -52,6 +53,8 @@ class Predictor:
         workers: Threads that read pictures; one a core, at most 8, when left out.
         merge_tokens: Patches merged in each block, which is faster and less exact; as many as in
             training when left out.
+        patch_size: Side of a patch in pixels, to which the weights are resized: best one that the
+            network was trained with (`patch_sizes`). Its usual one when left out.
         keep_aspect: Show the network whole pictures in their own aspect, with at most as many
             patches as usual, where else it sees a square. Last digits then depend on neighbours.
 
@@ -68,6 +71,7 @@ class Predictor:
         precision: str = "auto",
         workers: int | None = None,
         merge_tokens: int | None = None,
+        patch_size: int | None = None,
         keep_aspect: bool = False,
     ) -> None:
         if batch_size is not None and batch_size < 1:
@@ -77,8 +81,7 @@ class Predictor:
         self.device = resolve_device(device)
         self.precision = resolve_precision(precision, self.device)
         loaded = run if isinstance(run, LoadedRun) else load_model(run)
-        if merge_tokens is not None:
-            loaded = merging(loaded, merge_tokens)
+        loaded = with_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         self.model = loaded.model.eval().to(self.device)

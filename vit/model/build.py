@@ -54,7 +54,7 @@ from vit.model.positions import (
 from vit.model.relative import PrefixedRelativeBias, RelativeBias
 from vit.model.rotary import NoRotation, RotaryPositions, by_centre, by_index
 from vit.presets import preset
-from vit.settings import all_settings, convert
+from vit.settings import all_settings, convert, names_by_alias
 
 Builder = Callable[[ModelConfig], nn.Module]
 
@@ -137,8 +137,9 @@ def create_model(name: str, **settings: Any) -> VisionTransformer:
     """
     known = [field.name for field in fields(ModelConfig)]
     for key in settings.keys() - set(known):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(known)}"
+        words = {word: name for word, name in names_by_alias().items() if name in known}
+        near = difflib.get_close_matches(key, words, n=1)
+        hint = f"; did you mean {words[near[0]]}?" if near else f"; choose from {', '.join(known)}"
         raise ConfigError(f"{key} is not a model setting{hint}")
     kinds = all_settings()
     chosen = {key: convert(kinds[key].kind, value, key) for key, value in settings.items()}

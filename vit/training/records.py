@@ -1,6 +1,7 @@
 """What a run says of itself: metrics.jsonl, an experiment tracker, and lines on the terminal."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from vit.settings import flatten
 from vit.training.agreement import on_main
 from vit.training.loop import Step, Training
 from vit.training.progress import Progress, say
+from vit.training.routing import unevenness
 from vit.training.run_folder import Metrics, clean_leftovers
 from vit.training.tracking import Tracking
 from vit.training.validation import Validation
@@ -108,13 +110,23 @@ class Records:
         verdict = "" if event["better"] else ": not better than the best epoch, which stays"
         self.tell(f"soup of epochs {members}: validation top-1 {event['val_top1']:.2%}{verdict}")
 
-    def end(self, chosen: dict[str, Any], *, pictures: int) -> None:
-        """What the run ends with: the event of its best epoch, or of a soup."""
+    def end(
+        self, chosen: dict[str, Any], *, pictures: int, routers: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """What the run ends with: the event of its best epoch, or of a soup.
+
+        Args:
+            chosen: The event.
+            pictures: How many were measured.
+            routers: Of the best epoch, where there are experts.
+        """
         failed = self.run.failed
         if failed:
             self.tell(f"{len(failed)} of the pictures could not be read and were left out:")
         for path, reason in sorted(failed.items()):
             self.tell(f"  {BadImage(path, reason)}")
+        if (note := unevenness(routers)) is not None:
+            self.tell(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
         self.tell(f"best: {what}, validation top-1 {chosen['val_top1']:.2%} of {pictures} pictures")
         self.tell(f"now: vit predict {quoted(self.folder)} IMAGE...")

@@ -10,7 +10,7 @@ over all processes: Qiu et al., "Demons in the Detail", section 3.1, arXiv:2501.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit.model.moe import MixtureOfExperts, Routing, balance_loss, routing_of, z_loss
+
+MOST_DROPPED = 0.1
+"""Share of the choices that a layer of experts may drop unremarked."""
+LEAST_USED = 0.1
+"""Share of an equal share that an expert may get unremarked."""
 
 
 def layers_of(network: nn.Module) -> dict[int, MixtureOfExperts]:
@@ -115,6 +120,28 @@ class Usage:
                 }
             )
         return found
+
+
+def unevenness(routers: Sequence[Mapping[str, Any]]) -> str | None:
+    """A line to the user where experts drop many choices, or one is hardly used; None where not.
+
+    Args:
+        routers: What `Usage.describe` gave.
+    """
+    parts = []
+    worst = max(routers, key=lambda layer: layer["dropped"], default=None)
+    if worst is not None and worst["dropped"] > MOST_DROPPED:
+        parts.append(
+            f"block {worst['block']} dropped {worst['dropped']:.0%} of its choices (raise "
+            "--capacity-factor)"
+        )
+    least = min(routers, key=lambda layer: min(layer["load"]) * len(layer["load"]), default=None)
+    if least is not None and min(least["load"]) * len(least["load"]) < LEAST_USED:
+        parts.append(
+            f"an expert of block {least['block']} got {min(least['load']):.1%} of the choices, an "
+            f"equal share is {1 / len(least['load']):.1%} (raise --balance-loss)"
+        )
+    return f"note: the experts are used unevenly: {'; '.join(parts)}" if parts else None
 
 
 def _row(routing: Routing) -> Tensor:

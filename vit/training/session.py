@@ -158,7 +158,11 @@ class Session:
         self.evaluation.close()
         run.accelerator.wait_for_everyone()
         chosen = soup or self.best.first
-        self.records.end(chosen, pictures=len(self.splits.val))
+        self.records.end(
+            chosen,
+            pictures=len(self.splits.val),
+            routers=self.best.first.get("routers", ()),
+        )
         if run.accelerator.is_main_process:
             leave_report(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(

@@ -180,6 +180,7 @@ def make_training(
     if config.run.checkpoint_activations:
         recompute_blocks(network)
     if config.run.compile:
+        expect_graphs(2 * len(config.model.drawn_patch_sizes) + 4)
         network.compile()
     optimizer = make_optimizer(network, training, depth=config.model.depth)
     model, prepared = accelerator.prepare(network, optimizer)
@@ -199,6 +200,17 @@ def make_training(
         preprocessing=Preprocessing.of(config.data, config.model.image_size),
         lr_at=schedule,
     )
+
+
+def expect_graphs(count: int) -> None:
+    """Let torch compile one network `count` times: each patch size is a graph of its own.
+
+    Beyond its limit of 8 torch runs the rest as it is, slower and with warnings.
+    """
+    import torch._dynamo.config as dynamo
+
+    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    setattr(dynamo, name, max(getattr(dynamo, name), count))
 
 
 @torch.no_grad()

@@ -34,7 +34,12 @@ LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
 
 
 def model_card(
-    source: str | os.PathLike[str], pretrained: Pretrained, to: str, *, name: str
+    source: str | os.PathLike[str],
+    pretrained: Pretrained,
+    to: str,
+    *,
+    name: str,
+    scored: bool = True,
 ) -> str:
     """The text of the card.
 
@@ -43,6 +48,7 @@ def model_card(
         pretrained: The same, opened.
         to: Which library opens the folder.
         name: Of the folder.
+        scored: Whether the scores of the run are those of this network.
     """
     config, best = pretrained.config, best_event(Path(source))
     front: dict[str, Any] = {
@@ -59,7 +65,7 @@ def model_card(
         f"Made from {printable(pretrained.origin)} by vit {__version__}.",
         USES[to].replace("FOLDER", printable(name)),
     ]
-    if best is not None:
+    if scored and best is not None:
         parts.append(
             f"## Scores\n\nTop-1 on its validation pictures: {best['val_top1']:.2%} (loss "
             f"{best['val_loss']:.4f})."

@@ -4,6 +4,7 @@ The folder is written beside its place and moved there when it is whole.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -13,12 +14,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from vit.config import ModelConfig
 from vit.errors import RunError, WeightsError, printable
 from vit.weights.card import CARD_FILE, model_card
 from vit.weights.formats.huggingface import write_huggingface
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.timm import to_timm
 from vit.weights.loading import Source, assumed_preprocessing, numbered, open_source
+from vit.weights.ours_alone import remedy
 from vit.weights.pretrained import Pretrained
 from vit.weights.tensorfile import naming, write_tensors, write_text
 from vit.weights.timm_config import timm_config, timm_refusal
@@ -32,7 +35,12 @@ FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 
 def convert(
-    source: Source, to: Target, out: str | os.PathLike[str], *, overwrite: bool = False
+    source: Source,
+    to: Target,
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    merge_tokens: int | None = None,
 ) -> tuple[Pretrained, list[str]]:
     """Write the folder `out`: settings, weights, preprocessing, class names and a model card.
 
@@ -41,6 +49,7 @@ def convert(
         to: Whose folder it becomes.
         out: The folder, which must not exist.
         overwrite: Delete what is there first.
+        merge_tokens: Patches merged in each block; as in `source` when left out.
 
     Returns:
         What was converted, and lines for the user.
@@ -50,13 +59,19 @@ def convert(
         RunError: `out` exists or cannot be written.
     """
     pretrained = open_source(source)
+    config = pretrained.config
+    if merge_tokens is not None:
+        config = dataclasses.replace(config, merge_tokens=merge_tokens)
+    same = config == pretrained.config
+    lines = notes_of_patches(pretrained.config, config)
+    pretrained = dataclasses.replace(pretrained, config=config)
     preprocessing, assumed = assumed_preprocessing(pretrained)
-    lines = [assumed] if assumed else []
+    lines += [assumed] if assumed else []
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     files = contents(pretrained, to)
     place = Path(out).absolute()
-    card = model_card(source, pretrained, to, name=place.name)
+    card = model_card(source, pretrained, to, name=place.name, scored=same)
     with whole_folder(place, overwrite=overwrite) as folder:
         for name, content in files.items():
             if isinstance(content, str):
@@ -65,6 +80,22 @@ def convert(
                 write_tensors(folder / name, content, {"format": "pt"})
         write_text(folder / CARD_FILE, card)
     return pretrained, lines
+
+
+def notes_of_patches(source: ModelConfig, config: ModelConfig) -> list[str]:
+    """What the folder of `config` does not do with patches that the `source` did."""
+    dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
+    lines = [
+        f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
+        "library trains without it"
+        for name in dropped
+    ]
+    if source.merge_tokens != config.merge_tokens:
+        lines.append(
+            f"note: without the merge_tokens={source.merge_tokens} of its training the network "
+            "gives other answers, so the card has no scores"
+        )
+    return lines
 
 
 def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str, Tensor]]:
@@ -77,7 +108,7 @@ def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str,
     config, classes = pretrained.config, pretrained.classes or numbered(pretrained)
     if to == "timm":
         if (refusal := timm_refusal(config)) is not None:
-            raise WeightsError(f"timm cannot express this network: {refusal}")
+            raise WeightsError(f"timm cannot express this network: {refusal}{remedy(refusal)}")
         settings = timm_config(config, classes, preprocessing)
         if pretrained.license:
             settings["pretrained_cfg"]["license"] = pretrained.license

@@ -49,12 +49,14 @@ class LoadedRun:
         classes: Names, by output of the network.
         preprocessing: What turns a picture into the network's input.
         config: What the network was built from.
+        stretches: As in Pretrained.
     """
 
     model: VisionTransformer
     classes: tuple[str, ...]
     preprocessing: Preprocessing
     config: ModelConfig
+    stretches: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ SOURCE -> files (sources.py) -> tensors (files.py) -> our names and settings (fo
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -197,8 +197,13 @@ def _asked_for(
     if outputs is not None:
         changed["num_classes"] = outputs
     check_feedforward(pretrained, changed.get("feedforward", config.feedforward))
+    return changed_config(config, changed)
+
+
+def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
+    """`config` with what is `changed`."""
     if config.patch_sizes:  # whichever is the usual size, training draws from the same
-        changed.setdefault("patch_sizes", config.drawn_patch_sizes)
+        changed = {"patch_sizes": config.drawn_patch_sizes, **changed}
     return dataclasses.replace(config, **changed)
 
 
@@ -207,17 +212,6 @@ def filled(config: ModelConfig, state: dict[str, Tensor]) -> VisionTransformer:
     network = empty_model(config)
     network.load_state_dict(state, assign=True)
     return network.eval()
-
-
-def merging(run: LoadedRun, merge_tokens: int) -> LoadedRun:
-    """`run` with the same weights in a network that merges so many tokens in each block.
-
-    Raises:
-        ConfigError: The blocks of its network cannot merge tokens.
-    """
-    config = dataclasses.replace(run.config, merge_tokens=merge_tokens)
-    model = filled(config, run.model.state_dict())
-    return dataclasses.replace(run, model=model, config=config)
 
 
 def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
@@ -255,7 +249,7 @@ def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
         for line in lines:
             say(line)
     model = filled(pretrained.config, pretrained.state)
-    return LoadedRun(model, classes, preprocessing, pretrained.config)
+    return LoadedRun(model, classes, preprocessing, pretrained.config, pretrained.stretches)
 
 
 def numbered(pretrained: Pretrained) -> tuple[str, ...]:

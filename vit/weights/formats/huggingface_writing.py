@@ -25,6 +25,7 @@ from vit.weights.formats.huggingface_targets import (
     target_of,
 )
 from vit.weights.formats.names import PATCH_WEIGHT, State, check_fit
+from vit.weights.ours_alone import remedy
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Theirs by ours; the others have the same names."""
@@ -53,7 +54,7 @@ def write_huggingface(
     """
     refusal = huggingface_refusal(config)
     if refusal is not None:
-        raise WeightsError(f"transformers cannot express this network: {refusal}")
+        raise WeightsError(f"transformers cannot express this network: {refusal}{remedy(refusal)}")
     if len(classes or ()) != config.num_classes:
         raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
     target = target_of(config)
