@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from vit.config import SECTIONS, Config
+from vit.config import SECTIONS, ChosenModel, Config
 from vit.errors import ConfigError, printable
 from vit.presets import preset
 
@@ -83,8 +83,13 @@ def nearest(word: str, words: typing.Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def make_config(values: Mapping[str, Any]) -> Config:
+def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
     """Build a Config from flat values, by name or alias; the preset named by `model` comes first.
+
+    Args:
+        values: The settings.
+        complete: Whether nobody decides more of them. Else, where they name pretrained weights,
+            those of the network are checked one by one, and together once the weights are known.
 
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
@@ -95,7 +100,10 @@ def make_config(values: Mapping[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in chosen.items():
         sections[all_settings()[name].section][name] = value
-    return Config(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
+    kinds = dict(SECTIONS)
+    if sections["finetune"].get("weights") is not None and not complete:
+        kinds["model"] = ChosenModel
+    return Config(**{name: kind(**sections[name]) for name, kind in kinds.items()})
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:

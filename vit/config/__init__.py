@@ -7,7 +7,7 @@ are the fields' names. Imports no torch, so `--help` is instant.
 from dataclasses import dataclass, field, fields
 
 from vit.config.data import AugmentConfig, DataConfig
-from vit.config.finetuning import FinetuneConfig
+from vit.config.finetuning import ChosenModel, FinetuneConfig
 from vit.config.model import ModelConfig
 from vit.config.run import RunConfig
 from vit.config.section import Section
@@ -17,6 +17,7 @@ from vit.errors import ConfigError
 __all__ = [
     "SECTIONS",
     "AugmentConfig",
+    "ChosenModel",
     "Config",
     "DataConfig",
     "FinetuneConfig",
@@ -43,6 +44,14 @@ class Config:
             raise ConfigError(
                 f"keep_best={self.run.keep_best}: a soup is made of several epochs; say how many"
             )
+        if isinstance(self.model, ChosenModel):
+            if self.finetune.weights is not None:
+                return
+            self.model.check_together()
+        self._check_routers()
+        self._check_start_size()
+
+    def _check_routers(self) -> None:
         for name in ("balance_loss", "router_z_loss"):
             chosen = getattr(self.training, name)
             if chosen != getattr(TrainingConfig, name) and self.model.feedforward != "moe":
@@ -50,6 +59,8 @@ class Config:
                     f"{name}={chosen}: feedforward={self.model.feedforward} has no router; "
                     "feedforward=moe has"
                 )
+
+    def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size
         if start is None:
             return

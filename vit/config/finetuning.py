@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vit.config.model import ModelConfig
 from vit.config.section import Section, setting
 
 
@@ -45,3 +46,14 @@ class FinetuneConfig(Section):
     def targets(self) -> tuple[str, ...]:
         """`lora_targets` as names."""
         return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenModel(ModelConfig):
+    """What somebody chose of a network whose other settings pretrained weights decide.
+
+    Whether all of them fit together is known with those of the weights.
+    """
+
+    def __post_init__(self) -> None:
+        self.check_each()

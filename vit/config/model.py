@@ -124,13 +124,25 @@ class ModelConfig(Section):
     """Patches merged into others in each block, at most half of them (ToMe, arXiv:2210.09461)."""
 
     def __post_init__(self) -> None:
+        self.check_each()
+        self.check_together()
+
+    def check_each(self) -> None:
+        """Refuse values that are wrong in any network."""
         self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
         self.check_least(1, "repeat_blocks")
+        self.check_least(1, "num_experts", "top_k", "moe_every")
         self.check_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
+        self.check_least(0, "capacity_factor")
         self.check_above(0, "norm_eps", "rotary_temperature")
         self.check_share("dropout", "attention_dropout", "drop_path", "patch_dropout")
-        if self.hidden_dim is not None:
-            self.check_least(1, "hidden_dim")
+        self.check_share("router_jitter")
+        for name in ("hidden_dim", "num_kv_heads", "rotary_reference"):
+            if getattr(self, name) is not None:
+                self.check_least(1, name)
+
+    def check_together(self) -> None:
+        """Refuse values that do not fit each other."""
         if self.image_size % self.patch_size:
             down = max(self.image_size // self.patch_size, 1) * self.patch_size
             up = (self.image_size // self.patch_size + 1) * self.patch_size
@@ -151,10 +163,8 @@ class ModelConfig(Section):
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
         if self.prefix_positions == "class_token" and not self.class_token:
             self.refuse("prefix_positions", "there is no class token")
-        if self.num_kv_heads is not None:
-            self.check_least(1, "num_kv_heads")
-            if self.num_heads % self.num_kv_heads:
-                self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
         if self.parallel_blocks and self.norm_order != "pre":
             self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
         if self.drop_path and self.depth == 1:
@@ -192,15 +202,10 @@ class ModelConfig(Section):
     def _check_rotary(self) -> None:
         if self.is_rotary and self.dim // self.num_heads % 4:
             self.refuse("dim", f"position={self.position} needs a multiple of 4 in each head")
-        if self.rotary_reference is not None:
-            self.check_least(1, "rotary_reference")
-            if self.rotary_grid != "index":
-                self.refuse("rotary_reference", "only rotary_grid=index has one")
+        if self.rotary_reference is not None and self.rotary_grid != "index":
+            self.refuse("rotary_reference", "only rotary_grid=index has one")
 
     def _check_experts(self) -> None:
-        self.check_least(1, "num_experts", "top_k", "moe_every")
-        self.check_least(0, "capacity_factor")
-        self.check_share("router_jitter")
         if self.feedforward != "moe":
             return
         if self.top_k > self.num_experts:

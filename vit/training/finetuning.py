@@ -18,6 +18,7 @@ from vit.presets import preset
 from vit.settings import flatten, make_config
 from vit.training.freezing import freeze_backbone, share_line
 from vit.training.lora import add_lora, lora_line, merged
+from vit.weights.adapting import following
 from vit.weights.pretrained import Pretrained
 from vit.weights.upcycling import becomes_experts, check_feedforward
 
@@ -34,8 +35,11 @@ NOT_OF_A_PROBE = (
     *("epochs", "time", "lr", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "betas"),
     *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
+    *("router_jitter", "balance_loss", "router_z_loss"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
+# What changes nothing under a method: of linear, the routers do not learn.
+IGNORED = {"probe": NOT_OF_A_PROBE, "linear": ("balance_loss", "router_z_loss")}
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
 
@@ -64,12 +68,12 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found |= sizes_of_preset(config, source, given)
     found["method"] = method
     found["probe_first"] = config.finetune.method is None if first is None else first
-    if method == "probe":
-        refuse_what_a_probe_ignores(chosen, given)
+    refuse_what_is_ignored(method, chosen, given, usual={**flatten(make_config({})), **found})
     found["license"] = source.license
     given = [name for name in given if (name, chosen[name]) != ("license", None)]
     kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
-    completed = make_config({**chosen, **found, **kept})
+    found |= following(source.config, {**found, **kept})
+    completed = make_config({**chosen, **found, **kept}, complete=True)
     if method != "full" and becomes_experts(source.config, completed.model):
         raise ConfigError(
             f"method={method}: experts do not learn by it, and those made of an mlp would stay "
@@ -78,18 +82,27 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     return completed
 
 
-def refuse_what_a_probe_ignores(chosen: Mapping[str, Any], given: Sequence[str]) -> None:
-    """Refuse settings that were chosen, and that would change nothing.
+def refuse_what_is_ignored(
+    method: str, chosen: Mapping[str, Any], given: Sequence[str], usual: Mapping[str, Any]
+) -> None:
+    """Refuse settings that were chosen, and that would change nothing under `method`.
+
+    Args:
+        method: What learns.
+        chosen: Every setting, as lists where there are several values.
+        given: Names of those that somebody chose.
+        usual: What they are where nobody chooses.
 
     Raises:
         ConfigError: There is one.
     """
-    usual = {**flatten(make_config({})), **DEFAULTS["probe"]}
-    for name in NOT_OF_A_PROBE:
-        if name in given and chosen[name] != usual[name]:
+    for name in IGNORED.get(method, ()):
+        left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
+        if name in given and chosen[name] != left_out:
+            others = [each for each in ("linear", "lora") if name not in IGNORED.get(each, ())]
             raise ConfigError(
-                f"{name}={chosen[name]!r}: method=probe has no use for it; leave it out, or use "
-                "--method linear, lora or full"
+                f"{name}={chosen[name]!r}: method={method} has no use for it; leave it out, or use "
+                f"--method {', '.join(others)} or full"
             )
 
 

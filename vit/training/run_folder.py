@@ -117,7 +117,7 @@ def clean_leftovers(folder: Path) -> None:
 
 def stored_config(folder: Path) -> Config:
     """The completed settings of the run in `folder`."""
-    return make_config(read_settings(folder / "config.yaml"))
+    return make_config(read_settings(folder / "config.yaml"), complete=True)
 
 
 def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
@@ -131,7 +131,7 @@ def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
     if config.finetune.weights is not None:
         chosen, theirs = flatten(config), flatten(stored)
         kept = {n: chosen[n] for n in given if not (n in LEFT_TO_WEIGHTS and chosen[n] is None)}
-        config = make_config({**theirs, **kept})
+        config = make_config({**theirs, **kept}, complete=True)
     training, data = config.training, config.data
     if training.time is not None:
         training = dataclasses.replace(training, time=None, epochs=stored.training.epochs)

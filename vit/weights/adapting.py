@@ -7,8 +7,9 @@ copies (vit/weights/upcycling.py).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ POSITION_TABLE = "pos_embed"
 ADAPTABLE = ("image_size", "patch_size", "channels", "num_classes")
 WITHOUT_TENSORS = (
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes", "merge_tokens"),
+    *("capacity_factor", "router_jitter", "router_priority"),
 )
 HEAD = ("head.weight", "head.bias")
 MOST_NAMES = 5
@@ -74,8 +76,8 @@ def adapt(
     Args:
         pretrained: What somebody trained.
         config: The network wanted. It may differ in picture size, patch size, channels, number of
-            classes, in what has no weights (dropout, merged tokens), and in experts that the source
-            has one MLP for.
+            classes, in what has no weights (dropout, merged tokens, places in experts), and in
+            experts that the source has one MLP for.
         classes: Names by output of the network wanted. Where the source's are known too, rows of
             the head are kept by name, and new classes start from zeros. Left out, the head is kept
             if it has as many classes; else it starts from zeros.
@@ -106,6 +108,22 @@ def adapt(
         head=head,
         upcycled=upcycled,
     )
+
+
+def following(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows for other settings of `source` from those in which a network is to differ.
+
+    Args:
+        source: The network whose weights are taken.
+        chosen: Settings by name; one that somebody chose goes before what follows.
+    """
+    found: dict[str, Any] = {}
+    if source.patch_sizes and chosen.get("patch_size", source.patch_size) != source.patch_size:
+        # whichever is the usual size, training draws from the same
+        found["patch_sizes"] = source.drawn_patch_sizes
+    if chosen.get("capacity_factor") == 0:  # nobody is dropped, so nobody goes first
+        found["router_priority"] = "order"
+    return found
 
 
 def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
@@ -143,6 +161,8 @@ def _meaning(config: ModelConfig, name: str) -> object:
         "hidden_dim": config.feedforward_dim,
         "final_norm": config.last_norm,
         "prefix_positions": config.num_placed_tokens,
+        "router_weights": config.expert_weights,
+        "top_k": config.expert_weights,  # any number whose weights are of the same kind
     }
     return meant.get(name, getattr(config, name))
 

@@ -17,7 +17,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.classifier import VisionTransformer
 from vit.settings import all_settings, convert, nearest
-from vit.weights.adapting import adapt
+from vit.weights.adapting import adapt, following
 from vit.weights.contents import read_json
 from vit.weights.files import StateFile, read_arrays, read_state
 from vit.weights.folder import LoadedRun, empty_model, load_run, read_model_config
@@ -163,9 +163,10 @@ def from_pretrained(
         classes: Names of the outputs; rows of the source's head are kept where names match.
         model: The architecture, where a bare file of tensors does not tell it.
         say: Told where the weights come from and what became of them; None to hear nothing.
-        settings: image_size, patch_size, channels, and what has no weights, such as drop_path and
-            merge_tokens, to which the weights are adapted; feedforward="moe" with its own, whose
-            experts are copies of the source's MLPs; any other must be the source's.
+        settings: image_size, patch_size, channels, and what has no weights, such as drop_path,
+            merge_tokens and capacity_factor, to which the weights are adapted; feedforward="moe"
+            with its own, whose experts are copies of the source's MLPs; any other must be the
+            source's.
 
     Raises:
         WeightsError: As `open_source`, or the weights cannot be adapted.
@@ -201,10 +202,8 @@ def _asked_for(
 
 
 def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
-    """`config` with what is `changed`."""
-    if config.patch_sizes:  # whichever is the usual size, training draws from the same
-        changed = {"patch_sizes": config.drawn_patch_sizes, **changed}
-    return dataclasses.replace(config, **changed)
+    """`config` with what is `changed`, and with what follows from it."""
+    return dataclasses.replace(config, **{**following(config, changed), **changed})
 
 
 def filled(config: ModelConfig, state: dict[str, Tensor]) -> VisionTransformer:

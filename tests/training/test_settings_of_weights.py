@@ -1,0 +1,199 @@
+"""Settings chosen beside pretrained weights are judged with those of the weights, not before."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import vit
+from vit.config import ChosenModel, Config, FinetuneConfig, ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, VitError
+from vit.model.build import build_classifier
+from vit.model.moe import MixtureOfExperts, everywhere
+from vit.settings import flatten, make_config
+from vit.training.finetuning import complete_for_weights
+from vit.training.train import train
+from vit.weights.adapting import adapt
+from vit.weights.folder import load_run, read_model_config, save_model
+from vit.weights.pretrained import Pretrained
+
+SMALL = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
+EXPERTS = {**SMALL, "feedforward": "moe", "num_experts": 4}
+USUAL = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 1}
+
+
+def source(**settings) -> Pretrained:
+    config = ModelConfig(**settings, num_classes=3)
+    return Pretrained(
+        state=build_classifier(config).state_dict(),
+        config=config,
+        classes=None,
+        preprocessing=None,
+        license=None,
+        origin="run r",
+    )
+
+
+def completed(weights: Pretrained, /, **chosen) -> Config:
+    """What `vit train DATA --weights r` makes of flags."""
+    given = {"weights": "r", "method": "full", **chosen}
+    return complete_for_weights(make_config(given), weights, [*given])
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        (EXPERTS, {"capacity_factor": 2.0}),
+        (EXPERTS, {"capacity_factor": 1.0, "router_priority": "score"}),
+        ({**EXPERTS, "capacity_factor": 1.0}, {"router_priority": "score"}),
+        (EXPERTS, {"router_jitter": 0.1}),
+        (EXPERTS, {"top_k": 3}),
+        (EXPERTS, {"balance_loss": 0.1, "router_z_loss": 0.0}),
+        (SMALL, {"image_size": 24}),
+        (SMALL, {"start_image_size": 8}),
+        ({**SMALL, "position": "rotary"}, {"drop_path": 0.2, "image_size": 40}),
+    ],
+    ids=str,
+)
+def test_what_fits_the_weights_is_taken(settings, chosen):
+    weights = source(**settings)
+    config = completed(weights, **chosen)
+    assert {name: flatten(config)[name] for name in chosen} == chosen
+    assert type(config.model) is ModelConfig
+    adapt(weights, config.model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen", "message"),
+    [
+        (SMALL, {"capacity_factor": 2.0}, "capacity_factor=2.0: feedforward=mlp does not read it"),
+        (SMALL, {"balance_loss": 0.1}, "balance_loss=0.1: feedforward=mlp has no router"),
+        (SMALL, {"image_size": 20}, "image_size=20: not a multiple of patch_size=8"),
+        (
+            SMALL,
+            {"start_image_size": 12},
+            "start_image_size=12: must be a multiple of patch_size=8",
+        ),
+        (EXPERTS, {"top_k": 5}, "top_k=5: there are num_experts=4"),
+        (EXPERTS, {"router_priority": "score"}, "router_priority='score': nothing is dropped"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_the_weights_is_refused_in_a_line(settings, chosen, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        completed(source(**settings), **chosen)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("capacity_factor", -1.0), ("router_jitter", 1.5), ("top_k", 0), ("rotary_reference", 0)],
+)
+def test_values_wrong_by_themselves_are_refused_before_weights_are_read(name, value):
+    with pytest.raises(ConfigError, match=f"^{name}={value}: must be"):
+        make_config({"weights": "nowhere", name: value})
+
+
+def test_without_weights_settings_are_judged_at_once():
+    message = "capacity_factor=2.0: feedforward=mlp does not read it"
+    with pytest.raises(ConfigError, match=message):
+        make_config({"capacity_factor": 2.0})
+    with pytest.raises(ConfigError, match=message):
+        make_config({"capacity_factor": 2.0, "weights": "x"}, complete=True)
+    asked = make_config({"capacity_factor": 2.0, "weights": "x"})
+    assert isinstance(asked.model, ChosenModel)
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(asked, finetune=FinetuneConfig())
+
+
+def test_experts_of_a_run_are_placed_as_asked(colour_data, tmp_path):
+    """Trained, cut to other places in a second run, and resumed with the same flags."""
+    words = {"data": str(colour_data), **USUAL}
+    first = train(make_config({**words, **EXPERTS}), tmp_path / "first").folder
+    words |= {"weights": str(first), "method": "full"}
+    words |= {"capacity_factor": 0.5, "router_jitter": 0.1, "balance_loss": 0.1}
+    second = train(make_config(words), tmp_path / "second", given=[*words]).folder
+    found = read_model_config(second)
+    assert (found.capacity_factor, found.router_jitter, found.num_experts) == (0.5, 0.1, 4)
+    again = train(make_config(words), tmp_path / "second", given=[*words], resume=True)
+    assert again.folder == second
+    model = vit.from_pretrained(second, capacity_factor=0, say=None)
+    images = [torch.randn(3, 16, 16), torch.randn(3, 16, 24)]
+    with pytest.raises(ConfigError, match="cannot be packed with capacity_factor"):
+        load_run(second).model.forward_packed(images)
+    apart = torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(model.forward_packed(images), apart)
+
+
+def test_without_a_capacity_nobody_goes_first():
+    weights = source(**EXPERTS, capacity_factor=0.5, router_priority="score")
+    config = completed(weights, capacity_factor=0.0).model
+    assert (config.capacity_factor, config.router_priority) == (0.0, "order")
+    kept = completed(weights, router_jitter=0.1).model
+    assert (kept.capacity_factor, kept.router_priority) == (0.5, "score")
+    network = build_classifier(config)
+    network.load_state_dict(adapt(weights, config)[0])
+    moe = next(part for part in network.modules() if isinstance(part, MixtureOfExperts))
+    assert moe.place is everywhere
+
+
+@pytest.mark.parametrize("name", ["balance_loss", "router_z_loss", "router_jitter"])
+@pytest.mark.parametrize("method", ["probe", "linear", "lora"])
+def test_losses_that_no_router_learns_from_are_refused(method, name):
+    weights, chosen = source(**EXPERTS), {"method": method, name: 0.1}
+    if method == "lora" or (method, name) == ("linear", "router_jitter"):
+        assert flatten(completed(weights, **chosen))[name] == 0.1
+        return
+    others = "linear, lora" if name == "router_jitter" else "lora"
+    message = f"^{name}=0.1: method={method} has no use for it; .* --method {others} or full$"
+    with pytest.raises(ConfigError, match=message):
+        completed(weights, **chosen)
+
+
+@pytest.mark.parametrize("method", ["probe", "linear"])
+def test_the_written_settings_of_a_method_are_taken_again(method):
+    """Those that the weights brought were not chosen, though they are without effect."""
+    settings = {"dropout": 0.1, "patch_sizes": (4, 16), "router_jitter": 0.1}
+    weights = source(**EXPERTS, **settings)
+    first = completed(weights, method=method)
+    assert first.model.router_jitter == 0.1
+    assert completed(weights, **flatten(first)) == first
+
+
+@pytest.mark.parametrize(
+    ("sizes", "patch_size", "drawn"),
+    [((4, 16), 4, (4, 8, 16)), ((4,), 4, (4, 8)), ((4, 16), 16, (4, 8, 16)), ((), 4, (4,))],
+)
+def test_all_sizes_of_patches_are_drawn_on(sizes, patch_size, drawn, tmp_path):
+    """Whichever is the usual size, and by whichever door."""
+    weights = source(**SMALL, patch_sizes=sizes)
+    config = completed(weights, patch_size=patch_size).model
+    assert config.drawn_patch_sizes == drawn
+    alone = completed(weights, patch_size=patch_size, patch_sizes=[2]).model
+    assert alone.drawn_patch_sizes == (2, patch_size)
+    assert completed(weights, drop_path=0.2).model.patch_sizes == sizes
+    save_model(
+        tmp_path,
+        build_classifier(weights.config),
+        config=Config(model=weights.config),
+        classes=tuple("abc"),
+        preprocessing=Preprocessing(image_size=(16, 16)),
+    )
+    patches = vit.from_pretrained(tmp_path, patch_size=patch_size, say=None).patch_embed
+    assert tuple(getattr(patches, "sides", drawn)) == drawn
+
+
+def test_another_choice_of_router_weights_is_another_network():
+    for settings, chosen, message in (
+        ({}, {"top_k": 1}, "top_k=1: run r has top_k=2; leave it out"),
+        ({}, {"router_weights": "softmax"}, "router_weights=softmax: run r has router_weights=a"),
+        ({"top_k": 1}, {"top_k": 2}, "top_k=2: run r has top_k=1"),
+    ):
+        weights = source(**EXPERTS, **settings)
+        with pytest.raises(VitError, match=message):
+            adapt(weights, completed(weights, **chosen).model)
+    weights = source(**EXPERTS, top_k=1)
+    adapt(weights, completed(weights, top_k=2, router_weights="softmax").model)
+    weights = source(**EXPERTS)
+    adapt(weights, completed(weights, top_k=3, router_weights="renormalised").model)
