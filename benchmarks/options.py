@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import io
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -206,7 +205,9 @@ def main() -> None:
         trained = Trained(args.peak[0])
         for _ in range(int(args.peak[1])):
             trained.step()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)  # kilobytes on Linux
+        # not rusage's, which begins with that of the process that started this one
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        print(int(status.split("VmHWM:")[1].split()[0]) / 2**10)
     elif args.table is not None:
         table(args.table)
     elif args.cost:
