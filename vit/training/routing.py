@@ -48,9 +48,8 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
     """
     own = routing_of(network)
     here = float(images > 0)
-    counts = torch.stack([torch.cat([r.counts, r.tokens.view(1)]) for r in own]).double() * here
-    message = torch.cat([counts.flatten(), counts.new_tensor([images])])
-    message = message.to(own[0].z)
+    counts = torch.stack([torch.cat([r.counts, r.tokens.view(1)]) for r in own]).to(own[0].z) * here
+    message = torch.cat([counts.flatten(), counts.new_full((1,), images)])
     everyones = message if accelerator is None else accelerator.reduce(message, "sum")
     totals, seen = everyones[:-1].view_as(counts), everyones[-1]
     losses = [
