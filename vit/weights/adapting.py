@@ -1,7 +1,7 @@
 """Weights of a trained network made to fit another picture size, patch, colour or set of classes.
 
 Position tables are stretched as the network does it for pictures of another size; the patch
-projection as in FlexiViT (vit/model/patches.py) and relative positions as in BEiT
+projection as in FlexiViT (vit/model/patches.py); relative positions of others as in BEiT
 (vit/weights/resampling.py); the head keeps the classes it knows by name; MLPs become experts by
 copies (vit/weights/upcycling.py).
 """
