@@ -4,12 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+NO_LABEL = -1
+"""Of a picture without a class."""
+
+
 @dataclass(frozen=True)
 class Sample:
-    """A file and the number of its class."""
+    """A file, the number of its class, and what people said of it."""
 
     path: str
     label: int
+    captions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
