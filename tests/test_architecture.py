@@ -43,8 +43,13 @@ ONLY = {
     "huggingface_hub": {"vit/weights/hub.py"},
     "transformers": {"vit/weights/parity.py"},
 }
-MODEL_LINES = 1400  # of code: docstrings, comments and empty lines are free
-BLOCKS = {"PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"}
+MODEL_LINES = (
+    1800  # of code, 400 of them for captions: docstrings, comments and empty lines are free
+)
+BLOCKS = {
+    *("PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"),
+    *("PreNormDecoderBlock", "PostNormDecoderBlock"),
+}
 FUNCTION_LINES = 50
 FILE_LINES = 300
 

@@ -15,6 +15,7 @@ TITLES = {
     "training": "training",
     "finetune": "fine-tuning (the weights decide the network; settings have other defaults then)",
     "model": "network (a preset gives what is not set here)",
+    "decoder": "captions: the decoder and its words (with --task caption)",
     "data": "data",
     "augment": "augmentation",
     "run": "the run",

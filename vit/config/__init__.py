@@ -7,6 +7,7 @@ are the fields' names. Imports no torch, so `--help` is instant.
 from dataclasses import dataclass, field, fields
 
 from vit.config.data import AugmentConfig, DataConfig
+from vit.config.decoder import DecoderConfig
 from vit.config.finetuning import ChosenModel, FinetuneConfig
 from vit.config.model import ModelConfig
 from vit.config.run import RunConfig
@@ -20,6 +21,7 @@ __all__ = [
     "ChosenModel",
     "Config",
     "DataConfig",
+    "DecoderConfig",
     "FinetuneConfig",
     "ModelConfig",
     "RunConfig",
@@ -35,6 +37,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -50,6 +53,7 @@ class Config:
             self.model.check_together()
         self._check_routers()
         self._check_start_size()
+        self._check_captions()
 
     def _check_routers(self) -> None:
         for name in ("balance_loss", "router_z_loss"):
@@ -59,6 +63,21 @@ class Config:
                     f"{name}={chosen}: feedforward={self.model.feedforward} has no router; "
                     "feedforward=moe has"
                 )
+
+    def _check_captions(self) -> None:
+        """Refuse settings of captions where none are learned, and what captions do not bear."""
+        if not self.training.captions:
+            for section, names in ONLY_CAPTIONS.items():
+                for name in names or [field.name for field in fields(SECTIONS[section])]:
+                    chosen = getattr(getattr(self, section), name)
+                    if chosen != getattr(SECTIONS[section], name):
+                        raise ConfigError(f"{name}={chosen!r}: task=caption alone reads it")
+            return
+        self.decoder.check_with(self.model)
+        if self.augment.mixes:
+            raise ConfigError(
+                "mixup and cutmix mix labels, and captions cannot be mixed: leave them out"
+            )
 
     def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size
@@ -76,4 +95,10 @@ class Config:
             )
 
 
+# settings that mean nothing without captions; none named: all of the section
+ONLY_CAPTIONS: dict[str, tuple[str, ...]] = {
+    "decoder": (),
+    "training": ("encoder_lr", "caption_samples"),
+    "data": ("images",),
+}
 SECTIONS: dict[str, type] = {field.name: field.type for field in fields(Config)}  # type: ignore[misc]

@@ -14,6 +14,8 @@ class DataConfig(Section):
 
     data: str = ""
     """A folder of images, or the name of a built-in set."""
+    images: str | None = None
+    """Captions: folder that file names of a list are relative to; the list's when left empty."""
     val_share: float = 0.2
     """Share of each class held out for validation where the data has no split of its own."""
     on_bad_image: Literal["stop", "skip"] = "stop"

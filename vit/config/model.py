@@ -110,7 +110,7 @@ class ModelConfig(Section):
     """Activation of the mlp."""
     layer_scale: float = setting(0.0, "--init-values")
     """Initial value of a learned scale on each residual branch; 0 builds none."""
-    pooling: Literal["class_token", "mean", "attention", "class_token_mean"] = "class_token"
+    pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
     """What the head reads: class token, mean of the patches, a learned query's answer, or two."""
     dropout: float = setting(0.0, "--drop")
     """Probability of dropping an activation after positions, attention and feed-forward."""
@@ -161,6 +161,10 @@ class ModelConfig(Section):
         self._check_experts()
         if self.pooling.startswith("class_token") and not self.class_token:
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
+        if self.pooling == "none" and self.num_classes:
+            self.refuse("pooling", f"the head of num_classes={self.num_classes} reads one vector")
+        if self.pooling == "none" and self.final_norm == "pooled":
+            self.refuse("final_norm", "pooling=none leaves tokens as they are; use tokens")
         if self.prefix_positions == "class_token" and not self.class_token:
             self.refuse("prefix_positions", "there is no class token")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:

@@ -14,8 +14,8 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 class TrainingConfig(Section):
     """What is trained, for how long, and by which optimiser."""
 
-    task: Literal["classify"] = "classify"
-    """What the network learns."""
+    task: Literal["classify", "caption", "classify,caption"] = "classify"
+    """What the network learns: classes, captions, or both from one encoder."""
     model: str = "vit_tiny_patch16_224"
     """Preset that gives the model settings not set otherwise; `vit models` lists them."""
     epochs: int = 30
@@ -24,6 +24,8 @@ class TrainingConfig(Section):
     """Time for the whole training, such as 90s, 30m or 2h; it then chooses epochs itself."""
     lr: float = 1e-3
     """Peak learning rate, for the whole batch."""
+    encoder_lr: float | None = None
+    """Captions: peak learning rate of the encoder; lr when left empty."""
     min_lr: float = 1e-6
     """Learning rate at the end of the cosine."""
     warmup_epochs: float | None = None
@@ -55,9 +57,14 @@ class TrainingConfig(Section):
     soup: bool = False
     """At the end, average those of the keep_best epochs that are better together."""
 
+    caption_samples: int = 2000
+    """Captions: validation pictures that get one after each epoch, for BLEU and CIDEr."""
+
     def __post_init__(self) -> None:
-        self.check_least(1, "epochs")
+        self.check_least(1, "epochs", "caption_samples")
         self.check_above(0, "lr", "layer_decay")
+        if self.encoder_lr is not None:
+            self.check_above(0, "encoder_lr")
         self.check_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
         self.check_least(0, "balance_loss", "router_z_loss")
         self.check_share("smoothing", "ema")
@@ -71,6 +78,21 @@ class TrainingConfig(Section):
             self.check_least(0, "warmup_epochs")
             if self.time is None and self.warmup_epochs >= self.epochs:
                 self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}")
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """`task`, one by one."""
+        return tuple(self.task.split(","))
+
+    @property
+    def captions(self) -> bool:
+        """Whether the network learns to write captions."""
+        return "caption" in self.tasks
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the network learns classes."""
+        return "classify" in self.tasks
 
     @property
     def seconds(self) -> float | None:

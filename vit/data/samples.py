@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-
 NO_LABEL = -1
 """Of a picture without a class."""
 

@@ -5,6 +5,7 @@
 Source: Vaswani et al., "Attention Is All You Need", section 3.2, arXiv:1706.03762.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from vit.model.rotary import Rotate, unturned
 
 # Longest sequence whose score matrix the CPU may hold; its memory grows with the square.
 LONGEST_EXPLICIT = 1024
+JOINED = "batch heads tokens head_dim -> batch tokens (heads head_dim)"
 
 
 class Attend(Protocol):
@@ -90,6 +92,14 @@ def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
+KeysValues = tuple[Tensor, Tensor]
+
+
+def as_they_are(key: Tensor, value: Tensor) -> KeysValues:
+    """Tokens look at each other alone."""
+    return key, value
+
+
 class Places(NamedTuple):
     """What the blocks know of their tokens besides the values."""
 
@@ -103,6 +113,10 @@ class Places(NamedTuple):
     """How values are mixed."""
     sizes: Tensor | None = None
     """Patches that each token is made of, (batch, tokens), where some were merged."""
+    remember: Callable[[Tensor, Tensor], KeysValues] = as_they_are
+    """Keys and values to look at, from those of these tokens: a cache puts earlier ones first."""
+    memory: KeysValues | None = None
+    """Keys and values of the image that cross-attention looks at."""
 
 
 def as_mask(sizes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,6 +195,7 @@ class SelfAttention(nn.Module):
         """(batch, tokens, dim) -> (batch, tokens, dim); relative positions need the `places`."""
         places = places or Places()
         query, key, value = self.split(x, places)
+        key, value = places.remember(key, value)
         share = self.heads[0] // self.heads[1]
         gathered = places.attend(
             query,
@@ -189,8 +204,7 @@ class SelfAttention(nn.Module):
             mask=self.rel_pos(places),
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        joined = rearrange(gathered, "batch heads tokens head_dim -> batch tokens (heads head_dim)")
-        tokens: Tensor = self.proj_drop(self.proj(joined))
+        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, JOINED)))
         return tokens
 
 

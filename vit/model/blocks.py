@@ -1,9 +1,11 @@
-"""Encoder blocks: attention, then feed-forward, each on a residual branch.
+"""Blocks: attention, then feed-forward, each on a residual branch.
 
     pre:        x + f(norm(x))
     post:       norm(x + f(x))
     sandwich:   x + norm(f(norm(x)))
     parallel:   x + attention(norm(x)) + feedforward(norm(x))
+
+A decoder's block looks at the image in between (Vaswani et al., section 3.1, arXiv:1706.03762).
 
 Source: Xiong et al., "On Layer Normalization in the Transformer Architecture", figure 1,
 arXiv:2002.04745; Ding et al., "CogView", section 2.4, arXiv:2105.13290 (sandwich); Dehghani et al.,
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.model.attention import Places, SelfAttention
+from vit.model.cross_attention import CrossAttention
 
 
 class LayerScale(nn.Module):
@@ -140,4 +143,56 @@ class ParallelBlock(Block):
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         y = self.norm1(x)
         x = x + self.drop_path(self.ls1(self.attn(y, places)) + self.ls2(self.mlp(y)))
+        return x, places
+
+
+class DecoderBlock(Block):
+    """What both orders of normalisation in a decoder share.
+
+    Args:
+        attn: Mixes the words so far.
+        mlp: Treats each token alone.
+        cross_attn: Looks at the tokens of the image.
+        norm: Makes one norm.
+        scales: The layer scales of the branches: attention, feed-forward, cross-attention.
+        drop_path: Probability of skipping a branch during training.
+    """
+
+    norms = ("norm1", "norm_cross", "norm2")
+    norm_cross: nn.Module
+
+    def __init__(
+        self,
+        attn: SelfAttention,
+        mlp: nn.Module,
+        *,
+        cross_attn: CrossAttention,
+        norm: Callable[[], nn.Module],
+        scales: tuple[nn.Module, nn.Module, nn.Module],
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__(attn, mlp, norm=norm, scales=scales[:2], drop_path=drop_path)
+        self.cross_attn = cross_attn
+        self.ls_cross = scales[2]
+
+
+class PreNormDecoderBlock(DecoderBlock):
+    """x + f(norm(x)), for attention, cross-attention and the feed-forward part."""
+
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), places)))
+        x = x + self.drop_path(self.ls_cross(self.cross_attn(self.norm_cross(x), places)))
+        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        return x, places
+
+
+class PostNormDecoderBlock(DecoderBlock):
+    """norm(x + f(x)), for attention, cross-attention and the feed-forward part."""
+
+    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, places))))
+        x = self.norm_cross(x + self.drop_path(self.ls_cross(self.cross_attn(x, places))))
+        x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
         return x, places

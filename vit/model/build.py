@@ -43,6 +43,7 @@ from vit.model.pooling import (
     ClassTokenMeanPooling,
     ClassTokenPooling,
     MeanPooling,
+    NoPooling,
 )
 from vit.model.positions import (
     LearnedPositions,
@@ -118,8 +119,9 @@ POOLINGS: dict[str, Builder] = {
     "class_token": lambda _: ClassTokenPooling(),
     "mean": lambda c: MeanPooling(c.num_prefix_tokens),
     "class_token_mean": lambda c: ClassTokenMeanPooling(c.num_prefix_tokens),
+    "none": lambda _: NoPooling(),
     "attention": lambda c: AttentionPooling(
-        c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=_norm(c), mlp=_mlp(c)
+        c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=norm_of(c), mlp=_mlp(c)
     ),
 }
 
@@ -155,47 +157,61 @@ def build_classifier(config: ModelConfig) -> VisionTransformer:
 
 def assemble(config: ModelConfig) -> VisionTransformer:
     """The network of `config`, whose weights are still to be set."""
+    return VisionTransformer(**parts_of(config))
+
+
+def parts_of(config: ModelConfig) -> dict[str, Any]:
+    """What a VisionTransformer is made of, by its constructor's names."""
     last = config.last_norm
-    return VisionTransformer(
-        patch_embed=_patches(config),
-        positions=POSITIONS[config.position](config),
-        rotary=_rotary(config),
-        patch_drop=_patch_drop(config),
-        norm_pre=_norm(config) if config.norm_pre else nn.Identity(),
-        blocks=[_block(config, index) for index in range(config.depth)],
-        norm=_norm(config) if last == "tokens" else nn.Identity(),
-        pool=POOLINGS[config.pooling](config),
-        fc_norm=_norm(config, config.pooled_dim) if last == "pooled" else nn.Identity(),
-        dim=config.dim,
-        pooled_dim=config.pooled_dim,
-        num_classes=config.num_classes,
-        class_token=config.class_token,
-        registers=config.registers,
-        repeats=config.repeat_blocks,
+    return {
+        "patch_embed": _patches(config),
+        "positions": POSITIONS[config.position](config),
+        "rotary": _rotary(config),
+        "patch_drop": _patch_drop(config),
+        "norm_pre": norm_of(config) if config.norm_pre else nn.Identity(),
+        "blocks": [_block(config, index) for index in range(config.depth)],
+        "norm": norm_of(config) if last == "tokens" else nn.Identity(),
+        "pool": POOLINGS[config.pooling](config),
+        "fc_norm": norm_of(config, config.pooled_dim) if last == "pooled" else nn.Identity(),
+        "dim": config.dim,
+        "pooled_dim": config.pooled_dim,
+        "num_classes": config.num_classes,
+        "class_token": config.class_token,
+        "registers": config.registers,
+        "repeats": config.repeat_blocks,
+        "dropout": config.dropout,
+    }
+
+
+def _block(config: ModelConfig, index: int) -> Block:
+    return _block_kind(config)(
+        self_attention(config),
+        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
+        norm=partial(norm_of, config),
+        scales=(scale_of(config), scale_of(config)),
+        drop_path=drop_path_of(config, index),
+    )
+
+
+def self_attention(config: ModelConfig) -> SelfAttention:
+    """The attention of one block."""
+    return SelfAttention(
+        config.dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        rel_pos=_relative(config),
+        q_norm=qk_norm_of(config),
+        k_norm=qk_norm_of(config),
+        qkv_bias=config.qkv_bias,
+        proj_bias=config.proj_bias,
+        attention_dropout=config.attention_dropout,
         dropout=config.dropout,
     )
 
 
-def _block(config: ModelConfig, index: int) -> Block:
-    """Block number `index`, from 0; its drop-path rate grows linearly with depth."""
-    return _block_kind(config)(
-        SelfAttention(
-            config.dim,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            rel_pos=_relative(config),
-            q_norm=_qk_norm(config),
-            k_norm=_qk_norm(config),
-            qkv_bias=config.qkv_bias,
-            proj_bias=config.proj_bias,
-            attention_dropout=config.attention_dropout,
-            dropout=config.dropout,
-        ),
-        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
-        norm=partial(_norm, config),
-        scales=(_scale(config), _scale(config)),
-        drop_path=config.drop_path * index / max(config.depth - 1, 1),
-    )
+def drop_path_of(config: ModelConfig, index: int) -> float:
+    """Drop-path rate of block number `index`, from 0; it grows linearly with depth."""
+    return config.drop_path * index / max(config.depth - 1, 1)
 
 
 def _block_kind(config: ModelConfig) -> Callable[..., Block]:
@@ -204,12 +220,12 @@ def _block_kind(config: ModelConfig) -> Callable[..., Block]:
     return ParallelBlock if config.parallel_blocks else BLOCKS[config.norm_order]
 
 
-def _norm(config: ModelConfig, dim: int | None = None) -> nn.Module:
+def norm_of(config: ModelConfig, dim: int | None = None) -> nn.Module:
     return NORMS[config.norm](dim or config.dim, eps=config.norm_eps)
 
 
-def _qk_norm(config: ModelConfig) -> nn.Module:
-    return _norm(config, config.dim // config.num_heads) if config.qk_norm else nn.Identity()
+def qk_norm_of(config: ModelConfig) -> nn.Module:
+    return norm_of(config, config.dim // config.num_heads) if config.qk_norm else nn.Identity()
 
 
 def _mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
@@ -236,7 +252,7 @@ def _experts(config: ModelConfig) -> MixtureOfExperts:
     )
 
 
-def _scale(config: ModelConfig) -> nn.Module:
+def scale_of(config: ModelConfig) -> nn.Module:
     return LayerScale(config.dim, config.layer_scale) if config.layer_scale else nn.Identity()
 
 

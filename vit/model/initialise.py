@@ -21,6 +21,12 @@ def xavier_squares(weight: Tensor) -> None:
         nn.init.xavier_uniform_(matrix)
 
 
+def xavier_halves(weight: Tensor) -> None:
+    """Xavier-uniform for keys and values of any width apart."""
+    for matrix in weight.chunk(2):
+        nn.init.xavier_uniform_(matrix)
+
+
 def xavier_attention(weight: Tensor) -> None:
     """Xavier-uniform for queries, keys and values apart, where the last two may be narrower."""
     queries, others = weight.tensor_split([weight.shape[1]])
@@ -51,14 +57,18 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     # Not zeros, as the class token: registers that start equal get equal gradients for ever.
     (r"^reg_token$", normal(0.02)),
     (r"^pos_embed$", normal(0.02)),
+    # GPT-2's: logits of the tied embedding start near zero.
+    (r"(^|\.)token_embed\.weight$|positions\.pos_embed$", normal(0.02)),
     # Zeros, as BEiT: offsets get different gradients, and positions begin by saying nothing.
     (r"\.relative_position_bias_table$", nn.init.zeros_),
     (r"^patch_embed\.proj\.weight$", lecun_normal),
-    (r"norm\d?(_pre|_post)?\.weight$|\.gamma$", nn.init.ones_),
+    (r"norm\d?(_pre|_post|_cross|_memory)?\.weight$|\.gamma$", nn.init.ones_),
     (r"\.attn\.qkv\.weight$", xavier_attention),
     (r"^attn_pool\.kv\.weight$", xavier_squares),
     (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
-    (r"\.(attn\.proj|mlp\.(shared\.)?fc\w+)\.weight$", nn.init.xavier_uniform_),
+    (r"\.cross_attn\.q\.weight$", nn.init.xavier_uniform_),
+    (r"\.cross_attn\.kv\.weight$", xavier_halves),
+    (r"\.((cross_)?attn\.proj|mlp\.(shared\.)?fc\w+)\.weight$", nn.init.xavier_uniform_),
     (r"\.mlp\.experts\.fc\d_weight$", xavier_stack),
     (r"\.mlp\.router\.weight$", normal(0.02)),
     (r"\.mlp\.((shared\.)?fc\w+\.|experts\.fc\d_)bias$", normal(1e-6)),

@@ -22,6 +22,14 @@ def mean_patch(tokens: Tensor, places: Places, prefix: int) -> Tensor:
     return (patches * shares).sum(dim=1)
 
 
+class NoPooling(nn.Module):
+    """Gives the tokens as they are, to a network without a head."""
+
+    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
+        """(batch, tokens, dim) -> the same"""
+        return tokens
+
+
 class ClassTokenPooling(nn.Module):
     """Takes the class token, which is the first."""
 

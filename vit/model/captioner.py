@@ -1,0 +1,91 @@
+"""Captioner: a VisionTransformer that also writes what it sees.
+
+    memory = encoder(images)          all tokens after the last norm
+    words  = decoder(ids, memory)     each word looks at those before it, and at the memory
+
+Source: Vaswani et al., section 3.1, arXiv:1706.03762; Vinyals et al., "Show and Tell",
+arXiv:1411.4555, with Transformers in both places.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from vit.model.attention import Attend, attend
+from vit.model.caching import Cache
+from vit.model.classifier import VisionTransformer
+from vit.model.decoder import TextDecoder
+
+
+class Said(NamedTuple):
+    """Both answers to a batch of images."""
+
+    classes: Tensor
+    """Logits, (batch, classes); (batch, 0) without a head."""
+    words: Tensor
+    """Logits of the token after each one, (batch, tokens, vocab)."""
+
+
+class Captioner(VisionTransformer):
+    """An encoder, with or without a head for classes, and a decoder that looks at its tokens.
+
+    The encoder's parameters have the names that they have in a VisionTransformer; the decoder's
+    start with `decoder.`.
+
+    Args:
+        decoder: Writes.
+        parts: Those of a VisionTransformer.
+    """
+
+    def __init__(self, *, decoder: TextDecoder, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.decoder = decoder
+
+    def see(self, images: Tensor, *, attend: Attend = attend) -> tuple[Tensor, Tensor]:
+        """Class logits, (batch, classes or 0), and the memory, (batch, tokens, dim).
+
+        Args:
+            images: (batch, channels, height, width).
+            attend: How attention mixes the values.
+        """
+        tokens, places = self.encode(images, attend=attend)
+        if not self.num_classes:
+            return tokens.new_zeros(len(tokens), 0), tokens
+        return self.head(self.pool(tokens, places)), tokens
+
+    def forward(self, images: Tensor, ids: Tensor) -> Said:  # type: ignore[override]
+        """Logits of classes, and of the token after each one.
+
+        Args:
+            images: (batch, channels, height, width).
+            ids: Tokens, (batch, tokens), int64; what stands behind the end changes nothing.
+        """
+        classes, memory = self.see(images)
+        return Said(classes, self.decoder(ids, memory))
+
+    def contrast(self, images: Tensor, ids: Tensor, others: Tensor) -> tuple[Said, Tensor]:
+        """Answers as `forward` gives, and word logits of `others` to the same images."""
+        classes, memory = self.see(images)
+        return Said(classes, self.decoder(ids, memory)), self.decoder(others, memory)
+
+
+class Continuation:
+    """Sentences in the making, one a row.
+
+    Args:
+        decoder: Writes them.
+        cache: From `decoder.look`.
+    """
+
+    def __init__(self, decoder: TextDecoder, cache: Cache) -> None:
+        self.decoder, self.cache = decoder, cache
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """(rows, new tokens) -> logits of what follows the last one, (rows, vocab)"""
+        states = self.decoder.states(ids, self.cache)[:, -1]
+        logits: Tensor = states @ self.decoder.token_embed.weight.T
+        return logits
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order, (kept,) int64; one may come twice."""
+        self.cache.select(rows)
