@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {"vit.config", "vit.errors", "vit.presets", "vit.settings", "vit.version"}
 LEVEL_1 = {"vit.model", "vit.data", "vit.operators", "vit.precision"}
-LEVEL_2 = {"vit.weights", "vit.evaluation"}
+LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation"}
 LEVEL_3 = {"vit.training", "vit.inference"}
 NUMERIC = {"torch", "numpy"}
 
@@ -24,12 +24,13 @@ ALLOWED = {
     "vit.precision": {"torch", "vit.errors"},
     "vit.operators": {"torch"},
     "vit.model": {"torch", "einops", "vit.operators", *LEVEL_0},
-    "vit.data": {*NUMERIC, "torchvision", "PIL", "einops", *LEVEL_0},
+    "vit.data": {*NUMERIC, "torchvision", "PIL", "einops", "tokenizers", *LEVEL_0},
     "vit.weights": {
         *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
         "PIL", "yaml", *LEVEL_0, *LEVEL_1,
     },
-    "vit.evaluation": {*NUMERIC, *LEVEL_0, *LEVEL_1, "vit.weights"},
+    "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.tokenizer"},
+    "vit.evaluation": {*NUMERIC, "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
@@ -41,6 +42,8 @@ ONLY = {
     "timm": {"vit/weights", "vit/training/optimization.py"},
     "accelerate": {"vit/training"},
     "huggingface_hub": {"vit/weights/hub.py"},
+    "sacrebleu": {"vit/evaluation/captions.py"},
+    "tokenizers": {"vit/data/tokenizer.py", "vit/data/vocabulary.py"},
     "transformers": {"vit/weights/parity.py"},
 }
 MODEL_LINES = (

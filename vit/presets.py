@@ -51,3 +51,11 @@ def preset(name: str) -> dict[str, Any]:
             "(`vit models` lists all)"
         )
     return dict(PRESETS[name])
+
+
+def usual_of_task(task: str | None) -> dict[str, Any]:
+    """Settings that a task has where nobody chose others; those of classes are the fields' own.
+
+    A caption tells left from right, and what a picture shows at its edges.
+    """
+    return {"hflip": 0.0, "min_crop": 0.5} if "caption" in (task or "") else {}

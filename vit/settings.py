@@ -20,7 +20,7 @@ import yaml
 
 from vit.config import SECTIONS, ChosenModel, Config
 from vit.errors import ConfigError, printable
-from vit.presets import preset
+from vit.presets import preset, usual_of_task
 
 MOST_BYTES = 1_000_000
 FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
@@ -96,7 +96,7 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
     """
     chosen = checked(values)
     model = chosen.get("model", _default_model())
-    chosen = {**preset(model), **chosen}
+    chosen = {**preset(model), **usual_of_task(chosen.get("task")), **chosen}
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in chosen.items():
         sections[all_settings()[name].section][name] = value
@@ -145,7 +145,8 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def changed_settings(config: Config) -> list[str]:
     """Names of the settings that differ from the defaults, those of the preset included."""
-    usual = {**flatten(make_config({"model": config.training.model})), "model": _default_model()}
+    named = {"model": config.training.model, "task": config.training.task}
+    usual = {**flatten(make_config(named)), "model": _default_model(), "task": "classify"}
     return [name for name, value in flatten(config).items() if value != usual[name]]
 
 

@@ -17,6 +17,10 @@ from vit.weights.folder import load_run
 from vit.weights.tensorfile import read_tensors
 
 
+def measured(top1):
+    return Validation(21, {"val_loss": 1.0, "val_top1": top1}, 0)
+
+
 def event(epoch: int, top1: float, loss: float = 1.0) -> dict:
     return {"event": "epoch", "epoch": epoch, "val_top1": top1, "val_loss": loss}
 
@@ -66,7 +70,7 @@ def test_the_soup_is_the_greedy_one(tmp_path, seed):
     for index, point in enumerate(points):
         best.save(index + 1, {"w": point})
         best.offer(event(index + 1, score(point)))
-    made = make_soup(best, lambda weights: Validation(9, 1.0, score(weights["w"]), 0))
+    made = make_soup(best, lambda weights: measured(score(weights["w"])))
     found, weights = made
     members = greedy(points, score)
     assert found["epochs"] == [index + 1 for index in members]
@@ -84,7 +88,7 @@ def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[d
     for epoch, top1 in enumerate(scores, 1):
         best.save(epoch, {"w": torch.tensor([float(epoch)])})
         best.offer(event(epoch, top1))
-    found, weights = make_soup(best, lambda w: Validation(9, 1.0, soups[float(w["w"])], 0))
+    found, weights = make_soup(best, lambda w: measured(soups[float(w["w"])]))
     return found, float(weights["w"])
 
 
@@ -110,7 +114,7 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path):
         best.save(epoch, {"w": torch.zeros(epoch)})
         best.offer(event(epoch, 1 - epoch / 10))
     with pytest.raises(WeightsError, match=r"epoch-0002.*w has shape \(2,\) instead of \(1,\)"):
-        make_soup(best, lambda _: Validation(9, 1.0, 0.5, 0))
+        make_soup(best, lambda _: measured(0.5))
 
 
 def test_damaged_weights_cost_the_soup_and_not_the_run(tiny_config, tmp_path, capsys):
@@ -131,7 +135,7 @@ def test_a_resumed_run_keeps_what_the_checkpoint_it_came_from_needs(tiny_config,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "vit.training.session.validate",
-            lambda run, *_: Validation(21, 1.0, run.step / 1000, 0),
+            lambda run, *_: measured(run.step / 1000),
         )
         patch.setattr("vit.training.session.Session.stopped_early", lambda s: s.epoch == 3)
         train(config, tmp_path / "run")
@@ -205,7 +209,7 @@ def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeyp
 def test_a_run_stops_when_nothing_better_comes(tiny_config, tmp_path, monkeypatch, capsys):
     scores = itertools.chain([0.5, 0.7], itertools.repeat(0.6))
     monkeypatch.setattr(
-        "vit.training.session.validate", lambda *_: Validation(21, 1.0, next(scores), 0)
+        "vit.training.session.validate", lambda *_: measured(next(scores))
     )
     result = train(tiny_config(epochs=20, patience=3), tmp_path / "run")
     assert result.epoch == 2

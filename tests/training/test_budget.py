@@ -13,10 +13,10 @@ from vit.errors import ConfigError
 from vit.training import budget
 from vit.training.budget import Costs, count_that_fit, fit_time
 from vit.training.devices import make_accelerator
+from vit.training.looking import look_at_data
 from vit.training.loop import Step
 from vit.training.pace import Pace, duration, steps_left
 from vit.training.schedule import picture_side
-from vit.training.setup import look_at_data
 from vit.training.validation import Validation
 
 STEP, VALIDATION, COMPILING, STARTING = 0.25, 0.5, 20.0, 2.0
@@ -50,7 +50,7 @@ class Clock:
         assert pictures == expected
         self.validated.append(pictures)
         self.now += VALIDATION * pictures / 21
-        return Validation(pictures, 1.0, 0.5, 0)
+        return Validation(pictures, {"val_loss": 1.0, "val_top1": 0.5}, 0)
 
 
 @pytest.fixture

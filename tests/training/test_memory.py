@@ -291,7 +291,7 @@ from vit.training import budget
 from vit.training.devices import make_accelerator
 from vit.training.memory import largest_that_fits
 from vit.training.recomputation import recompute_blocks
-from vit.training.setup import look_at_data
+from vit.training.looking import look_at_data
 
 accelerator = make_accelerator(RunConfig(device="cpu"))
 rank = accelerator.process_index

@@ -12,8 +12,9 @@ from vit.data.sources import open_splits
 from vit.settings import make_config, read_settings
 from vit.training.batches import training_loader
 from vit.training.devices import make_accelerator
+from vit.training.looking import complete
 from vit.training.loop import train_one_step
-from vit.training.setup import complete, make_training
+from vit.training.setup import make_training
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

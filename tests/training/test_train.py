@@ -108,14 +108,14 @@ def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monk
     train(whole, tmp_path / "whole")
     batches = []
 
-    def measure(run, batch):
-        batches.append(batch)
+    def judged(logits, labels):
+        batches.append(labels)
         if len(batches) == 8:  # the second of six in the second epoch
             os.kill(os.getpid(), signal.SIGINT)
-        return original(run, batch)
+        return original(logits, labels)
 
-    original = validation.measure
-    monkeypatch.setattr("vit.training.validation.measure", measure)
+    original = tasks.judged
+    monkeypatch.setattr("vit.training.tasks.judged", judged)
     with pytest.raises(Interrupted) as stopped:
         train(whole, tmp_path / "parts")
     assert stopped.value.exit_code == 130

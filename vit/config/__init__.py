@@ -73,6 +73,10 @@ class Config:
                     if chosen != getattr(SECTIONS[section], name):
                         raise ConfigError(f"{name}={chosen!r}: task=caption alone reads it")
             return
+        if self.finetune.method == "probe" or self.finetune.probe_first:
+            name = "method" if self.finetune.method == "probe" else "probe_first"
+            value = getattr(self.finetune, name)
+            raise ConfigError(f"{name}={value}: a probe fits classes; use method=linear or full")
         self.decoder.check_with(self.model)
         if self.augment.mixes:
             raise ConfigError(

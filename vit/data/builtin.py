@@ -4,6 +4,8 @@
 Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998, doi:10.24432/C50P49, CC BY 4.0) as
 scikit-learn ships it. Here it is one sprite, digits.png, whose pixel of value v in 0 to 16 is the
 byte round(255 v / 16), and the labels in row-major order in digits.json.
+
+`shapes`: drawn scenes of two objects with their captions; see vit.data.shapes.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from vit.data.shapes import write_scenes
 from vit.errors import DataError, printable
 
 SIDE = 8
@@ -28,23 +31,37 @@ FOLD = 5
 def digits_folder(cache: Path | None = None) -> Path:
     """The folder digits-v1 with train/CLASS/NNNN.png and val/CLASS/NNNN.png; written where missing.
 
-    It appears whole or not at all, and is written again where a file was changed or lost.
-
     Args:
         cache: Where to keep it; the user's cache folder when left empty.
 
     Raises:
         DataError: It cannot be written.
     """
+    return _kept("digits", _write_digits, cache)
+
+
+def shapes_folder(cache: Path | None = None) -> Path:
+    """The folder shapes-v1 with train/, val/ and unseen/, each with PAIR/NNNN.png and captions.
+
+    Writing it takes some seconds. Arguments and errors are those of `digits_folder`.
+    """
+    return _kept("shapes", write_scenes, cache)
+
+
+def _kept(name: str, fill: Callable[[Path], None], cache: Path | None) -> Path:
+    """The folder of the set `name`, which `fill` writes.
+
+    It appears whole or not at all, and is written again where a file was changed or lost.
+    """
     cache = user_cache() if cache is None else cache
-    folder = cache / "digits-v1"
+    folder = cache / f"{name}-v1"
     try:
         if not is_whole(folder):
             cache.mkdir(parents=True, exist_ok=True)
-            _write(folder)
+            _write(folder, fill)
     except OSError as error:
         raise DataError(
-            f"{printable(folder)}: the built-in digits cannot be written ({error.strerror}); "
+            f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
             f"set XDG_CACHE_HOME to a folder that can"
         ) from error
     return folder
@@ -65,13 +82,11 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def _write(folder: Path) -> None:
-    """Write the digits beside `folder`, then put them in its place."""
-    fresh = Path(tempfile.mkdtemp(prefix=".digits-", dir=folder.parent))
+def _write(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder beside `folder`, then put it in its place."""
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        for name, image in _digits():
-            (fresh / name).parent.mkdir(parents=True, exist_ok=True)
-            image.save(fresh / name)
+        fill(fresh)
         (fresh / DIGEST).write_text(_digest(fresh), encoding="ascii")
         fresh.chmod(0o755)
         _replace(fresh, folder)
@@ -83,7 +98,7 @@ def _replace(fresh: Path, folder: Path) -> None:
     """Rename `fresh` to `folder`, unless another process was faster."""
     if is_whole(folder):
         return
-    with tempfile.TemporaryDirectory(prefix=".digits-", dir=folder.parent) as aside:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         with contextlib.suppress(FileNotFoundError):
             folder.rename(Path(aside) / "damaged")
         try:
@@ -91,6 +106,12 @@ def _replace(fresh: Path, folder: Path) -> None:
         except OSError:
             if not is_whole(folder):
                 raise
+
+
+def _write_digits(folder: Path) -> None:
+    for name, image in _digits():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        image.save(folder / name)
 
 
 def _digits() -> list[tuple[str, Image.Image]]:
@@ -119,4 +140,4 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-SETS: dict[str, Callable[[], Path]] = {"digits": digits_folder}
+SETS: dict[str, Callable[[], Path]] = {"digits": digits_folder, "shapes": shapes_folder}

@@ -7,7 +7,7 @@ the loader process nor on what was loaded before.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from vit.data.schedule import Key
 from vit.data.seeding import random_seed
 from vit.data.transforms import Transform
 from vit.errors import BadImage, printable
+
+if TYPE_CHECKING:
+    from vit.data.caption_ids import CaptionIds
 
 
 class Batch(NamedTuple):
@@ -35,6 +38,10 @@ class Batch(NamedTuple):
     """Places in the batch of the whole step, (batch,); MixUp pairs neighbours by them."""
     failed: list[BadImage]
     """Pictures that could not be read."""
+    words: Tensor | None = None
+    """Tokens of a caption of each, (batch, tokens), filled up behind the end; None without any."""
+    others: Tensor | None = None
+    """Tokens of a caption of another picture, likewise; in evaluation alone."""
 
 
 class ImageDataset(Dataset[Batch]):
@@ -44,6 +51,8 @@ class ImageDataset(Dataset[Batch]):
         samples: Files and their classes.
         transform_for: The transform of an epoch; pictures of all epochs may have one size or not.
         seed: Seed of the run; None where the transform draws nothing.
+        words: Tokens of the samples' captions, where they are wanted. In training each epoch draws
+            one of a picture's captions; else it is the first.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class ImageDataset(Dataset[Batch]):
         transform_for: Callable[[int], Transform],
         *,
         seed: int | None = None,
+        words: "CaptionIds | None" = None,
     ) -> None:
         # One block of bytes: a list of strings would be copied, page by page, into each process.
         names = [os.fsencode(sample.path) for sample in samples]
@@ -60,6 +70,7 @@ class ImageDataset(Dataset[Batch]):
         self.labels = torch.tensor([sample.label for sample in samples])
         self.transform_for = transform_for
         self.seed = seed
+        self.words = words
         self.current: tuple[int, Transform] | None = None
 
     def __len__(self) -> int:
@@ -87,13 +98,34 @@ class ImageDataset(Dataset[Batch]):
             return self.empty(transform)._replace(failed=failed)
         indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
         positions = torch.tensor([key.position for key in good], dtype=torch.int64)
-        return Batch(torch.stack(images), self.labels[indices], indices, positions, failed)
+        batch = Batch(torch.stack(images), self.labels[indices], indices, positions, failed)
+        return self._with_words(batch, good)
 
     def empty(self, transform: Transform) -> Batch:
         """A batch without pictures, of the shapes that `transform` gives."""
         none = torch.empty(0, dtype=torch.int64)
         images = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
-        return Batch(images, self.labels[none], none, none, [])
+        return self._with_words(Batch(images, self.labels[none], none, none, []), [])
+
+    def _with_words(self, batch: Batch, keys: list[Key]) -> Batch:
+        words = self.words
+        if words is None:
+            return batch
+        own = words.padded([(key.sample, self._which(key)) for key in keys])
+        if self.seed is not None:
+            return batch._replace(words=own)
+        # half the set further on: each picture is looked at once with a caption not its own
+        away = len(self) // 2
+        others = words.padded([((key.sample + away) % len(self), 0) for key in keys])
+        return batch._replace(words=own, others=others)
+
+    def _which(self, key: Key) -> int:
+        """Which caption of a picture an epoch takes."""
+        if self.seed is None:
+            return 0
+        assert self.words is not None
+        drawn = random_seed(self.seed, "caption", key.epoch, key.sample)
+        return drawn % self.words.count(key.sample)
 
     def _transform(self, epoch: int) -> Transform:
         if self.current is None or self.current[0] != epoch:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,6 +23,9 @@ from vit.data.schedule import Key, Schedule, Stream
 from vit.data.seeding import random_seed
 from vit.data.transforms import Transform
 from vit.errors import BadImage, DataError
+
+if TYPE_CHECKING:
+    from vit.data.caption_ids import CaptionIds
 
 __all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
 
@@ -45,6 +48,7 @@ class TrainingLoader:
         workers: Loader processes, 0 to load in this one; None to choose by the number of cores.
         on_bad_image: `stop` raises a BadImage; `skip` leaves it out and names it in `failed`.
         pin_memory: Put batches where a GPU can fetch them by itself.
+        words: Tokens of the samples' captions, where they are wanted.
     """
 
     def __init__(
@@ -57,11 +61,12 @@ class TrainingLoader:
         workers: int | None = None,
         on_bad_image: OnBadImage = "stop",
         pin_memory: bool = False,
+        words: "CaptionIds | None" = None,
     ) -> None:
         self.schedule = schedule
         self.stream = Stream(schedule, epochs)
         self.feed = Feed(
-            ImageDataset(samples, transform_for, seed=schedule.seed),
+            ImageDataset(samples, transform_for, seed=schedule.seed, words=words),
             self.stream,
             workers=default_workers(schedule.world_size) if workers is None else workers,
             on_bad_image=on_bad_image,
@@ -115,6 +120,7 @@ class EvaluationLoader:
         workers: As in `TrainingLoader`; they live as long as this object.
         on_bad_image: As in `TrainingLoader`.
         pin_memory: As in `TrainingLoader`.
+        words: As in `TrainingLoader`.
     """
 
     def __init__(
@@ -128,14 +134,16 @@ class EvaluationLoader:
         workers: int | None = None,
         on_bad_image: OnBadImage = "skip",
         pin_memory: bool = False,
+        words: "CaptionIds | None" = None,
     ) -> None:
+        self.samples = samples
         self.rounds = math.ceil(len(range(0, len(samples), world_size)) / batch_size)
         """Batches of the device that has most of them."""
         samples_here = range(rank, len(samples), world_size)
         keys = [Key(0, sample, place) for place, sample in enumerate(samples_here)]
         self.keys = [keys[at : at + batch_size] for at in range(0, len(keys), batch_size)]
         workers = default_workers(world_size) if workers is None else workers
-        dataset = ImageDataset(samples, Always(preprocessing))
+        dataset = ImageDataset(samples, Always(preprocessing), words=words)
         self.empty = dataset.empty(preprocessing)
         """A batch without pictures, for a device that has run out of them."""
         self.feed = Feed(

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vit.data.tokenizer import Tokenizer
 
 NO_LABEL = -1
 """Of a picture without a class."""
@@ -21,7 +25,7 @@ class Splits:
     """A data set ready for training."""
 
     classes: tuple[str, ...]
-    """Names of the classes, sorted; a label is an index into them."""
+    """Names of the classes, sorted; a label is an index into them. None where all is captions."""
     train: tuple[Sample, ...]
     """Training pictures."""
     val: tuple[Sample, ...]
@@ -32,3 +36,5 @@ class Splits:
     """Whether the validation pictures were chosen by us."""
     root: Path
     """Folder that holds all of them."""
+    tokenizer: "Tokenizer | None" = None
+    """Of the captions, where they are to be learned."""

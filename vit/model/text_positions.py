@@ -53,7 +53,7 @@ class SinusoidalTextPositions(TextPositions):
 
     def __init__(self, most: int, dim: int) -> None:
         super().__init__(most, dim)
-        self.register_buffer("table", sinusoidal_1d((most, 1), dim), persistent=False)
+        self.register_buffer("table", sinusoidal_1d((most, 1), dim))
 
     def forward(self, x: Tensor, first: int, padding: Tensor | None) -> tuple[Tensor, Rotate]:
         """(batch, tokens, dim) -> the same with places, and no turning"""
@@ -70,7 +70,7 @@ class RotaryTextPositions(TextPositions):
         waves = dim // 2
         frequencies = TEMPERATURE ** -(torch.arange(waves, dtype=torch.float64) / waves)
         angles = torch.outer(torch.arange(most, dtype=torch.float64), frequencies)
-        self.register_buffer("angles", angles.float(), persistent=False)
+        self.register_buffer("angles", angles.float())
 
     def forward(self, x: Tensor, first: int, padding: Tensor | None) -> tuple[Tensor, Rotate]:
         """(batch, tokens, dim) -> the same, and how queries and keys are turned"""

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from vit.errors import BadImage, RunError, VitError
+from vit.errors import RunError, VitError
 
 T = TypeVar("T")
 
@@ -39,9 +39,9 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     return answer
 
 
-def gathered(failed: list[BadImage]) -> list[BadImage]:
-    """The pictures that could not be read, of all processes."""
-    found: list[BadImage] = gather_object(failed)
+def everyones(mine: list[T]) -> list[T]:
+    """The items of the lists of all processes, on each of them."""
+    found: list[T] = gather_object(mine)
     return found
 
 

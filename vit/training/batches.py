@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vit.config import Config
+from vit.data.caption_ids import CaptionIds
 from vit.data.loading import EvaluationLoader, Schedule, TrainingLoader
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
@@ -54,6 +55,7 @@ def training_loader(run: Training, samples: Sequence[Sample]) -> TrainingLoader:
         workers=config.data.workers,
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
+        words=words_of(run, samples),
     )
 
 
@@ -69,7 +71,17 @@ def evaluation_loader(run: Training, samples: Sequence[Sample]) -> EvaluationLoa
         workers=config.data.workers,
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
+        words=words_of(run, samples),
     )
+
+
+def words_of(run: Training, samples: Sequence[Sample]) -> CaptionIds | None:
+    """Tokens of the captions, where they are learned."""
+    if run.tokenizer is None:
+        return None
+    most = run.config.decoder.caption_tokens
+    assert most is not None, "the data completes it"
+    return CaptionIds([sample.captions for sample in samples], run.tokenizer, most)
 
 
 def micro_batch_size(run: Training) -> int:

@@ -11,16 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from vit.training.scores import rank
 from vit.weights.tensorfile import naming, read_tensors, write_tensors
 
 BEST = "best"
 
 Event = dict[str, Any]
-
-
-def rank(event: Mapping[str, Any]) -> tuple[float, float]:
-    """What a better epoch has more of: accuracy, then the lower loss."""
-    return event["val_top1"], -event["val_loss"]
 
 
 def stopped_early(best_epoch: int, epoch: int, patience: int | None) -> bool:

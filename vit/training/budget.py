@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -134,7 +135,8 @@ def endless(config: Config) -> Config:
 def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
     """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
     watch = Stopwatch(accelerator)
-    return rehearse(endless(config), accelerator, lambda run: measure(run, splits, watch, most))
+    act = partial(measure, splits=splits, watch=watch, most=most)
+    return rehearse(endless(config), accelerator, act, splits)
 
 
 class Stopwatch:

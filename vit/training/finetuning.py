@@ -30,6 +30,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {**SHARED, "epochs": 12, "lr": 3e-3, "weight_decay": 0.0},
     "probe": {"epochs": 1, "warmup_epochs": 0.0},
 }
+CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
+    "full": {"lr": 1e-3, "encoder_lr": 1e-4, "smoothing": 0.1},
+    "lora": {"smoothing": 0.1},
+    "linear": {"lr": 1e-3, "weight_decay": 0.05, "smoothing": 0.1},
+}
 # What a probe has no use for: it is one fit to pictures that are not varied.
 NOT_OF_A_PROBE = (
     *("epochs", "time", "lr", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "betas"),
@@ -66,8 +71,10 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
         found |= usual_size(source.config, source.preprocessing)
     found |= sizes_of_preset(config, source, given)
+    found |= of_captions(config, source, method, given)
     found["method"] = method
-    found["probe_first"] = config.finetune.method is None if first is None else first
+    usual_first = config.finetune.method is None and not config.training.captions
+    found["probe_first"] = usual_first if first is None else first
     refuse_what_is_ignored(method, chosen, given, usual={**flatten(make_config({})), **found})
     found["license"] = source.license
     given = [name for name in given if (name, chosen[name]) != ("license", None)]
@@ -80,6 +87,28 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
             "equal; use --method full, or leave --feedforward out"
         )
     return completed
+
+
+def of_captions(
+    config: Config, source: Pretrained, method: str, given: Sequence[str]
+) -> dict[str, Any]:
+    """What follows where captions are learned: a new decoder learns faster than an encoder.
+
+    A decoder that comes with the weights goes on, unless other words are asked for.
+    """
+    training = config.training
+    if not training.captions:
+        return {}
+    found = dict(CAPTION_DEFAULTS.get(method, {}))
+    if not training.classifies:
+        found |= {"num_classes": 0, "pooling": "none"}
+        if source.config.last_norm == "pooled":
+            found["final_norm"] = "tokens"
+    if source.decoder is not None and "tokenizer" not in given:
+        found |= dataclasses.asdict(source.decoder.config)
+        if method == "full":
+            found |= {"lr": 3e-4}
+    return found
 
 
 def refuse_what_is_ignored(

@@ -6,11 +6,12 @@ from torch import nn
 
 from vit.errors import ConfigError
 
-HEAD = "head."
+HEAD = ("head.", "decoder.")
+"""Names of what answers; all others are the backbone's."""
 
 
 def freeze_backbone(network: nn.Module) -> None:
-    """Let the head alone learn.
+    """Let the head alone learn, and the decoder where there is one.
 
     Raises:
         ConfigError: There is no head.

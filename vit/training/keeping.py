@@ -114,6 +114,7 @@ class Keeper:
             classes=self.classes,
             preprocessing=run.preprocessing,
             terms=run.config.finetune.license,
+            tokenizer=run.tokenizer,
         )
 
     def require_model(self) -> None:

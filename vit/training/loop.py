@@ -10,25 +10,24 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vit.config import Config
 from vit.data.loading import Batch
-from vit.data.mixing import draw_plan, mix
 from vit.data.preprocessing import Preprocessing
 from vit.data.seeding import random_seed
+from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, RunError
 from vit.model.classifier import VisionTransformer
 from vit.model.patches import FlexiblePatchEmbedding
-from vit.training.agreement import gathered
+from vit.training.agreement import everyones
 from vit.training.ema import MovingAverage
 from vit.training.interruption import Interruption
-from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import set_lr
 from vit.training.progress import Progress
 from vit.training.routing import router_losses
 from vit.training.sharding import whole
+from vit.training.tasks import Classification, Task
 
 LEAST_SCALE = 1e-4
 
@@ -47,6 +46,9 @@ class Training:
     average: MovingAverage | None
     preprocessing: Preprocessing
     lr_at: Callable[[int], float]
+    task: Task = field(default_factory=Classification)
+    tokenizer: Tokenizer | None = None
+    """Of the captions, where they are learned."""
     step: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Pictures left out while training, and why."""
@@ -198,11 +200,11 @@ def leave_out(run: Training, failed: list[BadImage]) -> None:
     Raises:
         BadImage: They were to stop the run; on all processes.
     """
-    everyones = gathered(failed)
+    found = everyones(failed)
     if run.config.data.on_bad_image == "stop":
         run.optimizer.zero_grad()
-        raise BadImage(everyones[0].path, everyones[0].reason)
-    run.failed.update((bad.path, bad.reason) for bad in everyones)
+        raise BadImage(found[0].path, found[0].reason)
+    run.failed.update((bad.path, bad.reason) for bad in found)
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -222,33 +224,12 @@ def losses_of(
     torch.manual_seed(random_seed(config.training.seed, "model", run.step, micro_batch, rank))
     device = run.accelerator.device
     images = run.preprocessing.normalise(batch.images.to(device, non_blocking=True), run.dtype)
-    labels = batch.labels.to(device, non_blocking=True)
-    targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
-    plan = draw_plan(
-        config.augment,
-        seed=config.training.seed,
-        epoch=epoch,
-        step=run.step,
-        batch_size=config.data.batch_size,
-    )
-    images, targets = mix(images, targets, batch.positions, plan)
-    logits = forward(run, images)
-    loss = smoothed_cross_entropy(logits, targets, smoothing=config.training.smoothing).view(1)
+    loss = run.task.loss(run, batch, images, epoch)
     if config.model.feedforward != "moe":
         return loss
     everyone = None if alone else run.accelerator
     routers = router_losses(everyone, run.network, images=len(batch.labels))
     return torch.cat([loss, routers.to(loss)])
-
-
-def forward(run: Training, images: Tensor) -> Tensor:
-    """Logits of normalised `images`, of which there may be none.
-
-    All processes must take part in each pass, and some attention kernels refuse an empty batch.
-    """
-    given = images if len(images) else images.new_zeros(1, *images.shape[1:])
-    logits: Tensor = run.model(given)[: len(images)]
-    return logits
 
 
 def clip(run: Training) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
 from vit.data.loading import Batch
+from vit.data.samples import Splits
 from vit.errors import RunError
 from vit.model.patches import FlexiblePatchEmbedding
 from vit.training.loop import Training, clip, losses_of, objective
@@ -34,11 +35,12 @@ MOST_STEPS = 12
 GIB = 2**30
 
 
-def fit_memory(config: Config, accelerator: Accelerator, say: Say) -> Config:
+def fit_memory(config: Config, splits: Splits, accelerator: Accelerator, say: Say) -> Config:
     """`config` with `accumulate` as a number, found out where it is None.
 
     Args:
         config: Settings; the batch is one that the training pictures fill.
+        splits: The data.
         accelerator: The devices.
         say: Told in one line what was found.
 
@@ -61,7 +63,8 @@ def fit_memory(config: Config, accelerator: Accelerator, say: Say) -> Config:
     def trial(size: int) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         parts = share // size
-        rehearse(accumulating(config, parts), accelerator, lambda run: take_steps(run, size))
+        fitted = accumulating(config, parts)
+        rehearse(fitted, accelerator, lambda run: take_steps(run, size), splits)
         return torch.cuda.max_memory_reserved(device)
 
     sizes = micro_batch_sizes(share, pairs=config.augment.mixes)
@@ -194,15 +197,18 @@ def step_alone(run: Training, batches: Sequence[Batch]) -> None:
 
 def random_batch(config: Config, size: int) -> Batch:
     """Noise of the full size, (size, channels, image_size, image_size)."""
-    model = config.model
+    model, words = config.model, config.decoder
     shape = (size, model.channels, model.image_size, model.image_size)
     places = torch.arange(size)
     return Batch(
         images=torch.randint(0, 256, shape, dtype=torch.uint8),
-        labels=torch.randint(0, model.num_classes, (size,)),
+        labels=torch.randint(0, max(model.num_classes, 1), (size,)),
         indices=places,
         positions=places,
         failed=[],
+        words=torch.randint(0, words.vocab_size, (size, words.caption_tokens))
+        if words.vocab_size and words.caption_tokens
+        else None,
     )
 
 

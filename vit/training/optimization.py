@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from vit.config import TrainingConfig
 from vit.errors import ConfigError
+from vit.training.freezing import HEAD
 
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
@@ -23,13 +24,19 @@ UNFIT = ("kron", "adahessian")
 
 
 def parameter_groups(
-    model: nn.Module, *, depth: int, weight_decay: float, layer_decay: float
+    model: nn.Module,
+    *,
+    depth: int,
+    weight_decay: float,
+    layer_decay: float,
+    backbone: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Parameters in groups of equal weight decay and learning rate.
 
     Weight decay stays off biases, those of stacked experts too, norms and scales (anything with one
     axis), positions and tokens.
-    The learning rate of a group is the run's, times `lr_scale` = layer_decay ** (layers above it).
+    The learning rate of a group is the run's, times `lr_scale` = layer_decay ** (layers above it),
+    times `backbone` for what is not head or decoder.
 
     Returns:
         Groups for an optimiser, each with `params`, `names`, `weight_decay`, `lr_scale`.
@@ -45,6 +52,7 @@ def parameter_groups(
         last = name.split(".")[-1]
         decays = parameter.ndim > 1 and last not in TOKENS and not last.endswith("bias")
         scale = layer_decay ** (depth + 1 - layer_of(name, depth))
+        scale *= 1.0 if name.startswith(HEAD) else backbone
         group = groups[weight_decay if decays else 0.0, scale]
         group["params"].append(parameter)
         group["names"].append(name)
@@ -76,7 +84,11 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> O
         ConfigError: timm has no optimiser of that name, or it does not take these settings.
     """
     groups = parameter_groups(
-        model, depth=depth, weight_decay=config.weight_decay, layer_decay=config.layer_decay
+        model,
+        depth=depth,
+        weight_decay=config.weight_decay,
+        layer_decay=config.layer_decay,
+        backbone=1.0 if config.encoder_lr is None else config.encoder_lr / config.lr,
     )
     options: dict[str, Any] = {} if config.betas is None else {"betas": config.betas}
     if config.optimizer == "adamw":

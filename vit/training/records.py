@@ -12,6 +12,7 @@ from vit.training.loop import Step, Training
 from vit.training.progress import Progress, say
 from vit.training.routing import unevenness
 from vit.training.run_folder import Metrics, clean_leftovers
+from vit.training.scores import blindness, told, verdict
 from vit.training.tracking import Tracking
 from vit.training.validation import Validation
 
@@ -82,8 +83,7 @@ class Records:
             "epoch": epoch,
             "step": self.run.step,
             "train_loss": train_loss,
-            "val_loss": measured.loss,
-            "val_top1": measured.top1,
+            **measured.scores,
             "val_images": measured.count,
             "lr": self.run.lr_at(max(self.run.step - 1, 0)),
             "images_per_second": round(progress.rate, 1),
@@ -99,16 +99,18 @@ class Records:
         self.tell(
             f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
-            f"val top-1 {event['val_top1']:.2%}{' *' if best else '  '}  "
+            f"{told(event)}{' *' if best else '  '}  "
             f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
         )
+        if (note := blindness(event)) is not None:
+            self.tell(note)
 
     def soup(self, event: dict[str, Any]) -> None:
         """An average of epochs that has been measured."""
         self._write(event)
         members = ", ".join(map(str, event["epochs"]))
-        verdict = "" if event["better"] else ": not better than the best epoch, which stays"
-        self.tell(f"soup of epochs {members}: validation top-1 {event['val_top1']:.2%}{verdict}")
+        worse = "" if event["better"] else ": not better than the best epoch, which stays"
+        self.tell(f"soup of epochs {members}: {verdict(event)}{worse}")
 
     def end(
         self, chosen: dict[str, Any], *, pictures: int, routers: Sequence[Mapping[str, Any]] = ()
@@ -128,7 +130,7 @@ class Records:
         if (note := unevenness(routers)) is not None:
             self.tell(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
-        self.tell(f"best: {what}, validation top-1 {chosen['val_top1']:.2%} of {pictures} pictures")
+        self.tell(f"best: {what}, {verdict(chosen)} of {pictures} pictures")
         self.tell(f"now: vit predict {quoted(self.folder)} IMAGE...")
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.data.samples import Splits
 from vit.training.loop import Training, widest
 from vit.training.setup import make_training
 
@@ -17,7 +18,12 @@ LONG = 10**6
 STEPS = 10**12
 
 
-def rehearse(config: Config, accelerator: Accelerator, act: Callable[[Training], T]) -> T:
+def rehearse(
+    config: Config,
+    accelerator: Accelerator,
+    act: Callable[[Training], T],
+    splits: Splits | None = None,
+) -> T:
     """Let `act` use a training of `config`, and leave nothing of it behind.
 
     Random state, loss scale and what accelerate remembers are as before. After an error the
@@ -27,6 +33,7 @@ def rehearse(config: Config, accelerator: Accelerator, act: Callable[[Training],
         config: Settings; `accumulate` is known.
         accelerator: The devices.
         act: What to do with the training.
+        splits: The data, which know the words of captions; not needed for classes.
 
     Returns:
         What `act` returns; it must hold nothing of the training.
@@ -36,7 +43,7 @@ def rehearse(config: Config, accelerator: Accelerator, act: Callable[[Training],
     cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(cuda):
-            return act(make_training(config, accelerator, STEPS))
+            return act(make_training(config, accelerator, STEPS, splits=splits))
     finally:
         if scaler is not None:
             scaler.load_state_dict(scale)

@@ -19,10 +19,12 @@ from vit.settings import flatten, make_config, read_settings, write_settings
 from vit.training.best import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.tracking import TRACKING
+from vit.weights.folder import TOKENIZER_FILE
 from vit.weights.tensorfile import naming, write_safely, write_text
 
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "split.json"),
+    TOKENIZER_FILE,
     REPORT_FILE,
 )
 WEIGHTS = "model.safetensors"
@@ -38,7 +40,7 @@ FREE = {
 LEFT_TO_WEIGHTS = ("method", "probe_first", "license")
 
 # settings that the data completes
-FROM_DATA = {"num_classes", "batch_size"}
+FROM_DATA = {"num_classes", "batch_size", "vocab_size", "caption_tokens"}
 
 
 def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -166,6 +168,8 @@ def write_start(folder: Path, config: Config, splits: Splits) -> None:
         clear(folder)
     header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
     write_safely(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
+    if splits.tokenizer is not None:
+        write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
     if splits.made:
         record = {
             "root": str(Path(splits.root).resolve()),

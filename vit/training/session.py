@@ -163,13 +163,14 @@ class Session:
             pictures=len(self.splits.val),
             routers=self.best.first.get("routers", ()),
         )
-        if run.accelerator.is_main_process:
+        if run.accelerator.is_main_process and run.tokenizer is None:
             leave_report(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,
             classes=self.splits.classes,
             epoch=self.best.first["epoch"],
-            val_top1=chosen["val_top1"],
+            val_top1=chosen.get("val_top1"),
+            scores={n.removeprefix("val_"): v for n, v in chosen.items() if n.startswith("val_")},
             failed=run.failed,
         )
 

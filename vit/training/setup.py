@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from vit.config import Config
-from vit.data.checking import check_samples, without
+from vit.data.caption_ids import CaptionIds
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Splits
-from vit.data.schedule import fitting_batch_size
 from vit.data.seeding import random_seed
-from vit.data.sources import open_splits, relative
-from vit.errors import BadImage, ConfigError
+from vit.data.sources import relative
 from vit.model.build import build_classifier
+from vit.model.build_captioner import build_captioner
+from vit.model.captioner import Captioner
 from vit.model.classifier import VisionTransformer
-from vit.training.agreement import on_main
+from vit.training.captioning import Captioning
 from vit.training.devices import arithmetic
 from vit.training.ema import MovingAverage
 from vit.training.finetuning import choose_what_learns
@@ -28,101 +29,12 @@ from vit.training.optimization import make_optimizer
 from vit.training.recomputation import recompute_blocks
 from vit.training.schedule import CosineSchedule
 from vit.training.sharding import is_sharded, require_shardable
+from vit.training.tasks import Classification, Task
+from vit.training.words import words_line
 from vit.weights.adapting import adapt
 from vit.weights.pretrained import Pretrained
 
 Say = Callable[[str], None]
-
-
-def look_at_data(
-    config: Config, given: Sequence[str], accelerator: Accelerator, say: Say
-) -> tuple[Config, Splits, dict[str, str]]:
-    """The settings of a run completed with what its pictures say, the pictures, and the bad ones.
-
-    Raises:
-        DataError: The data cannot be trained on.
-        ConfigError: A setting does not fit the data.
-        BadImage: A picture cannot be read, and `on_bad_image` is stop.
-    """
-    data = config.data
-    splits = open_splits(data.data, val_share=data.val_share, seed=config.training.seed)
-    config = complete(config, splits, given)
-    bad = find_bad_images(splits, config, accelerator)
-    splits = without(splits, bad)
-    for note in splits.notes:
-        say(f"note: {note}")
-    config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
-    batch_size, images = config.data.batch_size, len(splits.train)
-    probing = config.finetune.method == "probe"  # which sees all of them, once
-    if not probing and (lost := images % batch_size / images) > 0.1:
-        say(
-            f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
-            f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
-        )
-    return config, splits, {image.path: image.reason for image in bad}
-
-
-def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
-    """`config` with what the data says: the number of classes.
-
-    Args:
-        config: Settings as asked for.
-        splits: The data.
-        given: Names of the settings that somebody chose.
-
-    Raises:
-        ConfigError: num_classes was chosen, and the data has another number.
-    """
-    found = len(splits.classes)
-    if "num_classes" in given and config.model.num_classes != found:
-        raise ConfigError(
-            f"num_classes={config.model.num_classes}: the data has {found} classes; "
-            "leave it out and it is taken from the data"
-        )
-    if config.model.channels != 3:
-        raise ConfigError(f"channels={config.model.channels}: pictures are read as RGB, use 3")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
-
-
-def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) -> list[BadImage]:
-    """Pictures whose headers cannot be read, looked at by one process for all.
-
-    Raises:
-        BadImage: There are some, and `on_bad_image` is stop.
-    """
-    bad = on_main(accelerator, lambda: check_samples([*splits.train, *splits.val]))
-    if bad and config.data.on_bad_image == "stop":
-        others = ", ".join(str(image) for image in bad[1:5])
-        more = f" (and {len(bad) - 1} more: {others})" if others else ""
-        raise BadImage(
-            bad[0].path,
-            f"{bad[0].reason}{more}; mend or delete, or leave such files out with "
-            "--on-bad-image skip",
-        )
-    return bad
-
-
-def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Config:
-    """`config` with a batch that the training pictures fill.
-
-    Raises:
-        DataError: There are fewer pictures than micro-batches in a step.
-        ConfigError: The batch does not split into whole pairs, and pairs are to be mixed.
-    """
-    data, parts = config.data, processes * config.data.micro_batches
-    unit = 2 * parts if parts > 1 and config.augment.mixes else parts
-    batch_size = fitting_batch_size(images, data.batch_size, unit)
-    if batch_size % unit and not batch_size % parts:
-        raise ConfigError(
-            f"batch_size={batch_size} is {batch_size // parts} pictures in each of {parts} parts, "
-            f"and MixUp and CutMix mix pairs: choose a multiple of {unit}"
-        )
-    if batch_size != data.batch_size:
-        say(
-            f"note: only {images} training pictures, fewer than batch_size={data.batch_size}: "
-            f"going on with batch_size={batch_size}"
-        )
-    return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))
 
 
 def make_network(
@@ -144,12 +56,16 @@ def make_network(
         ConfigError: The method does not fit the network.
     """
     torch.manual_seed(random_seed(config.training.seed, "weights"))
-    network = build_classifier(config.model)
+    network: VisionTransformer = (
+        build_captioner(config.model, config.decoder)
+        if config.training.captions
+        else build_classifier(config.model)
+    )
     if source is not None:
-        state, report = adapt(source, config.model, classes=classes)
-        network.load_state_dict(state)
+        state, report = adapt(source, config.model, classes=classes or None)
         for line in report.lines():
             say(line)
+        network.load_state_dict({**network.state_dict(), **state, **words_of(source, config, say)})
     check_forward(network, config)
     learns = choose_what_learns(network, config)
     if learns is not None:
@@ -157,11 +73,33 @@ def make_network(
     return network
 
 
+def words_of(source: Pretrained, config: Config, say: Say) -> dict[str, Tensor]:
+    """Weights of the source's decoder, where it has one that is the same network."""
+    if source.decoder is None or not config.training.captions:
+        return {}
+    sizes = dataclasses.replace(source.decoder.config, **WITHOUT_WEIGHTS)
+    if sizes != dataclasses.replace(config.decoder, **WITHOUT_WEIGHTS):
+        say("note: the decoder starts anew: its settings or its words differ from those it had")
+        return {}
+    say("the decoder goes on from its weights")
+    return {f"decoder.{name}": tensor for name, tensor in source.decoder.state.items()}
+
+
+# settings of a decoder without which its weights are the same
+WITHOUT_WEIGHTS: dict[str, Any] = {
+    "decoder_dropout": 0.0,
+    "decoder_drop_path": 0.0,
+    "caption_dropout": 0.0,
+    "tokenizer": "bpe",
+}
+
+
 def make_training(
     config: Config,
     accelerator: Accelerator,
     total_steps: int,
     network: VisionTransformer | None = None,
+    splits: Splits | None = None,
 ) -> Training:
     """Network, optimiser, average and schedule, on their devices.
 
@@ -170,6 +108,7 @@ def make_training(
         accelerator: The devices.
         total_steps: Optimiser steps of the whole training.
         network: From `make_network`; a fresh one where left out.
+        splits: The data, which know the words of captions; not needed for classes.
     """
     training = config.training
     require_shardable(accelerator, config)
@@ -199,7 +138,22 @@ def make_training(
         average=average,
         preprocessing=Preprocessing.of(config.data, config.model.image_size),
         lr_at=schedule,
+        task=make_task(config, splits),
+        tokenizer=None if splits is None else splits.tokenizer,
     )
+
+
+def make_task(config: Config, splits: Splits | None) -> Task:
+    """What the network learns."""
+    if not config.training.captions:
+        return Classification()
+    assert splits is not None, "captions are learned from data"
+    assert splits.tokenizer is not None, "the data have no tokenizer"
+    assert config.decoder.caption_tokens is not None, "the data completes it"
+    captions = [sample.captions for sample in splits.train]
+    ids = CaptionIds(captions, splits.tokenizer, config.decoder.caption_tokens)
+    classifies = config.training.classifies
+    return Captioning(splits.tokenizer, mean_tokens=ids.mean_tokens, classifies=classifies)
 
 
 def expect_graphs(count: int) -> None:
@@ -218,7 +172,12 @@ def check_forward(network: torch.nn.Module, config: Config) -> None:
     """Run one blank picture, so that a network that cannot work is known before step 0."""
     side = config.model.image_size
     network.eval()
-    logits = network(torch.zeros(1, config.model.channels, side, side))
+    images = torch.zeros(1, config.model.channels, side, side)
+    if isinstance(network, Captioner):
+        logits, words = network(images, torch.zeros(1, 2, dtype=torch.int64))
+        assert words.shape == (1, 2, config.decoder.vocab_size), f"{tuple(words.shape)}"
+    else:
+        logits = network(images)
     assert logits.shape == (1, config.model.num_classes), f"logits are {tuple(logits.shape)}"
 
 
@@ -226,7 +185,9 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
     """Which pictures there are and their labels, as a digest, and how many."""
     lines = [str(splits.classes)]
     for samples in (splits.train, splits.val):
-        lines += [f"{relative(s.path, splits.root)}\t{s.label}" for s in samples]
+        lines += [
+            "\t".join([relative(s.path, splits.root), str(s.label), *s.captions]) for s in samples
+        ]
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
 
@@ -241,9 +202,11 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     repeated = ", deterministic" if config.run.deterministic else ""
     micro = config.data.micro_batches
     batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
+    classes = f", {len(splits.classes)} classes" if splits.classes else ""
+    words = [words_line(config, splits)] if config.training.captions else []
     return [
-        f"{len(splits.train):,} training and {len(splits.val):,} validation pictures, "
-        f"{len(splits.classes)} classes",
+        f"{len(splits.train):,} training and {len(splits.val):,} validation pictures{classes}",
+        *words,
         f"{size} parameters{sharded}, {config.model.image_size} px, "
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
         f"{total_steps:,} steps in {config.training.epochs} epochs",

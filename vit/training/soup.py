@@ -7,7 +7,6 @@ Source: Wortsman et al., "Model soups", recipe 1, arXiv:2203.05482; of epochs in
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def make_soup(best: BestEpochs, measure: Measure) -> tuple[Event, dict[str, Tens
         WeightsError: Weights of an epoch are missing or damaged, or of another network.
     """
     members, chosen = [best.first["epoch"]], best.load(best.first["epoch"])
-    event: dict[str, Any] = {"val_loss": best.first["val_loss"], "val_top1": best.first["val_top1"]}
+    event = {name: best.first[name] for name in best.first if name.startswith("val_")}
     for candidate in best.events[1:]:
         tried = [*members, candidate["epoch"]]
         parts = [best.load(epoch) for epoch in tried]
@@ -46,7 +45,7 @@ def make_soup(best: BestEpochs, measure: Measure) -> tuple[Event, dict[str, Tens
         measured = measure(weights)
         if measured is None:
             return None
-        scores = {"val_loss": measured.loss, "val_top1": measured.top1}
+        scores = measured.scores
         if rank(scores) >= rank(event):
             members, chosen, event = tried, weights, scores
     better = len(members) > 1 and rank(event) > rank(best.first)

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.data.samples import Splits
 from vit.data.sources import resolve
+from vit.data.tokenizer import Tokenizer
 from vit.errors import RunError, VitError, printable
 from vit.settings import changed_settings, default_folder
 from vit.training.agreement import on_main
@@ -25,6 +26,7 @@ from vit.training.budget import fit_time
 from vit.training.devices import make_accelerator
 from vit.training.finetuning import complete_for_weights
 from vit.training.interruption import Interruption
+from vit.training.looking import look_at_data
 from vit.training.memory import fit_memory
 from vit.training.progress import teller
 from vit.training.result import TrainingResult
@@ -36,7 +38,7 @@ from vit.training.run_folder import (
     write_start,
 )
 from vit.training.session import Session
-from vit.training.setup import look_at_data, make_network, make_training
+from vit.training.setup import make_network, make_training
 from vit.training.starting import start_from_probe
 from vit.training.trackers import require_tracker
 from vit.weights.loading import open_source, source_lines
@@ -79,12 +81,15 @@ def train(
     if resume and not resuming:
         teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
     config, source = look_at_weights(config, given, accelerator, begun)
-    config, splits, failed = complete_settings(config, given, accelerator, begun, began)
+    known = None
+    if source is not None and source.decoder is not None and "tokenizer" not in given:
+        known = source.decoder.tokenizer
+    config, splits, failed = complete_settings(config, given, accelerator, begun, began, known)
     with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
         network = make_network(config, source, splits.classes, teller(accelerator))
         fresh, source = source is not None, None  # its tensors are in the network now
         steps = steps_of_epoch(config, splits, accelerator)
-        run = make_training(config, accelerator, config.training.epochs * steps, network)
+        run = make_training(config, accelerator, config.training.epochs * steps, network, splits)
         run.failed, run.interruption = failed, signals
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
         probed = start_from_probe(run, splits) if fresh and probes(config) else None
@@ -141,7 +146,8 @@ def look_at_weights(
     where = config.finetune.weights
     if where is None or begun is not None:
         return config, None
-    resolve(config.data.data)  # a mistake in DATA is told before anything is fetched
+    if not config.training.captions:
+        resolve(config.data.data)  # a mistake in DATA is told before anything is fetched
     # a preset beside its own dim is a name that some run was given, not the network of a bare file
     model = config.training.model if "model" in given and "dim" not in given else None
     on_main(accelerator, lambda: locate(where))  # one process downloads, the others find the files
@@ -162,7 +168,12 @@ def echo_seconds() -> float:
 
 
 def complete_settings(
-    config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None, began: float
+    config: Config,
+    given: Sequence[str],
+    accelerator: Accelerator,
+    begun: Path | None,
+    began: float,
+    known: Tokenizer | None = None,
 ) -> tuple[Config, Splits, dict[str, str]]:
     """The settings of a run with all that data, memory and time say of them.
 
@@ -172,6 +183,7 @@ def complete_settings(
         accelerator: The devices.
         begun: Folder of the run that is resumed, whose settings these must be.
         began: When the time of `config.training.time` began.
+        known: The tokenizer of the weights that are trained on, where they write captions.
 
     Returns:
         Settings, the pictures, and those that cannot be read with the reason.
@@ -179,11 +191,11 @@ def complete_settings(
     tell = teller(accelerator)
     if begun is not None:
         config = settled(config, begun, given)
-    config, splits, failed = look_at_data(config, given, accelerator, tell)
+    config, splits, failed = look_at_data(config, given, accelerator, tell, begun, known)
     if begun is not None:
         require_same_settings(config, begun)
     with mendable():
-        config = fit_memory(config, accelerator, tell)
+        config = fit_memory(config, splits, accelerator, tell)
         config = fit_time(config, splits, accelerator, tell, began=began)
     return config, splits, failed
 

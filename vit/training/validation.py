@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from vit.data.loading import Batch, EvaluationLoader
+from vit.data.loading import EvaluationLoader
 from vit.errors import BadImage, DataError, RunError
 from vit.training.agreement import agreed_signal
 from vit.training.ema import exchanged
-from vit.training.loop import Training, forward, leave_out, summed, widest
+from vit.training.loop import Training, leave_out, summed, widest
 from vit.training.routing import watched
 
 
@@ -22,11 +21,16 @@ class Validation:
     """What the validation pictures say of the network."""
 
     count: int
-    loss: float
-    top1: float
+    scores: dict[str, Any]
+    """What the epoch's event says: `val_loss`, and `val_top1` or what the task has."""
     failed: int
     routers: tuple[dict[str, Any], ...] = ()
     """How evenly the experts are used, an entry a layer of them."""
+
+    @property
+    def loss(self) -> float:
+        """Mean validation loss."""
+        return float(self.scores["val_loss"])
 
 
 @torch.no_grad()
@@ -54,37 +58,31 @@ def validate(
     """
     run.model.eval()
     device, batches = run.accelerator.device, iter(loader)
-    sums = torch.zeros(3, dtype=torch.float64)
+    tally = run.task.tally(loader.samples)
     failed: list[BadImage] = []
     with exchanged(run.network, weights), watched(run.network) as routers:
         # the same number of passes on all processes: they may exchange weights in each
         for _ in range(loader.rounds):
             batch = next(batches, loader.empty)
             failed += batch.failed
-            sums += measure(run, batch)
+            images = batch.images.to(device, non_blocking=True)
+            tally.add(run, batch, run.preprocessing.normalise(images, run.dtype))
             if routers is not None:
                 routers.add(len(batch.labels))
             if agreed_signal(run.accelerator, run.interruption.number):
                 return None
         usage = () if routers is None else tuple(routers.describe(run.accelerator))
-    loss_sum, correct, count, lost = summed(run, sums.to(device, widest(device)), [len(failed)])
+    *totals, lost = summed(run, tally.sums.to(device, widest(device)), [len(failed)])
+    count = totals[-1]
     assert count + lost == expected, f"{count:.0f} of {expected} validation pictures were measured"
     if lost:
         leave_out(run, failed)
     if not count:
         raise DataError("not one validation picture can be read")
-    if not math.isfinite(loss_sum):
+    measured = Validation(int(count), tally.scores(run, totals), int(lost), usage)
+    if not math.isfinite(measured.loss):
         raise RunError(
-            f"the validation loss became {loss_sum / count} after step {run.step}: lower --lr, or "
+            f"the validation loss became {measured.loss} after step {run.step}: lower --lr, or "
             "raise --warmup-epochs"
         )
-    return Validation(int(count), loss_sum / count, correct / count, int(lost), usage)
-
-
-def measure(run: Training, batch: Batch) -> Tensor:
-    """Summed loss, number of right answers and number of pictures of one batch, float64, (3,)."""
-    images = batch.images.to(run.accelerator.device, non_blocking=True)
-    logits = forward(run, run.preprocessing.normalise(images, run.dtype)).to(run.dtype).cpu()
-    loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-    correct = (logits.argmax(dim=1) == batch.labels).sum()
-    return torch.stack([loss.double(), correct.double(), torch.tensor(len(logits)).double()])
+    return measured

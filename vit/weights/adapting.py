@@ -6,12 +6,10 @@ projection as in FlexiViT (vit/model/patches.py); relative positions of others a
 copies (vit/weights/upcycling.py).
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
@@ -22,6 +20,7 @@ from vit.model.positions import LearnedPositions
 from vit.model.relative import PREFIX_ROWS, resize_offsets
 from vit.weights.folder import empty_model
 from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
+from vit.weights.heads import adapt_head, adapt_pooling
 from vit.weights.pretrained import Pretrained
 from vit.weights.resampling import change_channels, spread_offsets
 from vit.weights.upcycling import UPCYCLED, becomes_experts, check_feedforward, upcycle
@@ -35,7 +34,6 @@ WITHOUT_TENSORS = (
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes", "merge_tokens"),
     *("capacity_factor", "router_jitter", "router_priority"),
 )
-HEAD = ("head.weight", "head.bias")
 MOST_NAMES = 5
 
 
@@ -96,7 +94,8 @@ def adapt(
         *_adapt_patches(state, pretrained.config, config),
         *_adapt_positions(state, pretrained.config, config, stretches=pretrained.stretches),
     ]
-    made, left_out, head = _adapt_head(state, pretrained, config, classes)
+    resized += adapt_pooling(state, pretrained.config, config)
+    made, left_out, head = adapt_head(state, pretrained, config, classes)
     routers, upcycled = upcycle(state, pretrained, config)
     check_fit(state, empty_model(config))
     reused = sum(state.get(name) is tensor for name, tensor in pretrained.state.items())
@@ -121,6 +120,9 @@ def following(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
     if source.patch_sizes and chosen.get("patch_size", source.patch_size) != source.patch_size:
         # whichever is the usual size, training draws from the same
         found["patch_sizes"] = source.drawn_patch_sizes
+    if source.pooling == "none" and chosen.get("num_classes"):  # nobody pooled for it so far
+        found["pooling"] = "class_token" if source.class_token else "mean"
+        found["final_norm"] = source.last_norm
     if chosen.get("capacity_factor") == 0:  # nobody is dropped, so nobody goes first
         found["router_priority"] = "order"
     return found
@@ -135,6 +137,8 @@ def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
     source = pretrained.config
     check_feedforward(pretrained, config.feedforward)
     free = ADAPTABLE + WITHOUT_TENSORS + (UPCYCLED if becomes_experts(source, config) else ())
+    if "none" in (source.pooling, config.pooling):  # a network for captions begins or ends here
+        free += ("pooling", "final_norm")
     # what means something else only because of another setting is not named beside that
     others = [
         name
@@ -214,70 +218,3 @@ def _adapt_positions(
     # what the network does with pictures of another size: stretch, or compute again
     state[POSITION_TABLE] = positions.at(state[POSITION_TABLE], config.grid)
     return [f"{POSITION_TABLE} {sizes}"]
-
-
-def _adapt_head(
-    state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
-) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Make the head fit; tells what was made, what was left out, and which classes are kept."""
-    had, wanted = pretrained.config.num_classes, config.num_classes
-    if classes is not None:
-        _check_names(classes, pretrained.classes, wanted)
-    if not wanted:
-        gone = [state.pop(name) for name in HEAD if name in state]
-        return (), (f"head ({had} classes)",) if gone else (), ""
-    rows = _rows(pretrained, wanted, classes)
-    kept = sum(row is not None for row in rows)
-    by_name = "" if classes is None else " by name"
-    if kept and rows == list(range(had)):
-        return (), (), f"all {wanted} classes kept{by_name}"
-    like = empty_model(config).state_dict()
-    for name in HEAD:
-        tensor = torch.zeros(like[name].shape)
-        for new, old in enumerate(rows):
-            if old is not None:
-                tensor[new] = state[name][old]
-        state[name] = tensor
-    if not kept:
-        left_out = (f"head ({_unused(pretrained, classes)})",) if had else ()
-        return (f"head ({wanted} classes, zeros)",), left_out, ""
-    left_out = (f"head ({had - kept} of {had} classes)",) if kept < had else ()
-    if kept == wanted:
-        return (), left_out, f"all {wanted} classes kept by name"
-    assert classes is not None
-    new_names = some((c for c, row in zip(classes, rows, strict=True) if row is None), MOST_NAMES)
-    return (), left_out, f"{kept} of {wanted} classes kept by name; new: {new_names}"
-
-
-def _check_names(classes: Sequence[str], known: Sequence[str] | None, wanted: int) -> None:
-    """Refuse names that do not belong to the outputs.
-
-    Raises:
-        WeightsError: There are too many or too few, or two are the same.
-    """
-    if len(classes) != wanted:
-        raise WeightsError(
-            f"{len(classes)} class names for num_classes={wanted}: give one for each class"
-        )
-    twice = [name for name, count in Counter(classes).items() if count > 1]
-    if twice and tuple(classes) != known:
-        raise WeightsError(f"two classes have the same name, {some(twice)}: rename one")
-
-
-def _rows(pretrained: Pretrained, wanted: int, classes: Sequence[str] | None) -> list[int | None]:
-    """For each class, the row of the source's head that knows it."""
-    had, known = pretrained.config.num_classes, pretrained.classes
-    if classes is None or (had and tuple(classes) == known):
-        return list(range(had)) if had == wanted else [None] * wanted
-    # a name that two classes of the source have says of neither which one is meant
-    names = Counter(known or ())
-    places = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
-    return [places.get(name) for name in classes]
-
-
-def _unused(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
-    """Why no row of the source's head could be kept."""
-    had = f"{pretrained.config.num_classes} classes"
-    if classes is None:
-        return had
-    return f"{had}, {'names unknown' if pretrained.classes is None else 'none of these'}"

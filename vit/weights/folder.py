@@ -15,29 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import Config, ModelConfig
+from vit.config import Config, DecoderConfig, ModelConfig
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, RunError, WeightsError, printable
+from vit.data.tokenizer import Tokenizer
+from vit.errors import RunError, WeightsError, printable
 from vit.model.build import assemble
+from vit.model.build_captioner import assemble_captioner
 from vit.model.classifier import VisionTransformer
-from vit.settings import all_settings, convert
+from vit.weights.described import check_classes, decoder_config, model_config
 from vit.weights.formats.names import check_fit
 from vit.weights.formats.timm import from_timm, to_timm
 from vit.weights.tensorfile import read_tensors, write_tensors, write_text
-from vit.weights.timm_config import timm_config
+from vit.weights.timm_config import UNKNOWN, timm_config
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+TOKENIZER_FILE = "tokenizer.json"
 CONFIG_DIGEST = "config_sha256"
+TOKENIZER_DIGEST = "tokenizer_sha256"
+DECODER = "decoder."
 VERSION = 1
 MOST_BYTES = 50_000_000
-# settings that every run folder has; what came later has a default that changes nothing
-FIRST_SETTINGS = {
-    *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
-    *("hidden_dim", "class_token", "registers", "position", "norm", "norm_order", "qk_norm"),
-    *("feedforward", "activation", "layer_scale", "pooling"),
-    *("dropout", "attention_dropout", "drop_path"),
-}
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,8 @@ class LoadedRun:
         preprocessing: What turns a picture into the network's input.
         config: What the network was built from.
         stretches: As in Pretrained.
+        decoder: What the decoder was built from, where the model is a Captioner.
+        tokenizer: Of its captions.
     """
 
     model: VisionTransformer
@@ -57,6 +57,8 @@ class LoadedRun:
     preprocessing: Preprocessing
     config: ModelConfig
     stretches: bool = True
+    decoder: DecoderConfig | None = None
+    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Packed:
     """config.json."""
     tensors: dict[str, Tensor]
     """Of model.safetensors, by timm's names."""
+    tokenizer: str | None = None
+    """tokenizer.json, where there are captions."""
 
     def write(self, folder: Path) -> None:
         """Write to `folder`; what was there before stays whole until the new files are.
@@ -77,6 +81,9 @@ class Packed:
         # The settings first: they are the same for every save of a run, the weights are not.
         write_text(folder / CONFIG_FILE, self.config)
         notes = {"format": "pt", CONFIG_DIGEST: _sha256(self.config.encode())}
+        if self.tokenizer is not None:
+            write_text(folder / TOKENIZER_FILE, self.tokenizer)
+            notes[TOKENIZER_DIGEST] = _sha256(self.tokenizer.encode())
         write_tensors(folder / WEIGHTS_FILE, self.tensors, notes)
 
 
@@ -87,15 +94,19 @@ def save_model(
     config: Config,
     classes: Sequence[str],
     preprocessing: Preprocessing,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write `model` to `folder`.
+    """Write `model` to `folder`; a captioner with its `tokenizer`.
 
     Raises:
         WeightsError: The weights are not finite, or the other arguments do not describe them.
         RunError: The disk is full, or the folder cannot be written.
     """
     state = model.state_dict()
-    pack(state, config=config, classes=classes, preprocessing=preprocessing).write(Path(folder))
+    packed = pack(
+        state, config=config, classes=classes, preprocessing=preprocessing, tokenizer=tokenizer
+    )
+    packed.write(Path(folder))
 
 
 def pack(
@@ -105,28 +116,53 @@ def pack(
     classes: Sequence[str],
     preprocessing: Preprocessing,
     terms: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Packed:
     """Make a network ready to be written.
+
+    Args:
+        weights: Of a VisionTransformer, or of a Captioner where there is a tokenizer.
+        config: What it was built from.
+        classes: Names by output.
+        preprocessing: What turns a picture into the network's input.
+        terms: Under which terms the weights are given.
+        tokenizer: Of the captions.
 
     Raises:
         WeightsError: The weights are not finite, or the other arguments do not describe them.
     """
     settings = config.model
     check_classes(classes, settings)
+    decoder = None if tokenizer is None else config.decoder
     state = {name: tensor.detach().float() for name, tensor in weights.items()}
-    check_fit(state, empty_model(settings))
-    own = {
+    check_fit(state, empty_model(settings, decoder))
+    own: dict[str, Any] = {
         "version": VERSION,
         "config": asdict(settings),
         "preprocessing": preprocessing.to_dict(),
         "classes": list(classes),
     }
-    content = {**timm_config(settings, classes, preprocessing), "vit": own}
+    theirs = timm_config(settings, classes, preprocessing)
+    if decoder is not None:
+        own["decoder"] = asdict(decoder)
+        theirs["architecture"] = UNKNOWN  # timm has no network with a decoder
+    content = {**theirs, "vit": own}
     if terms is not None:
         content["pretrained_cfg"]["license"] = terms
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    tensors = to_timm(state, settings)
-    return Packed(text, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    encoder, words = split_decoder(state)
+    tensors = {**to_timm(encoder, settings), **words}
+    return Packed(
+        text,
+        {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+        None if tokenizer is None else tokenizer.to_json(),
+    )
+
+
+def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the encoder, and those of the decoder, under the names that they have."""
+    words = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
+    return {name: tensor for name, tensor in state.items() if name not in words}, words
 
 
 def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
@@ -151,9 +187,40 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
             f"{WEIGHTS_FILE}; restore both from one copy"
         )
     try:
-        return _assemble(json.loads(raw), state)
+        content = json.loads(raw)
+        tokenizer = None
+        if "decoder" in _own_part(content):
+            tokenizer = read_tokenizer(where, notes.get(TOKENIZER_DIGEST))
+        return _assemble(content, state, tokenizer)
+    except WeightsError as error:
+        told = printable(error)
+        there = "" if told.startswith(printable(where)) else f"{printable(where)}: "
+        raise WeightsError(f"{there}{told}") from None
     except (ValueError, TypeError, RuntimeError) as error:  # also of torch, JSON and recursion
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
+
+
+def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Args:
+        folder: The run folder.
+        digest: What the weights say of the file.
+
+    Raises:
+        WeightsError: It is missing, damaged, or not the one of the weights.
+    """
+    path = folder / TOKENIZER_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{printable(path)} cannot be read: {printable(error)}") from None
+    if digest is not None and digest != _sha256(text.encode()):
+        raise WeightsError(
+            f"{printable(path)} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
+            "both from one copy"
+        )
+    return Tokenizer.from_json(text)
 
 
 def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
@@ -195,58 +262,38 @@ def _own_part(content: Any) -> dict[str, Any]:
             f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
             "install the vit that wrote it"
         )
-    if own.keys() != {"version", "config", "preprocessing", "classes"}:
+    if own.keys() - {"decoder"} != {"version", "config", "preprocessing", "classes"}:
         raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
     return own
 
 
-def _assemble(content: Any, state: dict[str, Tensor]) -> LoadedRun:
+def _assemble(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | None) -> LoadedRun:
     own = _own_part(content)
     config = model_config(own["config"])
     classes = check_classes(own["classes"], config)
     preprocessing = Preprocessing.from_dict(own["preprocessing"])
     if config.depth > len(state):
         raise WeightsError(f"depth={config.depth}, but there are only {len(state)} tensors")
-    model = empty_model(config)
-    renamed = from_timm(state, packed=config.feedforward == "swiglu_packed")
-    state = {name: tensor.float() for name, tensor in renamed.items()}
+    decoder = None if tokenizer is None else decoder_config(own["decoder"])
+    if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
+        raise WeightsError(
+            f"vocab_size={decoder.vocab_size}, but {TOKENIZER_FILE} has {tokenizer.size} tokens"
+        )
+    encoder, words = split_decoder(state)
+    model = empty_model(config, decoder)
+    renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
+    state = {name: tensor.float() for name, tensor in {**renamed, **words}.items()}
     check_fit(state, model)
     model.load_state_dict(state, assign=True)
-    return LoadedRun(model.eval(), classes, preprocessing, config)
+    return LoadedRun(
+        model.eval(), classes, preprocessing, config, decoder=decoder, tokenizer=tokenizer
+    )
 
 
-def model_config(values: Any) -> ModelConfig:
-    """The inverse of `asdict`, with every name and type checked.
-
-    Raises:
-        ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
-    """
-    known = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
-    if not isinstance(values, dict) or not FIRST_SETTINGS <= values.keys() <= known.keys():
-        raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
-    return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
-
-
-def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
-    """`classes` as a tuple, where they are distinct names and as many as the outputs.
-
-    Raises:
-        WeightsError: They are not.
-    """
-    names = tuple(classes) if isinstance(classes, list | tuple) else ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise WeightsError("classes must be a list of names")
-    if len(set(names)) != len(names):
-        raise WeightsError("two classes have the same name")
-    if len(names) != config.num_classes:
-        raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
-    return names
-
-
-def empty_model(config: ModelConfig) -> VisionTransformer:
+def empty_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
     """The network of `config` with shapes but without values; costs no memory."""
     with torch.device("meta"):
-        return assemble(config)
+        return assemble(config) if decoder is None else assemble_captioner(config, decoder)
 
 
 def _sha256(content: bytes) -> str:

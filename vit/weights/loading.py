@@ -20,14 +20,21 @@ from vit.settings import all_settings, convert, nearest
 from vit.weights.adapting import adapt, following
 from vit.weights.contents import read_json
 from vit.weights.files import StateFile, read_arrays, read_state
-from vit.weights.folder import LoadedRun, empty_model, load_run, read_model_config
+from vit.weights.folder import (
+    DECODER,
+    LoadedRun,
+    empty_model,
+    load_run,
+    read_model_config,
+    split_decoder,
+)
 from vit.weights.formats.huggingface import read_huggingface
 from vit.weights.formats.jax import read_jax
 from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
 from vit.weights.formats.timm_about import arguments
 from vit.weights.formats.torchvision import looks_like_torchvision, read_torchvision
 from vit.weights.found import Found
-from vit.weights.pretrained import Pretrained
+from vit.weights.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sources import locate
 from vit.weights.upcycling import check_feedforward
 
@@ -80,8 +87,14 @@ def _opened(found: Found, model: str | None = None) -> Pretrained:
 
 def _from_run(found: Found) -> Pretrained:
     run = load_run(found.folder)
+    encoder, words = split_decoder(run.model.state_dict())
+    decoder = None
+    if run.decoder is not None and run.tokenizer is not None:
+        own = {name.removeprefix(DECODER): tensor for name, tensor in words.items()}
+        decoder = PretrainedDecoder(own, run.decoder, run.tokenizer)
     return Pretrained(
-        state=run.model.state_dict(),
+        state=encoder,
+        decoder=decoder,
         config=run.config,
         classes=run.classes,
         preprocessing=run.preprocessing,
@@ -154,7 +167,7 @@ def from_pretrained(
     say: Say | None = tell,
     **settings: Any,
 ) -> VisionTransformer:
-    """A network with pretrained weights, in evaluation mode.
+    """A network with pretrained weights, in evaluation mode; a Captioner where it writes captions.
 
     Args:
         source: As for `open_source`.
@@ -175,10 +188,15 @@ def from_pretrained(
     pretrained = open_source(source, model=model)
     config = _asked_for(pretrained, num_classes, classes, settings)
     state, report = adapt(pretrained, config, classes=classes)
+    decoder = pretrained.decoder
+    lines = [*source_lines(source, pretrained), *report.lines()]
+    if decoder is not None and (num_classes or classes):
+        lines.append("left out: the decoder, since classes were asked for")
+        decoder = None
     if say is not None:
-        for line in [*source_lines(source, pretrained), *report.lines()]:
+        for line in lines:
             say(line)
-    return filled(config, state)
+    return filled(config, state, decoder)
 
 
 def _asked_for(
@@ -206,9 +224,18 @@ def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConf
     return dataclasses.replace(config, **{**following(config, changed), **changed})
 
 
-def filled(config: ModelConfig, state: dict[str, Tensor]) -> VisionTransformer:
-    """The network of `config` with exactly the tensors of `state`, in evaluation mode."""
-    network = empty_model(config)
+def filled(
+    config: ModelConfig, state: dict[str, Tensor], decoder: PretrainedDecoder | None = None
+) -> VisionTransformer:
+    """The network of `config` with exactly the tensors of `state`, in evaluation mode.
+
+    With a `decoder` it is a Captioner.
+    """
+    if decoder is None:
+        network = empty_model(config)
+    else:
+        network = empty_model(config, decoder.config)
+        state = state | {f"{DECODER}{name}": tensor for name, tensor in decoder.state.items()}
     network.load_state_dict(state, assign=True)
     return network.eval()
 

@@ -4,8 +4,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vit.config import ModelConfig
+from vit.config import DecoderConfig, ModelConfig
 from vit.data.preprocessing import Preprocessing
+from vit.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PretrainedDecoder:
+    """A decoder that somebody trained with an encoder, and its words.
+
+    Args:
+        state: Tensors by the decoder's own names.
+        config: The decoder they fit exactly.
+        tokenizer: Of its captions.
+    """
+
+    state: dict[str, Tensor]
+    config: DecoderConfig
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +37,7 @@ class Pretrained:
         origin: What they were, in a few words: "timm vit_small_patch16_224".
         stretches: Whether relative positions are stretched to another grid, as our networks do
             with pictures of another size; else they are spread as BEiT's makers do.
+        decoder: Of a network that writes captions.
         notes: Lines for the user: what was assumed, which tensors were left out and why.
     """
 
@@ -31,4 +48,5 @@ class Pretrained:
     license: str | None
     origin: str
     stretches: bool = False
+    decoder: PretrainedDecoder | None = None
     notes: tuple[str, ...] = ()

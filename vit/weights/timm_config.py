@@ -47,14 +47,20 @@ NAMED_EPSILON = 1e-6
 """That of a norm which timm knows by name."""
 UNKNOWN = "vit_toolkit"
 
-POOLINGS = {"class_token": "token", "mean": "avg", "attention": "map", "class_token_mean": ""}
+POOLINGS = {
+    "class_token": "token",
+    "mean": "avg",
+    "attention": "map",
+    "class_token_mean": "",
+    "none": "",
+}
 CROP_MODES = {"crop": "center", "squash": "squash"}
 GRIDS = {"index": "cat", "centred": "dinov3"}
 
 # What timm cannot build, and why. Tables of positions are weights like any other, also sinusoids.
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
-    ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
+    ("pooling={c.pooling}", lambda c: c.pooling in ("class_token_mean", "none")),
     ("patch_bias={c.patch_bias} with norm_pre={c.norm_pre}", lambda c: c.patch_bias == c.norm_pre),
     (
         "prefix_positions={c.prefix_positions} with registers={c.registers}",

@@ -1,0 +1,325 @@
+"""Scores of captions against pycocoevalcap and sacrebleu, and against examples by hand."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import unicodedata
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from pycocoevalcap.bleu.bleu import Bleu
+from pycocoevalcap.cider.cider import Cider
+from pycocoevalcap.rouge.rouge import Rouge, my_lcs
+from sacrebleu.metrics import BLEU, CHRF
+
+from vit.evaluation.captions import caption_scores, longest_common, plain, rouge_l
+from vit.evaluation.words import words
+
+FILE = Path(__file__).with_name("captions_100.json")
+ROWS = json.loads(FILE.read_text(encoding="utf-8"))
+HYPOTHESES = [row["hypothesis"] for row in ROWS]
+REFERENCES = [row["references"] for row in ROWS]
+LN2 = math.log(2)
+
+
+def joined(text: str) -> str:
+    return " ".join(words(text))
+
+
+def coco(metric: Bleu | Rouge | Cider, hypotheses=HYPOTHESES, references=REFERENCES, **options):
+    """What pycocoevalcap says of the same words: of the set, and of each picture."""
+    told = {number: [joined(text)] for number, text in enumerate(hypotheses)}
+    true = {number: [joined(text) for text in row] for number, row in enumerate(references)}
+    return metric.compute_score(true, told, **options)
+
+
+def padded(references: list[list[str]]) -> list[list[str | None]]:
+    """The first reference of every picture, the second, ...; None where there is none."""
+    most = max(len(row) for row in references)
+    return [
+        [row[place] if place < len(row) else None for row in references] for place in range(most)
+    ]
+
+
+def test_the_file_has_the_cases_that_matter():
+    assert len(ROWS) == 100
+    assert {len(row) for row in REFERENCES} == {1, 2, 3, 4, 5}
+    assert "" in HYPOTHESES
+    assert len(set(HYPOTHESES)) < 100
+    assert any(len(set(row)) < len(row) for row in REFERENCES)
+    assert not all(text.isascii() for text in HYPOTHESES)
+
+
+def test_bleu_equals_pycocoevalcap():
+    expected, _ = coco(Bleu(4), verbose=0)
+    scores = caption_scores(HYPOTHESES, REFERENCES)
+    ours = [scores[f"bleu{order}"] for order in range(1, 5)]
+    assert ours == pytest.approx(expected, abs=1e-10)  # theirs adds 1e-9 to every count
+    assert 0.1 < ours[3] < ours[0] < 0.9
+
+
+def test_bleu_equals_sacrebleu():
+    truth = padded([[joined(text) for text in row] for row in REFERENCES])
+    told = [joined(text) for text in HYPOTHESES]
+    scores = caption_scores(HYPOTHESES, REFERENCES)
+    for order in range(1, 5):
+        metric = BLEU(
+            tokenize="none", force=True, smooth_method="none", max_ngram_order=order
+        ).corpus_score(told, truth)
+        assert scores[f"bleu{order}"] == pytest.approx(metric.score / 100, abs=1e-12)
+
+
+def test_bleu_is_0_where_pycocoevalcap_has_its_tiny_constant():
+    told, true = ["a red dog runs home"], [["a red dog sat home", "a dog"]]
+    expected, _ = coco(Bleu(4), told, true, verbose=0)
+    scores = caption_scores(told, true)
+    right = Fraction(4, 5) * Fraction(2, 4) * Fraction(1, 3)  # and 0 of 2 runs of four words
+    assert scores["bleu3"] == pytest.approx(expected[2], abs=1e-8)
+    assert scores["bleu3"] == pytest.approx(float(right) ** (1 / 3), abs=1e-12)
+    assert scores["bleu4"] == 0.0
+    assert expected[3] == pytest.approx(float(right * Fraction(1e-15) / 2) ** (1 / 4), rel=1e-8)
+
+
+def test_rouge_l_equals_pycocoevalcap():
+    mean, each = coco(Rouge())
+    assert caption_scores(HYPOTHESES, REFERENCES)["rouge_l"] == pytest.approx(mean, abs=1e-12)
+    for told, true, expected in zip(HYPOTHESES, REFERENCES, each, strict=True):
+        score = rouge_l(words(told), [words(text) for text in true])
+        assert score == pytest.approx(expected, abs=1e-12)
+
+
+def test_cider_equals_pycocoevalcap():
+    mean, each = coco(Cider())
+    assert caption_scores(HYPOTHESES, REFERENCES)["cider"] == pytest.approx(mean, abs=1e-10)
+    assert 0.5 < mean < 5
+    assert each.max() > 5
+
+
+def test_chrf_equals_sacrebleu():
+    told = [plain(text) for text in HYPOTHESES]
+    expected = CHRF().corpus_score(told, padded([[plain(t) for t in row] for row in REFERENCES]))
+    score = caption_scores(HYPOTHESES, REFERENCES)["chrf"]
+    assert score == pytest.approx(expected.score / 100, abs=1e-12)
+    assert 0.3 < score < 0.9
+
+
+def test_bleu_of_the_paper():
+    """Examples 1 and 2 of Papineni et al., section 2.1."""
+    guide = [
+        "It is a guide to action that ensures that the military will forever heed Party commands.",
+        "It is the guiding principle which guarantees the military forces always being under the "
+        "command of the Party.",
+        "It is the practical guide for the army always to heed the directions of the party.",
+    ]
+    good = (
+        "It is a guide to action which ensures that the military always obeys the commands of "
+        "the party."
+    )
+    bad = "It is to insure the troops forever hearing the activity guidebook that party direct."
+    scores = caption_scores([good], [guide])
+    assert scores["bleu1"] == pytest.approx(float(Fraction(17, 18)))
+    assert scores["bleu2"] == pytest.approx(float(Fraction(17, 18) * Fraction(10, 17)) ** 0.5)
+    scores = caption_scores([bad], [guide])
+    brevity = math.exp(1 - 16 / 14)  # 14 words; the references have 16, 18 and 16
+    assert scores["bleu1"] == pytest.approx(brevity * float(Fraction(8, 14)))
+    assert scores["bleu2"] == pytest.approx(
+        brevity * float(Fraction(8, 14) * Fraction(1, 13)) ** 0.5
+    )
+    cat = ["The cat is on the mat.", "There is a cat on the mat."]
+    assert caption_scores(["the " * 7], [cat])["bleu1"] == pytest.approx(float(Fraction(2, 7)))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("police kill the gunman", Fraction(3, 4)),
+        ("the gunman kill police", Fraction(2, 4)),
+        ("the gunman police killed", Fraction(2, 4)),
+    ],
+)
+def test_rouge_l_of_the_paper(told, expected):
+    """Lin, section 3.1: precision and recall are equal, so that beta is of no account."""
+    score = caption_scores([told], [["police killed the gunman"]])["rouge_l"]
+    assert score == pytest.approx(float(expected))
+
+
+def test_rouge_l_takes_precision_and_recall_from_different_references():
+    beta = Fraction(6, 5) ** 2
+    for told, true, precision, recall in [
+        ("abc", ["abcdef", "ab"], Fraction(3, 3), Fraction(2, 2)),
+        ("abx", ["abcde"], Fraction(2, 3), Fraction(2, 5)),
+    ]:
+        expected = (1 + beta) * precision * recall / (recall + beta * precision)
+        assert rouge_l([*told], [[*text] for text in true]) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("red dog", 10 * Fraction(2, 4)),  # one and two words; longer runs there are none
+        ("red", 0),  # both pictures are red
+        ("dog dog", 10 * Fraction(1, 4) * Fraction(1, 2)),  # (min(2, 1) · 1) / (2 · 1)
+        ("dog", 10 * Fraction(1, 4) * Fraction(math.exp(-1 / 72))),  # a word too short
+        ("dog blue", 10 * Fraction(1, 4) * Fraction(1 / math.sqrt(2))),  # |(ln 2, ln 2)|
+    ],
+)
+def test_cider_by_hand(told, expected):
+    scores = caption_scores([told, "green"], [["red dog"], ["red cat"]])
+    assert scores["cider"] == pytest.approx(float(expected) / 2, abs=1e-12)  # the other one is 0
+
+
+def test_cider_means_over_the_references():
+    scores = caption_scores(["red dog", "x"], [["red dog", "old cat"], ["red fox"]])
+    assert scores["cider"] == pytest.approx(10 * (2 / 4 + 0) / 2 / 2)
+
+
+def test_cider_is_0_where_no_word_tells_pictures_apart():
+    text = "a man rides a brown horse"
+    assert caption_scores([text], [[text]])["cider"] == 0.0
+    assert caption_scores([text] * 3, [[text]] * 3)["cider"] == 0.0
+    assert coco(Cider(), [text], [[text]])[0] == 0.0
+
+
+def test_chrf_by_hand():
+    precision, recall = Fraction(1, 2) * (Fraction(2, 3) + Fraction(1, 2)), Fraction(1)
+    expected = 5 * precision * recall / (4 * precision + recall)
+    assert caption_scores(["a bc"], [["ab"]])["chrf"] == pytest.approx(float(expected))
+    assert caption_scores(["a bc"], [["xyz", "ab"]])["chrf"] == pytest.approx(float(expected))
+    assert caption_scores(["AB"], [["ab"]])["chrf"] == 0.0
+
+
+def test_exact_and_distinct_by_hand():
+    told = ["A dog.", "a dog.", " A \n dog. ", "cafe\u0301", ""]
+    true = [["A cat.", "A dog."], ["A dog."], ["A dog."], ["caf\u00e9"], ["A dog"]]
+    scores = caption_scores(told, true)
+    assert scores["exact"] == 3 / 5
+    assert scores["distinct"] == 4 / 5
+    assert caption_scores([""], [["", "a"]])["exact"] == 1.0
+
+
+def test_perfect_captions():
+    told = ["a man rides a horse", "two birds sit on wires", "the red bus stops here now"]
+    scores = caption_scores(told, [[text, text] for text in told])
+    assert scores.pop("cider") == pytest.approx(10)
+    assert scores == pytest.approx(dict.fromkeys(scores, 1.0))
+    assert max(scores.values()) == 1.0
+    assert len(scores) == 8
+
+
+def test_the_order_of_pictures_changes_nothing():
+    order = random.Random(0).sample(range(100), 100)
+    mixed = caption_scores([HYPOTHESES[i] for i in order], [REFERENCES[i] for i in order])
+    assert order != sorted(order)
+    assert mixed == caption_scores(HYPOTHESES, REFERENCES)
+
+
+def test_seeds_of_hashes_change_nothing():
+    code = (
+        "import json, sys; from vit.evaluation.captions import caption_scores;"
+        "rows = json.load(open(sys.argv[1], encoding='utf-8'));"
+        "told, true = zip(*((row['hypothesis'], row['references']) for row in rows));"
+        "print(json.dumps(caption_scores(told, true)))"
+    )
+    for seed in "12":
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(FILE)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        assert json.loads(run.stdout) == caption_scores(HYPOTHESES, REFERENCES)
+
+
+def test_empty_captions_score_0():
+    scores = caption_scores(["", "", "?!"], [["a dog"], ["a cat", "cats"], ["a bird"]])
+    assert scores.pop("distinct") == 2 / 3
+    assert scores == dict.fromkeys(scores, 0.0)
+
+
+def test_scores_are_plain_floats():
+    assert {type(value) for value in caption_scores(HYPOTHESES, REFERENCES).values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("told", "true", "reason"),
+    [
+        ([], [], "no caption"),
+        (["a"], [["a"], ["b"]], "1 hypotheses and references of 2 pictures"),
+        (["a", "b"], [["a"], []], "picture 1 has no reference"),
+        (["a", "b"], ["a", "b"], "picture 0 are one string"),
+    ],
+)
+def test_refuses_what_cannot_be_scored(told, true, reason):
+    with pytest.raises(ValueError, match=reason):
+        caption_scores(told, true)
+
+
+def test_common_words_equal_the_table_of_pycocoevalcap():
+    draw = random.Random(0)
+    for _ in range(300):
+        first, second = (draw.choices("abcd", k=draw.randint(0, 12)) for _ in range(2))
+        expected = my_lcs(first, second)
+        assert longest_common(first, second) == expected, (first, second)
+
+
+def test_a_caption_of_ten_thousand_words():
+    text = [f"w{number}" for number in range(10_000)]
+    assert longest_common(text, text[10:] + text[:10]) == 9_990
+    assert longest_common(["a"] * 10_000, ["a"] * 9_000) == 9_000
+    scores = caption_scores([" ".join(text), "a b"], [[" ".join(text[::-1])], ["b"]])
+    assert scores["rouge_l"] == pytest.approx((1e-4 + 2.44 * 0.5 / (1 + 1.44 * 0.5)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("A dog, \"running\" (fast)... at 'home'!", "a dog running fast at home"),
+        (
+            "The man's dogs' T-shirt isn\u2019t O\u2011shaped",
+            "the man 's dogs t-shirt is n't o-shaped",
+        ),
+        ("a man 's hat did n't fit -- well -", "a man 's hat did n't fit well"),
+        ("3.5 m at 10:30, 1,000 times. 7", "3.5 m at 10:30 1,000 times 7"),
+        ("snake_case a/b", "snake case a b"),
+        ("Une ÉGLISE d'été", "une église d'été"),
+        ("ΣΊΣΥΦΟΣ и ЁЖ", "σίσυφος и ёж"),
+        ("一只狗在T恤上。", "一 只 狗 在 t 恤 上"),
+        ("テレビを見る々", "テ レ ビ を 見 る 々"),
+        ("개 두 마리", "개 두 마리"),
+        ("ตัวที่ ๑๒", "ตั ว ที่ ๑๒"),
+        ("ລາວ ខ្មែរ မြန်မာ", "ລ າ ວ ខ្ មែ រ မြ န် မာ"),
+        ("क्षत्रिय می‌خواهم", "क्षत्रिय می‌خواهم"),
+        ("cake🎂🎂 10°C $5", "cake 🎂 🎂 10 ° c $ 5"),
+        ("👩🏽‍🚀👨‍👩‍👧 ❤️ 1️⃣ #️⃣ ‼️", "👩🏽‍🚀 👨‍👩‍👧 ❤️ 1️⃣ #️⃣ ‼️"),
+        ("🇩🇪🇫🇷", "🇩🇪 🇫🇷"),
+        ("🏴\U000e0067\U000e0062\U000e007f.", "🏴\U000e0067\U000e0062\U000e007f"),
+        ("\u0301 \ud800 \x00", ""),
+    ],
+)
+def test_words(caption, expected):
+    assert words(caption) == expected.split()
+
+
+def test_words_of_every_character():
+    """None has white space, which the libraries would cut at; and NFC or NFD is the same."""
+    found = 0
+    for number in range(sys.maxunicode + 1):
+        character = chr(number)
+        if unicodedata.category(character) in ("Co", "Cn", "Cs"):
+            continue
+        parts = words(f"a {character} b")
+        assert len(" ".join(parts).split()) == len(parts), hex(number)
+        assert parts == words(unicodedata.normalize("NFD", f"a {character} b")), hex(number)
+        found += len(parts) > 2
+    assert found > 100_000
+
+
+def test_words_of_words_are_the_same():
+    texts = [*HYPOTHESES, *(text for row in REFERENCES for text in row)]
+    assert all(words(joined(text)) == words(text) for text in texts)
+    assert max(len(words(text)) for text in texts) > 30

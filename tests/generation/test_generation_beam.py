@@ -1,0 +1,93 @@
+"""Beam search against brute force, against itself without early stopping, and against greedy."""
+
+import pytest
+
+from tests.generation.tables import BEGIN, END, Table, every_sentence, narrow_search
+from vit.generation.beam import beam_search
+from vit.generation.generate import generate
+from vit.generation.search import Search
+
+PENALTIES = [-1.0, 0.0, 0.6, 1.0, 2.0]
+
+
+def run(search, pictures, vocab, **settings):
+    table = Table(pictures, vocab, **settings)
+    return generate(table, rows=len(pictures), begin=BEGIN, end=END, search=search), table
+
+
+@pytest.mark.parametrize("limits", [(0, 4), (1, 3), (2, 4), (3, 3)])
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("repetition", [1.0, 1.6])
+def test_a_beam_that_covers_everything_finds_the_best_of_all(limits, penalty, repetition):
+    search = Search(
+        beams=120, n_best=6, length_penalty=penalty, repetition_penalty=repetition,
+        min_tokens=limits[0], max_tokens=limits[1],
+    )  # fmt: skip
+    answers, table = run(search, [0, 1, 2], 4, seed=7)
+    for picture, sentences in enumerate(answers):
+        best = every_sentence(table, picture, search)[:6]
+        assert [(one.ids, one.ended) for one in sentences] == [(b[1], b[2]) for b in best]
+        for one in sentences:
+            score = table.score(picture, one.ids, one.ended)
+            assert one.score == pytest.approx(score, abs=1e-5)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize(("beams", "n_best", "least"), [(2, 1, 1), (3, 3, 0), (4, 2, 4)])
+def test_stopping_early_changes_nothing(penalty, beams, n_best, least):
+    search = Search(
+        beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=9
+    )
+    pictures = list(range(12))
+    answers, table = run(search, pictures, 6, seed=3, lean=1.0)
+    for picture in pictures:
+        found = [(one.ids, one.ended) for one in answers[picture]]
+        assert found == narrow_search(table, picture, search)
+    if penalty <= 0:
+        assert sum(table.calls) < 12 * (1 + 8 * beams)
+
+
+def test_an_image_leaves_as_soon_as_its_answer_is_known():
+    search = Search(beams=3, length_penalty=0.0, max_tokens=20)
+    _, table = run(search, list(range(20)), 8, lean=2.0)
+    assert table.calls[:2] == [20, 60]
+    assert sorted(table.calls[1:], reverse=True) == table.calls[1:]
+    assert all(rows % 3 == 0 for rows in table.calls[1:])
+    assert len(table.calls) < 20
+    _, table = run(Search(beams=3, length_penalty=2.0, max_tokens=20), [0], 8, lean=2.0)
+    assert len(table.calls) > 2  # a longer one may still be better
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("repetition", [1.0, 1.5])
+def test_one_beam_is_greedy(ties, repetition):
+    search = Search(length_penalty=0.0, max_tokens=8, min_tokens=2, repetition_penalty=repetition)
+    pictures = list(range(40))
+    greedy, _ = run(search, pictures, 7, ties=ties)
+    beam = beam_search(
+        Table(pictures, 7, ties=ties), rows=40, begin=BEGIN, end=END, search=search, device="cpu"
+    )
+    assert [[(b.ids, b.ended) for b in some] for some in beam] == [
+        [(one.ids, one.ended)] for (one,) in greedy
+    ]
+
+
+def test_equal_sums_go_to_the_beam_that_stood_first_then_to_the_lower_id():
+    search = Search(beams=4, n_best=4, max_tokens=3)
+    answers, table = run(search, list(range(10)), 5, ties=True, spread=0.7)
+    for picture, sentences in enumerate(answers):
+        found = [(one.ids, one.ended) for one in sentences]
+        assert found == narrow_search(table, picture, search)
+
+
+def test_a_small_vocabulary_gives_what_it_has():
+    answers, table = run(Search(beams=5, n_best=5, max_tokens=2), [0], 2)
+    assert sorted((one.ids, one.ended) for one in answers[0]) == [((0,), True), ((0, 0), False)]
+    assert table.calls == [1, 1]
+
+
+def test_more_beams_never_find_a_worse_first_sum():
+    wide, _ = run(Search(beams=64, length_penalty=0.0, max_tokens=4), list(range(20)), 5)
+    narrow, _ = run(Search(length_penalty=0.0, max_tokens=4), list(range(20)), 5)
+    assert all(w[0].score >= n[0].score - 1e-6 for w, n in zip(wide, narrow, strict=True))
+    assert any(w[0].score > n[0].score + 0.1 for w, n in zip(wide, narrow, strict=True))

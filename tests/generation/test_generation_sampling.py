@@ -1,0 +1,127 @@
+"""Words that are drawn: how often, from which, and by which numbers."""
+
+import collections
+
+import pytest
+import torch
+
+from tests.generation.tables import BEGIN, END, Table
+from vit.generation.generate import generate
+from vit.generation.sampling import Drawn, draws, shares
+from vit.generation.search import Search
+
+COUNT = 20_000
+
+
+class Same:
+    """A Continuation that gives all rows the same logits."""
+
+    def __init__(self, logits, rows):
+        self.logits = logits.expand(rows, -1)
+
+    def __call__(self, ids):
+        assert len(ids) == len(self.logits)
+        return self.logits
+
+    def select(self, rows):
+        self.logits = self.logits[rows]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 7, "top_p": 0.9}],
+)
+def test_words_come_as_often_as_the_filtered_distribution_says(settings):
+    logits = torch.tensor([[0.3, -50.0, 1.2, 0.1, -0.4, 2.0, 1.1, -1.5, 0.9, 0.0]])
+    search = Search(**{"temperature": 1.0, "max_tokens": 1, "seed": 4, **settings})
+    answers = generate(Same(logits, COUNT), rows=COUNT, begin=BEGIN, end=END, search=search)
+    counts = collections.Counter(one.ids[0] for (one,) in answers)
+    expected = filtered(logits[0].double(), search)
+    assert set(counts) == {word for word, share in enumerate(expected.tolist()) if share > 1e-6}
+    chi = sum(
+        (counts[w] - COUNT * p) ** 2 / (COUNT * p) for w, p in enumerate(expected) if p > 1e-6
+    )
+    # mean of a chi-square is its degrees of freedom, its variance twice that
+    freedom = len(counts) - 1
+    assert abs(float(chi) - freedom) < 3.5 * (2 * freedom) ** 0.5
+
+
+def filtered(logits, search):
+    """The distribution by its definition, word by word."""
+    order = sorted(range(len(logits)), key=lambda word: -float(logits[word]))
+    order = order[: search.top_k or None]
+    parts = {word: float((logits[word] / search.temperature).exp()) for word in order}
+    total, kept, sofar = sum(parts.values()), {}, 0.0
+    for word in order:
+        if sofar < search.top_p:
+            kept[word] = parts[word]
+        sofar += parts[word] / total
+    result = torch.zeros(len(logits), dtype=torch.float64)
+    for word, part in kept.items():
+        result[word] = part / sum(kept.values())
+    return result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 3.0, "top_k": 1},
+        {"temperature": 3.0, "top_p": 1e-12},
+        {"temperature": 0.001},
+        {"temperature": 0.001, "top_k": 4, "top_p": 0.9},
+    ],
+)
+def test_the_limits_of_drawing_are_the_likeliest_words(settings):
+    def run(search, **table):
+        return generate(Table(range(30), 9, **table), rows=30, begin=BEGIN, end=END, search=search)
+
+    limits = {"max_tokens": 8, "repetition_penalty": 1.3}
+    assert run(Search(**settings, **limits)) == run(Search(**limits))
+    if settings["temperature"] == 3.0:
+        assert run(Search(**settings, **limits), ties=True) == run(Search(**limits), ties=True)
+
+
+def test_a_number_decides_what_a_picture_gets():
+    def run(numbers, seed=0):
+        table = Table([9] * len(numbers), 50)
+        search = Search(temperature=2.0, max_tokens=10, seed=seed)
+        rows = len(numbers)
+        return generate(table, rows=rows, begin=BEGIN, end=END, search=search, numbers=numbers)
+
+    first, second, third = run([4, 5, 4])
+    assert first == third != second
+    assert run([4], seed=1) != [first]
+    state = torch.random.get_rng_state()
+    assert run([4]) == [first]
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_random_numbers_are_even_and_longer_sentences_start_alike():
+    assert draws(1, 2, 5) == draws(1, 2, 40)[:5]
+    assert draws(1, 23, 5) != draws(12, 3, 5)
+    values = torch.tensor([draws(0, number, 100) for number in range(300)]).double() / 2**31
+    assert 0 <= values.min() < 0.001
+    assert 0.999 < values.max() < 1
+    assert abs(float(values.mean()) - 0.5) < 0.005
+    # neighbours in number and in place are unrelated
+    centred = values - 0.5
+    assert abs(float((centred[1:] * centred[:-1]).mean())) < 0.002
+    assert abs(float((centred[:, 1:] * centred[:, :-1]).mean())) < 0.002
+
+
+def test_shares_do_not_depend_on_the_rows_beside():
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0)) * 4
+    for settings in ({}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}):
+        search = Search(temperature=0.8, **settings)
+        together = shares(logits, search)
+        for row in range(8):
+            alone = shares(logits[row : row + 1], search)
+            assert torch.equal(alone[0][0], together[0][row])
+            assert torch.equal(alone[1][0], together[1][row])
+
+
+def test_the_smallest_and_the_largest_number_draw_a_word_with_a_share():
+    drawn = Drawn(Search(temperature=1.0, max_tokens=2), [0], device="cpu")
+    drawn.random = torch.tensor([[0, 2**31 - 1]])
+    logits = torch.tensor([[-torch.inf, -90.0, 1.0, 2.0, -90.0, -torch.inf]])
+    assert [int(drawn(logits, index)) for index in (0, 1)] == [2, 3]

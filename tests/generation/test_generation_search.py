@@ -1,0 +1,45 @@
+"""Settings that contradict each other are refused in one line."""
+
+import math
+
+import pytest
+
+from vit.errors import ConfigError
+from vit.generation.search import Search
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"beams": 0}, "beams=0: must be at least 1"),
+        ({"n_best": 0}, "n_best=0: must be at least 1"),
+        ({"beams": 2, "n_best": 3}, "n_best=3: is more than beams=2"),
+        ({"n_best": 2}, "n_best=2: is more than beams=1"),
+        ({"beams": 4, "temperature": 0.7}, "set beams=1, or not temperature=0.7"),
+        ({"length_penalty": 0.6}, "length_penalty=0.6: compares beams"),
+        ({"beams": 2, "length_penalty": math.nan}, "length_penalty=nan: must be from -10 to 10"),
+        ({"top_k": 5}, "top_k=5: needs words that are drawn; set temperature"),
+        ({"top_p": 0.9}, "top_p=0.9: needs words that are drawn"),
+        ({"top_p": 0.0, "temperature": 1.0}, "top_p=0.0: must be more than 0"),
+        ({"top_p": 1.5, "temperature": 1.0}, "top_p=1.5: must be a share"),
+        ({"top_k": -1, "temperature": 1.0}, "top_k=-1: must be at least 0"),
+        ({"temperature": 1e-9}, "temperature=1e-09: must be 0, or from 0.001 to 1000"),
+        ({"temperature": math.inf}, "temperature=inf: must be 0, or"),
+        ({"repetition_penalty": 0.5}, "repetition_penalty=0.5: must be from 1 to 100"),
+        ({"min_tokens": -1}, "min_tokens=-1: must be at least 0"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: is more than max_tokens=8"),
+        ({"max_tokens": -1}, "max_tokens=-1: must be at least 0"),
+        ({"seed": -1}, "seed=-1: must be at least 0"),
+    ],
+)
+def test_a_contradiction_is_one_line(settings, says):
+    with pytest.raises(ConfigError) as error:
+        Search(**settings)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_fits_together_is_taken():
+    Search()
+    Search(beams=5, n_best=5, length_penalty=-1.0, repetition_penalty=1.2, min_tokens=0)
+    Search(temperature=0.7, top_k=50, top_p=0.9, seed=3, min_tokens=4, max_tokens=4)

@@ -1,0 +1,145 @@
+"""One sentence a picture: the likeliest words, limits, rows that leave, and independence."""
+
+import math
+
+import pytest
+import torch
+
+from tests.generation.tables import BEGIN, END, Table
+from vit.errors import WeightsError
+from vit.generation.generate import generate
+from vit.generation.limits import largest
+from vit.generation.search import Search, Sentence
+
+DRAWN = Search(temperature=1.3, top_k=6, top_p=0.95, max_tokens=12, seed=5)
+KINDS = {
+    "greedy": Search(max_tokens=12),
+    "repetition": Search(max_tokens=12, repetition_penalty=1.7, min_tokens=3),
+    "drawn": DRAWN,
+    "beams": Search(beams=3, n_best=2, max_tokens=12),
+}
+
+
+def run(search, pictures, *, vocab=9, **settings):
+    table = Table(pictures, vocab, **settings)
+    answers = generate(
+        table, rows=len(pictures), begin=BEGIN, end=END, search=search, numbers=pictures
+    )
+    return answers, table
+
+
+def likeliest(table, picture, search):
+    """The likeliest word each time, in plain Python."""
+    ids: tuple[int, ...] = ()
+    while len(ids) < search.max_tokens:
+        logits = table.logits((picture, BEGIN, *ids)).tolist()
+        for word in set(ids):
+            if logits[word] > 0:
+                logits[word] /= search.repetition_penalty
+            else:
+                logits[word] *= search.repetition_penalty
+        if len(ids) < search.min_tokens:
+            logits[END] = -math.inf
+        word = logits.index(max(logits))
+        if word == END:
+            return ids, True
+        ids += (word,)
+    return ids, False
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_every_word_is_the_likeliest(ties, penalty):
+    search = Search(max_tokens=8, min_tokens=2, repetition_penalty=penalty)
+    answers, table = run(search, list(range(40)), ties=ties)
+    expected = [likeliest(table, picture, search) for picture in range(40)]
+    assert [(one.ids, one.ended) for (one,) in answers] == expected
+    assert {ended for _, ended in expected} == {True, False}
+    assert min(len(ids) for ids, _ in expected) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_score_is_the_sum_of_the_networks_log_probabilities(kind):
+    answers, table = run(KINDS[kind], list(range(20)))
+    for picture, sentences in enumerate(answers):
+        for one in sentences:
+            assert one.score == pytest.approx(table.score(picture, one.ids, one.ended), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_does_not_depend_on_the_batch(kind):
+    pictures = [7, 3, 11, 2, 5, 13, 0, 42]
+    together, _ = run(KINDS[kind], pictures)
+    backwards, _ = run(KINDS[kind], pictures[::-1])
+    alone = [run(KINDS[kind], [picture])[0][0] for picture in pictures]
+    assert together == alone  # to the last bit of the score
+    assert backwards[::-1] == alone
+    assert len({str(one) for one in alone}) == len(pictures)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finished_rows_leave(kind):
+    search = KINDS[kind]
+    answers, table = run(search, list(range(30)), lean=1.0)
+    assert len(table.calls) <= search.max_tokens
+    if search.beams == 1:
+        lengths = [len(one.ids) for (one,) in answers]
+        # A row is there for each of its words and its end.
+        present = [sum(n >= step for n in lengths) for step in range(max(lengths) + 1)]
+        assert table.calls == present[: search.max_tokens]
+        assert table.calls[-1] < 15
+    else:
+        assert table.calls[:2] == [30, 90]
+        assert table.calls[-1] < 90
+
+
+def test_the_end_waits_for_min_tokens_and_words_stop_at_max_tokens():
+    eager, _ = run(Search(min_tokens=4, max_tokens=9), [0, 1, 2], lean=50.0)
+    assert [(len(one.ids), one.ended) for (one,) in eager] == [(4, True)] * 3
+    empty, _ = run(Search(min_tokens=0, max_tokens=9), [0], lean=50.0)
+    assert empty == [[Sentence((), empty[0][0].score, True)]]
+    for search in (Search(max_tokens=5), Search(max_tokens=5, temperature=1.0)):
+        never, table = run(search, [0, 1, 2], lean=-50.0)
+        assert [(len(one.ids), one.ended) for (one,) in never] == [(5, False)] * 3
+        assert table.calls == [3] * 5
+        assert table.selected == []
+    exact, _ = run(Search(min_tokens=3, max_tokens=3), [0], lean=50.0)
+    assert (len(exact[0][0].ids), exact[0][0].ended) == (3, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_that_are_no_numbers_are_told(kind, value):
+    class Broken(Table):
+        def logits(self, row):
+            return super().logits(row) * 0 + value
+
+    with pytest.raises(WeightsError, match="logits are not numbers"):
+        generate(Broken([0], 9), rows=1, begin=BEGIN, end=END, search=KINDS[kind])
+
+
+SHORT = Search(max_tokens=8)
+
+
+def test_there_may_be_no_picture_and_numbers_must_fit():
+    for search in KINDS.values():
+        assert generate(Table([], 9), rows=0, begin=BEGIN, end=END, search=search) == []
+    with pytest.raises(ValueError, match="2 numbers of pictures for 1 rows"):
+        generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=SHORT, numbers=[0, 1])
+    with pytest.raises(ValueError, match="max_tokens=0: say how many"):
+        generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=Search())
+
+
+def test_the_largest_come_in_the_order_of_a_stable_sort():
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(50, 200, generator=generator) * 3).round()
+    logits[::3] *= -0.0  # zeros of both signs are equal
+    logits[1::3] += torch.rand(200, generator=generator)  # hardly any tie
+    logits[0, :9] = torch.tensor([0.0, -0.0, 0.0, -0.0, 1e-30, -1e-30, 3e38, -torch.inf, 5.0])
+    values, ids = logits.sort(dim=1, descending=True, stable=True)
+    for count in (1, 7, 199, 200):
+        for row in range(50):  # by itself, so that rows with and without ties take their own way
+            found, places = largest(logits[row : row + 1], count)
+            assert torch.equal(places[0], ids[row, :count])
+            assert torch.equal(found[0], values[row, :count])
+        assert torch.equal(largest(logits, count)[1], ids[:, :count])

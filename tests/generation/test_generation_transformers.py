@@ -1,0 +1,148 @@
+"""Parity with transformers: its logits processors, and its generate() on a small GPT-2."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
+from transformers.generation import logits_process as theirs
+
+from vit.generation.generate import generate
+from vit.generation.limits import Limits
+from vit.generation.sampling import shares
+from vit.generation.search import Search
+
+BEGIN, END, VOCAB, ROWS = 0, 1, 24, 6
+LONGEST = 10
+
+
+class GPT2:
+    """A Continuation of transformers' GPT-2; each picture is another first word before begin."""
+
+    def __init__(self, model, rows):
+        self.model, self.cache = model, None
+        self.first = torch.arange(2, 2 + rows).unsqueeze(1)
+
+    def __call__(self, ids):
+        if self.cache is None:
+            ids = torch.cat([self.first, ids], dim=1)
+        out = self.model(ids, past_key_values=self.cache, use_cache=True)
+        self.cache = out.past_key_values
+        return out.logits[:, -1]
+
+    def select(self, rows):
+        self.cache.reorder_cache(rows)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, initializer_range=0.4,
+        bos_token_id=BEGIN, eos_token_id=END, pad_token_id=END,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = GPT2LMHeadModel(config).double().eval()
+        # so that sentences end
+        model.transformer.wte.weight.data[END] *= 1.5
+    return model
+
+
+def both(model, search, **settings):
+    """Ours, and the ids (end included) that transformers generates."""
+    ours = generate(GPT2(model, ROWS), rows=ROWS, begin=BEGIN, end=END, search=search)
+    prompt = torch.cat([torch.arange(2, 2 + ROWS).unsqueeze(1), torch.full((ROWS, 1), BEGIN)], 1)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+        max_new_tokens=search.max_tokens, min_new_tokens=search.min_tokens,
+        num_return_sequences=search.n_best, return_dict_in_generate=True, output_scores=True,
+        **settings,
+    )  # fmt: skip
+    return ours, out
+
+
+def whole(one):
+    return [*one.ids, END] if one.ended else list(one.ids)
+
+
+def cut(row):
+    """What transformers wrote, without the padding behind its end."""
+    words = row[2:].tolist()
+    return words[: words.index(END) + 1] if END in words else words
+
+
+@pytest.mark.parametrize("least", [0, 1, 5])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_greedy_equals_generate(gpt2, least, penalty):
+    search = Search(min_tokens=least, max_tokens=LONGEST, repetition_penalty=penalty)
+    # their penalty would count begin, too
+    mine = theirs.RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=2)
+    ours, out = both(gpt2, search, logits_processor=LogitsProcessorList([mine]))
+    assert [whole(one) for (one,) in ours] == [cut(row) for row in out.sequences]
+    if least < 5:
+        assert {one.ended for (one,) in ours} == {True, False}
+
+
+@pytest.mark.parametrize("least", [0, 4])
+@pytest.mark.parametrize(("beams", "n_best"), [(2, 1), (4, 4), (7, 2)])
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
+def test_beam_search_equals_generate(gpt2, least, beams, n_best, penalty):
+    search = Search(
+        beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=LONGEST
+    )
+    # their other ways of stopping are guesses where the penalty is positive
+    ours, out = both(gpt2, search, num_beams=beams, length_penalty=penalty, early_stopping="never")
+    flat = [one for some in ours for one in some]
+    assert [whole(one) for one in flat] == [cut(row) for row in out.sequences]
+    ranks = [one.score / len(whole(one)) ** penalty for one in flat]
+    torch.testing.assert_close(
+        torch.tensor(ranks), out.sequences_scores.float(), atol=1e-4, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "processors"),
+    [
+        ({"temperature": 0.7}, [theirs.TemperatureLogitsWarper(0.7)]),
+        ({"temperature": 1.0, "top_k": 9}, [theirs.TopKLogitsWarper(9)]),
+        ({"temperature": 1.0, "top_p": 0.75}, [theirs.TopPLogitsWarper(0.75)]),
+        (
+            {"temperature": 2.5, "top_k": 30, "top_p": 0.6, "repetition_penalty": 1.3,
+             "min_tokens": 9},
+            [
+                theirs.RepetitionPenaltyLogitsProcessor(1.3),
+                theirs.MinNewTokensLengthLogitsProcessor(0, 9, END),
+                theirs.TemperatureLogitsWarper(2.5),
+                theirs.TopKLogitsWarper(30),
+                theirs.TopPLogitsWarper(0.6),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_filters_equal_logits_processors(settings, processors):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 100, generator=generator) * 3
+    written = torch.randint(2, 100, (64, 6), generator=generator)
+    search = Search(**settings)
+    expected = LogitsProcessorList(processors)(written, logits.clone()).softmax(dim=1)
+    ids, parts = shares(Limits(search, end=END)(logits, written), search)
+    ours = torch.zeros_like(logits).scatter(1, ids, parts.float())
+    ours = ours / ours.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
+    sure = expected > 1e-8
+    assert torch.equal(ours[sure] > 0, expected[sure] > 0)
+    if search.top_k or search.top_p < 1:
+        assert torch.equal(ours > 0, expected > 0)
+
+
+@pytest.mark.parametrize("least", [0, 3, 4, 5])
+def test_limits_equal_logits_processors(least):
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    written = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(2))
+    for penalty in (1.0, 1.2, 5.0):
+        limits = Limits(Search(min_tokens=least, repetition_penalty=penalty), end=END)
+        expected = LogitsProcessorList(
+            [
+                theirs.RepetitionPenaltyLogitsProcessor(penalty),
+                theirs.MinNewTokensLengthLogitsProcessor(0, least, END),
+            ]
+        )(written, logits.clone())
+        assert torch.equal(limits(logits, written), expected)

@@ -1,0 +1,190 @@
+"""Collects what lists of captions say, picture by picture."""
+
+import os
+import posixpath
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vit.data.caption_columns import Row
+from vit.data.caption_files import read_rows
+from vit.data.caption_lists import pictures_folder
+from vit.data.folders import Walk, count, some
+from vit.data.text_files import wrong
+from vit.errors import DataError, printable
+
+DRIVE = re.compile("[A-Za-z]:/")
+
+
+@dataclass
+class Part:
+    """What the lists of one split say, or all lists of a data set without splits."""
+
+    where: str
+    """The folder that class folders are looked for in."""
+    captions: dict[str, tuple[str, ...]]
+    """Of each picture, by path, sorted; never none."""
+    labels: dict[str, str]
+    """Names of classes by path, of the pictures that the lists give one."""
+    folders: list[str]
+    """Folders that the pictures of each list lie in."""
+    notes: list[str]
+
+
+@dataclass
+class _OneList:
+    """One list being read."""
+
+    path: str
+    captions: dict[str, list[str]] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    empty: int = 0
+
+    def add(self, row: Row, *, absolute: bool) -> None:
+        name = self.names.get(row.name)
+        if name is None:
+            name = self.names[row.name] = tidy_name(row, self.path, absolute=absolute)
+        said = self.captions.setdefault(name, [])
+        for text in row.captions:
+            caption = tidy_caption(text, self.path, row.line)
+            if caption:
+                said.append(caption)
+            else:
+                self.empty += 1
+        if row.label and self.labels.setdefault(name, row.label) != row.label:
+            both = f"{printable(self.labels[name])} and {printable(row.label)}"
+            raise wrong(self.path, f"{name} has two labels, {both}", row.line)
+
+
+def read_part(paths: Sequence[str], images: str | None, *, above: str) -> Part:
+    """What the lists `paths` say of the same split.
+
+    Args:
+        paths: The lists.
+        images: Folder that file names are relative to, where it is not the list's business.
+        above: Folder that holds all of them.
+
+    Raises:
+        DataError: A list is damaged, or names a file outside the folder of its pictures.
+    """
+    captions: dict[str, list[str]] = {}
+    labels: dict[str, str] = {}
+    notes: list[str] = []
+    folders = []
+    empty = 0
+    for path in paths:
+        read = _OneList(path)
+        for row in read_rows(path, notes):
+            read.add(row, absolute=images is None)
+        if not read.captions:
+            raise wrong(path, "no captions in it")
+        base = _base(path, read.captions, images, notes)
+        folders += _common(base, read.captions)
+        empty += read.empty
+        for name, said in read.captions.items():
+            captions.setdefault(os.path.join(base, name), []).extend(said)
+        labels |= {os.path.join(base, name): label for name, label in read.labels.items()}
+    where = base if len(paths) == 1 else above
+    return _tidied(Part(where, {}, labels, folders, notes), captions, empty)
+
+
+def _tidied(part: Part, captions: dict[str, list[str]], empty: int) -> Part:
+    """`part` with these captions, each once a picture; what is left out is noted."""
+    part.captions = {path: tuple(dict.fromkeys(captions[path])) for path in sorted(captions)}
+    twice = sum(map(len, captions.values())) - sum(map(len, part.captions.values()))
+    silent = [path for path, said in part.captions.items() if not said]
+    for path in silent:
+        del part.captions[path]
+    if empty:
+        part.notes.append(f"left out {count(empty, 'empty caption')}")
+    if twice:
+        part.notes.append(f"left out {count(twice, 'caption')} that the same picture has already")
+    if silent:
+        names = some([printable(path) for path in silent])
+        part.notes.append(f"left out {count(len(silent), 'picture')} without a caption: {names}")
+    if not part.captions:
+        raise DataError(f"{names}: no picture has a caption")
+    return part
+
+
+def tidy_caption(text: str, path: str, line: int) -> str:
+    """`text` in normalised Unicode (NFC), with single spaces and none at its ends.
+
+    Raises:
+        DataError: It is no text that can be written as UTF-8, or has a NUL.
+    """
+    if not text.isascii():
+        _check_text(text, path, line)
+        text = unicodedata.normalize("NFC", text)
+    if "\0" in text:
+        raise wrong(path, "a caption with a NUL character", line)
+    return " ".join(text.split())
+
+
+def tidy_name(row: Row, path: str, *, absolute: bool) -> str:
+    """The file name in `row` with forward slashes and without detours.
+
+    Args:
+        row: Of a list.
+        path: The list.
+        absolute: Whether the name may be absolute.
+
+    Raises:
+        DataError: It is empty, a web address, or leads out of the folder.
+    """
+    name = row.name.strip()
+    if not name:
+        raise wrong(path, "no file name", row.line)
+    _check_text(name, path, row.line)
+    if "\0" in name:
+        raise wrong(path, "a file name with a NUL character", row.line)
+    if "://" in name:
+        raise wrong(path, f"{name} is a web address; download the pictures first", row.line)
+    if os.path.isabs(name):
+        if absolute:
+            return os.path.normpath(name)
+        raise wrong(path, f"{name} is absolute; expected a name inside images", row.line)
+    tidy = posixpath.normpath(name.replace("\\", "/"))
+    if DRIVE.match(tidy) or tidy.startswith("/"):
+        raise wrong(path, f"{name} is a place on another computer; expected a file here", row.line)
+    if tidy == ".." or tidy.startswith("../"):
+        advice = "give the folder that holds the pictures as images"
+        raise wrong(path, f"{name} leads out of the folder; {advice}", row.line)
+    if tidy == ".":
+        raise wrong(path, f"{name} is a folder; expected a picture", row.line)
+    return tidy
+
+
+def _check_text(text: str, path: str, line: int) -> None:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise wrong(path, f"half a character (a lone surrogate) in {text[:40]!a}", line)
+
+
+def _base(path: str, names: Iterable[str], images: str | None, notes: list[str]) -> str:
+    within = [name for name in names if not os.path.isabs(name)]
+    return pictures_folder(path, within, images, notes)
+
+
+def _common(base: str, names: Iterable[str]) -> list[str]:
+    """The deepest folder that holds all of the pictures, unless one has an absolute name."""
+    folders = {os.path.dirname(name) for name in names}
+    if any(os.path.isabs(folder) for folder in folders):
+        return []
+    common = os.path.commonpath(folders) if "" not in folders else ""
+    return [os.path.join(base, common) if common else base]
+
+
+def unnamed_notes(parts: Sequence[Part], root: str) -> list[str]:
+    """How many pictures lie beside those of `parts` that no list names."""
+    named = {path for part in parts for path in part.captions}
+    walk = Walk(root)
+    extra = []
+    for folder in dict.fromkeys(folder for part in parts for folder in part.folders):
+        if os.path.isdir(folder):
+            extra += [path for path in walk.pictures(folder) if path not in named]
+    if not extra:
+        return []
+    names = some([walk.name(path) for path in extra], 3)
+    return [f"left out {count(len(extra), 'picture')} that no line of a list names: {names}"]

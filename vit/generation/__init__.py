@@ -1,0 +1,1 @@
+"""Sentences from a decoder: the likeliest word, beam search, sampling."""

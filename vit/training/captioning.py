@@ -1,0 +1,167 @@
+"""Learning to write captions, alone or beside classes, from one encoder.
+
+    loss = Σ cross-entropy of each next word / mean words of a caption
+    val_loss           mean over all words of the validation captions
+    val_loss_shuffled  the same captions, each against another picture
+
+Dividing by a constant of the data, and not by the words of a batch, keeps the loss a sum over
+pictures: every word counts the same, on any number of processes and micro-batches. A decoder that
+does not look at the picture has two validation losses that are equal.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.data.loading import Batch
+from vit.data.samples import Sample
+from vit.data.tokenizer import Tokenizer
+from vit.evaluation.captions import caption_scores
+from vit.generation.search import Search
+from vit.generation.writing import write
+from vit.model.captioner import Captioner, Said
+from vit.training.agreement import everyones, on_main
+from vit.training.losses import smoothed_cross_entropy
+from vit.training.tasks import judged
+
+if TYPE_CHECKING:
+    from vit.training.loop import Training
+
+SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
+
+
+class Captioning:
+    """Captions, and classes too where the network has a head for them.
+
+    Args:
+        tokenizer: Of the captions.
+        mean_tokens: Mean number of words of a training caption, the end included.
+        classifies: Whether classes are learned too; both losses then count the same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, mean_tokens: float, classifies: bool) -> None:
+        self.tokenizer = tokenizer
+        self.mean_tokens = mean_tokens
+        self.classifies = classifies
+
+    def loss(self, run: "Training", batch: Batch, images: Tensor, epoch: int) -> Tensor:  # noqa: ARG002
+        """Summed loss of one micro-batch, (1,)."""
+        config = run.config
+        smoothing = config.training.smoothing
+        words = words_of(batch, images.device)
+        said = forward(run, images, words[:, :-1])
+        summed, _ = word_loss(said.words, words, self.tokenizer.pad, smoothing=smoothing)
+        loss = summed / self.mean_tokens
+        if self.classifies:
+            labels = batch.labels.to(images.device, non_blocking=True)
+            targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
+            loss = loss + smoothed_cross_entropy(said.classes, targets, smoothing=smoothing)
+        return loss.view(1)
+
+    def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
+        """Begins a validation on `samples`."""
+        return CaptionTally(self, samples)
+
+
+class CaptionTally:
+    """Losses with right and with shuffled pictures, and the captions that were written.
+
+    Args:
+        task: What is learned.
+        samples: Those that are measured, over all processes.
+    """
+
+    def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
+        self.task, self.samples = task, samples
+        # losses and words with the right picture and with another, class loss, right answers, count
+        self.sums = torch.zeros(7, dtype=torch.float64)
+        self.written: list[tuple[int, str]] = []
+
+    def add(self, run: "Training", batch: Batch, images: Tensor) -> None:
+        """Count one batch."""
+        network, task = run.network, self.task
+        assert isinstance(network, Captioner)
+        if not len(images):
+            return
+        assert batch.others is not None
+        words, others = words_of(batch, images.device), batch.others.to(images.device)
+        with run.accelerator.autocast():
+            classes, memory = network.see(images)
+            wrong = network.decoder(others[:, :-1], memory)
+            right = network.decoder(words[:, :-1], memory)  # last: routers tell of this one
+            few = batch.indices < run.config.training.caption_samples
+            seen = memory[few.to(images.device)]
+            sentences = write(network.decoder, seen, task.tokenizer, Search())
+        losses = [
+            number
+            for logits, ids in ((right, words), (wrong, others))
+            for number in word_loss(logits.to(run.dtype), ids, task.tokenizer.pad)
+        ]
+        judgement = torch.zeros(3, dtype=torch.float64)
+        if task.classifies:
+            judgement = judged(classes.to(run.dtype).cpu(), batch.labels)
+        judgement[2] = len(images)
+        self.sums += torch.cat([torch.stack(losses).double().cpu(), judgement])
+        texts = [best[0].text for best in sentences]
+        self.written += zip(batch.indices[few].tolist(), texts, strict=True)
+
+    def scores(self, run: "Training", totals: Sequence[float]) -> dict[str, Any]:
+        """Mean losses of a word, and the captions' scores against all references."""
+        right, words, wrong, others, class_loss, correct, count = totals
+        found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
+        if self.task.classifies:
+            found["val_caption_loss"] = found["val_loss"]
+            found["val_loss"] += class_loss / count
+            found["val_top1"] = correct / count
+        captions = sorted(everyones(self.written))
+        references = [self.samples[index].captions for index, _ in captions]
+
+        def score() -> dict[str, float]:
+            return caption_scores([text for _, text in captions], references)
+
+        counted = on_main(run.accelerator, score)
+        return {**found, **{f"val_{name}": counted[name] for name in SCORES}}
+
+
+def words_of(batch: Batch, device: torch.device) -> Tensor:
+    """The captions of a batch on their device, (batch, tokens)."""
+    assert batch.words is not None, "the loader was given no captions"
+    return batch.words.to(device, non_blocking=True)
+
+
+def forward(run: "Training", images: Tensor, ids: Tensor) -> Said:
+    """Answers to normalised `images`, of which there may be none; all processes must call it."""
+    if not len(images):
+        images, ids = images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1)
+        return Said(*(answer[:0] for answer in run.model(images, ids)))
+    said: Said = run.model(images, ids)
+    return said
+
+
+def word_loss(
+    logits: Tensor, words: Tensor, pad: int, *, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of each next word, and how many words there are.
+
+    Args:
+        logits: After each word but the last, (batch, tokens - 1, vocab).
+        words: (batch, tokens), filled up with `pad`.
+        pad: No word: it has no loss.
+        smoothing: Share of a target spread over all words.
+
+    Returns:
+        Two scalars; the loss in float32 or wider.
+    """
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    targets = words[:, 1 : 1 + logits.shape[1]]
+    loss = F.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=pad,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+    return loss, (targets != pad).sum()

@@ -1,0 +1,143 @@
+"""What the data say before anything is built: pictures, classes, words, and what follows."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from vit.config import Config
+from vit.data.captions import open_captions
+from vit.data.checking import check_samples, without
+from vit.data.samples import Splits
+from vit.data.schedule import fitting_batch_size
+from vit.data.sources import open_splits
+from vit.data.tokenizer import Tokenizer
+from vit.errors import BadImage, ConfigError
+from vit.training.agreement import on_main
+from vit.training.words import complete_words
+
+Say = Callable[[str], None]
+
+
+def look_at_data(
+    config: Config,
+    given: Sequence[str],
+    accelerator: Accelerator,
+    say: Say,
+    begun: Path | None = None,
+    known: Tokenizer | None = None,
+) -> tuple[Config, Splits, dict[str, str]]:
+    """The settings of a run completed with what its pictures say, the pictures, and the bad ones.
+
+    Raises:
+        DataError: The data cannot be trained on.
+        ConfigError: A setting does not fit the data.
+        BadImage: A picture cannot be read, and `on_bad_image` is stop.
+    """
+    splits = open_data(config)
+    config = complete(config, splits, given)
+    bad = find_bad_images(splits, config, accelerator)
+    splits = without(splits, bad)
+    for note in splits.notes:
+        say(f"note: {note}")
+    if config.training.captions:
+        config, splits = complete_words(config, splits, accelerator, begun, known, say)
+    config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
+    batch_size, images = config.data.batch_size, len(splits.train)
+    probing = config.finetune.method == "probe"  # which sees all of them, once
+    if not probing and (lost := images % batch_size / images) > 0.1:
+        say(
+            f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
+            f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
+        )
+    return config, splits, {image.path: image.reason for image in bad}
+
+
+def open_data(config: Config) -> Splits:
+    """The pictures, with their classes, captions, or both.
+
+    Raises:
+        DataError: They cannot be trained on.
+    """
+    data, training = config.data, config.training
+    if not training.captions:
+        return open_splits(data.data, val_share=data.val_share, seed=training.seed)
+    return open_captions(
+        data.data,
+        images=data.images,
+        val_share=data.val_share,
+        seed=training.seed,
+        with_classes=training.classifies,
+    )
+
+
+def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
+    """`config` with what the data says: the number of classes; without any, there is no head.
+
+    Args:
+        config: Settings as asked for.
+        splits: The data.
+        given: Names of the settings that somebody chose.
+
+    Raises:
+        ConfigError: num_classes was chosen, and the data has another number.
+    """
+    found = len(splits.classes)
+    if "num_classes" in given and config.model.num_classes != found:
+        raise ConfigError(
+            f"num_classes={config.model.num_classes}: the data has {found} classes; "
+            "leave it out and it is taken from the data"
+        )
+    if not config.training.classifies:
+        if "pooling" in given and config.model.pooling != "none":
+            raise ConfigError(
+                f"pooling={config.model.pooling}: captions look at all tokens, and there is no "
+                "head to pool for; leave it out"
+            )
+        model = dataclasses.replace(config.model, num_classes=0, pooling="none")
+        config = dataclasses.replace(config, model=model)
+    if config.model.channels != 3:
+        raise ConfigError(f"channels={config.model.channels}: pictures are read as RGB, use 3")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
+
+
+def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) -> list[BadImage]:
+    """Pictures whose headers cannot be read, looked at by one process for all.
+
+    Raises:
+        BadImage: There are some, and `on_bad_image` is stop.
+    """
+    bad = on_main(accelerator, lambda: check_samples([*splits.train, *splits.val]))
+    if bad and config.data.on_bad_image == "stop":
+        others = ", ".join(str(image) for image in bad[1:5])
+        more = f" (and {len(bad) - 1} more: {others})" if others else ""
+        raise BadImage(
+            bad[0].path,
+            f"{bad[0].reason}{more}; mend or delete, or leave such files out with "
+            "--on-bad-image skip",
+        )
+    return bad
+
+
+def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Config:
+    """`config` with a batch that the training pictures fill.
+
+    Raises:
+        DataError: There are fewer pictures than micro-batches in a step.
+        ConfigError: The batch does not split into whole pairs, and pairs are to be mixed.
+    """
+    data, parts = config.data, processes * config.data.micro_batches
+    unit = 2 * parts if parts > 1 and config.augment.mixes else parts
+    batch_size = fitting_batch_size(images, data.batch_size, unit)
+    if batch_size % unit and not batch_size % parts:
+        raise ConfigError(
+            f"batch_size={batch_size} is {batch_size // parts} pictures in each of {parts} parts, "
+            f"and MixUp and CutMix mix pairs: choose a multiple of {unit}"
+        )
+    if batch_size != data.batch_size:
+        say(
+            f"note: only {images} training pictures, fewer than batch_size={data.batch_size}: "
+            f"going on with batch_size={batch_size}"
+        )
+    return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))

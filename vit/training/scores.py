@@ -1,0 +1,50 @@
+"""What an epoch's event says of its worth: which is better, and how a person is told."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+BLIND = 0.01
+"""Share of the loss by which other pictures must be worse, for a decoder that looks."""
+
+
+def rank(event: Event) -> tuple[float, float]:
+    """What a better epoch has more of: accuracy or CIDEr, then the lower loss; or that alone."""
+    loss = -float(event["val_loss"])
+    if "val_top1" in event and "val_cider" in event:
+        return loss, 0.0
+    return float(event["val_cider"] if "val_cider" in event else event["val_top1"]), loss
+
+
+def told(event: Event) -> str:
+    """The scores for a line, without the loss."""
+    parts = []
+    if "val_top1" in event:
+        parts.append(f"val top-1 {event['val_top1']:.2%}")
+    if "val_cider" in event:
+        parts.append(
+            f"with other pictures {event['val_loss_shuffled']:.3f}  BLEU-4 {event['val_bleu4']:.3f}"
+            f"  CIDEr {event['val_cider']:.3f}"
+        )
+    if event.get("val_exact"):
+        parts.append(f"exact {event['val_exact']:.2%}")
+    return "  ".join(parts)
+
+
+def verdict(event: Event) -> str:
+    """The scores for the last line."""
+    return f"validation {told(event).replace('val ', '')}"
+
+
+def blindness(event: Event) -> str | None:
+    """A line to the user where captions fit other pictures as well; None where they do not."""
+    if "val_loss_shuffled" not in event:
+        return None
+    right, wrong = event.get("val_caption_loss", event["val_loss"]), event["val_loss_shuffled"]
+    if wrong - right > BLIND * right:
+        return None
+    return (
+        f"note: the decoder does not look at the pictures: its loss is {right:.3f}, and "
+        f"{wrong:.3f} with other pictures; more epochs or --caption-dropout 0.3 may help"
+    )
