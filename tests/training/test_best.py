@@ -208,9 +208,7 @@ def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeyp
 
 def test_a_run_stops_when_nothing_better_comes(tiny_config, tmp_path, monkeypatch, capsys):
     scores = itertools.chain([0.5, 0.7], itertools.repeat(0.6))
-    monkeypatch.setattr(
-        "vit.training.session.validate", lambda *_: measured(next(scores))
-    )
+    monkeypatch.setattr("vit.training.session.validate", lambda *_: measured(next(scores)))
     result = train(tiny_config(epochs=20, patience=3), tmp_path / "run")
     assert result.epoch == 2
     assert len([e for e in read_events(tmp_path / "run") if e["event"] == "epoch"]) == 5

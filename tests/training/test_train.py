@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import vit
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.training import checkpoint, loop, validation
+from vit.training import checkpoint, loop, tasks
 from vit.training.checkpoint import find_checkpoints
 from vit.training.interruption import Interrupted
 from vit.training.loop import require_finite

@@ -47,13 +47,15 @@ class Config:
             raise ConfigError(
                 f"keep_best={self.run.keep_best}: a soup is made of several epochs; say how many"
             )
+        self._check_captions()
         if isinstance(self.model, ChosenModel):
             if self.finetune.weights is not None:
                 return
             self.model.check_together()
         self._check_routers()
         self._check_start_size()
-        self._check_captions()
+        if self.training.captions:
+            self.decoder.check_with(self.model)
 
     def _check_routers(self) -> None:
         for name in ("balance_loss", "router_z_loss"):
@@ -77,7 +79,6 @@ class Config:
             name = "method" if self.finetune.method == "probe" else "probe_first"
             value = getattr(self.finetune, name)
             raise ConfigError(f"{name}={value}: a probe fits classes; use method=linear or full")
-        self.decoder.check_with(self.model)
         if self.augment.mixes:
             raise ConfigError(
                 "mixup and cutmix mix labels, and captions cannot be mixed: leave them out"

@@ -34,6 +34,7 @@ ENDS = (
 FILE = "tokenizer.json"
 MOST_BYTES = 2**27
 MOST_IDS = 2**21
+DECODED = 64  # ids, to try a decoder
 DECODERS = {"ByteLevel": decoders.ByteLevel, "Metaspace": decoders.Metaspace}
 """What undoes a pre-tokenizer, for files without a decoder."""
 MOST_WORDS = 2**18  # remembered with their tokens: a few dozen MB
@@ -92,9 +93,15 @@ class Tokenizer:
         Of a tokenizer trained here it is the inverse of `encode`, up to the normalisation that this
         file's docstring tells and unknown tokens. Of another one it is as near as its file says:
         BERT's puts spaces around punctuation.
+
+        Raises:
+            WeightsError: The file it came from asks for the impossible.
         """
         kept = [number for number in ids if number not in self._special]
-        return str(self._library.decode(kept, skip_special_tokens=True))
+        try:
+            return str(self._library.decode(kept, skip_special_tokens=True))
+        except BaseException as error:
+            raise WeightsError(f"the tokenizer cannot decode: {_reason(error)}") from None
 
     def count_unknown(self, captions: Iterable[str]) -> int:
         """How many captions hold something that becomes the unknown token; none in BPE on bytes."""
@@ -144,8 +151,8 @@ class Tokenizer:
         try:
             # One text a call: batches start threads, which a forked process would wait for.
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises nothing more special
-            reason = printable(error)
+        except BaseException as error:
+            reason = _reason(error)
             raise DataError(f"{_short(_checked(text))} cannot be tokenised: {reason}") from None
         if self._special.isdisjoint(ids):
             return ids
@@ -223,9 +230,33 @@ def _parsed(text: str) -> tokenizers.Tokenizer:
     if len(text) > MOST_BYTES:
         raise WeightsError(f"longer than {MOST_BYTES:,} characters")
     try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more special
-        raise WeightsError(printable(error)) from None
+        _check_prefix(json.loads(text)["model"])
+        library = tokenizers.Tokenizer.from_str(text)
+        for ids in ([], list(range(DECODED))):  # some settings show only here that they are wrong
+            library.decode(ids)
+    except BaseException as error:
+        raise WeightsError(_reason(error)) from None
+    return library
+
+
+def _check_prefix(model: dict[str, Any]) -> None:
+    """Refuse what makes tokenizers 0.23 cut a token in mid-character, and end the process."""
+    prefix = str(model.get("continuing_subword_prefix") or "")
+    for merge in model.get("merges", ()) if prefix else ():
+        second = merge.split(" ", 1)[1] if isinstance(merge, str) else merge[1]
+        if not second.startswith(prefix):
+            raise ValueError(f"a merge with {second!r}, which does not begin with {prefix!r}")
+
+
+def _reason(error: BaseException) -> str:
+    """What the library says; it raises plain Exceptions, and Rust's panics as something else.
+
+    Raises:
+        BaseException: It is not the library's.
+    """
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return printable(error)
+    raise error
 
 
 def _switch_off(library: tokenizers.Tokenizer) -> None:
@@ -247,12 +278,10 @@ def _switch_off(library: tokenizers.Tokenizer) -> None:
 
 def _find(library: tokenizers.Tokenizer, names: Sequence[str], ours: str) -> int:
     """Id of the first of `names` that the vocabulary has; `ours` is added where it has none."""
-    for name in names:
-        number = library.token_to_id(name)
-        if number is not None:
-            return int(number)
-    library.add_special_tokens([ours])
-    return int(library.token_to_id(ours))
+    if all(library.token_to_id(name) is None for name in names):
+        library.add_special_tokens([ours])
+    ids = (library.token_to_id(name) for name in names)
+    return next(number for number in ids if number is not None)
 
 
 def _checked(text: str) -> str:

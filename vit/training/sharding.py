@@ -46,6 +46,11 @@ def require_shardable(accelerator: Accelerator, config: Config) -> None:
         raise ConfigError(
             f"optimizer={config.training.optimizer!r}: under FSDP use {', '.join(OPTIMIZERS)}"
         )
+    if config.training.captions:
+        raise ConfigError(
+            "captions are written by whole networks: under FSDP use --task classify, or train "
+            "captions without FSDP"
+        )
     if config.finetune.method == "probe" or config.finetune.probe_first:
         raise ConfigError(
             "a probe needs the whole network on each device: under FSDP choose --method full, "

@@ -56,6 +56,12 @@ def complete_words(
         return train_tokenizer(captions, kind=kind, vocab_size=config.decoder.vocab_size).to_json()
 
     tokenizer = Tokenizer.from_json(on_main(accelerator, make))
+    unknown = tokenizer.count_unknown([c for s in splits.train for c in s.captions])
+    if unknown:
+        say(
+            f"note: {count(unknown, 'training caption')} with words that the tokenizer does not "
+            "know; --tokenizer bpe knows all"
+        )
     asked = config.decoder.vocab_size
     if asked is not None and tokenizer.size > asked:
         raise ConfigError(f"vocab_size={asked}: the tokenizer has {tokenizer.size}; leave it out")

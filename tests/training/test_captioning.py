@@ -1,0 +1,342 @@
+"""Captions are learned by the loop that learns classes, with all that it promises."""
+
+import itertools
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from tests.training.children import complete, differences, seen, train
+from vit.data.caption_ids import CaptionIds
+from vit.data.dataset import Always, ImageDataset
+from vit.data.preprocessing import Preprocessing
+from vit.data.samples import Sample
+from vit.data.schedule import Key
+from vit.data.tokenizer import train_tokenizer
+from vit.errors import ConfigError, DataError
+from vit.model.captioner import Captioner
+from vit.settings import make_config
+from vit.training.captioning import word_loss
+from vit.training.checkpoint import find_checkpoints
+from vit.training.scores import blindness, rank
+from vit.training.train import train as train_here
+from vit.weights.folder import load_run
+from vit.weights.tensorfile import read_tensors
+
+COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
+TRAIN, VAL = 12, 7
+
+
+@pytest.fixture(scope="session")
+def caption_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of three colours in class folders, with two captions each."""
+    root, random = tmp_path_factory.mktemp("captions"), np.random.default_rng(0)
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        lines = []
+        for name, colour in COLOURS.items():
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.array(colour) + random.integers(-90, 90, size=(18, 20, 3))
+                picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+                picture.save(root / split / name / f"{number}.png")
+                captions = [f"a {name} thing", f"this is something that looks {name}"]
+                lines.append({"file_name": f"{name}/{number}.png", "captions": captions})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (root / split / "metadata.jsonl").write_text(text)
+    return root
+
+
+@pytest.fixture
+def caption_config(caption_data):
+    """Settings of a tiny captioner, with every random part of training switched on."""
+
+    def build(**changes: Any):
+        tiny = {
+            "data": str(caption_data),
+            "task": "caption",
+            "image_size": 16,
+            "patch_size": 8,
+            "dim": 16,
+            "depth": 2,
+            "num_heads": 2,
+            "dropout": 0.1,
+            "drop_path": 0.1,
+            "decoder_depth": 2,
+            "decoder_drop_path": 0.1,
+            "caption_dropout": 0.1,
+            "epochs": 3,
+            "batch_size": 12,
+            "lr": 3e-3,
+            "warmup_epochs": 1,
+            "ema": 0.9,
+            "precision": "fp32",
+            "device": "cpu",
+            "workers": 0,
+        }
+        return make_config({**tiny, **changes})
+
+    return build
+
+
+def events(folder: Path, kind: str = "epoch") -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+QUIET = {"dropout": 0, "drop_path": 0, "decoder_dropout": 0, "decoder_drop_path": 0}
+QUIET |= {"caption_dropout": 0, "ema": 0}
+
+
+def test_a_captioner_learns_to_say_what_it_sees(caption_config, tmp_path):
+    config = caption_config(**QUIET, epochs=25, smoothing=0, min_crop=1, lr=1e-2)
+    result = train_here(config, tmp_path / "run")
+    last = events(tmp_path / "run")[-1]
+    assert last["val_exact"] == 1.0
+    assert last["val_loss_shuffled"] > 2 * last["val_loss"]
+    assert result.scores["exact"] == 1.0
+    assert result.val_top1 is None
+    loaded = load_run(tmp_path / "run")
+    assert isinstance(loaded.model, Captioner)
+    assert loaded.model.num_classes == 0
+    assert loaded.tokenizer.encode(["a red thing"])
+
+
+def test_both_tasks_from_one_encoder(caption_config, tmp_path):
+    config = caption_config(**QUIET, task="classify,caption", epochs=25, smoothing=0, lr=1e-2)
+    result = train_here(config, tmp_path / "run")
+    last = events(tmp_path / "run")[-1]
+    assert result.val_top1 == 1.0
+    assert last["val_exact"] > 0.6
+    assert last["val_loss"] > last["val_caption_loss"]
+    assert load_run(tmp_path / "run").classes == tuple(COLOURS)
+
+
+@pytest.mark.parametrize("task", ["caption", "classify,caption"])
+def test_an_interrupted_run_ends_as_an_undisturbed_one(caption_config, tmp_path, task):
+    config = caption_config(task=task, workers=2, checkpoint_steps=2)
+    complete(train, config, tmp_path / "whole", log=tmp_path / "log")
+    stops = itertools.count()
+    for step in (2, 7):
+        arguments = (config, tmp_path / "parts", next(stops) > 0, None, (step, 0))
+        with pytest.raises(AssertionError, match=str(128 + signal.SIGTERM)):
+            complete(train, *arguments, log=tmp_path / "log")
+    complete(train, config, tmp_path / "parts", True, log=tmp_path / "log")
+    assert differences(tmp_path / "parts", tmp_path / "whole") == []
+    name = "tokenizer.json"
+    assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_two_processes_equal_one(caption_config, tmp_path):
+    config = caption_config(**QUIET, precision="fp64", epochs=4, task="classify,caption")
+    tensors = []
+    for processes in (1, 2):
+        place = tmp_path / str(processes)
+        (place / "seen").mkdir(parents=True)
+        given = (config, place / "run", False, place / "seen")
+        complete(train, *given, log=place / "log", processes=processes)
+        tensors.append(read_tensors(find_checkpoints(place / "run/checkpoints")[0])[0])
+    one, two = (tmp_path / number for number in "12")
+    assert seen(one / "seen") == seen(two / "seen")
+    for mine, theirs in zip(events(two / "run"), events(one / "run"), strict=True):
+        for name in ("train_loss", "val_loss", "val_loss_shuffled", "val_caption_loss"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-9)
+        for name in ("val_top1", "val_bleu4", "val_cider", "val_exact", "val_distinct"):
+            assert mine[name] == theirs[name]
+    weights = [name for name in tensors[0] if name.startswith("model/")]
+    assert any("decoder" in name for name in weights)
+    for name in weights:
+        torch.testing.assert_close(tensors[1][name], tensors[0][name], atol=1e-10, rtol=0)
+
+
+def test_micro_batches_equal_a_whole_batch(caption_config, tmp_path):
+    for parts in (1, 3):
+        config = caption_config(**QUIET, precision="fp64", accumulate=parts)
+        train_here(config, tmp_path / str(parts))
+    losses = [[e["train_loss"] for e in events(tmp_path / name)] for name in "13"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.fixture
+def words(caption_data):
+    samples = [
+        Sample(str(caption_data / f"train/red/{number}.png"), 0, (f"{number} one", f"{number} two"))
+        for number in range(5)
+    ]
+    tokenizer = train_tokenizer([c for s in samples for c in s.captions])
+    return samples, tokenizer, CaptionIds([s.captions for s in samples], tokenizer, 64)
+
+
+def spoken(tokenizer, rows) -> list[str]:
+    return [tokenizer.decode(row.tolist()) for row in rows]
+
+
+def test_an_epoch_draws_a_caption_by_its_counters(words):
+    samples, tokenizer, ids = words
+    prepared = Always(Preprocessing.of(make_config({}).data, 16))
+    drawn = []
+    for epoch in range(20):
+        keys = [Key(epoch, sample, 0) for sample in range(5)]
+        dataset = ImageDataset(samples, prepared, seed=3, words=ids)
+        said = spoken(tokenizer, dataset.__getitems__(keys).words)
+        assert all(text in sample.captions for text, sample in zip(said, samples, strict=True))
+        again = ImageDataset(samples, prepared, seed=3, words=ids).__getitems__(keys[::-1])
+        assert spoken(tokenizer, again.words) == said[::-1]
+        assert again.others is None
+        drawn.append(said)
+    assert len({tuple(said) for said in drawn}) > 10
+    twos = sum(text.endswith("two") for said in drawn for text in said)
+    assert 30 < twos < 70
+
+
+def test_validation_pairs_each_caption_once_with_another_picture(words):
+    samples, tokenizer, ids = words
+    dataset = ImageDataset(samples, Always(Preprocessing.of(make_config({}).data, 16)), words=ids)
+    batch = dataset.__getitems__([Key(0, sample, 0) for sample in range(5)])
+    assert spoken(tokenizer, batch.words) == [f"{number} one" for number in range(5)]
+    others = spoken(tokenizer, batch.others)
+    assert sorted(others) == sorted(spoken(tokenizer, batch.words))
+    assert all(mine != other for mine, other in zip(spoken(tokenizer, batch.words), others, strict=True))
+
+
+def test_the_loss_is_that_of_the_words_alone():
+    torch.manual_seed(0)
+    pad, words = 7, torch.tensor([[1, 2, 3, 4], [1, 5, 7, 7]])
+    logits = torch.randn(2, 3, 8, dtype=torch.float64)
+    summed, count = word_loss(logits, words, pad)
+    chosen = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
+    by_hand = -sum(F.log_softmax(logits[row, place], 0)[word] for row, place, word in chosen)
+    torch.testing.assert_close(summed, by_hand)
+    assert count == 4
+    longer = F.pad(words, (0, 2), value=pad)
+    wide = torch.cat([logits, torch.randn(2, 2, 8, dtype=torch.float64)], dim=1)
+    torch.testing.assert_close(
+        word_loss(wide, longer, pad, smoothing=0.1)[0],
+        word_loss(logits, words, pad, smoothing=0.1)[0],
+    )
+
+
+def test_a_frozen_encoder_stays_and_a_slow_one_is_slow(caption_config, colour_run, tmp_path):
+    def moved(**changes: Any) -> dict[str, float]:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        config = caption_config(**{**QUIET, "weights": str(colour_run), **changes})
+        train_here(config, out)
+        after = load_run(out).model.state_dict()
+        before = load_run(colour_run).model.state_dict()
+        return {
+            name: float((after[name] - tensor).abs().max())
+            for name, tensor in before.items()
+            if name in after
+        }
+
+    frozen = moved(method="linear", epochs=1, warmup_epochs=0)
+    assert len(frozen) > 20
+    assert set(frozen.values()) == {0.0}
+    slow = moved(encoder_lr=1e-6, epochs=1, warmup_epochs=0, optimizer="adamw")
+    assert 0 < max(slow.values()) < 1e-4
+    fast = moved(encoder_lr=1e-3, epochs=1, warmup_epochs=0, optimizer="adamw")
+    assert max(fast.values()) > 1e-4
+
+
+@pytest.fixture(scope="session")
+def colour_run(tmp_path_factory, caption_data) -> Path:
+    """A classifier of the colours, whose pooling norms what it pooled."""
+    out = tmp_path_factory.mktemp("run") / "classes"
+    config = make_config(
+        {
+            "data": str(caption_data),
+            "image_size": 16,
+            "patch_size": 8,
+            "dim": 16,
+            "depth": 2,
+            "num_heads": 2,
+            "epochs": 1,
+            "batch_size": 12,
+            "workers": 0,
+            "pooling": "mean",
+            "precision": "fp32",
+            "device": "cpu",
+            "warmup_epochs": 0,
+        }
+    )
+    train_here(config, out)
+    return out
+
+
+def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
+    caption_config, tmp_path, capsys
+):
+    first = train_here(caption_config(epochs=2), tmp_path / "first").folder
+    train_here(caption_config(epochs=1, warmup_epochs=0, weights=str(first)), tmp_path / "more")
+    assert "the decoder goes on from its weights" in capsys.readouterr().err
+    tokenizers = [(tmp_path / n / "tokenizer.json").read_bytes() for n in ("first", "more")]
+    assert tokenizers[0] == tokenizers[1]
+    other = caption_config(epochs=1, warmup_epochs=0, weights=str(first), tokenizer="wordpiece")
+    train_here(other, tmp_path / "other", given=["tokenizer", "epochs", "warmup_epochs", "weights"])
+    assert "the decoder starts anew" in capsys.readouterr().err
+    classify = caption_config(
+        task="classify",
+        epochs=1,
+        warmup_epochs=0,
+        weights=str(first),
+        method="full",
+        probe_first=False,
+        decoder_depth=4,
+        decoder_drop_path=0,
+        caption_dropout=0,
+        hflip=0.5,
+        min_crop=0.08,
+    )
+    result = train_here(classify, tmp_path / "classes")
+    assert result.val_top1 is not None
+
+
+def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
+    train_here(caption_config(epochs=1, warmup_epochs=0, caption_tokens=6), tmp_path / "run")
+    told = capsys.readouterr().err
+    assert "left out 36 training captions and 21 of validation" in told
+    assert "caption_tokens=6" in told
+    with pytest.raises(DataError, match=r"caption_tokens=3: no caption is that short"):
+        train_here(caption_config(caption_tokens=3), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mixup": 0.2}, "captions cannot be mixed"),
+        ({"task": "classify"}, "decoder_depth=2: task=caption alone reads it"),
+        ({"method": "probe", "weights": "x"}, "a probe fits classes"),
+        ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
+        ({"decoder_feedforward": "moe"}, "choose both"),
+        ({"pooling": "mean"}, "captions look at all tokens"),
+        ({"vocab_size": 100}, "vocab_size=100"),
+        ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all"),
+    ],
+)
+def test_settings_that_captions_do_not_bear_are_refused(caption_config, tmp_path, changes, said):
+    with pytest.raises((ConfigError, DataError), match=said) as caught:
+        train_here(caption_config(**changes), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_decoder_that_does_not_look_is_named():
+    seeing = {"val_loss": 1.0, "val_loss_shuffled": 1.5}
+    assert blindness({"val_loss": 1.0}) is None
+    assert blindness(seeing) is None
+    assert "does not look at the pictures" in blindness({**seeing, "val_loss_shuffled": 1.005})
+    both = {"val_loss": 3.0, "val_caption_loss": 1.0, "val_loss_shuffled": 1.5}
+    assert blindness(both) is None
+
+
+def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():
+    low = {"val_loss": 1.0, "val_cider": 0.5}
+    assert rank({**low, "val_cider": 0.6, "val_loss": 2.0}) > rank(low)
+    assert rank({**low, "val_loss": 0.9}) > rank(low)
+    both = {**low, "val_top1": 0.5}
+    assert rank({**both, "val_loss": 0.9, "val_cider": 0.1}) > rank(both)
