@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch.nn import functional as F
+from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
 from vit.data.caption_ids import CaptionIds
@@ -26,7 +28,9 @@ from vit.training.captioning import word_loss
 from vit.training.checkpoint import find_checkpoints
 from vit.training.scores import blindness, rank
 from vit.training.train import train as train_here
+from vit.weights.convert import convert
 from vit.weights.folder import load_run
+from vit.weights.loading import from_pretrained
 from vit.weights.tensorfile import read_tensors
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
@@ -294,6 +298,37 @@ def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
     )
     result = train_here(classify, tmp_path / "classes")
     assert result.val_top1 is not None
+
+
+def test_the_encoder_of_a_captioner_opens_in_other_libraries(caption_config, tmp_path):
+    run = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "run").folder
+    images = torch.randn(2, 3, 16, 16)
+    network = load_run(run).model
+    with torch.no_grad():
+        _, memory = network.see(images)
+    _, lines = convert(run, "timm", tmp_path / "timm")
+    assert "note: the encoder alone is written: the decoder has no place in that folder" in lines
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images), memory, atol=1e-5, rtol=0)
+    convert(run, "huggingface", tmp_path / "hf")
+    model = AutoModel.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        found = model(images, interpolate_pos_encoding=True).last_hidden_state
+    torch.testing.assert_close(found, memory, atol=1e-5, rtol=0)
+
+
+def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_path):
+    run = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "run").folder
+    whole = from_pretrained(run, say=None)
+    assert isinstance(whole, Captioner)
+    images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[1, 2], [1, 3]])
+    expected = load_run(run).model(images, ids)
+    torch.testing.assert_close(whole(images, ids).words, expected.words)
+    said = []
+    classifier = from_pretrained(run, num_classes=5, say=said.append)
+    assert classifier(images).shape == (2, 5)
+    assert "left out: the decoder, since classes were asked for" in said
 
 
 def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):

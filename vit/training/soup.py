@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vit.training.best import BestEpochs, Event, rank
+from vit.training.best import BestEpochs, Event
 from vit.training.checkpoint import require_same
+from vit.training.scores import rank
 from vit.training.validation import Validation
 
 Measure = Callable[[Mapping[str, Tensor]], Validation | None]

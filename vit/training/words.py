@@ -11,7 +11,7 @@ from vit.config.decoder import TRAINED
 from vit.data.caption_ids import CaptionIds, usual_length
 from vit.data.folders import count
 from vit.data.samples import Sample, Splits
-from vit.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+from vit.data.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.errors import ConfigError, DataError
 from vit.training.agreement import on_main
 from vit.weights.folder import TOKENIZER_FILE, read_tokenizer
@@ -52,7 +52,7 @@ def complete_words(
         if known is not None:
             return known.to_json()
         captions = (caption for sample in splits.train for caption in sample.captions)
-        kind = "bpe" if config.decoder.tokenizer == "bpe" else "wordpiece"
+        kind: Kind = "bpe" if config.decoder.tokenizer == "bpe" else "wordpiece"
         return train_tokenizer(captions, kind=kind, vocab_size=config.decoder.vocab_size).to_json()
 
     tokenizer = Tokenizer.from_json(on_main(accelerator, make))

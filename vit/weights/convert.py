@@ -62,11 +62,16 @@ def convert(
     config = pretrained.config
     if merge_tokens is not None:
         config = dataclasses.replace(config, merge_tokens=merge_tokens)
+    if to == "huggingface" and config.pooling == "none" and config.class_token:
+        # of a captioner: the tokens are the same, and there its pooled output is the class token
+        config = dataclasses.replace(config, pooling="class_token")
     same = config == pretrained.config
     lines = notes_of_patches(pretrained.config, config)
     pretrained = dataclasses.replace(pretrained, config=config)
     preprocessing, assumed = assumed_preprocessing(pretrained)
     lines += [assumed] if assumed else []
+    if pretrained.decoder is not None:
+        lines.append("note: the encoder alone is written: the decoder has no place in that folder")
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     files = contents(pretrained, to)

@@ -60,7 +60,7 @@ GRIDS = {"index": "cat", "centred": "dinov3"}
 # What timm cannot build, and why. Tables of positions are weights like any other, also sinusoids.
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
-    ("pooling={c.pooling}", lambda c: c.pooling in ("class_token_mean", "none")),
+    ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
     ("patch_bias={c.patch_bias} with norm_pre={c.norm_pre}", lambda c: c.patch_bias == c.norm_pre),
     (
         "prefix_positions={c.prefix_positions} with registers={c.registers}",
