@@ -53,7 +53,7 @@ def find_lists(data: str) -> Lists:
         DataError: There is none, or it is not clear which one is meant.
     """
     if os.path.isfile(data):
-        return Lists(Path(data).parent, {"": [data]}, [])
+        return Lists(Path(data).parent, {"": [str(Path(data))]}, [])
     root, notes = resolve(data)
     walk = Walk(str(root))
     folders = walk.subfolders(str(root))

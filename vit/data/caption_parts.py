@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from vit.data.caption_columns import Row
 from vit.data.caption_files import read_rows
-from vit.data.caption_lists import pictures_folder
+from vit.data.caption_lists import METADATA, pictures_folder
 from vit.data.folders import Walk, count, some
 from vit.data.text_files import wrong
 from vit.errors import DataError, printable
@@ -30,6 +30,8 @@ class Part:
     folders: list[str]
     """Folders that the pictures of each list lie in."""
     notes: list[str]
+    silent: list[str] = field(default_factory=list)
+    """Pictures that the lists name without a caption."""
 
 
 @dataclass
@@ -86,7 +88,8 @@ def read_part(paths: Sequence[str], images: str | None, *, above: str) -> Part:
         for name, said in read.captions.items():
             captions.setdefault(os.path.join(base, name), []).extend(said)
         labels |= {os.path.join(base, name): label for name, label in read.labels.items()}
-    where = base if len(paths) == 1 else above
+    metadata = all(os.path.basename(path) in METADATA for path in paths)
+    where = above if metadata and images is None else base
     return _tidied(Part(where, {}, labels, folders, notes), captions, empty)
 
 
@@ -94,7 +97,7 @@ def _tidied(part: Part, captions: dict[str, list[str]], empty: int) -> Part:
     """`part` with these captions, each once a picture; what is left out is noted."""
     part.captions = {path: tuple(dict.fromkeys(captions[path])) for path in sorted(captions)}
     twice = sum(map(len, captions.values())) - sum(map(len, part.captions.values()))
-    silent = [path for path, said in part.captions.items() if not said]
+    part.silent = silent = [path for path, said in part.captions.items() if not said]
     for path in silent:
         del part.captions[path]
     if empty:
@@ -178,7 +181,7 @@ def _common(base: str, names: Iterable[str]) -> list[str]:
 
 def unnamed_notes(parts: Sequence[Part], root: str) -> list[str]:
     """How many pictures lie beside those of `parts` that no list names."""
-    named = {path for part in parts for path in part.captions}
+    named = {path for part in parts for path in (*part.captions, *part.silent)}
     walk = Walk(root)
     extra = []
     for folder in dict.fromkeys(folder for part in parts for folder in part.folders):

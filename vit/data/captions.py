@@ -40,26 +40,19 @@ def open_captions(
         DataError: It cannot be trained on as it is.
     """
     source = _Source(data, images)
-    train = source.read("train")
-    val_name = next((name for name in VAL_NAMES if name in source.splits), None)
-    val = source.read(val_name) if val_name else None
-    parts = [train] if val is None else [train, val]
-    notes = list(source.notes)
-    for part in parts:
-        notes += part.notes
+    parts = source.training()
+    train, val = parts[0], parts[-1]
+    notes = [*source.notes, *(note for part in parts for note in part.notes)]
     trained = _by_class(train) if with_classes else {"": [*train.captions]}
     if with_classes:
         check_classes(trained, Path(train.where))
     classes = tuple(trained)
-    if val is None:
+    if val is train:
         trained, held = hold_out(trained, val_share=val_share, seed=seed, root=source.root)
         notes.append(_held_note(held, val_share, with_classes=with_classes))
-        val = train
     else:
         held, more = _held(val, classes, with_classes=with_classes, owner="train")
         notes += more + _shared_notes(train, val)
-        if val_name == "test":
-            notes.append("no val list: validates on test, so keep other pictures for the end")
     if not any(held.values()) or not any(trained.values()):
         raise DataError(f"{printable(source.root)}: no pictures left to validate on; add some")
     notes += unnamed_notes(parts, str(source.root))
@@ -72,7 +65,7 @@ def open_captions(
         train=_samples(train, trained, names),
         val=_samples(val, held, names),
         notes=tuple(dict.fromkeys(notes)),
-        made=val_name is None,
+        made=val is train,
         root=source.root,
     )
 
@@ -146,6 +139,13 @@ class _Source:
         elif "train" not in lists.files:
             raise DataError(f"{printable(data)}: no captions for train; {LAYOUT}")
         self.splits = [name for name in SPLIT_NAMES if name in (self._parts or self._files)]
+
+    def training(self) -> list[Part]:
+        """What is said of the training pictures, and of validation where the data have any."""
+        name = next((name for name in VAL_NAMES if name in self.splits), None)
+        if name == "test":
+            self.notes.append("no val list: validates on test, so keep other pictures for the end")
+        return [self.read("train"), *([self.read(name)] if name else [])]
 
     def read(self, name: str) -> Part:
         """What the lists of the split `name` say."""

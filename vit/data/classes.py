@@ -10,7 +10,9 @@ from vit.data.samples import Sample
 from vit.errors import DataError, printable
 
 VAL_NAMES = ("val", "valid", "validation", "test")
-SPLIT_NAMES = ("train", *VAL_NAMES)
+UNSEEN = "unseen"
+"""Folder of pictures that are only for evaluation: of combinations that training lacks."""
+SPLIT_NAMES = ("train", *VAL_NAMES, UNSEEN)
 LAYOUT = "expected DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, or DATA/CLASS/*.jpg"
 
 Pictures = dict[str, list[str]]

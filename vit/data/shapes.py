@@ -187,12 +187,11 @@ def _compose(draw: _Draw, shapes: tuple[str, str], *, unseen: bool) -> Scene:
 def _picture(draw: _Draw, scene: Scene) -> Image.Image:
     grey = draw.between(232, 252)
     light = [grey + draw.between(-6, 3) for _ in range(3)]
-    pixels = np.empty((SIDE, SIDE, 3), np.int64)
-    pixels[:] = light
+    pixels: npt.NDArray[np.int64] = np.tile(np.array(light), (SIDE, SIDE, 1))
     for thing, (x, y, radius) in zip(scene.things, _places(draw, scene), strict=True):
         covered = _coverage(thing.shape, x, y, radius)[:, :, None]
         whole = FINE * FINE
-        colour = np.array(COLOURS[thing.colour])
+        colour = np.array(COLOURS[thing.colour], np.int64)
         pixels = (pixels * (whole - covered) + colour * covered + whole // 2) // whole
     return Image.fromarray(pixels.astype(np.uint8))
 

@@ -80,9 +80,14 @@ def validate(
     if not count:
         raise DataError("not one validation picture can be read")
     measured = Validation(int(count), tally.scores(run, totals), int(lost), usage)
+    require_finite(measured, run.step)
+    return measured
+
+
+def require_finite(measured: Validation, step: int) -> None:
+    """Stop a training that has gone astray."""
     if not math.isfinite(measured.loss):
         raise RunError(
-            f"the validation loss became {measured.loss} after step {run.step}: lower --lr, or "
-            "raise --warmup-epochs"
+            f"the validation loss became {measured.loss} after step {step}: lower --lr, or raise "
+            "--warmup-epochs"
         )
-    return measured

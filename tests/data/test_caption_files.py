@@ -1,0 +1,254 @@
+"""Lists of captions in all formats: what is read, and one clear line for what is wrong."""
+
+import csv
+import json
+import os
+
+import pytest
+
+from vit.data import text_files
+from vit.data.caption_files import format_of, is_list, read_rows
+from vit.errors import DataError
+
+COCO = {
+    "info": {},
+    "images": [{"id": 3, "file_name": "b.jpg"}, {"id": 1, "file_name": "a.jpg"}],
+    "annotations": [
+        {"id": 7, "image_id": 1, "caption": "one"},
+        {"id": 8, "image_id": 3, "caption": "two"},
+        {"id": 9, "image_id": 1, "caption": "three"},
+    ],
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="list.txt"):
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+def rows(path, notes=None):
+    return list(read_rows(path, [] if notes is None else notes))
+
+
+def said(path):
+    return [(row.name, tuple(row.captions)) for row in rows(path)]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("image,caption\na.jpg,one\n", "table"),
+        ("caption;file_name\none;a.jpg\n", "table"),
+        ("path\ttext\na.jpg\tone\n", "table"),
+        ("\n \n Filename , TEXT \r\na.jpg,one\r\n", "table"),
+        ("\ufeffimage,caption\na.jpg,one", "table"),
+        ("image_name| comment_number| comment\na.jpg| 0| one\n", "bars"),
+        ("a.jpg#0\tone\n", "token file"),
+        ("\ufeffa.jpg#0\tone\r\n\r\n", "token file"),
+        ('{"file_name": "a.jpg", "text": "one"}\n', "JSON lines"),
+        ('\ufeff{"image": "a.jpg", "captions": ["one"]}\r\n\r\n', "JSON lines"),
+        ('{"images":[{"id":1,"file_name":"a.jpg"}],"annotations":'
+         '[{"image_id":1,"caption":"one"}]}', "COCO"),
+        ('\ufeff{\n "annotations": [{"image_id": 1, "caption": "one"}],\n'
+         ' "images": [{"id": 1, "file_name": "a.jpg"}]}', "COCO"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["list", "list.txt", "list.csv", "list.json"])
+def test_the_content_tells_the_format(write, content, kind, name):
+    path = write(content, name)
+    assert format_of(path) == kind
+    assert is_list(path)
+    assert [(n.strip(), tuple(c.strip() for c in cs)) for n, cs in said(path)] == [
+        ("a.jpg", ("one",))
+    ]
+
+
+def test_columns_of_captions_and_labels(write):
+    notes: list[str] = []
+    path = write("id,caption_0,class,caption_1,image,text\n5,one,cat,two,a.jpg,no\n")
+    (row,) = rows(path, notes)
+    assert (row.line, row.name, row.captions, row.label) == (2, "a.jpg", ["one", "two"], "cat")
+    assert notes == [f"{path}: captions from caption_0, caption_1; not used: id, text"]
+    path = write('{"file_name": "a.jpg", "text2": ["two", null], "text1": "one", "label": 3}\n')
+    (row,) = rows(path)
+    assert (row.captions, row.label) == (["two", "", "one"], "3")
+
+
+def test_quotes_commas_and_lines_in_a_cell(write):
+    path = write('image,caption\r\na.jpg,"one, ""two""\r\nthree"\r\n\r\nb.jpg, "4, 5"\r\n')
+    assert said(path) == [("a.jpg", ('one, "two"\r\nthree',)), ("b.jpg", ("4, 5",))]
+    assert [row.line for row in rows(path)] == [2, 5]
+
+
+def test_a_table_as_pythons_own_reader_reads_it(write):
+    text = "name,image,caption\n" + "".join(
+        f'{n},"p{n}.jpg","a ""{n}"",{"x, " * n}\n\nend"\n' for n in range(30)
+    )
+    reference = list(csv.DictReader(text.splitlines(keepends=True)))
+    assert said(write(text)) == [(row["image"], (row["caption"],)) for row in reference]
+
+
+def test_tokens_as_torchvision_reads_them(write, tmp_path):
+    from torchvision.datasets import Flickr30k
+
+    lines = [f'{n}.jpg#{k}\ta {k} dog\'s "ball", | {n} .' for n in range(4) for k in range(5)]
+    path = write("\n".join(lines) + "\n", "results_20130124.token")
+    reference = Flickr30k(str(tmp_path), ann_file=path).annotations
+    found: dict[str, list[str]] = {}
+    for name, captions in said(path):
+        found.setdefault(name, []).extend(caption.strip() for caption in captions)
+    assert found == {name: list(captions) for name, captions in reference.items()}
+
+
+def test_coco_as_its_own_tools_read_it(write):
+    coco = pytest.importorskip("pycocotools.coco")
+    path = write(json.dumps(COCO))
+    reference = coco.COCO(path)
+    expected = {
+        image["file_name"]: [a["caption"] for a in reference.imgToAnns[number]]
+        for number, image in reference.imgs.items()
+    }
+    assert {name: list(captions) for name, captions in said(path)} == expected
+
+
+def test_coco_on_one_long_line(write, monkeypatch):
+    monkeypatch.setattr(text_files, "MAX_LINE", 100)
+    monkeypatch.setattr(text_files, "BEGINNING", 50)
+    path = write(json.dumps(COCO, separators=(",", ":")))
+    assert said(path) == [("b.jpg", ("two",)), ("a.jpg", ("one", "three"))]
+
+
+def test_a_missing_bar_is_read_and_said(write):
+    notes: list[str] = []
+    path = write(
+        "image_name| comment_number| comment\n"
+        "a.jpg| 3| a | b\n"
+        "a.jpg| 4   A dog runs\n"
+    )  # fmt: skip
+    found = rows(path, notes)
+    assert [row.captions[0].strip() for row in found] == ["a | b", "A dog runs"]
+    assert any("no bar after the number in line 3" in note for note in notes)
+
+
+IMAGE = '{"id": 1, "file_name": "a.jpg"}'
+
+
+def coco(images, annotations):
+    return f'{{"images": [{images}], "annotations": [{annotations}]}}'
+
+
+WRONG = [
+    ("", "empty"),
+    ("\n\n", "it begins with 'nothing'"),
+    ("hello\nworld\n", "no list of captions, it begins with 'hello'"),
+    (b"\x89PNG\r\n\x1a\n\0\0", r"line 3: has a NUL byte"),
+    (b"\x89PNG\r\n\x1a\n", r"line 1: not UTF-8 \(byte 0x89\)"),
+    ("image,caption\na,b\n".encode("utf-16"), "is UTF-16; save it as UTF-8"),
+    (b"image,caption\na.jpg,caf\xe9\n", r"line 2: not UTF-8 \(byte 0xe9\); save it as UTF-8"),
+    ("image,caption\na.jpg,a\0b\n", "line 2: has a NUL byte"),
+    ("image,label\na.jpg,cat\n", "line 1: no column of captions among image, label; expected cap"),
+    ("name,caption\na.jpg,cat\n", "line 1: no column of pictures among name, caption; expected f"),
+    ("image,caption\na.jpg,a, b\n", "line 2: 3 cells, but 2 in the header; a cell with commas nee"),
+    ("image,caption\na.jpg\n", "line 2: 1 cells, but 2 in the header"),
+    ('image,caption\na.jpg,x\nb.jpg,"a\n\n', "line 3: not CSV .unexpected end of data"),
+    ('image,caption\na.jpg,"a"b\n', "line 2: not CSV .*a quote inside a quoted cell is doubled"),
+    ("image,caption\na.jpg,\"['a', 'b']\"\n", "line 2: a list in a cell: .*use JSON lines"),
+    ("image,caption\n" + "a.jpg," + "x" * 140_000, "line 2: not CSV .field larger than"),
+    ("a.jpg#0\tone\na.jpg two\n", "line 2: a.jpg two; expected IMAGE#NUMBER<TAB>CAPTION".replace(
+        "a.jpg two", "'a.jpg two'")),
+    ("image_name|comment_number|comment\na.jpg|x\n", "line 2: 2 cells, but 3 in the header"),
+    ('{"file_name": "a.jpg"}\n', "line 1: no column of captions among file_name"),
+    ('{"text": "a"}\n', "line 1: no column of pictures among text; expected file_name"),
+    ('{"file_name": "a", "text": "a"}\n{"file_name": "b"}\n', "line 2: no column of captions"),
+    ('{"file_name": "a", "text": "a"}\n{"file_name"\n', "line 2: not JSON .Expecting"),
+    ('{"file_name": "a", "text": "a"}\n[1]\n', "line 2: a list; expected an object in each line"),
+    ('["a"]\n["b"]\n', "line 1: a list; expected an object in each line"),
+    ('{"file_name": 3, "text": "a"}\n', "line 1: file_name is a number; expected a file name"),
+    ('{"file_name": "a", "text": 3}\n', "line 1: text is a number; expected a text or a list of"),
+    ('{"file_name": "a", "text": {"en": "a"}}\n', "line 1: text is an object; expected a text"),
+    ('{"file_name": "a", "text": [["a"]]}\n', "line 1: text holds a list; expected a text or a li"),
+    ('{"file_name": "a", "text": NaN}\n', "line 1: text is a number"),
+    ('{"file_name": "a", "text": "a", "label": true}\n', "line 1: the label is true or false"),
+    ('{"file_name": "a", "text": ' + "[" * 100_000 + "\n", "not JSON"),
+    ("{", "line 1: not JSON"),
+    ('{"images": [\n  {"id": 1,}\n', "line 2: not JSON"),
+    ('[{"image": "a.jpg", "caption": "one"}]', "a list; expected a table"),
+    ('{"images": 3, "annotations": []}', "has images, annotations, but no list of images, so it"),
+    ('{"images": []}', "has images, but no list of annotations, so it is not COCO; expected a ta"),
+    (coco("3", ""), r"images\[0\] is a number; expected an object"),
+    (coco('{"id": 1}', ""), r"images\[0\] has no file_name"),
+    (coco('{"id": 1, "file_name": 3}', ""), r"images\[0\]: file_name is a number"),
+    (coco('{"id": true, "file_name": "a"}', ""), r"images\[0\]: id is true or false"),
+    (coco(IMAGE + ',{"id": 1, "file_name": "b"}', ""), r"images\[1\] has the id 1 of another pict"),
+    (coco(IMAGE, '{"image_id": 2, "caption": "x"}'), r"annotations\[0\] has image_id 2, which is"),
+    (coco(IMAGE, '{"image_id": 1, "bbox": []}'), r"annotations\[0\] has no caption; expected capt"),
+    (coco(IMAGE, '{"image_id": 1, "caption": ["x"]}'), r"annotations\[0\]: caption is a list"),
+    (coco(IMAGE, "[]"), r"annotations\[0\] is a list; expected an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG)
+def test_what_is_wrong_is_one_clear_line(write, content, message):
+    path = write(content)
+    with pytest.raises(DataError, match=message) as caught:
+        rows(path)
+    assert str(caught.value).startswith(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_ending_tells_damaged_json_lines(write):
+    path = write('{"file_name": \n{"file_name": "a", "text": "a"}\n', "metadata.jsonl")
+    with pytest.raises(DataError, match=r"metadata.jsonl, line 1: not JSON"):
+        rows(path)
+
+
+def test_what_is_no_file_or_too_long(write, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in {
+        "missing": "No such file",
+        "pipe": "no regular",
+        "": "no regular",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            rows(str(tmp_path / name))
+    path = write("image,caption\na.jpg," + "x" * 200)
+    monkeypatch.setattr(text_files, "MAX_LINE", 100)
+    with pytest.raises(DataError, match="line 2: more than 100 bytes in one line"):
+        rows(path)
+    monkeypatch.setattr(text_files, "MAX_BYTES", 150)
+    with pytest.raises(DataError, match="more than the 0 GiB read here; split it"):
+        rows(path)
+    monkeypatch.setattr(text_files, "MAX_BYTES", 2**30)
+    monkeypatch.setattr(text_files, "MAX_JSON_BYTES", 50)
+    with pytest.raises(DataError, match="more than the 0 GiB"):
+        rows(write(json.dumps(COCO)))
+
+
+def test_the_real_limits():
+    assert (text_files.MAX_BYTES, text_files.MAX_JSON_BYTES) == (10 * 2**30, 2 * 2**30)
+
+
+def test_a_sparse_file_beyond_the_limit(tmp_path):
+    path = tmp_path / "big.json"
+    with path.open("wb") as file:
+        file.write(b'{"images":[' + b" " * text_files.BEGINNING)
+        file.truncate(3 * 2**30)
+    with pytest.raises(DataError, match=r"3.0 GiB, more than the 2 GiB read here"):
+        rows(str(path))
+
+
+def test_other_files_are_no_lists(write):
+    for content in ("# Title\n\ntext, caption\n", "image,label\n1,2\n", "[]", "{}", b"\xff\0", ""):
+        assert not is_list(write(content))
+
+
+def test_control_characters_do_not_reach_the_terminal(write):
+    with pytest.raises(DataError) as caught:
+        rows(write("\x1b[31mred\u202e\n"))
+    assert "\x1b" not in str(caught.value)
+    assert "\u202e" not in str(caught.value)

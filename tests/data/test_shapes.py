@@ -1,0 +1,222 @@
+"""The drawn scenes show what their captions say, always the same, and are told apart as planned."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from itertools import islice, product
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from vit.data import shapes
+from vit.data.builtin import is_whole, shapes_folder
+from vit.data.captions import open_captioned, open_captions
+from vit.data.shapes import COLOURS, OPPOSITES, SHAPES, SIZES, UNSEEN, Scene, Thing, parse_scene
+from vit.data.sources import open_labelled, open_splits
+
+MANY = 200
+
+
+@pytest.fixture(scope="module")
+def some_scenes():
+    return list(islice(shapes.scenes("train"), MANY))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The set with fewer scenes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
+        yield shapes_folder(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def by_name(folder, tmp_path, monkeypatch):
+    (tmp_path / "vit-toolkit").symlink_to(folder.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def outline(image, colour):
+    """(left, top, right, bottom) of the pixels that are nearest to a colour."""
+    near = np.abs(np.asarray(image).astype(int) - COLOURS[colour]).sum(2) < 40
+    rows, cols = np.nonzero(near.any(1))[0], np.nonzero(near.any(0))[0]
+    return cols[0], rows[0], cols[-1] + 1, rows[-1] + 1
+
+
+def test_a_picture_shows_what_its_captions_say(some_scenes):
+    seen = set()
+    for scene, image in some_scenes:
+        assert image.size == (64, 64)
+        assert image.mode == "RGB"
+        if scene.first.colour == scene.second.colour:
+            continue
+        boxes = [outline(image, thing.colour) for thing in scene.things]
+        (x, y), (u, v) = (((a + c) / 2, (b + d) / 2) for a, b, c, d in boxes)
+        far = {"left of": u - x, "right of": x - u, "above": v - y, "below": y - v}
+        assert max(far, key=far.get) == scene.relation
+        across = sorted((abs(u - x), abs(v - y)))
+        assert across[1] > 2 * across[0]
+        for thing, (left, top, right, bottom) in zip(scene.things, boxes, strict=True):
+            assert min(left, top) >= 0
+            assert (max(right - left, bottom - top) > 14) == (thing.size == "large")
+        seen.add(scene.relation)
+    assert seen == set(OPPOSITES)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_that_which_pillow_draws(shape):
+    x, y, radius, fine = 130, 120, 50, 32
+    turn = {"triangle": 3, "square": 4, "star": 5}.get(shape, 0)
+    image = Image.new("L", (64 * fine, 64 * fine))
+    scale, draw = fine / 4, ImageDraw.Draw(image)
+    reach = radius * (0.9 if shape == "circle" else 0.8 * math.sqrt(2) if turn == 4 else 1)
+    if turn:
+        start = -math.pi / 2 + (math.pi / 4 if turn == 4 else 0)
+        angles = [start + 2 * math.pi * corner / turn for corner in range(turn)]
+        points = [(x + reach * math.cos(a), y + reach * math.sin(a)) for a in angles]
+        if shape == "star":  # its inner corners lie between the outer ones
+            inner = reach * math.cos(math.radians(72)) / math.cos(math.radians(36))
+            between = [a + math.pi / 5 for a in angles]
+            dents = [(x + inner * math.cos(a), y + inner * math.sin(a)) for a in between]
+            points = [point for pair in zip(points, dents, strict=True) for point in pair]
+        draw.polygon([(px * scale, py * scale) for px, py in points], fill=255)
+    else:
+        draw.ellipse([(c + s * reach) * scale for s in (-1, 1) for c in (x, y)], fill=255)
+    expected = np.asarray(image.reduce(fine)) / 255
+    ours = shapes._coverage(shape, x, y, radius) / 16
+    assert ours.sum() == pytest.approx(expected.sum(), rel=0.03)
+    assert np.abs(ours - expected).mean() < 0.004
+    assert np.abs(ours - expected).max() < 0.6
+
+
+def test_the_same_pixels_everywhere():
+    digest = hashlib.blake2b(digest_size=8)
+    for split in shapes.COUNTS:
+        for scene, image in islice(shapes.scenes(split), 40):
+            digest.update(repr(scene.captions).encode() + image.tobytes())
+    assert digest.hexdigest() == "00f78fa2c7b66f42"
+
+
+def test_captions_are_the_two_true_sentences(some_scenes):
+    scene = Scene(Thing("small", "red", "circle"), "left of", Thing("large", "blue", "square"))
+    assert scene.captions == (
+        "a small red circle left of a large blue square",
+        "a large blue square right of a small red circle",
+    )
+    assert scene.pair == "circle and square"
+    for scene, _ in some_scenes:
+        one, other = (parse_scene(caption) for caption in scene.captions)
+        assert one == scene
+        assert (other.first, other.second) == (scene.second, scene.first)
+        assert other.captions == scene.captions[::-1]
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "",
+        "a red circle left of a large blue square",
+        "a small red circle left a large blue square",
+        "a small red circle near a large blue square",
+        "a small red circle left of a large blue cube",
+        "a small pink circle above a large blue square",
+        "the small red circle above a large blue square",
+        "a small red circle above a large blue square indeed",
+        "a small red circle above",
+        "a Small red circle above a large blue square",
+    ],
+)
+def test_other_sentences_are_no_scenes(caption):
+    assert parse_scene(caption) is None
+
+
+def test_every_sentence_of_the_grammar_is_read():
+    things = [Thing(*words) for words in product(SIZES, COLOURS, SHAPES)]
+    assert len(things) == 48
+    for first, relation in product(things, OPPOSITES):
+        scene = Scene(first, relation, things[5])
+        assert parse_scene("  " + scene.captions[0].replace(" ", "\n ")) == scene
+
+
+def test_truth_is_word_for_word():
+    references = ("a b left of c", "c right of a b")
+    assert shapes.is_true(" c  right of a b\n", references)
+    assert not shapes.is_true("a b left of", references)
+    assert not shapes.is_true("A b left of c", references)
+    assert not shapes.is_true("", references)
+
+
+def test_unseen_scenes_have_what_training_lacks(monkeypatch):
+    monkeypatch.setattr(shapes, "_picture", lambda *_: None)
+    looks = {}
+    for split in shapes.COUNTS:
+        found = [scene for scene, _ in shapes.scenes(split)]
+        assert all(scene.things[0] != scene.things[1] for scene in found)
+        assert len({scene.pair for scene in found}) == 10
+        pairs = [{(t.colour, t.shape) for t in scene.things} for scene in found]
+        assert all(len(pair) == 2 for pair in pairs)
+        looks[split] = pairs
+    train = set().union(*looks["train"])
+    assert len(train) == 20
+    assert not train & UNSEEN
+    assert set().union(*looks["val"]) <= train
+    assert all(pair & UNSEEN for pair in looks["unseen"])
+    assert {len(pairs) for pairs in looks.values()} == {8000, 800, 400}
+    for part in (0, 1):  # every colour and every shape is known from other combinations
+        assert {look[part] for look in UNSEEN} <= {look[part] for look in train}
+
+
+def test_the_folder_is_an_image_folder_with_captions(folder):
+    for split, number in {"train": 120, "val": 20, "unseen": 20}.items():
+        lines = (folder / split / "metadata.jsonl").read_text().splitlines()
+        files = {
+            path.relative_to(folder / split).as_posix() for path in folder.glob(f"{split}/*/*")
+        }
+        records = [json.loads(line) for line in lines]
+        assert {record["file_name"] for record in records} == files
+        assert len(records) == number
+        assert Counter(name.split("/")[0] for name in files) == dict.fromkeys(
+            (path.name for path in (folder / split).iterdir() if path.is_dir()), number // 10
+        )
+        for record in records:
+            scene = parse_scene(record["captions"][0])
+            assert tuple(record["captions"]) == scene.captions
+            assert record["file_name"].split("/")[0] == scene.pair
+
+
+def test_a_damaged_folder_is_written_again(folder, tmp_path):
+    path = folder / "val/metadata.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before[:-9])
+    assert not is_whole(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
+        assert is_whole(shapes_folder(folder.parent))
+    assert path.read_bytes() == before
+    assert [entry.name for entry in folder.parent.iterdir()] == ["shapes-v1"]
+
+
+def test_it_opens_by_name_for_captions_and_for_classes(by_name):
+    splits = open_captions("shapes", images=None, val_share=0.1, seed=0, with_classes=False)
+    both = open_captions("shapes", images=None, val_share=0.1, seed=0, with_classes=True)
+    plain = open_splits("shapes", val_share=0.1, seed=0)
+    assert splits.notes == both.notes == plain.notes == ()
+    assert len(plain.classes) == 10
+    assert both.classes == plain.classes
+    assert not splits.classes
+    assert {(s.path, s.label) for s in both.train} == {(s.path, s.label) for s in plain.train}
+    assert [(s.path, s.captions) for s in both.val] == [(s.path, s.captions) for s in splits.val]
+    assert all(len(sample.captions) == 2 for sample in splits.train)
+
+
+def test_the_unseen_split_is_for_evaluation(by_name):
+    samples, notes = open_captioned("shapes", split="unseen")
+    assert len(samples) == 20
+    assert notes == ()
+    classes = open_splits("shapes", val_share=0.1, seed=0).classes
+    labelled, notes = open_labelled("shapes", split="unseen", classes=classes)
+    assert {sample.path for sample in labelled} == {sample.path for sample in samples}
+    assert notes == ()
