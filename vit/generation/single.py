@@ -25,7 +25,8 @@ class Likeliest:
 
     def __call__(self, logits: Tensor, index: int) -> Tensor:  # noqa: ARG002
         """(rows, vocab) float32 -> (rows, 1)"""
-        return logits.argmax(dim=1, keepdim=True)
+        # of equals the first, as argmax, which takes twice the time on a CPU
+        return logits.max(dim=1, keepdim=True).indices
 
     def select(self, rows: Tensor) -> None:
         """It remembers nothing of a row."""

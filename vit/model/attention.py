@@ -6,6 +6,7 @@ Source: Vaswani et al., "Attention Is All You Need", section 3.2, arXiv:1706.037
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -173,6 +174,7 @@ class SelfAttention(nn.Module):
         if num_heads % kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
         self.heads = (num_heads, kv_heads, kv_heads)
+        self.share = sharing(num_heads // kv_heads)
         self.attention_dropout = attention_dropout
         self.qkv = nn.Linear(dim, sum(self.heads) * (dim // num_heads), bias=qkv_bias)
         self.rel_pos = rel_pos or Unbiased()
@@ -196,16 +198,25 @@ class SelfAttention(nn.Module):
         places = places or Places()
         query, key, value = self.split(x, places)
         key, value = places.remember(key, value)
-        share = self.heads[0] // self.heads[1]
         gathered = places.attend(
             query,
-            shared(key, share),
-            shared(value, share),
+            self.share(key),
+            self.share(value),
             mask=self.rel_pos(places),
             dropout=self.attention_dropout if self.training else 0.0,
         )
         tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, JOINED)))
         return tokens
+
+
+def sharing(share: int) -> Callable[[Tensor], Tensor]:
+    """What gives each head of keys or values to `share` heads of queries."""
+    return unshared if share == 1 else partial(shared, share=share)
+
+
+def unshared(x: Tensor) -> Tensor:
+    """(batch, heads, tokens, head_dim) -> the same"""
+    return x
 
 
 def shared(x: Tensor, share: int) -> Tensor:

@@ -6,7 +6,7 @@ Source: Vaswani et al., "Attention Is All You Need", section 3.2.3, arXiv:1706.0
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import JOINED, KeysValues, Places, shared
+from vit.model.attention import JOINED, KeysValues, Places, sharing
 
 
 class CrossAttention(nn.Module):
@@ -48,7 +48,10 @@ class CrossAttention(nn.Module):
         self.num_heads = num_heads
         self.kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % self.kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of {self.kv_heads}")
+            raise ValueError(
+                f"num_heads={num_heads} is not a multiple of num_kv_heads={self.kv_heads}"
+            )
+        self.share = sharing(num_heads // self.kv_heads)
         self.attention_dropout = attention_dropout
         self.q = nn.Linear(dim, dim, bias=bias)
         self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * (dim // num_heads), bias=bias)
@@ -72,11 +75,10 @@ class CrossAttention(nn.Module):
         assert places.memory is not None, "cross-attention without a memory"
         key, value = places.memory
         pattern = "batch tokens (heads head_dim) -> batch heads tokens head_dim"
-        share = self.num_heads // self.kv_heads
         gathered = places.attend(
             self.q_norm(rearrange(self.q(x), pattern, heads=self.num_heads)),
-            shared(key, share),
-            shared(value, share),
+            self.share(key),
+            self.share(value),
             dropout=self.attention_dropout if self.training else 0.0,
         )
         tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, JOINED)))

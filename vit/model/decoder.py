@@ -112,22 +112,14 @@ class TextDecoder(nn.Module):
         Raises:
             ValueError: There are more tokens than positions.
         """
-        return self.read(ids, self.look(memory), padding=padding)
+        return self.logits(self.states(ids, self.look(memory), padding=padding))
 
-    def read(
-        self,
-        ids: Tensor,
-        cache: Cache,
-        *,
-        padding: Tensor | None = None,
-        attend: Attend = attend,
-    ) -> Tensor:
+    def read(self, ids: Tensor, cache: Cache, *, attend: Attend = attend) -> Tensor:
         """Logits after each of further tokens, which the cache then knows.
 
         Args:
             ids: (batch, new), int64.
             cache: From `look`, or as another `read` left it.
-            padding: As for `forward`; only before anything was read.
             attend: How attention mixes the values.
 
         Returns:
@@ -136,10 +128,11 @@ class TextDecoder(nn.Module):
         Raises:
             ValueError: There are more tokens than positions.
         """
-        logits: Tensor = F.linear(
-            self.states(ids, cache, padding=padding, attend=attend), self.token_embed.weight
-        )
-        return logits
+        return self.logits(self.states(ids, cache, attend=attend))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(..., dim) -> (..., vocab)"""
+        return F.linear(states, self.token_embed.weight)
 
     def states(
         self,
@@ -149,7 +142,13 @@ class TextDecoder(nn.Module):
         padding: Tensor | None = None,
         attend: Attend = attend,
     ) -> Tensor:
-        """As `read`, before the logits: (batch, new, dim)."""
+        """As `read`, before the logits: (batch, new, dim).
+
+        Args:
+            ids, cache, attend: As for `read`.
+            padding: As for `forward`; only where this reads all there is, since a cache does not
+                know which of its words are none.
+        """
         first, new = cache.length, ids.shape[1]
         if first + new > self.most_tokens:
             raise ValueError(
@@ -185,5 +184,6 @@ def look_back(
     mask = torch.ones(new, first + new, dtype=torch.bool, device=device).tril(first)
     if padding is None:
         return mask
+    assert not first, "a cache does not know which of its words are padding"
     itself = torch.eye(new, dtype=torch.bool, device=device)  # no row of scores is all empty
     return (mask & ~padding[:, None, None, :]) | itself

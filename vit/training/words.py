@@ -43,19 +43,7 @@ def complete_words(
         ConfigError: `vocab_size` or `caption_tokens` does not fit.
         DataError: The tokenizer cannot be read, or no caption is short enough.
     """
-
-    def make() -> str:
-        if begun is not None:
-            return read_tokenizer(begun).to_json()
-        if config.decoder.tokenizer not in TRAINED:
-            return open_tokenizer(config.decoder.tokenizer).to_json()
-        if known is not None:
-            return known.to_json()
-        captions = (caption for sample in splits.train for caption in sample.captions)
-        kind: Kind = "bpe" if config.decoder.tokenizer == "bpe" else "wordpiece"
-        return train_tokenizer(captions, kind=kind, vocab_size=config.decoder.vocab_size).to_json()
-
-    tokenizer = Tokenizer.from_json(on_main(accelerator, make))
+    tokenizer = make_tokenizer(config, splits, accelerator, begun, known)
     unknown = tokenizer.count_unknown([c for s in splits.train for c in s.captions])
     if unknown:
         say(
@@ -83,6 +71,34 @@ def complete_words(
     words = dataclasses.replace(config.decoder, vocab_size=tokenizer.size, caption_tokens=most)
     config = dataclasses.replace(config, decoder=words)
     return config, dataclasses.replace(splits, train=train, val=val, tokenizer=tokenizer)
+
+
+def make_tokenizer(
+    config: Config,
+    splits: Splits,
+    accelerator: Accelerator,
+    begun: Path | None,
+    known: Tokenizer | None,
+) -> Tokenizer:
+    """The tokenizer of a run, by one process for all; arguments are those of `complete_words`.
+
+    Raises:
+        DataError: It cannot be read.
+        ConfigError: `vocab_size` is too small.
+    """
+
+    def make() -> str:
+        if begun is not None:
+            return read_tokenizer(begun).to_json()
+        if config.decoder.tokenizer not in TRAINED:
+            return open_tokenizer(config.decoder.tokenizer).to_json()
+        if known is not None:
+            return known.to_json()
+        captions = (caption for sample in splits.train for caption in sample.captions)
+        kind: Kind = "bpe" if config.decoder.tokenizer == "bpe" else "wordpiece"
+        return train_tokenizer(captions, kind=kind, vocab_size=config.decoder.vocab_size).to_json()
+
+    return Tokenizer.from_json(on_main(accelerator, make))
 
 
 def short_enough(

@@ -1,0 +1,448 @@
+"""The decoder: with a cache and without, beside GPT-2, with all options, and as a captioner."""
+
+import math
+import random
+from itertools import combinations, product
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from vit.config import DecoderConfig, ModelConfig
+from vit.model import build, build_captioner
+from vit.model.build import build_classifier
+from vit.model.build_captioner import assemble_decoder
+from vit.model.build_captioner import build_captioner as build_both
+from vit.model.captioner import Captioner, Continuation, lay_out
+from vit.model.decoder import HideWords, TextDecoder
+from vit.model.initialise import initialise
+from vit.model.text_positions import RotaryTextPositions, SinusoidalTextPositions
+
+VOCAB, MOST, WORDS, SEEN = 13, 12, 9, 5
+SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
+EXPERTS = {"feedforward": "moe", "num_experts": 3, "top_k": 2}
+SHORT = {"decoder_depth": 2, "vocab_size": VOCAB, "caption_tokens": MOST, "decoder_dropout": 0.0}
+
+TABLES = {
+    "decoder_position": build_captioner.TEXT_POSITIONS,
+    "decoder_norm_order": build_captioner.DECODER_BLOCKS,
+    "decoder_norm": build.NORMS,
+    "decoder_feedforward": build.FEEDFORWARDS,
+    "decoder_activation": build.ACTIVATIONS,
+}
+# the values of each option that are tried with those of each other one
+CROSSED = {
+    "decoder_position": [*build_captioner.TEXT_POSITIONS],
+    "decoder_norm_order": [*build_captioner.DECODER_BLOCKS],
+    "decoder_norm": [*build.NORMS],
+    "decoder_feedforward": [*build.FEEDFORWARDS],
+    "decoder_kv_heads": [None, 2],
+    "decoder_qk_norm": [False, True],
+    "decoder_layer_scale": [0.0, 0.5],
+    "decoder_dim": [None, 24],
+}
+CASES = random.Random(0).sample([*product(*CROSSED.values())], 60)
+MIXTURES = [dict(zip(CROSSED, case, strict=True)) for case in CASES]
+ENCODERS = [
+    {"pooling": "none", "num_classes": 0},
+    {"pooling": "mean"},
+    {"pooling": "mean", "class_token": False, "norm": "rmsnorm"},
+    {"pooling": "class_token_mean", "final_norm": "pooled"},
+    {"pooling": "attention"},
+    {"norm_order": "post"},
+    {"norm_order": "post", "pooling": "mean"},
+    {"norm_order": "sandwich"},
+    {"registers": 2},
+    {"position": "rotary", "registers": 1},
+    {"position": "relative", "num_kv_heads": 2},
+    {"parallel_blocks": True, "layer_scale": 0.1},
+    {**EXPERTS, "capacity_factor": 1.0},
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def heads_of(options: dict[str, object]) -> dict[str, object]:
+    """Another width keeps the number of heads."""
+    return {"decoder_heads": 4, **options} if options.get("decoder_dim") else options
+
+
+def settings(
+    options: dict[str, object], encoder: dict[str, object] | None = None
+) -> tuple[ModelConfig, DecoderConfig]:
+    experts = EXPERTS if options.get("decoder_feedforward") == "moe" else {}
+    decoder = DecoderConfig(**{**SHORT, **heads_of(options)})
+    return ModelConfig(**{**SMALL, **experts, **(encoder or {})}), decoder
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """The network with weights of which none is zero, so that every part says something."""
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def captioner(encoder: dict[str, object] | None = None, **options: object) -> Captioner:
+    return stirred(build_both(*settings(options, encoder)))
+
+
+def decoder(*, language_model: bool = False, **options: object) -> TextDecoder:
+    encoder, config = settings(options)
+    made = assemble_decoder(config, encoder, language_model=language_model)
+    holder = nn.ModuleDict({"decoder": made})
+    initialise(holder)
+    return stirred(made)
+
+
+def some_ids(batch: int = 2, words: int = WORDS) -> Tensor:
+    return torch.randint(VOCAB, (batch, words))
+
+
+def some_memory(batch: int = 2) -> Tensor:
+    return torch.randn(batch, SEEN, SMALL["dim"])
+
+
+@pytest.mark.parametrize("field", TABLES)
+def test_names_agree_with_the_config(field):
+    assert set(TABLES[field]) == set(get_args(get_type_hints(DecoderConfig)[field]))
+
+
+def test_each_two_options_are_tried_together():
+    for first, second in combinations(CROSSED, 2):
+        pairs = {(mixture[first], mixture[second]) for mixture in MIXTURES}
+        assert pairs == {*product(CROSSED[first], CROSSED[second])}
+
+
+@pytest.mark.parametrize("options", MIXTURES, ids=lambda o: " ".join(map(str, o.values())))
+@torch.inference_mode()
+def test_a_cache_changes_nothing_nor_does_the_future_nor_the_neighbours(options):
+    model, ids, memory = decoder(**options).double(), some_ids(), some_memory().double()
+    whole = model(ids, memory)
+    assert whole.shape == (2, WORDS, VOCAB)
+    for chunks in ([1] * WORDS, [4, 1, 3, 1], [2, 7], [WORDS]):
+        cache, parts = model.look(memory), ids.split(chunks, dim=1)
+        logits = torch.cat([model.read(part, cache) for part in parts], dim=1)
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)
+        going = Continuation(model, model.look(memory))
+        for part, last in zip(parts, torch.tensor(chunks).cumsum(0) - 1, strict=True):
+            torch.testing.assert_close(going(part), whole[:, last], rtol=0, atol=1e-10)
+    changed = ids.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % VOCAB
+    # to the bit, but for experts: how many words an expert gets decides how a product is rounded
+    atol = 1e-12 if options["decoder_feedforward"] == "moe" else 0
+    torch.testing.assert_close(model(changed, memory)[:, :6], whole[:, :6], rtol=0, atol=atol)
+    assert not torch.isclose(model(changed, memory)[:, 6:], whole[:, 6:]).all(-1).any()
+    many = torch.cat([ids, some_ids(6)]), torch.cat([memory, some_memory(6).double()])
+    torch.testing.assert_close(model(*many)[:2], whole, rtol=0, atol=1e-10)
+    torch.testing.assert_close(model(ids[:1], memory[:1]), whole[:1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", MIXTURES[::4], ids=lambda o: " ".join(map(str, o.values())))
+@torch.inference_mode()
+def test_padding_changes_nothing_behind_or_in_front(options):
+    model, ids, memory = decoder(**options).double(), some_ids(), some_memory().double()
+    whole, pad = model(ids, memory), torch.full((2, 3), 7)
+    for behind in (True, False):
+        padded = torch.cat([ids, pad] if behind else [pad, ids], dim=1)
+        words = slice(WORDS) if behind else slice(3, None)
+        padding = torch.ones_like(padded, dtype=torch.bool)
+        padding[:, words] = False
+        logits = model(padded, memory, padding=padding)
+        torch.testing.assert_close(logits[:, words], whole, rtol=0, atol=1e-10)
+        assert logits.isfinite().all()
+        if behind:
+            torch.testing.assert_close(model(padded, memory)[:, words], whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("position", build_captioner.TEXT_POSITIONS)
+def test_word_order_matters(position):
+    model, memory = decoder(decoder_position=position, decoder_depth=1), some_memory()
+    ids = torch.tensor([[3, 4, 5], [4, 3, 5]])
+    one, other = model(ids, memory[:1].expand(2, -1, -1))[:, -1]
+    assert not torch.isclose(one, other, atol=1e-3).all()
+
+
+@pytest.mark.parametrize("position", build_captioner.TEXT_POSITIONS)
+@torch.inference_mode()
+def test_rows_of_a_cache_are_kept_repeated_and_reordered(position):
+    model, memory = decoder(decoder_position=position, decoder_kv_heads=2), some_memory(3)
+    ids, rows = some_ids(3), torch.tensor([2, 0, 2, 1])
+    whole = model(ids[rows], memory[rows])
+    going = Continuation(model, model.look(memory))
+    going(ids[:, :4])
+    going.select(rows)
+    torch.testing.assert_close(going(ids[rows, 4:5]), whole[:, 4], rtol=0, atol=1e-5)
+    going.select(torch.tensor([3]))
+    torch.testing.assert_close(going(ids[1:2, 5:8]), whole[3:, 7], rtol=0, atol=1e-5)
+    assert going.cache.length == 8
+
+
+@pytest.mark.parametrize("position", build_captioner.TEXT_POSITIONS)
+def test_more_tokens_than_positions_are_refused(position):
+    model, memory = decoder(decoder_position=position), some_memory()
+    assert model(some_ids(words=MOST), memory).shape == (2, MOST, VOCAB)
+    with pytest.raises(ValueError, match=r"13 tokens, but there are positions for 12"):
+        model(some_ids(words=MOST + 1), memory)
+    cache = model.look(memory)
+    model.read(some_ids(words=MOST), cache)
+    with pytest.raises(ValueError, match=r"13 tokens, but there are positions for 12"):
+        model.read(some_ids(words=1), cache)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "options"),
+    [
+        *(({}, mixture) for mixture in MIXTURES[::4]),
+        *(({}, {"decoder_activation": name}) for name in build.ACTIVATIONS),
+        *((encoder, {}) for encoder in ENCODERS),
+        ({"pooling": "mean"}, {"decoder_dim": 24, "decoder_norm_order": "post"}),
+        ({"dropout": 0.1}, {"decoder_dropout": 0.1, "decoder_drop_path": 0.1}),
+        ({}, {"caption_dropout": 0.3, "decoder_position": "sinusoidal"}),
+    ],
+    ids=str,
+)
+def test_every_option_trains_every_parameter(encoder, options):
+    model = captioner(encoder, **options).train()
+    if model.num_classes:
+        nn.init.normal_(model.head.weight)
+    images, ids = torch.randn(8, 3, 16, 16), some_ids(8, MOST)
+    for autocast in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            classes, words = model(images, ids)
+        assert classes.shape == (8, model.num_classes)
+        assert words.shape == (8, MOST, VOCAB)
+        loss = F.cross_entropy(words.float()[:, :-1].mT, ids[:, 1:])
+        (loss + classes.float().square().sum()).backward()
+        stuck = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert stuck == []
+
+
+@pytest.mark.parametrize("options", MIXTURES[::10], ids=lambda o: " ".join(map(str, o.values())))
+def test_gradients_equal_finite_differences(options):
+    model = captioner({"pooling": "mean"}, **options).double()
+    images, ids = torch.randn(2, 3, 16, 16).double(), some_ids(2, 5)
+    names = ("patch_embed.proj.bias", "decoder.token_embed.weight", "decoder.norm_memory.weight")
+    parameters = dict(model.named_parameters())
+    chosen = [parameters[name] for name in names if name in parameters]
+    chosen += [block.cross_attn.kv.weight for block in model.decoder.blocks]
+    chosen += [model.decoder.blocks[0].attn.qkv.weight]
+
+    def loss() -> Tensor:
+        classes, words = model(images, ids)
+        return F.cross_entropy(words.mT, ids) + classes.square().sum()
+
+    for parameter, slope in zip(chosen, torch.autograd.grad(loss(), chosen), strict=True):
+        way = torch.randn_like(parameter)
+        with torch.no_grad():
+            parameter += 1e-6 * way
+            above = loss()
+            parameter -= 2e-6 * way
+            below = loss()
+            parameter += 1e-6 * way
+        torch.testing.assert_close(
+            (above - below) / 2e-6, (slope * way).sum(), rtol=1e-5, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("encoder", ENCODERS, ids=str)
+@torch.inference_mode()
+def test_classes_are_those_of_the_encoder_alone(encoder):
+    model, images = captioner(encoder), torch.randn(2, 3, 16, 16)
+    alone = build_classifier(settings({}, encoder)[0]).eval()
+    state = model.state_dict()
+    alone.load_state_dict({k: v for k, v in state.items() if not k.startswith("decoder.")})
+    classes, memory = model.see(images)
+    assert torch.equal(memory, alone.forward_features(images))
+    if alone.num_classes:
+        assert torch.equal(classes, alone(images))
+        assert torch.equal(model(images, some_ids())[0], alone(images))
+
+
+@torch.inference_mode()
+def test_a_contrast_is_two_answers_to_the_same_images():
+    model, images = captioner(), torch.randn(2, 3, 16, 16)
+    ids, others = some_ids(), some_ids(2, 4)
+    said, beside = model.contrast(images, ids, others)
+    torch.testing.assert_close(said, model(images, ids))
+    torch.testing.assert_close(beside, model(images, others).words)
+
+
+@torch.inference_mode()
+def test_the_picture_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
+    model, images, ids = captioner({"pooling": "mean"}), torch.randn(2, 3, 16, 16), some_ids()
+    words = model(images, ids).words
+    assert not torch.isclose(model(images.flip(0), ids).words, words, atol=1e-3).all()
+    memory = model.see(images)[1]
+    torch.testing.assert_close(model.decoder(ids, 9 * memory), words, rtol=0, atol=1e-4)
+
+
+def test_a_language_model_learns_next_words_from_text_alone():
+    text = torch.tensor(
+        [[(start + step) % VOCAB for step in range(MOST)] for start in range(VOCAB)]
+    )
+    entropy = math.log(VOCAB)  # every word is as frequent as any other
+    for position in build_captioner.TEXT_POSITIONS:
+        model = decoder(language_model=True, decoder_position=position).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            loss = F.cross_entropy(model(text)[:, :-1].mT, text[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert loss < 0.3 * entropy
+
+
+@pytest.mark.parametrize("encoder", [{}, {"pooling": "mean"}, {"norm_order": "post"}], ids=str)
+@pytest.mark.parametrize("options", MIXTURES[::10], ids=lambda o: " ".join(map(str, o.values())))
+def test_a_language_model_s_weights_are_some_of_a_captioner_s(encoder, options):
+    alone = assemble_decoder(*settings(options, encoder)[::-1], language_model=True)
+    both = build_both(*settings(options, encoder)).decoder
+    shapes = {name: tensor.shape for name, tensor in both.state_dict().items()}
+    names = alone.state_dict().keys()
+    assert {
+        name: tensor.shape for name, tensor in alone.state_dict().items()
+    }.items() <= shapes.items()
+    rest = shapes.keys() - names
+    looking = {name for name in shapes if "cross" in name or "norm_memory" in name}
+    assert rest == looking != set()
+
+
+@torch.inference_mode()
+def test_another_layout_of_the_matrices_changes_no_answer():
+    model, ids, memory = decoder(), some_ids(), some_memory()
+    before, state = model(ids, memory), {k: v.clone() for k, v in model.state_dict().items()}
+    lay_out(model)
+    assert not model.blocks[0].mlp.fc1.weight.is_contiguous()
+    torch.testing.assert_close(model(ids, memory), before, rtol=0, atol=1e-5)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert model.state_dict().keys() == state.keys()
+
+
+@torch.inference_mode()
+def test_a_language_model_reads_with_a_cache_as_without():
+    model, ids = decoder(language_model=True, decoder_position="rotary"), some_ids()
+    cache = model.look(None)
+    parts = [model.read(part, cache) for part in ids.split([3, 1, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids), rtol=0, atol=1e-5)
+
+
+def test_words_are_hidden_whole_in_training_alone_and_the_others_are_not_scaled():
+    hide, x = HideWords(0.3), torch.ones(100, 50, 8)
+    hidden = hide(x)
+    share = (hidden == 0).all(dim=-1).float().mean()
+    assert share == pytest.approx(0.3, abs=0.02)
+    assert ((hidden == 0).all(dim=-1) | (hidden == 1).all(dim=-1)).all()
+    assert hide.eval()(x) is x
+    assert HideWords(0.0)(x) is x
+    model, ids, memory = decoder(caption_dropout=0.5), some_ids(), some_memory()
+    assert torch.equal(model(ids, memory), model(ids, memory))
+    model.train()
+    assert not torch.equal(model(ids, memory), model(ids, memory))
+
+
+def test_the_sinusoidal_table_is_the_paper_s_and_embeddings_are_scaled():
+    positions, x = SinusoidalTextPositions(MOST, 8), torch.randn(2, 4, 8)
+    y, _ = positions(x, 5, None)
+    for token, entry in product(range(4), range(8)):
+        angle = (5 + token) / 10000 ** (2 * (entry // 2) / 8)
+        expected = math.cos(angle) if entry % 2 else math.sin(angle)
+        difference = (y - x * math.sqrt(8))[:, token, entry]
+        assert difference.tolist() == pytest.approx([expected] * 2, abs=1e-6)
+
+
+def test_rotary_equals_llama_s():
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=MOST)
+    query, key = torch.randn(2, 2, 4, 6, 8)
+    places = torch.arange(3, 9).expand(2, -1)
+    expected = apply_rotary_pos_emb(query, key, *LlamaRotaryEmbedding(config)(query, places))
+    _, rotate = RotaryTextPositions(MOST, 8)(torch.zeros(2, 6, 32), 3, None)
+    torch.testing.assert_close((rotate(query), rotate(key)), expected, rtol=0, atol=1e-6)
+
+
+def gpt2(*, cross: bool) -> tuple[TextDecoder, GPT2LMHeadModel]:
+    """A decoder of ours with the weights of a random GPT-2 of transformers."""
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_positions=MOST, n_embd=32, n_layer=2, n_head=4,
+            add_cross_attention=cross, attn_implementation="eager",
+        )
+    )  # fmt: skip
+    stirred(theirs)
+    config = DecoderConfig(**SHORT, decoder_activation="gelu_tanh")
+    encoder = ModelConfig(**SMALL, norm_eps=theirs.config.layer_norm_epsilon)
+    ours = assemble_decoder(config, encoder, language_model=not cross).eval()
+    body = theirs.transformer
+    ours.token_embed.weight.data = body.wte.weight.data
+    ours.positions.pos_embed.data = body.wpe.weight.data
+    ours.norm.load_state_dict(body.ln_f.state_dict())
+    for block, layer in zip(ours.blocks, body.h, strict=True):
+        pairs = {
+            block.attn.qkv: layer.attn.c_attn,
+            block.attn.proj: layer.attn.c_proj,
+            block.mlp.fc1: layer.mlp.c_fc,
+            block.mlp.fc2: layer.mlp.c_proj,
+        }
+        block.norm1.load_state_dict(layer.ln_1.state_dict())
+        block.norm2.load_state_dict(layer.ln_2.state_dict())
+        if cross:
+            looking = layer.crossattention
+            pairs[block.cross_attn.q] = looking.q_attn
+            pairs[block.cross_attn.kv] = looking.c_attn
+            pairs[block.cross_attn.proj] = looking.c_proj
+            block.norm_cross.load_state_dict(layer.ln_cross_attn.state_dict())
+        for linear, convolution in pairs.items():
+            linear.weight.data, linear.bias.data = convolution.weight.data.T, convolution.bias.data
+    return ours, theirs
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@torch.inference_mode()
+def test_equals_gpt2_of_transformers(cross):
+    ours, theirs = gpt2(cross=cross)
+    ids, memory = some_ids(), some_memory() if cross else None
+    expected = theirs(ids, encoder_hidden_states=memory).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(ours(ids, memory), expected, rtol=0, atol=1e-4)
+    cache, past = ours.look(memory), None
+    for part in ids.split([4, 1, 1, 3], dim=1):
+        said = theirs(part, encoder_hidden_states=memory, past_key_values=past, use_cache=True)
+        past = said.past_key_values
+        torch.testing.assert_close(ours.read(part, cache), said.logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"decoder_position": "rotary", "decoder_kv_heads": 2}], ids=str
+)
+def test_compiles_without_a_break(options):
+    model, images, ids = captioner(**options), torch.randn(2, 3, 16, 16), some_ids()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(images, ids), model(images, ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", MIXTURES[::15], ids=lambda o: " ".join(map(str, o.values())))
+@torch.inference_mode()
+def test_half_precision_is_close_with_a_cache_and_without(dtype, options):
+    model, images, ids = captioner(**options), torch.randn(2, 3, 16, 16), some_ids()
+    classes, words = model(images, ids)
+    size = words.abs().max()
+    with torch.autocast("cpu", dtype):
+        half = model(images, ids)
+        going = Continuation(model.decoder, model.decoder.look(model.see(images)[1]))
+        steps = [going(ids[:, step : step + 1]) for step in range(WORDS)]
+    for found in (half.words.float(), torch.stack(steps, dim=1).float()):
+        torch.testing.assert_close(found / size, words / size, rtol=0, atol=0.05)
+    torch.testing.assert_close(half.classes.float(), classes, rtol=0.05, atol=0.1)
