@@ -17,7 +17,7 @@ from vit.training.freezing import HEAD
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
 
 # matrices inside blocks; not pairs of LoRA, which are factors of one, nor biases of any shape
-MATRIX = re.compile(r"blocks\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
+MATRIX = re.compile(r"(decoder\.)?blocks\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
 
 # timm's that a training here cannot use
 UNFIT = ("kron", "adahessian")

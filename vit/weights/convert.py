@@ -62,14 +62,12 @@ def convert(
     config = pretrained.config
     if merge_tokens is not None:
         config = dataclasses.replace(config, merge_tokens=merge_tokens)
-    if to == "huggingface" and config.pooling == "none" and config.class_token:
-        # of a captioner: the tokens are the same, and there its pooled output is the class token
-        config = dataclasses.replace(config, pooling="class_token")
+    config = as_theirs(config, to)
     same = config == pretrained.config
     lines = notes_of_patches(pretrained.config, config)
     pretrained = dataclasses.replace(pretrained, config=config)
     preprocessing, assumed = assumed_preprocessing(pretrained)
-    lines += [assumed] if assumed else []
+    lines += [assumed] * bool(assumed)
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
     if to == "huggingface":
@@ -85,6 +83,13 @@ def convert(
                 write_tensors(folder / name, content, {"format": "pt"})
         write_text(folder / CARD_FILE, card)
     return pretrained, lines
+
+
+def as_theirs(config: ModelConfig, to: Target) -> ModelConfig:
+    """The encoder of a captioner as transformers sees it: the class token is its pooled output."""
+    if to == "huggingface" and config.pooling == "none" and config.class_token:
+        return dataclasses.replace(config, pooling="class_token")
+    return config
 
 
 def notes_of_patches(source: ModelConfig, config: ModelConfig) -> list[str]:
