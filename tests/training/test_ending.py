@@ -91,3 +91,105 @@ def test_a_picture_that_vanished_is_told(tiny_config, tmp_path, colour_data):
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "1 picture could not be read and took no part." in page
     assert "<dd>20</dd>" in page
+
+
+@pytest.fixture
+def caption_config(tiny_config, colour_data, tmp_path):
+    """Settings of a captioner of two epochs, whose captions name the colour."""
+    import shutil
+
+    data = tmp_path / "captioned"
+    shutil.copytree(colour_data, data)
+    for split in ("train", "val"):
+        lines = [
+            json.dumps(
+                {
+                    "file_name": f"{path.parent.name}/{path.name}",
+                    "captions": [f"all {path.parent.name}", f"this is {path.parent.name} noise"],
+                }
+            )
+            for path in sorted((data / split).rglob("*.png"))
+        ]
+        (data / split / "metadata.jsonl").write_text("\n".join(lines))
+
+    def build(**changes):
+        usual = {
+            "data": str(data),
+            "task": "caption",
+            "decoder_depth": 1,
+            "mixup": 0.0,
+            "cutmix": 0.0,
+            "epochs": 2,
+        }
+        return tiny_config(**{**usual, **changes})
+
+    return build
+
+
+@pytest.mark.parametrize("task", ["caption", "classify,caption"])
+def test_a_captioner_has_a_report_with_the_validations_numbers(
+    caption_config, tmp_path, capsys, task
+):
+    config = caption_config(task=task)
+    result = train(config, tmp_path / "run")
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    loss = result.scores.get("caption_loss", result.scores["loss"])
+    assert f"<b>{result.scores['cider']:.3f}</b>" in page
+    assert f"<dd>{result.scores['bleu4']:.3f}</dd>" in page
+    assert f"<dd>{result.scores['distinct']:.1%}</dd>" in page
+    assert f"<dd>{loss:.4f}</dd>" in page
+    assert f"<dd>{result.scores['loss_shuffled']:.4f}</dd>" in page
+    assert "<dt>pictures measured</dt><dd>21</dd>" in page
+    assert "with 72 captions of" in page
+    if "top1" in result.scores:
+        assert f"<dt>top-1</dt><dd>{result.scores['top1']:.2%}</dd>" in page
+        assert "What is taken for what" in page
+    before = (tmp_path / "run/report.html").read_bytes()
+    train(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run/report.html").read_bytes() == before
+    assert capsys.readouterr().err.splitlines()[-1] == f"report: {tmp_path / 'run/report.html'}"
+
+
+def test_at_most_caption_samples_pictures_are_measured(caption_config, tmp_path):
+    train(caption_config(epochs=1, warmup_epochs=0, caption_samples=5), tmp_path / "run")
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "<dt>pictures measured</dt><dd>5</dd>" in page
+    assert "the first 5 of the data" in page
+
+
+def test_a_signal_stops_the_measuring_of_captions(caption_config, tmp_path, monkeypatch):
+    def send(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("vit.training.records.Records.end", send)
+    config = caption_config(epochs=1, warmup_epochs=0)
+    with pytest.raises(Interrupted, match=r"the run is complete.*--resume") as stopped:
+        train(config, tmp_path / "run")
+    assert stopped.value.exit_code == 143
+    assert not (tmp_path / "run/report.html").exists()
+
+
+@pytest.mark.parametrize("error", [RunError("full"), KeyError("full"), RuntimeError("full")])
+def test_no_fault_of_the_captions_report_costs_the_run(
+    caption_config, tmp_path, monkeypatch, capsys, error
+):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("vit.training.ending.write_caption_report", fail)
+    config = caption_config(epochs=1, warmup_epochs=0)
+    assert train(config, tmp_path / "run").epoch == 1
+    told = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"note: no report\.html, but the run is complete: .*full.*", told[-1])
+
+
+def test_a_captioned_picture_that_vanished_is_told(caption_config, tmp_path):
+    config = caption_config(epochs=1, warmup_epochs=0, on_bad_image="skip")
+    victim = next((tmp_path / "captioned/val").rglob("*.png"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF  # its header is right, its pixels are not
+    victim.write_bytes(content)
+    train(config, tmp_path / "run")
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "1 picture could not be read and took no part." in page
+    assert "<dt>pictures measured</dt><dd>20</dd>" in page

@@ -58,7 +58,7 @@ def write(
     """
     if not len(memory):
         return []
-    most = decoder.most_tokens - 2  # begin and end take places too
+    most = decoder.most_tokens - 1  # with begin: the last place may still tell the end
     if max(search.max_tokens, search.min_tokens) > most:
         name = "max_tokens" if search.max_tokens > most else "min_tokens"
         value = getattr(search, name)

@@ -1,22 +1,27 @@
 """After the last epoch: the best weights are measured once more, and the report is written.
 
-Only the main process does this, on all validation pictures; nothing that it does can cost a run
-that is already complete.
+Only the main process does this, on all validation pictures, or on the first `caption_samples` of
+them where captions are written; nothing that it does can cost a run that is already complete.
 """
 
+import contextlib
 import json
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vit.data.loading import EvaluationLoader
-from vit.data.samples import Splits
+from vit.data.loading import Batch, EvaluationLoader
+from vit.data.samples import Sample, Splits
 from vit.errors import DataError, VitError, printable
+from vit.evaluation.caption_report import write_caption_report
 from vit.evaluation.metrics import Outcomes
 from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
 from vit.precision import autocast
-from vit.training.batches import micro_batch_size
+from vit.training.batches import micro_batch_size, words_of
+from vit.training.caption_ending import measure_captions, word_facts
 from vit.training.devices import inference_precision
 from vit.training.interruption import Interrupted
 from vit.training.loop import Training
@@ -38,30 +43,71 @@ def leave_report(run: Training, folder: Path, splits: Splits, *, epoch: int) -> 
     """
     try:
         loaded = load_run(folder)
-        outcomes, paths, failed = measure(run, loaded, splits, folder)
-        events = read_events(folder)
-        soups = [
-            event["epochs"] for event in events if event["event"] == "soup" and event["better"]
-        ]
-        facts = RunFacts(
-            config=run.config,
-            classes=splits.classes,
-            parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
-            machine=machine(run),
-            train_images=len(splits.train),
-            root=splits.root,
-            made=splits.made,
-            epoch=epoch,
-            soup=soups[0] if soups else (),
-            left_out={**run.failed, **failed},
-        )
-        write_report(folder, facts=facts, events=events, outcomes=outcomes, paths=paths)
+        report = report_classes if loaded.tokenizer is None else report_captions
+        report(run, loaded, folder, splits, epoch)
     except Interrupted:
         raise
     except (VitError, OSError, RuntimeError, ValueError, MemoryError) as error:
         say(f"note: no {REPORT_FILE}, but the run is complete: {printable(error)}")
+    except Exception as error:  # a fault of ours: the run is as complete as with any other
+        said = f"{type(error).__name__}: {printable(error)}"
+        say(f"note: no {REPORT_FILE}, but the run is complete: {said}")
     else:
         say(f"report: {printable(folder / REPORT_FILE)}")
+
+
+def report_classes(
+    run: Training, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
+) -> None:
+    """Write the report of a classifier; arguments and errors are those of `leave_report`."""
+    outcomes, paths, failed = measure(run, loaded, splits, folder)
+    events = read_events(folder)
+    facts = run_facts(run, loaded, splits, events, epoch=epoch, failed=failed)
+    write_report(folder, facts=facts, events=events, outcomes=outcomes, paths=paths)
+
+
+def report_captions(
+    run: Training, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
+) -> None:
+    """Write the report of a captioner; arguments and errors are those of `leave_report`."""
+    samples = splits.val[: run.config.training.caption_samples]
+    failed: dict[str, str] = {}
+    with contextlib.closing(seen(run, loaded, samples, folder, failed)) as batches:
+        outcomes, answers = measure_captions(run, loaded, batches, samples)
+    events = read_events(folder)
+    write_caption_report(
+        folder,
+        facts=run_facts(run, loaded, splits, events, epoch=epoch, failed=failed),
+        word_facts=word_facts(run, splits),
+        events=events,
+        outcomes=outcomes,
+        answers=answers,
+    )
+
+
+def run_facts(
+    run: Training,
+    loaded: LoadedRun,
+    splits: Splits,
+    events: Sequence[Mapping[str, Any]],
+    *,
+    epoch: int,
+    failed: Mapping[str, str],
+) -> RunFacts:
+    """What both reports tell of the run."""
+    soups = [event["epochs"] for event in events if event["event"] == "soup" and event["better"]]
+    return RunFacts(
+        config=run.config,
+        classes=splits.classes,
+        parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
+        machine=machine(run),
+        train_images=len(splits.train),
+        root=splits.root,
+        made=splits.made,
+        epoch=epoch,
+        soup=soups[0] if soups else (),
+        left_out={**run.failed, **failed},
+    )
 
 
 @torch.inference_mode()
@@ -75,17 +121,49 @@ def measure(
     """
     device = run.accelerator.device
     precision = inference_precision(run.config.run.precision, device)
-    model = loaded.model.to(device)
+    parts: list[Outcomes] = []
+    paths: list[str] = []
+    failed: dict[str, str] = {}
+    with contextlib.closing(seen(run, loaded, splits.val, folder, failed)) as batches:
+        for batch, images in batches:
+            with autocast(precision, device):
+                logits = loaded.model(images)
+            parts.append(Outcomes.of(logits.float().cpu().double().softmax(dim=1), batch.labels))
+            paths += [splits.val[index].path for index in batch.indices.tolist()]
+    if not parts:
+        raise DataError("not one validation picture can be read")
+    return Outcomes.cat(parts), paths, failed
+
+
+def seen(
+    run: Training,
+    loaded: LoadedRun,
+    samples: Sequence[Sample],
+    folder: Path,
+    failed: dict[str, str],
+) -> Generator[tuple[Batch, Tensor], None, None]:
+    """Batches of `samples` with their normalised images, and the best weights on their device.
+
+    Args:
+        run: The finished training.
+        loaded: Its best weights.
+        samples: The pictures.
+        folder: The run folder.
+        failed: Receives the files that cannot be read, with the reason.
+
+    Raises:
+        Interrupted: A signal came.
+    """
+    device = run.accelerator.device
+    loaded.model.to(device)
     loader = EvaluationLoader(
-        splits.val,
+        samples,
         loaded.preprocessing,
         batch_size=micro_batch_size(run),
         workers=run.config.data.workers,
         pin_memory=device.type == "cuda",
+        words=words_of(run, samples),
     )
-    parts: list[Outcomes] = []
-    paths: list[str] = []
-    failed: dict[str, str] = {}
     try:
         for batch in loader:
             if run.interruption.number:
@@ -95,18 +173,11 @@ def measure(
                     run.interruption.number,
                 )
             failed.update((bad.path, bad.reason) for bad in batch.failed)
-            if not len(batch.labels):
-                continue
-            images = loaded.preprocessing.normalise(batch.images.to(device, non_blocking=True))
-            with autocast(precision, device):
-                logits = model(images)
-            parts.append(Outcomes.of(logits.float().cpu().double().softmax(dim=1), batch.labels))
-            paths += [splits.val[index].path for index in batch.indices.tolist()]
+            if len(batch.labels):
+                images = batch.images.to(device, non_blocking=True)
+                yield batch, loaded.preprocessing.normalise(images)
     finally:
         loader.close()
-    if not parts:
-        raise DataError("not one validation picture can be read")
-    return Outcomes.cat(parts), paths, failed
 
 
 def machine(run: Training) -> str:

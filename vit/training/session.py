@@ -163,7 +163,7 @@ class Session:
             pictures=len(self.splits.val),
             routers=self.best.first.get("routers", ()),
         )
-        if run.accelerator.is_main_process and run.tokenizer is None:
+        if run.accelerator.is_main_process:
             leave_report(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,

@@ -1,0 +1,301 @@
+"""The report of a captioner: its numbers are right, sameness is loud, no text gets out of place."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from PIL import Image
+
+from vit.evaluation.caption_findings import Captioned, CaptionOutcomes
+from vit.evaluation.caption_report import WordFacts, write_caption_report
+from vit.evaluation.captions import caption_scores
+from vit.evaluation.metrics import Outcomes, summarise
+from vit.evaluation.page import VOID
+from vit.evaluation.report import RunFacts
+from vit.settings import make_config
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "</title></style><b>bold",
+    "red\x1b[31m",
+    "a \u202egod\u202c and a \u2066cat",
+    "&amp;&lt;",
+    "two\nlines",
+    "half \udce9",
+    "",
+)
+PAIRS = (
+    ("a red star", "a red star"),
+    ("a red star", "a blue circle"),
+    ("two dogs run on the grass", "two dogs run over green grass"),
+    ("a cat", "a man rides a horse on a beach"),
+)
+
+
+def outcomes_of(pairs, paths=None, *, loss=1.0, other_loss=2.0, ended=True) -> CaptionOutcomes:
+    """Pictures with (caption, first reference)."""
+    return CaptionOutcomes(
+        pictures=[
+            Captioned(
+                path=paths[number] if paths else f"/nowhere/{number}.jpg",
+                caption=caption,
+                score=-1.5 - number,
+                ended=ended,
+                references=(reference, "something else"),
+                loss=1.0 + number,
+            )
+            for number, (caption, reference) in enumerate(pairs)
+        ],
+        loss=loss,
+        other_loss=other_loss,
+    )
+
+
+def epoch_event(epoch: int, **more: float) -> dict:
+    return {
+        "event": "epoch",
+        "epoch": epoch,
+        "train_loss": 3.0 / epoch,
+        "val_loss": 2.5 / epoch,
+        "val_loss_shuffled": 2.75,
+        "val_bleu4": 0.125 * epoch,
+        "val_rouge_l": 0.25,
+        "val_cider": 0.4375 * epoch,
+        "val_distinct": 0.5,
+        "lr": 1e-3,
+        "images_per_second": 812.5,
+        "seconds": 61.0,
+        **more,
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a report, and return its text."""
+
+    def write(outcomes, *, epochs=3, settings=None, answers=None, event=None, **changes):
+        facts = {
+            "config": make_config(
+                {"data": "pets", "task": "caption", "num_classes": 0, **(settings or {})}
+            ),
+            "classes": (),
+            "parameters": 205_000,
+            "machine": "1 x cpu in fp32",
+            "train_images": 99,
+            "root": tmp_path,
+            "made": False,
+            "epoch": 1,
+            "left_out": {},
+        }
+        words = {"captions": 198, "mean_tokens": 10.5, "val_pictures": 4, "least_gap": 0.01}
+        words |= {name: changes.pop(name) for name in words if name in changes}
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        write_caption_report(
+            folder,
+            facts=RunFacts(**{**facts, **changes}),
+            word_facts=WordFacts(**words),
+            events=[epoch_event(epoch, **(event or {})) for epoch in range(1, epochs + 1)],
+            outcomes=outcomes,
+            answers=answers,
+        )
+        return (folder / "report.html").read_text(encoding="utf-8")
+
+    return write
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order; keeps them, and the text between."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict]] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+        for name, attributes in self.seen:
+            assert name not in ("script", "iframe", "object", "link", "base", "form", "a")
+            assert not [key for key in attributes if key.startswith("on")]
+            assert attributes.get("src", "data:image/jpeg;base64,").startswith("data:image/jpeg")
+        assert "http://" not in page
+        assert "https://" not in page
+
+    def handle_starttag(self, name, attributes):
+        self.seen.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "title"):
+            self.text.append(data)
+
+
+@pytest.fixture
+def pictures(tmp_path) -> list[str]:
+    """Pictures whose names are markup; the last file is no picture."""
+    paths = []
+    for number in range(len(HOSTILE)):
+        path = tmp_path / f"{number}<img src=x onerror=alert(1)>\x1b[31m\u202e'\".png"
+        Image.new("RGB", (30 + number, 20), (20 * number, 90, 40)).save(path)
+        paths.append(str(path))
+    (tmp_path / paths[-1]).write_bytes(b"no picture")
+    return paths
+
+
+def test_hostile_captions_stay_text(write, pictures):
+    outcomes = outcomes_of([(text, text[::-1] or "x") for text in HOSTILE], pictures)
+    page = write(
+        outcomes,
+        left_out={pictures[-1]: "<i>damaged</i>\x1b"},
+        settings={"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"},
+    )
+    reader = Reader(page)
+    assert {name for name, _ in reader.seen}.isdisjoint({"i", "u", "s"})
+    assert not set(page) & set("\x1b\u202e\u202c\u2066\r\t\x00")
+    for raw in ("<script", "<img src=x", "'><", "<u>", "</title></style><b>"):
+        assert raw not in page
+    text = "".join(reader.text)
+    for told in ("<script>alert(1)</script>", "red\\x1b[31m", "\\u202egod", "two lines", "\\udce9"):
+        assert told in text
+    assert "(nothing)" in text
+    assert "1 picture could not be read and took no part." in text
+    images = [found for name, found in reader.seen if name == "img"]
+    assert len(images) == 7 + 5 + 4  # of 8, 5 and 5, without the damaged one where it is among them
+    assert all(
+        base64.b64decode(found["src"].partition(",")[2])[:2] == b"\xff\xd8" for found in images
+    )
+
+
+def test_numbers_are_the_metrics(write):
+    text = "\n".join(Reader(write(outcomes_of(PAIRS, loss=1.25, other_loss=1.5))).text)
+    expected = caption_scores([a for a, _ in PAIRS], [(b, "something else") for _, b in PAIRS])
+    for name, value in expected.items():
+        assert f"\n{name}\n{value:.4f}\n" in text, name
+    for told in (
+        f"{expected['cider']:.3f}",
+        f"\nBLEU-4\n{expected['bleu4']:.3f}",
+        "\nexact\n25.00%",
+        "\nloss of a token\n1.2500",
+        "\nwith other pictures\n1.5000",
+        "\ndifferent captions\n75.0%",
+        "with 198 captions of 10.5 tokens on average",
+        "99 pictures",
+        "205 k parameters",
+        "best of 3 epochs",
+        "\ncaptions\n4\n3.50\n2\n3\n6\n10\n",  # number, mean, shortest, median, longest, words
+        "\nreferences\n8\n3.50\n2\n2.5\n8\n18\n",
+    ):
+        assert told in text, told
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict"),
+    [
+        (2.0, "Yes. A token of a true caption costs 1.0000 beside its own picture and 2.0000"),
+        (1.05, "A little. A token"),
+        (1.009, "No. A token"),
+        (0.9, "No. A token"),
+    ],
+)
+def test_the_looking_test_in_words(write, other, verdict):
+    text = "".join(Reader(write(outcomes_of(PAIRS, other_loss=other))).text)
+    assert verdict in text
+    assert ("--caption-dropout" in text) == verdict.startswith("No")
+    if other == 2.0:
+        assert "100.0% more" in text
+        assert "2.72 times as probable" in text
+
+
+def test_saying_the_same_of_everything_is_loud(write):
+    text = "".join(Reader(write(outcomes_of([("a man", b) for _, b in PAIRS]))).text)
+    assert "One caption is said of 100% of the pictures: “a man”." in text
+    assert "It says the same of all 4 pictures." in text
+    quiet = "".join(Reader(write(outcomes_of([(b, b) for _, b in PAIRS * 2]))).text)
+    assert "4 different captions for 8 pictures (50.0%)" in quiet
+    assert "One caption is said of 25%" in quiet
+    varied = "".join(Reader(write(outcomes_of([(f"a {n}", "x") for n in range(6)]))).text)
+    assert "One caption is said" not in varied
+
+
+def test_the_most_frequent_captions_are_counted(write):
+    said = [*3 * ["a dog"], *2 * ["a  cat "], "a cat", "a fish"]
+    text = "\n".join(Reader(write(outcomes_of([(s, "x") for s in said]))).text)
+    assert "\na cat\n3\n42.9%\n" in text  # white space does not count
+    assert "\na dog\n3\n42.9%\n" in text
+    assert "\na fish\n1\n14.3%\n" in text
+    assert text.index("\na cat\n3") < text.index("\na dog\n3") < text.index("\na fish\n1")
+
+
+def test_the_best_and_the_worst_are_told_apart(write, tmp_path):
+    paths = []
+    for number in range(len(PAIRS)):
+        paths.append(str(tmp_path / f"{number}.png"))
+        Image.new("RGB", (8, 8)).save(paths[-1])
+    page = write(outcomes_of(PAIRS, paths))
+    walls = re.split(r"<h3>(Any|The best|The worst)</h3>", page)[1:]
+    names = {
+        title: re.findall(r"<bdi>(\d)\.png</bdi>", wall)
+        for title, wall in zip(walls[::2], walls[1::2], strict=True)
+    }
+    assert sorted(names["Any"]) == ["0", "1", "2", "3"]
+    assert names["The best"] == ["0", "2"]
+    assert names["The worst"] == ["3", "1"]
+    assert "ROUGE-L 1.00, score -1.50" in page
+
+
+def test_few_or_one_picture(write):
+    one = "".join(Reader(write(outcomes_of(PAIRS[:1]), epochs=1)).text)
+    assert "One picture alone cannot tell" in one
+    assert "No picture can be read." in one
+    part = "".join(Reader(write(outcomes_of(PAIRS), val_pictures=5000)).text)
+    assert "the first 4 of the data's own validation pictures" in part
+
+
+def test_captions_without_an_end_are_told(write):
+    assert "took all tokens" not in write(outcomes_of(PAIRS))
+    assert "4 captions took all tokens" in write(outcomes_of(PAIRS, ended=False))
+
+
+@pytest.mark.parametrize("epochs", [1, 40])
+def test_curves_over_the_epochs(write, epochs):
+    reader = Reader(write(outcomes_of(PAIRS), epochs=epochs))
+    charts = [found for name, found in reader.seen if name == "svg"]
+    titles = [found["aria-label"].split(" over ")[0] for found in charts]
+    assert titles == ["Loss", "Loss of captions", "CIDEr", "BLEU-4"]
+    assert f"own pictures: {2.5 / epochs:.4g} at the end" in charts[1]["aria-label"]
+    assert "other pictures: 2.75 at the end" in charts[1]["aria-label"]
+
+
+def test_both_heads_show_both(write):
+    chances = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3]])
+    answers = Outcomes.of(chances, torch.tensor([0, 1, 1, 0]))
+    page = write(
+        outcomes_of(PAIRS),
+        answers=answers,
+        classes=("<i>cat", "dog"),
+        settings={"task": "classify,caption", "num_classes": 2},
+        event={"val_top1": 0.75, "val_caption_loss": 0.625},
+    )
+    text = "\n".join(Reader(page).text)
+    scores = summarise(answers, ("<i>cat", "dog"))
+    assert "\ntop-1\n75.00%" in text
+    assert f"macro F1 {scores['macro_f1']:.2%}" in text
+    assert "What is taken for what" in text
+    assert f"calibration error {scores['ece']:.4f}" in text
+    assert "own pictures: 0.625 at the end" in page
+    assert "\n0.6250\n2.7500\n" in text
+
+
+def test_a_long_caption_is_cut(write, pictures):
+    page = write(outcomes_of([("word " * 4000, "x" * 10_000)], pictures[:1]))
+    assert len(page) < 40_000
+    Reader(page)
