@@ -21,7 +21,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
 from vit.data.schedule import Key
 from vit.data.tokenizer import train_tokenizer
-from vit.errors import ConfigError, DataError
+from vit.errors import BadImage, ConfigError, DataError
 from vit.model.captioner import Captioner
 from vit.settings import make_config
 from vit.training.captioning import word_loss
@@ -358,6 +358,75 @@ def test_settings_that_captions_do_not_bear_are_refused(caption_config, tmp_path
         train_here(caption_config(**changes), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+SCRIPTS = (
+    *("một con mèo nhỏ màu đỏ", "一只红色的小猫", "قطة حمراء صغيرة", "लाल बिल्ली"),
+    *("🐈‍⬛ 👍🏽 red", "แมวสีแดง", "кот, «рыжий»"),
+)
+
+
+@pytest.fixture
+def list_of(tmp_path):
+    """Writes pictures and a metadata.jsonl that says of each what it is given."""
+
+    def write(said: list[Any]) -> Path:
+        root = tmp_path / "list"
+        root.mkdir()
+        lines = []
+        for number, captions in enumerate(said):
+            colour = (number * 37 % 256, number * 91 % 256, number * 53 % 256)
+            Image.new("RGB", (18, 20), colour).save(root / f"{number:03d}.png")
+            lines.append(json.dumps({"file_name": f"{number:03d}.png", "captions": captions}))
+        (root / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        return root
+
+    return write
+
+
+SHORT: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "batch_size": 8}
+
+
+def test_captions_of_any_script_one_or_twenty_a_picture(caption_config, list_of, tmp_path):
+    many = [f"{SCRIPTS[number % 7]} {number}" for number in range(20)]
+    data = list_of([[SCRIPTS[n % 7]] if n % 2 else many for n in range(24)])
+    train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
+    tokenizer = load_run(tmp_path / "run").tokenizer
+    for text in SCRIPTS:
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+    assert len(events(tmp_path / "run")) == 1
+
+
+def test_empty_and_endless_captions_are_left_out_and_told(
+    caption_config, list_of, tmp_path, capsys
+):
+    endless = " ".join(f"word{n}" for n in range(10_000))
+    said = [["a red thing"]] * 20 + [["", "a thing"], [" "], [endless, "short"], [endless]]
+    train_here(caption_config(**SHORT, data=str(list_of(said))), tmp_path / "run")
+    told = capsys.readouterr().err
+    assert "2 empty captions" in told
+    assert "longer than caption_tokens=128" in told
+    assert load_run(tmp_path / "run").decoder.caption_tokens == 128
+
+
+def test_a_picture_of_the_list_that_is_missing(caption_config, list_of, tmp_path, capsys):
+    data = list_of([["a thing"]] * 20)
+    (data / "007.png").unlink()
+    with pytest.raises(BadImage, match=r"007\.png.*--on-bad-image skip") as caught:
+        train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    config = caption_config(**SHORT, data=str(data), on_bad_image="skip")
+    result = train_here(config, tmp_path / "run")
+    assert [Path(name).name for name in result.failed] == ["007.png"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1, 2]", "nonsense", '{"file_name": "000.png"}', ""])
+def test_a_list_of_the_wrong_shape_is_one_line(caption_config, list_of, tmp_path, content):
+    data = list_of([["a thing"]] * 20)
+    (data / "metadata.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"metadata\.jsonl") as caught:
+        train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_decoder_that_does_not_look_is_named():
