@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": "label images with a trained model",
     "evaluate": "measure a trained model on labelled images",
     "convert": "turn any weights into a folder of timm or Hugging Face",
+    "export": "turn a trained captioner into ONNX files, which run without torch",
     "models": "list the networks that can be built or loaded by name, and their options",
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }

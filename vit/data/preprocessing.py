@@ -3,21 +3,24 @@
     input = (resize, centre crop, bytes / 255 - mean) / std
 
 It is saved in the run, so that no later use can differ from the validation of the training.
+Resizing needs no torch, so that an exported network runs without it.
 Equals timm's evaluation transform (crop modes `center` and `squash`) bit by bit.
 """
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
 from einops import rearrange
 from PIL import Image
-from torch import Tensor
 
 from vit.config import DataConfig
 from vit.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Triple = tuple[float, float, float]
 Resize = Literal["crop", "squash"]
@@ -71,7 +74,7 @@ class Preprocessing:
         if min(self.std) <= 0:
             raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
 
-    def __call__(self, image: Image.Image) -> Tensor:
+    def __call__(self, image: Image.Image) -> "Tensor":
         """RGB picture -> its bytes, (3, height, width)."""
         return to_bytes(self.fit(image))
 
@@ -89,7 +92,7 @@ class Preprocessing:
         source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
         return image.resize((width, height), resample, box=source)
 
-    def whole(self, image: Image.Image, patch_size: int) -> Tensor:
+    def whole(self, image: Image.Image, patch_size: int) -> "Tensor":
         """All of an RGB picture in its own aspect -> its bytes, (3, height, width).
 
         The sides are whole patches, as near to the aspect as they come with no more patches than
@@ -111,8 +114,16 @@ class Preprocessing:
         ratio = min(height / rows, width / cols)
         return round(width / ratio), round(height / ratio)
 
-    def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Bytes (batch, 3, height, width) -> floats of the same shape, on the same device."""
+    def normalise(self, images: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
+        """Bytes (batch, 3, height, width) -> floats of the same shape, on the same device.
+
+        Args:
+            images: The bytes.
+            dtype: Of the result; float32 when left out.
+        """
+        import torch
+
+        dtype = dtype or torch.float32
         mean, std = (
             torch.tensor(values, device=images.device, dtype=dtype)[:, None, None]
             for values in (self.mean, self.std)
@@ -181,8 +192,10 @@ def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
     return max(((r, c) for r in near[0] for c in near[1] if r * c <= patches), key=overlap)
 
 
-def to_bytes(image: Image.Image) -> Tensor:
+def to_bytes(image: Image.Image) -> "Tensor":
     """RGB picture -> its bytes, (3, height, width)."""
+    import torch
+
     pixels = torch.from_numpy(np.array(image))
     return rearrange(pixels, "height width channels -> channels height width").contiguous()
 

@@ -1,0 +1,94 @@
+"""`vit export` writes two files, and says in one line what it cannot do."""
+
+import pytest
+import torch
+
+from vit.commands.main import main
+from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
+from vit.data.preprocessing import Preprocessing
+from vit.data.tokenizer import train_tokenizer
+from vit.inference.onnx_runner import CaptionRunner
+from vit.model.build_captioner import build_captioner
+from vit.weights.folder import save_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder of the smallest captioner."""
+    tokenizer = train_tokenizer(["a cat", "a cat", "a dog", "a dog"], kind="wordpiece")
+    settings = ModelConfig(
+        image_size=8, patch_size=4, dim=16, depth=1, num_heads=2, num_classes=0, pooling="none"
+    )
+    decoder = DecoderConfig(decoder_depth=1, caption_tokens=6, vocab_size=tokenizer.size)
+    config = Config(
+        training=TrainingConfig(task="caption"),
+        augment=AugmentConfig(mixup=0.0, cutmix=0.0),
+        model=settings,
+        decoder=decoder,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build_captioner(settings, decoder).eval()
+    save_model(
+        folder := tmp_path_factory.mktemp("run"),
+        model,
+        config=config,
+        classes=(),
+        preprocessing=Preprocessing(image_size=(8, 8)),
+        tokenizer=tokenizer,
+    )
+    return folder
+
+
+def export(*words):
+    return main(["export", *map(str, words)])
+
+
+def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsys, tiny_data):
+    out, beside = tmp_path / "pets.onnx", tmp_path / "pets.decoder.onnx"
+    beside.write_text("mine")
+    assert export(run, "--out", out) == 2
+    assert "pets.decoder.onnx exists; choose another name, or add --overwrite" in said(capsys)
+    assert beside.read_text() == "mine"
+    assert export(run, "--out", out, "--overwrite", "--precision", "fp32") == 0
+    printed = capsys.readouterr()
+    assert [line.split(" (")[0] for line in printed.out.splitlines()] == [
+        f"written: {out}",
+        f"written: {beside}",
+    ]
+    assert printed.err.startswith("same as torch up to ")
+    assert len(printed.err.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
+    (answer,) = CaptionRunner(out)([next(tiny_data.rglob("*.png"))])
+    assert answer.caption is not None
+
+
+def said(capsys):
+    """The one line on standard error."""
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_run_without_captions_is_refused(tiny_run, tmp_path, capsys):
+    assert export(tiny_run, "--out", tmp_path / "a.onnx") == 2
+    assert "writes no captions, and only captioners can be exported so far" in said(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.pt", "a.pt: name it .onnx, such as a.onnx"),
+        ("none/a.onnx", "there is no folder"),
+        ("folder.onnx", "is no ordinary file"),
+    ],
+)
+def test_places_that_cannot_be_written_are_known_first(run, tmp_path, capsys, name, message):
+    (tmp_path / "folder.onnx").mkdir()
+    assert export(run, "--out", tmp_path / name, "--overwrite") == 2
+    assert message in said(capsys)
+
+
+def test_no_run_is_said(tmp_path, capsys):
+    assert export(tmp_path / "none", "--out", tmp_path / "a.onnx") == 2
+    assert "is not a folder; give the run folder of a training" in said(capsys)
