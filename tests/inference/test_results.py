@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from vit.generation.writing import Caption
 from vit.inference.results import (
     FORMATS,
     Layout,
@@ -36,6 +37,10 @@ NASTY = [
 ]
 ANSWERS = [Prediction(name, ((name, 0.75), ("other", 1e-300))) for name in NASTY]
 ANSWERS += [Prediction(name, error=f"{name} is not a picture") for name in NASTY]
+SPEECHES = [
+    Prediction(name, captions=(Caption(name, -0.5, (), ended=True), Caption("b", -2.0, (), False)))
+    for name in NASTY
+]
 LAYOUT = Layout(top_k=2, classes=[*NASTY, "other"], images=NASTY)
 
 
@@ -111,3 +116,37 @@ def test_every_format_writes_answers_and_errors(style):
     assert "0.5" in answer
     assert "is empty" in error
     assert header == "" or header.endswith("\n")
+
+
+@pytest.mark.parametrize("answer", SPEECHES)
+def test_json_gives_every_caption_back(answer):
+    line = json_line(answer, several=True)
+    assert line[:-1].isprintable()
+    assert json.loads(line) == {
+        "image": answer.image,
+        "caption": answer.image,
+        "score": -0.5,
+        "captions": [
+            {"caption": answer.image, "score": -0.5},
+            {"caption": "b", "score": -2.0, "ended": False},
+        ],
+    }
+    assert json.loads(json_line(answer)).keys() == {"image", "caption", "score"}
+
+
+def test_captions_are_safe_in_csv_and_in_a_table():
+    layout = Layout(top_k=0, classes=(), images=NASTY, n_best=2)
+    header, line = csv_lines(layout)
+    text = header + "".join(map(line, SPEECHES))
+    assert text.count("\r\n") == text.count("\n") == len(SPEECHES) + 1
+    rows = list(csv.reader(text.splitlines(keepends=True), strict=True))
+    assert {len(row) for row in rows} == {6}
+    for row in rows[1:]:
+        assert not row[1].startswith(("=", "+", "-", "@", "\t", "\r"))
+        assert all(cell.isprintable() for cell in row)
+        assert (row[2], row[4]) == ("-0.5", "-2.0")
+    header, line = table_lines(layout)
+    found = [line(answer) for answer in SPEECHES]
+    assert all(row[:-1].isprintable() and row.endswith("\n") for row in [header, *found])
+    ends = {display_width(row[: row.index("-0.500")]) for row in found}
+    assert len(ends) == 1

@@ -22,9 +22,9 @@ from vit.data.samples import Sample
 from vit.data.schedule import Key
 from vit.data.tokenizer import train_tokenizer
 from vit.errors import BadImage, ConfigError, DataError
+from vit.generation.likelihood import word_losses
 from vit.model.captioner import Captioner
 from vit.settings import make_config
-from vit.training.captioning import word_loss
 from vit.training.checkpoint import find_checkpoints
 from vit.training.scores import blindness, rank
 from vit.training.train import train as train_here
@@ -212,7 +212,7 @@ def test_the_loss_is_that_of_the_words_alone():
     torch.manual_seed(0)
     pad, words = 7, torch.tensor([[1, 2, 3, 4], [1, 5, 7, 7]])
     logits = torch.randn(2, 3, 8, dtype=torch.float64)
-    summed, count = word_loss(logits, words, pad)
+    summed, count = (part.sum() for part in word_losses(logits, words, pad))
     chosen = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
     by_hand = -sum(F.log_softmax(logits[row, place], 0)[word] for row, place, word in chosen)
     torch.testing.assert_close(summed, by_hand)
@@ -220,8 +220,8 @@ def test_the_loss_is_that_of_the_words_alone():
     longer = F.pad(words, (0, 2), value=pad)
     wide = torch.cat([logits, torch.randn(2, 2, 8, dtype=torch.float64)], dim=1)
     torch.testing.assert_close(
-        word_loss(wide, longer, pad, smoothing=0.1)[0],
-        word_loss(logits, words, pad, smoothing=0.1)[0],
+        word_losses(wide, longer, pad, smoothing=0.1)[0],
+        word_losses(logits, words, pad, smoothing=0.1)[0],
     )
 
 

@@ -1,9 +1,9 @@
-"""`vit evaluate`: measure a trained model on labelled images."""
+"""`vit evaluate`: measure a trained model on images with classes or captions."""
 
 import argparse
 from typing import Any
 
-from vit.commands.options import add_network_options
+from vit.commands.options import add_network_options, add_search_options, search_given
 from vit.commands.output import check_output, open_output, progress_bar, say, standard_output
 from vit.errors import printable
 
@@ -11,7 +11,7 @@ WEAKEST = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=None)
+    parser.set_defaults(json=None, images=None)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -20,15 +20,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="a folder of labelled images, or the name of a built-in set",
+        help="a folder of labelled images, or the name of a built-in set; for a captioner a list "
+        "of captions, or a folder with one",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
+    parser.add_argument(
+        "--images",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder that file names in a list of captions are relative to (default: found by us)",
+    )
     parser.add_argument(
         "--json",
         metavar="FILE",
         default=argparse.SUPPRESS,
         help="where all numbers are written as well; an older file is replaced",
     )
+    add_search_options(parser)
     add_network_options(parser)
 
 
@@ -43,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             args.model,
             args.data,
             split=args.split,
+            images=args.images,
             device=args.device,
             batch_size=args.batch_size,
             precision=args.precision,
@@ -50,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
             keep_aspect=args.keep_aspect,
             merge_tokens=args.merge_tokens,
             patch_size=args.patch_size,
+            search=search_given(args),
             say=lambda note: say(f"vit evaluate: {note}"),
             progress=lambda done, total: bar_to(bar, done, total),
         )
     if args.json is not None:
         with open_output(args.json) as out:
             out.write(to_json(scores, indent=2) + "\n")
-    print(summary(scores), file=standard_output(), flush=True)
+    print(told(scores), file=standard_output(), flush=True)
     failed = scores["failed"]
     for row in failed:
         say(f"vit evaluate: {printable(row['image'])}: {printable(row['error'])}")
@@ -69,6 +79,41 @@ def run(args: argparse.Namespace) -> int:
 def bar_to(bar: Any, done: int, total: int) -> None:
     bar.total = total
     bar.update(done - bar.n)
+
+
+def told(scores: dict[str, Any]) -> str:
+    """The numbers for reading: of captions, of classes, or of both."""
+    if "bleu4" not in scores:
+        return summary(scores)
+    captions = caption_summary(scores)
+    if "top1" not in scores:
+        return captions
+    return captions + "\n\n" + summary({**scores, "loss": scores["class_loss"]})
+
+
+def caption_summary(scores: dict[str, Any]) -> str:
+    """The numbers of captions for reading, with examples last."""
+    bleu = "  ".join(f"{scores[f'bleu{order}']:.4f}" for order in range(1, 5))
+    lines = [
+        f"images             {scores['count']}",
+        f"loss a word        {scores['loss']:.4f}",
+        f"of other pictures  {scores['loss_shuffled']:.4f}  (the same captions, shuffled)",
+        f"BLEU-1 to -4       {bleu}",
+        f"ROUGE-L            {scores['rouge_l']:.4f}",
+        f"CIDEr-D            {scores['cider']:.4f}  (of at most 10)",
+        f"chrF               {scores['chrf']:.4f}",
+        f"exact              {scores['exact']:.2%}",
+        f"distinct           {scores['distinct']:.2%}  (different captions)",
+        "",
+        "examples",
+    ]
+    for row in scores["examples"]:
+        lines += [
+            f"  {printable(row['image'])}",
+            f"    says       {printable(row['caption'])}",
+            f"    reference  {printable(row['reference'])}",
+        ]
+    return "\n".join(lines)
 
 
 def summary(scores: dict[str, Any]) -> str:

@@ -1,11 +1,15 @@
 """Flags that several commands share."""
 
 import argparse
+import re
 import typing
 from typing import Any, Literal
 
 from vit.presets import preset
 from vit.settings import Setting, all_settings
+
+# flags whose names in vit.generation.search.Search are others: --top-k is that of classes
+SEARCH_NAMES = {"sample-top-k": "top_k"}
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +72,53 @@ def add_patch_options(group: Any) -> None:
         help="pixels on a side of a patch, best one that --patch-sizes trained: larger is faster, "
         "smaller more exact (default: as in training)",
     )
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """How captions are looked for; `search_given` says what was typed."""
+    group = parser.add_argument_group(
+        "how captions are written",
+        "Of a captioner alone; the likeliest word each time if not said.",
+    )
+    for flag, kind, metavar, text in (
+        ("beams", whole_number, "N", "sentences that are written side by side (default: 1)"),
+        ("n-best", whole_number, "K", "captions of each picture, at most --beams (default: 1)"),
+        ("length-penalty", float, "P", "beams are compared by score / tokens^P (default: 1)"),
+        (
+            "temperature",
+            float,
+            "T",
+            "draw words from softmax(logits / T) (default: 0, drawing none)",
+        ),
+        ("top-p", float, "P", "draw among the fewest words of probability P (default: 1)"),
+        ("sample-top-k", whole_number, "K", "draw among the K likeliest words (default: all)"),
+        ("repetition-penalty", float, "R", "makes words less likely that are there (default: 1)"),
+        ("min-tokens", count, "N", "tokens before a caption may end (default: 1)"),
+        ("max-tokens", whole_number, "N", "longest caption in tokens (default: as in training)"),
+        ("seed", count, "N", "decides what is drawn (default: 0)"),
+    ):
+        name = f"search.{SEARCH_NAMES.get(flag, flag.replace('-', '_'))}"
+        group.add_argument(
+            f"--{flag}", type=kind, default=argparse.SUPPRESS, dest=name, metavar=metavar, help=text
+        )
+
+
+def search_given(args: argparse.Namespace) -> Any:
+    """The Search that was typed, or None where none of its flags was.
+
+    Raises:
+        ConfigError: The flags contradict each other.
+    """
+    given = {key[7:]: value for key, value in vars(args).items() if key.startswith("search.")}
+    if not given:
+        return None
+    from vit.errors import ConfigError
+    from vit.generation.search import Search
+
+    try:
+        return Search(**given)
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"\btop_k=", "sample_top_k=", str(error))) from None
 
 
 def count(word: str) -> int:

@@ -29,6 +29,24 @@ def check_output(path: str | None, *, overwrite: bool) -> None:
         raise VitError(f"{name}: the folder {printable(folder)} cannot be written")
 
 
+def check_folder(folder: str, *, overwrite: bool) -> None:
+    """Refuse, before any work is done, a folder that drawings must not or cannot be written to.
+
+    Raises:
+        VitError: It has files and `overwrite` is off, is no folder, or cannot be made or written.
+    """
+    path, name = Path(folder), printable(folder)
+    if path.exists() and not path.is_dir():
+        raise VitError(f"{name} is a file; give a folder for the drawings")
+    parent = path if path.exists() else path.parent
+    if not parent.is_dir():
+        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK | os.R_OK):
+        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise VitError(f"{name} has files; choose another folder, or add --overwrite")
+
+
 @contextmanager
 def open_output(path: str | None) -> Iterator[TextIO]:
     """UTF-8 text to standard output, or to a file that appears when the block ends well.

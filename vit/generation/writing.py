@@ -2,34 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vit.data.tokenizer import Tokenizer
 from vit.errors import ConfigError
+from vit.generation.caption import Caption
 from vit.generation.generate import generate
 from vit.generation.search import Search, Sentence
 from vit.model.captioner import Continuation
 from vit.model.decoder import TextDecoder
-
-
-@dataclass(frozen=True)
-class Caption:
-    """A sentence in words.
-
-    Args:
-        text: For people.
-        score: Sum of the log probabilities of its tokens, the end included.
-        ids: Its tokens, without begin and end.
-        ended: Whether it came to its end by itself.
-    """
-
-    text: str
-    score: float
-    ids: tuple[int, ...]
-    ended: bool
 
 
 @torch.no_grad()
@@ -58,7 +41,7 @@ def write(
     """
     if not len(memory):
         return []
-    most = decoder.most_tokens - 1  # with begin: the last place may still tell the end
+    most = decoder.most_words
     if max(search.max_tokens, search.min_tokens) > most:
         name = "max_tokens" if search.max_tokens > most else "min_tokens"
         value = getattr(search, name)

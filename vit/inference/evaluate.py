@@ -1,6 +1,7 @@
-"""Measures a saved model on labelled pictures, through the predictor that answers users.
+"""Measures a saved model on pictures with classes or captions, through the predictor of users.
 
-So the top-1 of `vit evaluate` is exactly the one counted from `vit predict` on the same files.
+So the top-1 of `vit evaluate` is exactly the one counted from `vit predict` on the same files, and
+the captions that it scores are those that `vit predict` writes.
 """
 
 import json
@@ -11,10 +12,14 @@ from typing import Any
 
 import torch
 
+from vit.data.caption_lists import find_lists
+from vit.data.captions import open_captioned
 from vit.data.samples import Sample
 from vit.data.sources import open_labelled, resolve
-from vit.errors import DataError, RunError, printable
+from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.metrics import Outcomes, summarise
+from vit.generation.search import Search
+from vit.inference.evaluate_captions import measure_captions
 from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.weights.folder import LoadedRun
 
@@ -26,6 +31,7 @@ def evaluate(
     data: str,
     *,
     split: str = "val",
+    images: str | None = None,
     device: str | None = None,
     batch_size: int | None = None,
     precision: str = "auto",
@@ -33,28 +39,26 @@ def evaluate(
     merge_tokens: int | None = None,
     patch_size: int | None = None,
     keep_aspect: bool = False,
+    search: Search | None = None,
     say: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
-    """Scores of `model` on one split of `data`, as plain values that JSON takes.
+    """Scores of `model` on one split of `data`, as plain values that JSON takes; see `measured`.
 
     Classes are matched by name. Where training held pictures out of `data`, those alone are used.
 
     Args:
         model: A run folder or any other source of weights with a head, or one that is loaded.
-        data: A folder of labelled pictures, or the name of a built-in set.
-        split: Which of its parts; `val` is the first validation folder there is.
+        data: A folder of labelled pictures, for a captioner captions, or a built-in set.
+        split: Which of its parts; `val` is the first validation folder or list there is.
+        images: Folder that the file names in lists of captions are relative to.
         device, batch_size, precision, workers: As for Predictor.
-        merge_tokens, patch_size, keep_aspect: As for Predictor.
-        say: Receives notes about the data.
+        merge_tokens, patch_size, keep_aspect, search: As for Predictor.
+        say: Receives notes about the data and the numbers.
         progress: Receives the pictures done, and of how many, after each batch.
 
-    Returns:
-        What `summarise` says, and `failed`: the pictures that cannot be read, which it leaves out.
-
     Raises:
-        DataError: There is no such split, it has an unknown class, or no picture can be read.
-        VitError: The model, the device or a setting cannot be used.
+        VitError: The model, the data, the device or a setting cannot be used.
     """
     predictor = Predictor(
         model,
@@ -65,22 +69,80 @@ def evaluate(
         merge_tokens=merge_tokens,
         patch_size=patch_size,
         keep_aspect=keep_aspect,
+        search=search,
     )
-    samples = labelled(model, data, split, predictor.classes, say)
-    parts, failed = measure(predictor, samples, progress)
-    if not parts:
-        raise DataError(f"{printable(data)}: {none_measured(failed)}")
-    return {**summarise(Outcomes.cat(parts), predictor.classes), "failed": failed}
+    find = labelled if predictor.speaker is None else captioned
+    samples = find(model, data, split, images, predictor.classes, say)
+    return measured(predictor, samples, say, progress, where=data)
+
+
+def measured(
+    predictor: Predictor,
+    samples: tuple[Sample, ...],
+    say: Callable[[str], object],
+    progress: Callable[[int, int], object],
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """Scores of the pictures that can be read.
+
+    Returns:
+        What `summarise` says, and `failed`: the pictures that cannot be read, which it leaves out.
+        Of a captioner `count`, `loss` and `loss_shuffled` (of a word of the captions), what
+        `caption_scores` says, `examples` and `failed`; and with classes what `summarise` says,
+        where its loss is `class_loss`.
+
+    Raises:
+        DataError: No picture can be read, or no caption suits the decoder.
+    """
+    if predictor.speaker is None:
+        parts, failed = measure(predictor, samples, progress)
+        scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
+    else:
+        scores, failed = measure_captions(
+            predictor, predictor.speaker, samples, say=say, progress=progress
+        )
+    if not scores:
+        raise DataError(f"{printable(where)}: {none_measured(failed)}")
+    return {**scores, "failed": failed}
+
+
+def captioned(
+    model: PathLike | LoadedRun,
+    data: str,
+    split: str,
+    images: str | None,
+    classes: tuple[str, ...],
+    say: Callable[[str], object],
+) -> tuple[Sample, ...]:
+    """The pictures that a captioner is measured on; `say` receives notes about them."""
+    held_out: list[str] = []
+    if not isinstance(model, LoadedRun) and (folder_of(model) / SPLIT_FILE).is_file():
+        root = find_lists(data).root if images is None else Path(images)
+        held_out = held_out_pictures(folder_of(model), data, root)
+    samples, notes = open_captioned(
+        data, split=split, images=images, held_out=held_out, classes=classes
+    )
+    for note in notes:
+        say(note)
+    return samples
 
 
 def labelled(
     model: PathLike | LoadedRun,
     data: str,
     split: str,
+    images: str | None,
     classes: tuple[str, ...],
     say: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The pictures that `model` is measured on; `say` receives notes about them."""
+    """The pictures that a classifier is measured on; `say` receives notes about them.
+
+    Raises:
+        ConfigError: `images` is given: there is no list whose names it could explain.
+    """
+    if images is not None:
+        raise ConfigError(f"images={images!r}: a classifier reads no lists; leave it out")
     held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)
     samples, notes = open_labelled(data, split=split, classes=classes, held_out=held_out)
     for note in notes:
@@ -125,10 +187,15 @@ def outcomes(answers: list[Answer], samples: tuple[Sample, ...]) -> list[Outcome
     return [Outcomes.of(torch.stack(rows), torch.tensor(labels))] if rows else []
 
 
-def held_out_pictures(run: Path, data: str) -> list[str]:
+def held_out_pictures(run: Path, data: str, root: Path | None = None) -> list[str]:
     """Names that the training of `run` held out for validation, if `data` is what it split.
 
     It is where the folder is the same, or where it has every one of the names: moved or copied.
+
+    Args:
+        run: The run folder.
+        data: As for `evaluate`.
+        root: The folder that the names are relative to; that of `data` when left out.
 
     Raises:
         RunError: split.json of the run is damaged.
@@ -141,6 +208,6 @@ def held_out_pictures(run: Path, data: str) -> list[str]:
         names, origin = [os.fspath(name) for name in record["val"]], Path(record["root"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
-    root, _ = resolve(data)
+    root = resolve(data)[0] if root is None else root
     same = root.resolve() == origin or all((root / name).is_file() for name in names)
     return names if same else []

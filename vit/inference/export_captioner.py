@@ -153,7 +153,7 @@ def metadata_of(run: LoadedRun, source: str) -> dict[str, dict[str, str]]:
         "begin": str(run.tokenizer.begin),
         "end": str(run.tokenizer.end),
         "pad": str(run.tokenizer.pad),
-        "max_tokens": str(run.model.decoder.most_tokens - 1),  # with begin
+        "max_tokens": str(run.model.decoder.most_words),
         "vit_version": __version__,
         "source_run": source,
     }

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,55 +19,13 @@ from vit.data.decoding import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, ConfigError, WeightsError, printable
+from vit.generation.caption import Caption
 from vit.inference.greedy import Array, greedy
 from vit.inference.onnx_session import Session
+from vit.inference.results import Prediction
 
 PathLike = str | os.PathLike[str]
 NUMBERS = ("begin", "end", "max_tokens")
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """What is to be seen in a picture.
-
-    Args:
-        text: For people.
-        score: Sum of the log probabilities of its tokens, the end included.
-        ids: Its tokens, without begin and end.
-        ended: Whether it came to its end by itself.
-    """
-
-    text: str
-    score: float
-    ids: tuple[int, ...]
-    ended: bool
-
-
-@dataclass(frozen=True)
-class CaptionedImage:
-    """What is said of one picture.
-
-    Args:
-        image: The picture's path, as it was given.
-        predictions: (label, probability) pairs, the most probable first; empty without classes.
-        error: Why there is no answer, or None.
-        captions: The one sentence; empty on an error.
-    """
-
-    image: str
-    predictions: tuple[tuple[str, float], ...] = ()
-    error: str | None = None
-    captions: tuple[Sentence, ...] = ()
-
-    @property
-    def caption(self) -> str | None:
-        """The sentence, or None."""
-        return self.captions[0].text if self.captions else None
-
-    @property
-    def score(self) -> float | None:
-        """Its log probability, or None."""
-        return self.captions[0].score if self.captions else None
 
 
 class CaptionRunner:
@@ -130,11 +88,14 @@ class CaptionRunner:
         if not 1 <= min_tokens <= self.max_tokens:
             raise ConfigError(f"min_tokens={min_tokens}: must be from 1 to {self.max_tokens}")
 
-    def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[CaptionedImage]:
+    n_best = 1
+    """Captions of a picture."""
+
+    def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
         """One answer for each path of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k))
 
-    def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[CaptionedImage]:
+    def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[Prediction]:
         """Answers in the order of `images`, as they are made; memory does not grow.
 
         Args:
@@ -151,7 +112,7 @@ class CaptionRunner:
             raise ConfigError(f"images={images!r} is one path; give a list of paths")
         return self._stream((os.fspath(path) for path in images), top_k)
 
-    def _stream(self, paths: Iterator[str], top_k: int) -> Iterator[CaptionedImage]:
+    def _stream(self, paths: Iterator[str], top_k: int) -> Iterator[Prediction]:
         with ThreadPoolExecutor(self.workers, thread_name_prefix="read-image") as pool:
             while chunk := list(islice(paths, self.batch_size)):
                 read = list(pool.map(self._read, chunk))
@@ -160,10 +121,10 @@ class CaptionRunner:
                 )
                 for path, one in zip(chunk, read, strict=True):
                     if isinstance(one, BadImage):
-                        yield CaptionedImage(path, error=one.reason)
+                        yield Prediction(path, error=one.reason)
                     else:
                         sentence, named = next(answers)
-                        yield CaptionedImage(path, named, captions=(sentence,))
+                        yield Prediction(path, named, captions=(sentence,))
 
     def _read(self, path: str) -> Array | BadImage:
         """One prepared picture, uint8 (height, width, 3), or why there is none."""
@@ -176,7 +137,7 @@ class CaptionRunner:
 
     def _answers(
         self, pixels: list[Array], top_k: int
-    ) -> Iterator[tuple[Sentence, tuple[tuple[str, float], ...]]]:
+    ) -> Iterator[tuple[Caption, tuple[tuple[str, float], ...]]]:
         """A sentence and the named classes of each prepared picture."""
         if not pixels:
             return
@@ -193,7 +154,7 @@ class CaptionRunner:
         named = [self._named(row, top_k) for row in rest[0]] if rest else [()] * len(pixels)
         for one, names in zip(sentences, named, strict=True):
             text = self.tokenizer.decode(one.ids)
-            yield Sentence(text, one.score, one.ids, one.ended), names
+            yield Caption(text, one.score, one.ids, one.ended), names
 
     def _named(self, probabilities: Array, top_k: int) -> tuple[tuple[str, float], ...]:
         """The most probable classes; of equal ones the first."""

@@ -1,11 +1,11 @@
-"""A trained network answers for pictures: read, prepare, normalise, network, softmax.
+"""A trained network answers for pictures: read, prepare, normalise, network, softmax or words.
 
 Evaluation goes the same way (vit/inference/evaluate.py), so both give the same numbers.
 """
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from vit.data.decoding import read_image
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.metrics import ranking
+from vit.generation.search import Search
+from vit.generation.writing import Caption
 from vit.inference.results import Prediction
+from vit.inference.speaking import speaker_of
+from vit.model.captioner import Captioner, lay_out
 from vit.model.packing import check_packable
 from vit.precision import autocast, resolve_device, resolve_precision
 from vit.weights.folder import LoadedRun
@@ -30,20 +34,34 @@ BATCH_SIZES = {"cpu": 16}
 
 @dataclass(frozen=True)
 class Answer:
-    """Probabilities of one picture's classes, (classes,) float64, or why there are none."""
+    """All that the network says of one picture, or why it says nothing.
+
+    Args:
+        image: The picture's path.
+        probabilities: Of the classes, (classes,) float64; of none, where it has no head.
+        error: Why there is no answer, or None.
+        captions: The best first; none from a classifier.
+        memory: What a captioner's decoder looked at, (tokens, dim) on the device.
+        picture: What the encoder looked at, bytes (channels, height, width).
+    """
 
     image: str
     probabilities: Tensor | None
     error: str | None = None
+    captions: tuple[Caption, ...] = ()
+    memory: Tensor | None = None
+    picture: Tensor | None = None
 
 
 class Predictor:
-    """Labels pictures with a saved model.
+    """Labels pictures, or writes their captions, with a saved model.
 
     On one machine a list gives the same numbers every time, to the last digit: batches are cut
     in its order, a picture that cannot be read leaves its place blank, and the last batch is
     filled up with blank ones to a power of two, so that few shapes occur. (A matrix product
     rounds differently for another number of rows: the last digits do depend on `batch_size`.)
+    Captions leave the work as they end and blank places get none: the last digits of their scores
+    depend on the pictures of the same batch.
 
     Args:
         run: A run folder or any other source of weights with a head, or one that is loaded.
@@ -57,6 +75,8 @@ class Predictor:
             network was trained with (`patch_sizes`). Its usual one when left out.
         keep_aspect: Show the network whole pictures in their own aspect, with at most as many
             patches as usual, where else it sees a square. Last digits then depend on neighbours.
+        search: How captions are looked for; the likeliest word each time when left out. Words are
+            drawn by the number of the picture in the whole list.
 
     Raises:
         VitError: The run, the device or a setting cannot be used; the message says why.
@@ -73,6 +93,7 @@ class Predictor:
         merge_tokens: int | None = None,
         patch_size: int | None = None,
         keep_aspect: bool = False,
+        search: Search | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
@@ -85,11 +106,21 @@ class Predictor:
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         self.model = loaded.model.eval().to(self.device)
+        self.speaker = speaker_of(loaded, search)
+        if self.speaker is not None and self.device.type == "cpu" and run is not loaded:
+            lay_out(self.speaker.decoder)  # not in a network that somebody else may save
         self.keep_aspect = keep_aspect
-        if keep_aspect:
+        if keep_aspect and isinstance(self.model, Captioner):
+            self.model.check_packable()
+        elif keep_aspect:
             check_packable(self.model)
         self.batch_size = batch_size or BATCH_SIZES.get(self.device.type, 64)
         self.workers = workers or min(8, os.cpu_count() or 1)
+
+    @property
+    def n_best(self) -> int:
+        """Captions of a picture; 0 from a network that writes none."""
+        return 0 if self.speaker is None else self.speaker.search.n_best
 
     def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
         """One Prediction for each path of `images`, in their order; see `stream`."""
@@ -109,16 +140,18 @@ class Predictor:
             raise ConfigError(f"top_k={top_k}: must be at least 1")
         if isinstance(images, str | bytes | os.PathLike):
             raise ConfigError(f"images={images!r} is one path; give a list of paths")
-        return (self._name(answer, top_k) for batch in self.batches(images) for answer in batch)
+        return (self.name(answer, top_k) for batch in self.batches(images) for answer in batch)
 
     def batches(self, images: Iterable[PathLike]) -> Iterator[list[Answer]]:
         """Answers of `batch_size` pictures at a time, in order, while threads read the next."""
         paths = (os.fspath(path) for path in images)
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read-image")
-        ahead: deque[tuple[list[str], list[Future[Tensor | BadImage]]]] = deque()
+        ahead: deque[tuple[int, list[str], list[Future[Tensor | BadImage]]]] = deque()
+        taken = 0
         try:
             while chunk := list(islice(paths, self.batch_size)):
-                ahead.append((chunk, [pool.submit(self._read, path) for path in chunk]))
+                ahead.append((taken, chunk, [pool.submit(self._read, path) for path in chunk]))
+                taken += len(chunk)
                 if len(ahead) > 1:
                     yield self._answer(*ahead.popleft())
             while ahead:
@@ -138,7 +171,10 @@ class Predictor:
         except (ValueError, OSError, MemoryError) as error:
             return BadImage(path, f"cannot be resized: {error}")
 
-    def _answer(self, paths: list[str], pictures: list[Future[Tensor | BadImage]]) -> list[Answer]:
+    def _answer(
+        self, first: int, paths: list[str], pictures: list[Future[Tensor | BadImage]]
+    ) -> list[Answer]:
+        """Answers for one batch; `first` is the number of its first picture in the whole list."""
         height, width = self.preprocessing.image_size
         rows = len(paths)
         if not self.keep_aspect:
@@ -153,21 +189,42 @@ class Predictor:
                 images[place] = picture
         if len(errors) == len(paths):
             return [Answer(path, None, errors[place]) for place, path in enumerate(paths)]
-        probabilities = self._probabilities(images)
+        probabilities, memories = self._see(images)
         for place, row in enumerate(probabilities[: len(paths)]):
             if place not in errors and not row.isfinite().all():
                 errors[place] = f"the network overflowed in {self.precision}; try precision fp32"
+        good = [place for place in range(len(paths)) if place not in errors]
+        captions = self._captions(memories, good, first, errors)
         return [
-            Answer(path, None if place in errors else row, errors.get(place))
-            for place, (path, row) in enumerate(zip(paths, probabilities, strict=False))
+            Answer(path, None, errors[place])
+            if place in errors
+            else Answer(
+                path,
+                probabilities[place],
+                captions=captions.get(place, ()),
+                memory=memories[place],
+                picture=images[place],
+            )
+            for place, path in enumerate(paths)
         ]
 
     @torch.inference_mode()
-    def _probabilities(self, images: list[Tensor]) -> Tensor:
-        """uint8, each (channels, height, width) -> float64 on the CPU, (batch, classes)"""
+    def _see(self, images: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Probabilities and, of a captioner, the memory of each image.
+
+        Args:
+            images: uint8, each (channels, height, width).
+
+        Returns:
+            float64 on the CPU, (batch, classes or 0), and `batch` of (tokens, dim) or None.
+        """
         with autocast(self.precision, self.device):
-            logits = self._packed(images) if self.keep_aspect else self._batch(images)
-        return logits.float().cpu().double().softmax(dim=1)
+            if isinstance(self.model, Captioner):
+                logits, memories = self._told(self.model, images)
+            else:
+                logits = self._packed(images) if self.keep_aspect else self._batch(images)
+                memories = [None] * len(images)
+        return logits.float().cpu().double().softmax(dim=1), memories
 
     def _batch(self, images: list[Tensor]) -> Tensor:
         """Logits of uint8 images of one size."""
@@ -178,14 +235,46 @@ class Predictor:
         """Logits of uint8 images of any sizes."""
         return self.model.forward_packed([self._floats(image) for image in images])
 
+    def _told(self, model: Captioner, images: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        """Class logits and memories of uint8 images."""
+        if self.keep_aspect:
+            classes, packed = model.see_packed([self._floats(image) for image in images])
+            return classes, [*packed]
+        classes, memory = model.see(self._floats(torch.stack(images)))
+        return classes, [*memory]
+
+    @torch.inference_mode()
+    def _captions(
+        self,
+        memories: Sequence[Tensor | None],
+        places: list[int],
+        first: int,
+        errors: dict[int, str],
+    ) -> dict[int, tuple[Caption, ...]]:
+        """Captions of the pictures at `places`; `errors` receives those that get none."""
+        if self.speaker is None:
+            return {}
+        seen = [memory for place in places if (memory := memories[place]) is not None]
+        with autocast(self.precision, self.device):
+            written = self.speaker.write(seen, [first + place for place in places])
+        captions = {}
+        for place, found in zip(places, written, strict=True):
+            if isinstance(found, WeightsError):
+                errors[place] = str(found)
+            else:
+                captions[place] = found
+        return captions
+
     def _floats(self, images: Tensor) -> Tensor:
         """uint8 (..., channels, height, width) -> normalised, on the device"""
         return self.preprocessing.normalise(images.to(self.device))
 
-    def _name(self, answer: Answer, top_k: int) -> Prediction:
+    def name(self, answer: Answer, top_k: int) -> Prediction:
+        """What people are told of an answer, with `top_k` classes."""
         if answer.probabilities is None:
             return Prediction(answer.image, error=answer.error)
         best = ranking(answer.probabilities.unsqueeze(0))[0, :top_k]
         scores = answer.probabilities[best].tolist()
         labels = [self.classes[index] for index in best.tolist()]
-        return Prediction(answer.image, tuple(zip(labels, scores, strict=True)))
+        pairs = tuple(zip(labels, scores, strict=True))
+        return Prediction(answer.image, pairs, captions=answer.captions)

@@ -1,7 +1,7 @@
 """One picture's answer, and the three forms it is written in: JSON lines, CSV, a table.
 
-Names of files and classes come from strangers: each form keeps them from being read as anything
-else, by a terminal, a spreadsheet or a JSON parser.
+Names of files and classes, and the words of captions, come from strangers: each form keeps them
+from being read as anything else, by a terminal, a spreadsheet or a JSON parser.
 """
 
 import csv
@@ -11,9 +11,14 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+from vit.data.folders import count
 from vit.errors import printable
+
+if TYPE_CHECKING:
+    from vit.generation.caption import Caption
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
@@ -28,40 +33,85 @@ class Prediction:
 
     Args:
         image: The picture's path, as it was given.
-        predictions: (label, probability) pairs, the most probable first; empty on an error.
+        predictions: (label, probability) pairs, the most probable first; empty on an error, and
+            from a network without classes.
         error: Why there is no answer, or None.
+        captions: The best first; empty on an error, and from a network that writes none.
     """
 
     image: str
     predictions: tuple[tuple[str, float], ...] = ()
     error: str | None = None
+    captions: "tuple[Caption, ...]" = ()
+
+    @property
+    def caption(self) -> str | None:
+        """The best caption, or None."""
+        return self.captions[0].text if self.captions else None
+
+    @property
+    def score(self) -> float | None:
+        """Sum of the log probabilities of the caption's tokens, the end included, or None."""
+        return self.captions[0].score if self.captions else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a writer knows before the first answer: the columns and the words in them."""
+    """What a writer knows before the first answer: the columns and the words in them.
+
+    Args:
+        top_k: Classes of a picture; 0 from a network without any.
+        classes: Their names.
+        images: Paths of the pictures.
+        n_best: Captions of a picture; 0 from a network that writes none.
+    """
 
     top_k: int
     classes: Sequence[str]
     images: Sequence[str]
+    n_best: int = 0
+
+    @property
+    def caption_columns(self) -> list[tuple[str, str]]:
+        """Names of the columns of each caption and of its score; no two columns have one name."""
+        score = "caption_score" if self.top_k else "score"
+        if self.n_best == 1:
+            return [("caption", score)]
+        return [(f"caption_{place}", f"{score}_{place}") for place in range(1, self.n_best + 1)]
 
 
 Line = Callable[[Prediction], str]
 
 
-def json_lines(layout: Layout) -> tuple[str, Line]:  # noqa: ARG001
-    """No header; {"image", "predictions": [{"label", "score"}]} or {"image", "error"} a line."""
-    return "", json_line
+def json_lines(layout: Layout) -> tuple[str, Line]:
+    """No header; a line is {"image", "error"}, or {"image"} and what the network says:
+
+    "predictions": [{"label", "score"}], "caption", "score", and where more than one was asked for
+    "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
+    """
+    return "", lambda prediction: json_line(prediction, several=layout.n_best > 1)
 
 
-def json_line(prediction: Prediction) -> str:
+def json_line(prediction: Prediction, *, several: bool = False) -> str:
+    """One line of `json_lines`, with all captions if `several`."""
     record: dict[str, Any] = {"image": prediction.image}
-    if prediction.error is None:
+    if prediction.error is not None:
+        return to_json({**record, "error": prediction.error}) + "\n"
+    captions = [caption_record(caption) for caption in prediction.captions]
+    if captions:
+        record |= captions[0]
+    if several:
+        record["captions"] = captions
+    if prediction.predictions or not captions:
         pairs = prediction.predictions
         record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
-    else:
-        record["error"] = prediction.error
     return to_json(record) + "\n"
+
+
+def caption_record(caption: "Caption") -> dict[str, Any]:
+    """A caption as JSON has it."""
+    cut = {} if caption.ended else {"ended": False}
+    return {"caption": caption.text, "score": caption.score, **cut}
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -75,19 +125,31 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def csv_lines(layout: Layout) -> tuple[str, Line]:
-    """image,label_1,score_1,...,label_K,score_K,error; RFC 4180, every row of the same length."""
+    """image,label_1,score_1,...,label_K,score_K,error; RFC 4180, every row of the same length.
+
+    Captions are image,caption,score,error, or image,caption_1,score_1,...; where there are classes
+    too, they come after these, and their scores are called caption_score.
+    """
     header = ["image"]
     for place in range(1, layout.top_k + 1):
         header += [f"label_{place}", f"score_{place}"]
+    header += chain(*layout.caption_columns)
 
     def line(prediction: Prediction) -> str:
         cells = [csv_text(prediction.image)]
         for label, score in prediction.predictions:
             cells += [csv_text(label), repr(score)]
+        for caption in prediction.captions:
+            cells += [csv_text(caption.text), repr(caption.score)]
         empty = [""] * (len(header) - len(cells))
         return csv_row([*cells, *empty, csv_text(prediction.error or "")])
 
     return csv_row([*header, "error"]), line
+
+
+def unended_note(unended: int, captions: int) -> str:
+    """How many captions were cut off."""
+    return f"{unended} of {count(captions, 'caption')} stopped at the longest, before their end"
 
 
 def csv_text(text: str) -> str:
@@ -103,10 +165,10 @@ def csv_row(cells: Sequence[str]) -> str:
 
 
 def table_lines(layout: Layout) -> tuple[str, Line]:
-    """Columns for reading: the picture, then label and probability of each place.
+    """Columns for reading: the picture, label and probability of each place, captions and scores.
 
     Column widths come from the names alone, so that rows can be written as they are made; a name
-    longer than its column pushes the rest of its row to the right.
+    or a caption longer than its column pushes the rest of its row to the right.
     """
     image_width = column_width("image", *layout.images)
     label_width = column_width("label", *layout.classes)
@@ -115,12 +177,16 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         cells = [pad(printable(prediction.image), image_width)]
         for label, score in prediction.predictions:
             cells += [pad(printable(label), label_width), f"{score:6.4f}"]
+        for caption in prediction.captions:
+            cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
             cells.append(f"error: {printable(prediction.error)}")
         return "  ".join(cells).rstrip() + "\n"
 
     header = [pad("image", image_width)]
     header += [pad("label", label_width), "score "] * layout.top_k
+    for caption, score in layout.caption_columns:
+        header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     return "  ".join(header).rstrip() + "\n", line
 
 

@@ -7,14 +7,17 @@ Source: Vaswani et al., section 3.1, arXiv:1706.03762; Vinyals et al., "Show and
 arXiv:1411.4555, with Transformers in both places.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from vit.model.attention import Attend, attend
+from vit.model.attention import Attend, Places, attend
 from vit.model.caching import Cache
 from vit.model.classifier import VisionTransformer
 from vit.model.decoder import TextDecoder
+from vit.model.packing import check_packable, pack, same_sizes, unpack
 
 
 class Said(NamedTuple):
@@ -49,9 +52,46 @@ class Captioner(VisionTransformer):
             attend: How attention mixes the values.
         """
         tokens, places = self.encode(images, attend=attend)
+        return self.name(tokens, places), tokens
+
+    def see_packed(self, images: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """As `see`, for images of any sizes and aspects in one pass, as `forward_packed` is.
+
+        Args:
+            images: Each (channels, height, width), whole patches.
+
+        Returns:
+            Class logits, (images, classes or 0), and the memory of each, (tokens, dim).
+
+        Raises:
+            ConfigError: A part of the encoder would mix images that lie in one row.
+        """
+        self.check_packable()
+        groups = same_sizes(images)
+        embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
+        row, _ = self.transform(*pack(embedded))
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for group, own, (_, places) in zip(groups, unpack(row, embedded), embedded, strict=True):
+            found |= zip(group, zip(self.name(own, places), own, strict=True), strict=True)
+        ordered = [found[index] for index in range(len(images))]
+        return torch.stack([classes for classes, _ in ordered]), [own for _, own in ordered]
+
+    def check_packable(self) -> None:
+        """Refuse an encoder that would mix images that lie in one row; the decoder has its own.
+
+        Raises:
+            ConfigError: The message says which part does.
+        """
+        for name, part in self.named_children():
+            if name != "decoder":
+                check_packable(part)
+
+    def name(self, tokens: Tensor, places: Places) -> Tensor:
+        """Tokens as `encode` makes them -> class logits, (batch, classes or 0)"""
         if not self.num_classes:
-            return tokens.new_zeros(len(tokens), 0), tokens
-        return self.head(self.pool(tokens, places)), tokens
+            return tokens.new_zeros(tokens.shape[0], 0)
+        logits: Tensor = self.head(self.pool(tokens, places))
+        return logits
 
     def forward(self, images: Tensor, ids: Tensor) -> Said:  # type: ignore[override]
         """Logits of classes, and of the token after each one.

@@ -81,6 +81,11 @@ class TextDecoder(nn.Module):
         """Longest text, begin and end included."""
         return self.positions.most
 
+    @property
+    def most_words(self) -> int:
+        """Longest sentence without begin and end: a last place may still tell the end."""
+        return self.most_tokens - 1
+
     def look(self, memory: Tensor | None) -> Cache:
         """A cache before the first word, with what the blocks see of the image.
 

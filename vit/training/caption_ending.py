@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit.data.loading import Batch
 from vit.data.samples import Sample, Splits
@@ -12,6 +11,7 @@ from vit.errors import DataError
 from vit.evaluation.caption_findings import Captioned, CaptionOutcomes
 from vit.evaluation.caption_report import WordFacts
 from vit.evaluation.metrics import Outcomes
+from vit.generation.likelihood import BLIND, word_losses
 from vit.generation.search import Search
 from vit.generation.writing import Caption, write
 from vit.model.captioner import Captioner
@@ -19,7 +19,6 @@ from vit.precision import autocast
 from vit.training.captioning import Captioning, words_of
 from vit.training.devices import inference_precision
 from vit.training.loop import Training
-from vit.training.scores import BLIND
 from vit.weights.folder import LoadedRun
 
 
@@ -56,8 +55,8 @@ def measure_captions(
             right = model.decoder(words[:, :-1], memory)
             wrong = model.decoder(others[:, :-1], memory)
             written = write(model.decoder, memory, tokenizer, Search())
-        own, lengths = losses(right, words, tokenizer.pad)
-        other, other_lengths = losses(wrong, others, tokenizer.pad)
+        own, lengths = exact(word_losses(right, words, tokenizer.pad))
+        other, other_lengths = exact(word_losses(wrong, others, tokenizer.pad))
         sums += torch.stack([part.sum() for part in (own, lengths, other, other_lengths)])
         means = (own / lengths).tolist()
         told = zip(batch.indices.tolist(), written, means, strict=True)
@@ -74,6 +73,12 @@ def measure_captions(
     return outcomes, Outcomes.cat(answers) if answers else None
 
 
+def exact(numbers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Both in float64 on the CPU."""
+    first, second = (each.cpu().double() for each in numbers)
+    return first, second
+
+
 def captioned(sample: Sample, caption: Caption, loss: float) -> Captioned:
     """What the report shows of a picture."""
     return Captioned(
@@ -84,21 +89,6 @@ def captioned(sample: Sample, caption: Caption, loss: float) -> Captioned:
         references=sample.captions,
         loss=loss,
     )
-
-
-def losses(logits: Tensor, words: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of each caption, and its tokens, float64 on the CPU, (batch,) each.
-
-    Args:
-        logits: After each token but the last, (batch, tokens - 1, vocab).
-        words: (batch, tokens), filled up with `pad`.
-        pad: No word: it has no loss.
-    """
-    targets = words[:, 1:]
-    loss = F.cross_entropy(
-        logits.float().transpose(1, 2), targets, ignore_index=pad, reduction="none"
-    )
-    return loss.cpu().double().sum(dim=1), (targets != pad).sum(dim=1).cpu().double()
 
 
 def word_facts(run: Training, splits: Splits) -> WordFacts:

@@ -20,6 +20,7 @@ from vit.data.loading import Batch
 from vit.data.samples import Sample
 from vit.data.tokenizer import Tokenizer
 from vit.evaluation.captions import caption_scores
+from vit.generation.likelihood import word_losses
 from vit.generation.search import Search
 from vit.generation.writing import write
 from vit.model.captioner import Captioner, Said
@@ -53,8 +54,8 @@ class Captioning:
         smoothing = config.training.smoothing
         words = words_of(batch, images.device)
         said = forward(run, images, words[:, :-1])
-        summed, _ = word_loss(said.words, words, self.tokenizer.pad, smoothing=smoothing)
-        loss = summed / self.mean_tokens
+        losses, _ = word_losses(said.words, words, self.tokenizer.pad, smoothing=smoothing)
+        loss = losses.sum() / self.mean_tokens
         if self.classifies:
             labels = batch.labels.to(images.device, non_blocking=True)
             targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
@@ -96,9 +97,9 @@ class CaptionTally:
             seen = memory[few.to(images.device)]
             sentences = write(network.decoder, seen, task.tokenizer, Search())
         losses = [
-            number
+            numbers.sum()
             for logits, ids in ((right, words), (wrong, others))
-            for number in word_loss(logits.to(run.dtype), ids, task.tokenizer.pad)
+            for numbers in word_losses(logits.to(run.dtype), ids, task.tokenizer.pad)
         ]
         judgement = torch.zeros(3, dtype=torch.float64)
         if task.classifies:
@@ -139,29 +140,3 @@ def forward(run: "Training", images: Tensor, ids: Tensor) -> Said:
         return Said(*(answer[:0] for answer in run.model(images, ids)))
     said: Said = run.model(images, ids)
     return said
-
-
-def word_loss(
-    logits: Tensor, words: Tensor, pad: int, *, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of each next word, and how many words there are.
-
-    Args:
-        logits: After each word but the last, (batch, tokens - 1, vocab).
-        words: (batch, tokens), filled up with `pad`.
-        pad: No word: it has no loss.
-        smoothing: Share of a target spread over all words.
-
-    Returns:
-        Two scalars; the loss in float32 or wider.
-    """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    targets = words[:, 1 : 1 + logits.shape[1]]
-    loss = F.cross_entropy(
-        logits.flatten(0, 1),
-        targets.flatten(),
-        ignore_index=pad,
-        label_smoothing=smoothing,
-        reduction="sum",
-    )
-    return loss, (targets != pad).sum()

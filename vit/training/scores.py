@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-Event = Mapping[str, Any]
+from vit.generation.likelihood import is_blind
 
-BLIND = 0.01
-"""Share of the loss by which other pictures must be worse, for a decoder that looks."""
+Event = Mapping[str, Any]
 
 
 def rank(event: Event) -> tuple[float, float]:
@@ -42,7 +41,7 @@ def blindness(event: Event) -> str | None:
     if "val_loss_shuffled" not in event:
         return None
     right, wrong = event.get("val_caption_loss", event["val_loss"]), event["val_loss_shuffled"]
-    if wrong - right > BLIND * right:
+    if not is_blind(right, wrong):
         return None
     return (
         f"note: the decoder does not look at the pictures: its loss is {right:.3f}, and "

@@ -12,8 +12,8 @@ from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.settings import all_settings, convert
 from vit.weights.adapting import adapt
-from vit.weights.folder import LoadedRun
-from vit.weights.loading import changed_config, filled
+from vit.weights.folder import LoadedRun, empty_model, split_decoder
+from vit.weights.loading import changed_config
 from vit.weights.pretrained import Pretrained
 
 
@@ -21,6 +21,8 @@ def with_patches(
     run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
 ) -> LoadedRun:
     """`run` with the same weights in a network of other patches; `run` itself where none is given.
+
+    A decoder stays as it is: it looks at the patches that there are.
 
     Args:
         run: A network with its classes.
@@ -42,8 +44,9 @@ def with_patches(
         return run
     _check_patch_size(config, changed.get("patch_size", config.patch_size))
     wanted = changed_config(config, changed)
+    encoder, words = split_decoder(run.model.state_dict())
     pretrained = Pretrained(
-        state=run.model.state_dict(),
+        state=encoder,
         config=config,
         classes=run.classes,
         preprocessing=run.preprocessing,
@@ -52,7 +55,9 @@ def with_patches(
         stretches=run.stretches,
     )
     state, _ = adapt(pretrained, wanted)
-    return dataclasses.replace(run, model=filled(wanted, state), config=wanted)
+    model = empty_model(wanted, run.decoder)
+    model.load_state_dict({**state, **words}, assign=True)
+    return dataclasses.replace(run, model=model.eval(), config=wanted)
 
 
 def _check_patch_size(config: ModelConfig, size: int) -> None:

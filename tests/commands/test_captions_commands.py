@@ -1,0 +1,239 @@
+"""`vit predict` and `vit evaluate` of captioners: every format, every flag, and what is refused."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.inference.captioners import SAID, save_captioner, write_captions
+from vit.commands.main import main
+from vit.errors import printable
+from vit.generation.search import Search
+from vit.inference.evaluate import evaluate
+from vit.inference.predictor import Predictor
+
+CLASSES = ("apple", "class10", "class2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return save_captioner(tmp_path_factory.mktemp("captioner"))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Path:
+    return save_captioner(tmp_path_factory.mktemp("both"), classes=CLASSES)
+
+
+@pytest.fixture
+def pictures(tiny_data: Path) -> list[str]:
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))][:6]
+
+
+@pytest.fixture
+def vit(capfd):
+    """Runs a command; gives exit code, lines of stdout, lines of stderr."""
+
+    def command(*words: object):
+        code = main([str(word) for word in words])
+        captured = capfd.readouterr()
+        return code, captured.out.splitlines(), captured.err.splitlines()
+
+    return command
+
+
+def test_json_lines_say_what_the_predictor_says(vit, run, pictures, bad_pictures):
+    images = [*pictures, bad_pictures[0]]
+    code, out, err = vit("predict", run, *images, "--format", "jsonl")
+    found = Predictor(run)(images)
+    unended = [p.captions[0].ended for p in found if p.captions].count(False)
+    assert 0 < unended < 6
+    for line, told in zip(out, found, strict=True):
+        record = json.loads(line)
+        expected = {"image": told.image, "caption": told.caption, "score": told.score}
+        if told.error is not None:
+            expected = {"image": told.image, "error": told.error}
+        elif not told.captions[0].ended:
+            expected["ended"] = False
+        assert record == expected
+    assert code == 1
+    assert (
+        err[0] == f"vit predict: {unended} of 6 captions stopped at the longest, before their end"
+    )
+    assert "1 of 7 images failed" in err[1]
+    assert len(err) == 2
+
+
+def test_flags_reach_the_search(vit, run, pictures):
+    words = (*pictures, "--format", "jsonl", "--precision", "fp32")
+    for flags, search in (
+        (
+            "--beams 3 --n-best 2 --length-penalty 0.5",
+            Search(beams=3, n_best=2, length_penalty=0.5),
+        ),
+        (
+            "--temperature 0.7 --top-p 0.9 --sample-top-k 20 --seed 5 --max-tokens 6",
+            Search(temperature=0.7, top_p=0.9, top_k=20, seed=5, max_tokens=6),
+        ),
+        ("--repetition-penalty 2 --min-tokens 3", Search(repetition_penalty=2, min_tokens=3)),
+    ):
+        _, out, _ = vit("predict", run, *words, *flags.split())
+        found = Predictor(run, search=search, precision="fp32")(pictures)
+        rows = [json.loads(line) for line in out]
+        assert [row["caption"] for row in rows] == [told.caption for told in found]
+        assert [row["score"] for row in rows] == [told.score for told in found]
+        for row, told in zip(rows, found, strict=True):
+            assert ("captions" in row) == (search.n_best > 1)
+            scored = [(caption["caption"], caption["score"]) for caption in row.get("captions", [])]
+            if scored:
+                assert scored == [(caption.text, caption.score) for caption in told.captions]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "columns"),
+    [
+        ("run", "", "caption,score"),
+        ("run", "--beams 2 --n-best 2", "caption_1,score_1,caption_2,score_2"),
+        ("both", "-k 2", "label_1,score_1,label_2,score_2,caption,caption_score"),
+        (
+            "both",
+            "-k 1 --beams 2 --n-best 2",
+            "label_1,score_1,caption_1,caption_score_1,caption_2,caption_score_2",
+        ),
+    ],
+)
+def test_csv_has_a_column_for_everything(
+    vit, request, pictures, bad_pictures, name, flags, columns
+):
+    model = request.getfixturevalue(name)
+    images = [*pictures[:2], bad_pictures[0]]
+    _, out, _ = vit("predict", model, *images, "--format", "csv", *flags.split())
+    header, *rows = csv.reader(out)
+    assert header == ["image", *columns.split(","), "error"]
+    assert len(set(header)) == len(header)
+    best, scores = Search(beams=2, n_best=2) if "beams" in flags else None, []
+    found = Predictor(model, search=best)(images, top_k=2 if "-k 2" in flags else 1)
+    for row, told in zip(rows, found, strict=True):
+        pairs = [*told.predictions, *((printable(c.text), c.score) for c in told.captions)]
+        cells = [str(cell) for pair in pairs for cell in pair]
+        blank = [""] * (len(header) - 2 - len(cells))
+        assert row == [told.image, *cells, *blank, told.error or ""]
+        scores += [told.score]
+    assert scores[0] != scores[1]
+
+
+def test_both_heads_in_json_and_in_a_table(vit, both, pictures):
+    _, out, _ = vit("predict", both, pictures[0], "-k", 2, "--format", "jsonl")
+    (told,) = Predictor(both)(pictures[:1], top_k=2)
+    record = json.loads(out[0])
+    assert record["caption"] == told.caption
+    assert [row["label"] for row in record["predictions"]] == [x for x, _ in told.predictions]
+    _, out, _ = vit("predict", both, pictures[0])
+    assert out[0].split() == ["image", *["label", "score"] * 3, "caption", "caption_score"]
+    assert printable(told.caption) in out[1]
+    assert f"{told.score:.3f}" in out[1]
+
+
+def test_the_table_is_for_reading(vit, run, pictures, bad_pictures):
+    _, out, _ = vit("predict", run, *pictures, bad_pictures[0])
+    assert out[0].split() == ["image", "caption", "score"]
+    for line, told in zip(out[1:-1], Predictor(run)(pictures), strict=True):
+        assert line.split() == [told.image, *printable(told.caption).split(), f"{told.score:.3f}"]
+    assert "error: " in out[-1]
+    words = ("--beams", 2, "--n-best", 2)
+    assert vit("predict", run, pictures[0], *words)[1][0].split()[1:] == [
+        *("caption_1", "score_1", "caption_2", "score_2")
+    ]
+
+
+def test_captions_are_drawn(vit, run, pictures, bad_pictures, tmp_path):
+    words = (*pictures[:2], bad_pictures[0], "--format", "jsonl")
+    plain = vit("predict", run, *words)
+    drawn = vit("predict", run, *words, "--explain", tmp_path / "x")
+    assert drawn == plain
+    names = sorted(os.listdir(tmp_path / "x"))
+    assert names == ["0001-0.json", "0001-0.png", "0002-1.json", "0002-1.png"]
+    code, out, err = vit("predict", run, *words, "--explain", tmp_path / "x")
+    assert (code, out, len(err)) == (2, [], 1)
+    assert "has files; choose another folder, or add --overwrite" in err[0]
+    (tmp_path / "x" / "0001-0.png").write_text("old")
+    assert vit("predict", run, *words, "--explain", tmp_path / "x", "--overwrite") == plain
+    assert (tmp_path / "x" / "0001-0.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty").mkdir()
+    assert vit("predict", run, *words, "--explain", tmp_path / "empty") == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "reason"),
+    [
+        ("tiny_run", "--beams 2", "beams=2: this network names classes and writes no captions"),
+        ("tiny_run", "--seed 0", "search: this network names classes"),
+        ("tiny_run", "--explain {tmp}/x", "model.attention_maps(images)"),
+        ("run", "--top-k 5", "top_k=5: this network writes captions and names no classes"),
+        ("run", "--sample-top-k 5", "sample_top_k=5: needs words that are drawn"),
+        ("run", "--n-best 2", "n_best=2: is more than beams=1"),
+        ("run", "--max-tokens 99", "max_tokens=99: this decoder writes at most 9"),
+        ("run", "--max-tokens 0", "at least 1"),
+        ("run", "--temperature nan", "temperature=nan"),
+        ("run", "--top-p 2", "top_p=2.0"),
+        ("run", "--length-penalty x", "length-penalty"),
+        ("run", "--explain {tmp}/no/such", "there is no folder"),
+        ("run", "--explain {tmp}/file", "is a file"),
+        ("run", "--explain {tmp}/x --merge-tokens 1", "use merge_tokens=0"),
+    ],
+)
+def test_what_cannot_start_is_one_line(vit, request, pictures, tmp_path, name, flags, reason):
+    (tmp_path / "file").write_text("")
+    words = flags.format(tmp=tmp_path).split()
+    code, out, err = vit("predict", request.getfixturevalue(name), pictures[0], *words)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert reason in err[0]
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.fixture
+def data(tiny_data, tmp_path) -> Path:
+    root = tmp_path / "data"
+    shutil.copytree(tiny_data / "val", root)
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.*"))]
+    write_captions(root, {name: [SAID[place % 5]] for place, name in enumerate(names)})
+    return root
+
+
+def test_evaluate_tells_and_writes_the_scores_of_the_function(vit, run, data, tmp_path):
+    path = tmp_path / "scores.json"
+    words = ("--beams", 2, "--max-tokens", 3, "--json", path)
+    code, out, err = vit("evaluate", run, data, *words)
+    assert code == 0
+    notes: list[str] = []
+    search = Search(beams=2, max_tokens=3)
+    scores = evaluate(run, str(data), search=search, say=notes.append)
+    assert json.loads(path.read_text(encoding="utf-8")) == scores
+    text = "\n".join(out)
+    for name in ("loss", "loss_shuffled", "bleu1", "bleu4", "rouge_l", "cider", "chrf"):
+        assert f"{scores[name]:.4f}" in text
+    assert f"{scores['exact']:.2%}" in text
+    assert printable(scores["examples"][0]["caption"]) in text
+    assert scores["examples"][0]["reference"] in text
+    assert err == [f"vit evaluate: {note}" for note in notes]
+    code, out, _ = vit("evaluate", run, data / "metadata.jsonl", "--images", data)
+    assert code == 0
+
+
+def test_evaluate_tells_of_both_heads(vit, both, data):
+    code, out, _ = vit("evaluate", both, data)
+    assert code == 0
+    text = "\n".join(out)
+    assert "BLEU-1 to -4" in text
+    assert "top-1" in text
+    assert "weakest classes" in text
+
+
+def test_evaluate_refuses_what_a_classifier_cannot_do(vit, tiny_run, tiny_data):
+    for flags, reason in ((["--beams", 2], "beams=2"), (["--images", tiny_data], "images=")):
+        code, out, err = vit("evaluate", tiny_run, tiny_data, *flags)
+        assert (code, out, len(err)) == (2, [], 1)
+        assert reason in err[0]

@@ -1,0 +1,233 @@
+"""Captions of a Predictor: those of the network run by hand, whatever else is in the batch."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.inference.captioners import save_captioner
+from vit.errors import ConfigError, WeightsError
+from vit.generation.search import Search
+from vit.inference import speaking
+from vit.inference.predictor import Predictor
+from vit.weights.folder import LoadedRun, load_run, split_decoder
+from vit.weights.loading import filled
+from vit.weights.repatching import with_patches
+
+CLASSES = ("apple", "class10", "class2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_captioner(tmp_path_factory.mktemp("captioner"))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_captioner(tmp_path_factory.mktemp("both"), classes=CLASSES)
+
+
+@pytest.fixture
+def pictures(tiny_data: Path) -> list[str]:
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+
+
+def seen(run: LoadedRun, path: str) -> torch.Tensor:
+    """The memory of one picture, alone."""
+    image = run.preprocessing(Image.open(path).convert("RGB"))
+    return run.model.see(run.preprocessing.normalise(image[None]))[1]
+
+
+def greedy(run: LoadedRun, memory: torch.Tensor) -> tuple[str, float, bool]:
+    """The likeliest word each time, without caches: text, log probability, and if it ended."""
+    tokenizer, decoder = run.tokenizer, run.model.decoder
+    ids, score = [tokenizer.begin], 0.0
+    for place in range(decoder.most_tokens - 1):
+        logits = decoder(torch.tensor([ids]), memory)[0, -1]
+        if place == 0:  # a caption has a word
+            allowed = logits.index_fill(0, torch.tensor(tokenizer.end), -torch.inf)
+        else:
+            allowed = logits
+        ids.append(int(allowed.argmax()))
+        score += float(logits.log_softmax(0)[ids[-1]])
+        if ids[-1] == tokenizer.end:
+            return tokenizer.decode(ids[1:-1]), score, True
+    return tokenizer.decode(ids[1:]), score, False
+
+
+def texts(found: Sequence) -> list[list[str]]:
+    return [[caption.text for caption in prediction.captions] for prediction in found]
+
+
+def scores(found: Sequence) -> list[float]:
+    return [caption.score for prediction in found for caption in prediction.captions]
+
+
+@torch.no_grad()
+def test_equals_the_network_run_by_hand(run, pictures):
+    loaded = load_run(run)
+    found = Predictor(run, precision="fp32", batch_size=4)(pictures)
+    assert [prediction.image for prediction in found] == pictures
+    for path, prediction in zip(pictures, found, strict=True):
+        text, score, ended = greedy(loaded, seen(loaded, path))
+        assert (prediction.caption, prediction.error) == (text, None)
+        assert prediction.score == pytest.approx(score, abs=1e-4)
+        assert prediction.captions[0].ended == ended
+        assert prediction.predictions == ()
+    assert len({prediction.caption for prediction in found}) > 5
+    assert {prediction.captions[0].ended for prediction in found} == {True, False}
+
+
+SEARCHES = [
+    Search(),
+    Search(beams=3, n_best=2),
+    Search(temperature=1.0, seed=1),
+    Search(repetition_penalty=1.5, min_tokens=3, max_tokens=5),
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=["greedy", "beams", "drawn", "penalised"])
+def test_batches_and_bad_neighbours_change_nothing(run, pictures, bad_pictures, search):
+    predictor = Predictor(run, batch_size=4, precision="fp32", search=search)
+    plain = predictor(pictures)
+    assert {len(prediction.captions) for prediction in plain} == {search.n_best}
+    other = Predictor(run, batch_size=16, precision="fp32", search=search)(pictures)
+    assert texts(other) == texts(plain)
+    assert scores(other) == pytest.approx(scores(plain), abs=1e-4)
+    mixed = predictor([*pictures[:2], bad_pictures[0], *pictures[3:]])
+    assert (mixed[2].error, mixed[2].captions, mixed[2].caption) == (mixed[2].error, (), None)
+    assert mixed[2].error
+    del mixed[2], plain[2]
+    assert texts(mixed) == texts(plain)
+    assert scores(mixed) == pytest.approx(scores(plain), abs=1e-4)
+
+
+def test_several_captions_come_best_first(run, pictures):
+    search = Search(beams=4, n_best=4, length_penalty=0.0)
+    found = Predictor(run, precision="fp32", search=search)(pictures)
+    for prediction in found:
+        numbers = [caption.score for caption in prediction.captions]
+        assert numbers == sorted(numbers, reverse=True)
+        assert (prediction.caption, prediction.score) == (
+            prediction.captions[0].text,
+            numbers[0],
+        )
+        assert len({caption.ids for caption in prediction.captions}) == 4
+
+
+def test_words_are_drawn_by_the_number_in_the_whole_list(run, pictures):
+    search = Search(temperature=2.0, seed=3)
+    many = [pictures[0]] * 6
+    small = Predictor(run, batch_size=2, precision="fp32", search=search)(many)
+    large = Predictor(run, batch_size=8, precision="fp32", search=search)(many)
+    assert texts(small) == texts(large)
+    assert len({prediction.caption for prediction in small}) > 3
+    again = Search(temperature=2.0, seed=4)
+    assert texts(Predictor(run, precision="fp32", search=again)(many)) != texts(small)
+
+
+def test_blank_places_get_no_caption(run, pictures, bad_pictures, monkeypatch):
+    rows, write = [], speaking.write
+
+    def counting(decoder, memory, *others, **settings):
+        rows.append(len(memory))
+        return write(decoder, memory, *others, **settings)
+
+    monkeypatch.setattr(speaking, "write", counting)
+    predictor = Predictor(run, batch_size=8)
+    predictor([*pictures[:3], bad_pictures[0], pictures[4]])
+    predictor(bad_pictures[:2])
+    assert rows == [4]
+
+
+def test_both_heads_answer_as_each_alone(both, pictures):
+    loaded = load_run(both)
+    images = [loaded.preprocessing(Image.open(path).convert("RGB")) for path in pictures]
+    with torch.no_grad():
+        classes, memory = loaded.model.see(loaded.preprocessing.normalise(torch.stack(images)))
+    found = Predictor(both, precision="fp32")(pictures, top_k=2)
+    for row, own, prediction in zip(classes.softmax(1), memory, found, strict=True):
+        best = row.argsort(descending=True)[:2]
+        assert [label for label, _ in prediction.predictions] == [CLASSES[i] for i in best]
+        assert [p for _, p in prediction.predictions] == pytest.approx(row[best].tolist(), abs=1e-5)
+        with torch.no_grad():
+            assert prediction.caption == greedy(loaded, own[None])[0]
+
+
+@pytest.mark.parametrize("name", ["run", "both"])
+def test_whole_pictures_in_their_own_aspect(name, request, tmp_path):
+    folder = request.getfixturevalue(name)
+    loaded, paths = load_run(folder), []
+    for number, (height, width) in enumerate(((40, 40), (40, 150), (90, 30), (31, 33), (40, 150))):
+        paths.append(str(tmp_path / f"{number}.png"))
+        Image.effect_noise((width, height), 90).convert("RGB").save(paths[-1])
+    predictor = Predictor(folder, keep_aspect=True, precision="fp32", batch_size=4)
+    shapes = set()
+    for path, found in zip(paths, predictor(paths), strict=True):
+        image = loaded.preprocessing.whole(Image.open(path), 8)
+        shapes.add(tuple(image.shape))
+        with torch.no_grad():
+            classes, memory = loaded.model.see(loaded.preprocessing.normalise(image[None]))
+            text, score, _ = greedy(loaded, memory)
+        assert found.caption == text
+        assert found.score == pytest.approx(score, abs=1e-4)
+        expected = classes[0].softmax(0)
+        told = dict(found.predictions)
+        assert [told[label] for label in loaded.classes] == pytest.approx(
+            expected.tolist(), abs=1e-5
+        )
+    assert len(shapes) == 3
+
+
+def test_whole_pictures_need_an_encoder_that_packs(tmp_path):
+    folder = save_captioner(tmp_path, position="relative")
+    with pytest.raises(ConfigError, match="position=relative"):
+        Predictor(folder, keep_aspect=True)
+
+
+def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, pictures):
+    plain = Predictor(both, precision="fp32")(pictures, top_k=3)
+    assert Predictor(both, precision="fp32", patch_size=8)(pictures, top_k=3) == plain
+    assert Predictor(both, precision="fp32", merge_tokens=0)(pictures, top_k=3) == plain
+    for asked in ({"patch_size": 4}, {"merge_tokens": 1}):
+        predictor = Predictor(both, precision="fp32", **asked)
+        found = predictor(pictures, top_k=3)
+        assert texts(found) != texts(plain)
+        words = predictor.model.decoder.state_dict()
+        for key, tensor in load_run(both).model.decoder.state_dict().items():
+            assert torch.equal(words[key], tensor)
+        # classes are those of the encoder with other patches, without any decoder
+        whole = load_run(both)
+        encoder = filled(whole.config, split_decoder(whole.model.state_dict())[0])
+        alone = dataclasses.replace(whole, model=encoder, decoder=None, tokenizer=None)
+        named = Predictor(with_patches(alone, **asked), precision="fp32")(pictures, top_k=3)
+        for ours, theirs in zip(found, named, strict=True):
+            assert dict(ours.predictions) == pytest.approx(dict(theirs.predictions), abs=1e-6)
+
+
+def test_what_cannot_be_honoured_is_refused(run, tiny_run):
+    with pytest.raises(ConfigError, match=r"beams=3, seed=1: .*writes no captions"):
+        Predictor(tiny_run, search=Search(beams=3, seed=1))
+    with pytest.raises(ConfigError, match=r"search: .*writes no captions"):
+        Predictor(tiny_run, search=Search())
+    with pytest.raises(ConfigError, match="max_tokens=10: this decoder writes at most 9"):
+        Predictor(run, search=Search(max_tokens=10))
+    with pytest.raises(ConfigError, match="min_tokens=10: this decoder writes at most 9"):
+        Predictor(run, search=Search(min_tokens=10))
+
+
+@torch.no_grad()
+def test_one_memory_that_is_no_number_spoils_no_other(run, pictures):
+    predictor, loaded = Predictor(run, precision="fp32"), load_run(run)
+    memories = [seen(loaded, path)[0] for path in pictures[:3]]
+    memories[1] = memories[1] * torch.nan
+    first, bad, last = predictor.speaker.write(memories, [0, 1, 2])
+    assert isinstance(bad, WeightsError)
+    expected = predictor(pictures[:3])
+    assert (first[0].text, last[0].text) == (expected[0].caption, expected[2].caption)
+    errors: dict[int, str] = {}
+    assert predictor._captions(memories, [0, 1, 2], 0, errors).keys() == {0, 2}
+    assert "not numbers" in errors[1]

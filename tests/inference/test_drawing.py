@@ -1,0 +1,213 @@
+"""Drawings: colour where the decoder looked, words of any script, names that stay in the folder."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from tests.inference.captioners import save_captioner
+from vit.errors import ConfigError, RunError
+from vit.generation.search import Search
+from vit.inference import lettering
+from vit.inference.drawing import TILE, drawing_name, explained, looks, overlay, sheet
+from vit.inference.lettering import draw_line, lines_of, spelled
+from vit.inference.predictor import Predictor
+from vit.inference.word_maps import SeenWord
+from vit.weights.folder import load_run
+
+NASTY = [
+    "cat", "café", "кошка", "猫", "cat猫ж", "قطة", "🐱🇫🇷", "e\u0301\u0302", "\u202ecod", "\x1b[31m",
+    "\ud800", "\U0010fffe", "a\nb", "", " ", "x" * 3000,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return save_captioner(tmp_path_factory.mktemp("run"), registers=1)
+
+
+@pytest.fixture
+def pictures(tiny_data):
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))][:5]
+
+
+def heat(drawn: Image.Image) -> np.ndarray:
+    """How orange each pixel is: red above blue."""
+    pixels = np.asarray(drawn).astype(float)
+    return (pixels[:, :, 0] - pixels[:, :, 2]).clip(0)
+
+
+@pytest.mark.parametrize("size", [(60, 40), (40, 60)])
+def test_colour_is_in_the_patch_that_has_the_weight(size):
+    cols, rows = size[0] // 20, size[1] // 20
+    plain = Image.effect_noise(size, 80).convert("RGB")
+    for row in range(rows):
+        for col in range(cols):
+            weights = torch.zeros(rows, cols)
+            weights[row, col] = 0.01  # however little it is: the largest is full colour
+            found = heat(overlay(plain, weights))
+            assert found.max() > 200
+            y, x = np.unravel_index(found.argmax(), found.shape)
+            assert (y // 20, x // 20) == (row, col)
+            far = [found[r * 20 + 10, c * 20 + 10] for r in range(rows) for c in range(cols)]
+            assert sorted(far)[-2] < 20
+
+
+def test_no_weight_at_all_leaves_the_picture_grey():
+    drawn = overlay(Image.new("RGB", (20, 20), "blue"), torch.zeros(2, 2))
+    assert heat(drawn).max() == 0
+
+
+@torch.no_grad()
+def craft(run) -> None:
+    """Make an encoder that passes brightness on and a decoder that looks where there is most."""
+    model = run.model
+    target = run.tokenizer.encode(["cat"])[0][0]
+    for name, parameter in model.named_parameters():
+        if "token_embed" not in name:
+            parameter.zero_()
+    model.patch_embed.proj.weight[0] = 1.0
+    model.patch_embed.proj.bias[0] = 150.0  # black gives -192, and some light more than 0
+    model.norm.weight.fill_(1.0)
+    model.decoder.norm.bias.copy_(model.decoder.token_embed.weight[target] * 10)
+    for block in model.decoder.blocks:
+        block.norm_cross.weight.fill_(1.0)
+        head_dim = 32 // block.cross_attn.num_heads
+        block.cross_attn.q.bias[::head_dim] = 5.0
+        block.cross_attn.kv.weight[:32:head_dim, 0] = 5.0
+
+
+@pytest.mark.parametrize("keep_aspect", [False, True])
+def test_a_decoder_that_looks_at_the_light_is_drawn_on_the_light(run, tmp_path, keep_aspect):
+    loaded = load_run(run)
+    craft(loaded)
+    picture = Image.new("RGB", (480, 120), "black")
+    light = (420, 60) if keep_aspect else (265, 35)  # the latter in the square that is kept
+    ImageDraw.Draw(picture).rectangle((*(x - 26 for x in light), *(x + 26 for x in light)), "white")
+    path = str(tmp_path / "light.png")
+    picture.save(path)
+    predictor = Predictor(loaded, precision="fp32", keep_aspect=keep_aspect)
+    (answer,) = next(predictor.batches([path]))
+    assert answer.captions[0].text.startswith("cat cat")
+    seen = answer.picture.float().mean(0)
+    brightest = divmod(int(seen.argmax()), seen.shape[1])
+    for word in looks(predictor, answer):
+        place = divmod(int(word.weights.argmax()), word.weights.shape[1])
+        assert place == (brightest[0] // 8, brightest[1] // 8)
+        assert word.weights.max() > 0.9
+    drawn = sheet(answer.picture, looks(predictor, answer)[:1])
+    # the tile of the word beside that of the picture: orange where that is white
+    left = np.asarray(drawn.convert("L"))[8:, 8:]
+    height = round(TILE * seen.shape[0] / max(seen.shape))
+    width = round(TILE * seen.shape[1] / max(seen.shape))
+    white = np.argwhere(left[:height, :width] > 200).mean(axis=0)
+    orange = heat(drawn)[8 : 8 + height, 16 + width : 16 + 2 * width]
+    hottest = np.argwhere(orange > 0.8 * orange.max()).mean(axis=0)
+    cell = np.array([height * 8 / seen.shape[0], width * 8 / seen.shape[1]])
+    assert (abs(white - hottest) < cell).all()
+
+
+def test_every_picture_is_drawn_and_told_in_json(run, pictures, bad_pictures, tmp_path):
+    folder = tmp_path / "drawn"
+    images = [*pictures[:2], bad_pictures[0], *pictures[2:]]
+    predictor = Predictor(run, precision="fp32", batch_size=4)
+    found = [*explained(predictor, images, folder)]
+    assert found == predictor(images)
+    stems = [drawing_name(place + 1, path) for place, path in enumerate(images) if place != 2]
+    names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
+    assert sorted(os.listdir(folder)) == sorted(names)
+    for stem, told in zip(stems, [p for p in found if p.error is None], strict=True):
+        record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+        assert record.keys() == {"image", "caption", "words"}
+        assert (record["image"], record["caption"]) == (told.image, told.caption)
+        joined = "".join(word["text"] for word in record["words"])
+        assert joined == "".join(told.caption.split())
+        for word in record["words"]:
+            weights = np.array(word["weights"])
+            assert weights.shape == (2, 2)
+            assert weights.min() >= 0
+            assert weights.sum() < 1
+        with Image.open(folder / f"{stem}.png") as drawn:
+            assert drawn.width > 2 * TILE
+
+
+def test_names_are_unique_and_stay_in_the_folder(run, pictures, tmp_path):
+    images = []
+    for number, name in enumerate(
+        ("a/..png", "b/cat.png", "c/cat.png", "c/cat.jpg", "d/%00 é.png")
+    ):
+        path = tmp_path / "from" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pictures[number % len(pictures)], path)
+        images.append(str(path))
+    folder = tmp_path / "to"
+    assert all(found.error is None for found in explained(Predictor(run), images, folder))
+    assert len(os.listdir(folder)) == 10
+    assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
+    for name in ("../../x.png", "/etc/passwd", "..", "", "\udcff\n.png", "猫" * 300 + ".png"):
+        stem = drawing_name(12345, name)
+        assert os.path.basename(stem) == stem
+        assert stem.startswith("12345-")
+        assert len(f".{stem}.json.1234567.tmp".encode()) < 256
+
+
+def sizes(text: str) -> tuple[int, int]:
+    return sheet(torch.zeros(3, 16, 16).byte(), [SeenWord(text, torch.ones(2, 2))]).size
+
+
+@pytest.mark.parametrize("word", NASTY, ids=[str(n) for n in range(len(NASTY))])
+def test_no_word_breaks_a_drawing(word):
+    width, height = sizes(word)
+    assert width == 2 * TILE + 24
+    assert height >= TILE + 20
+
+
+def test_words_are_written_without_boxes(monkeypatch):
+    pillow = ImageFont.load_default(15)
+    monkeypatch.setattr(lettering, "fonts", lambda: (pillow,))
+    assert [spelled(word) for word in ("cat", "猫", "a猫")] == ["cat", "\\u732b", "a\\u732b"]
+    assert sizes("猫") == sizes("cat")
+    bitmap = ImageFont.load_default_imagefont()
+    monkeypatch.setattr(lettering, "fonts", lambda: (bitmap,))
+    assert spelled("aé猫") == "a\\xe9\\u732b"
+    for word in NASTY:
+        sizes(word)
+
+
+def test_long_words_take_more_lines_and_lose_nothing():
+    text = "a-very-long-word" * 20
+    lines = lines_of(text, 200)
+    assert "".join(lines) == text
+    assert len(lines) > 5
+    for line in lines:
+        assert lettering.font_of(line).getlength(line) <= 200
+    assert sizes(text)[1] > sizes("short")[1]
+
+
+def test_the_line_is_drawn_in_the_middle():
+    image = Image.new("RGB", (200, 30), "white")
+    draw_line(ImageDraw.Draw(image), "minimum", (100, 2))
+    _, ink = np.nonzero(np.asarray(image.convert("L")) < 128)
+    assert abs((ink.min() + ink.max()) / 2 - 100) < 3
+
+
+def test_what_cannot_be_drawn_is_refused(run, tiny_run, pictures, tmp_path):
+    with pytest.raises(ConfigError, match=r"writes none; .*model\.attention_maps"):
+        next(explained(Predictor(tiny_run), pictures, tmp_path / "x"))
+    with pytest.raises(ConfigError, match="merge_tokens=0"):
+        next(explained(Predictor(run, merge_tokens=1), pictures, tmp_path / "x"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="could not be written"):
+        next(explained(Predictor(run), pictures, tmp_path / "file"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_drawn_caption_is_the_best_of_the_search(run, pictures, tmp_path):
+    predictor = Predictor(run, precision="fp32", search=Search(beams=3, n_best=2, max_tokens=3))
+    (found,) = explained(predictor, pictures[:1], tmp_path / "x")
+    (record,) = (tmp_path / "x").glob("*.json")
+    assert json.loads(record.read_text(encoding="utf-8"))["caption"] == found.caption

@@ -1,0 +1,251 @@
+"""evaluate of a captioner: the numbers of the training's validation, by hand, and what is said."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from tests.inference.captioners import SAID, save_captioner, write_captions
+from vit.errors import ConfigError, DataError
+from vit.evaluation.captions import caption_scores
+from vit.generation.search import Search
+from vit.inference.evaluate import evaluate
+from vit.inference.evaluate_captions import notes_on
+from vit.inference.predictor import Predictor
+from vit.settings import make_config
+from vit.training.train import train
+from vit.weights.folder import load_run
+
+KEYS = {
+    *("count", "loss", "loss_shuffled", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider"),
+    *("chrf", "distinct", "exact", "examples", "failed"),
+}
+CLASS_KEYS = {
+    *("top1", "top5", "top1_interval", "class_loss", "macro_f1", "balanced_accuracy", "ece"),
+    "per_class",
+}
+CLASSES = ("apple", "class10", "class2")
+PRECISE = {"precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def data(tiny_data, tmp_path_factory) -> Path:
+    """27 pictures in class folders of train/ and val/, with one or two captions each."""
+    root = tmp_path_factory.mktemp("captioned")
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data / "val", root / split)
+        paths = sorted((root / split).rglob("*.*"))
+        names = [path.relative_to(root / split).as_posix() for path in paths]
+        # most have the same first caption, which a short training learns
+        firsts = [SAID[4] if n * n % 11 > 3 else "a dog on a red table" for n in range(len(names))]
+        said = {name: [firsts[n], f"{SAID[4]} red"][: 1 + n % 2] for n, name in enumerate(names)}
+        write_captions(root / split, said)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return save_captioner(tmp_path_factory.mktemp("captioner"))
+
+
+def pictures(data: Path) -> list[str]:
+    return [str(path) for path in sorted((data / "val").rglob("*.*g"))]
+
+
+def references(data: Path) -> list[tuple[str, ...]]:
+    text = (data / "val" / "metadata.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    said = {str(data / "val" / row["file_name"]): tuple(row["captions"]) for row in rows}
+    return [said[path] for path in pictures(data)]
+
+
+@pytest.mark.parametrize("search", [None, Search(beams=3, max_tokens=4)], ids=["greedy", "beams"])
+def test_scores_the_captions_that_predict_writes(run, data, search):
+    scores = evaluate(run, str(data), search=search, **PRECISE)
+    found = Predictor(run, search=search, **PRECISE)(pictures(data))
+    told = [prediction.caption for prediction in found]
+    expected = caption_scores(told, references(data))
+    assert scores.keys() == KEYS
+    assert {name: scores[name] for name in expected} == expected
+    assert (scores["count"], scores["failed"]) == (27, [])
+    assert 0 < scores["chrf"] < 1
+    for row in scores["examples"]:
+        place = pictures(data).index(row["image"])
+        assert row["caption"] == told[place]
+        assert row["reference"] == references(data)[place][0]
+    assert len({row["image"] for row in scores["examples"]}) == 5
+
+
+@torch.no_grad()
+def test_the_losses_are_those_by_hand(run, data):
+    loaded = load_run(run)
+    sums = {0: [0.0, 0], 13: [0.0, 0]}
+    for place, path in enumerate(pictures(data)):
+        image = loaded.preprocessing(Image.open(path).convert("RGB"))
+        memory = loaded.model.see(loaded.preprocessing.normalise(image[None]))[1]
+        for away, total in sums.items():
+            caption = references(data)[(place + away) % 27][0]
+            ids = [*loaded.tokenizer.encode([caption])[0], loaded.tokenizer.end]
+            logits = loaded.model.decoder(torch.tensor([[loaded.tokenizer.begin, *ids]]), memory)
+            loss = F.cross_entropy(logits[0, :-1], torch.tensor(ids), reduction="sum")
+            total[0] += float(loss)
+            total[1] += len(ids)
+    scores = evaluate(run, str(data), **PRECISE)
+    own, others = (loss / words for loss, words in sums.values())
+    assert scores["loss"] == pytest.approx(own, rel=1e-5)
+    assert scores["loss_shuffled"] == pytest.approx(others, rel=1e-5)
+    assert own != pytest.approx(others, rel=1e-4)
+
+
+def test_whole_pictures_are_measured_too(run, data):
+    whole = evaluate(run, str(data), keep_aspect=True, **PRECISE)
+    found = Predictor(run, keep_aspect=True, **PRECISE)(pictures(data))
+    assert whole["chrf"] == caption_scores([p.caption for p in found], references(data))["chrf"]
+    assert whole["loss"] != evaluate(run, str(data), **PRECISE)["loss"]
+
+
+@pytest.fixture(scope="module", params=["caption", "classify,caption"])
+def trained(request, data, tmp_path_factory):
+    """A short training, and the event of its best epoch."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    tiny = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 1, "num_heads": 2}
+    settings = {
+        "data": str(data),
+        "task": request.param,
+        "epochs": 12,
+        "batch_size": 9,
+        "lr": 2e-2,
+        "decoder_depth": 1,
+        "decoder_dropout": 0.0,
+        "workers": 0,
+        "device": "cpu",
+    }
+    train(make_config({**tiny, **settings, **PRECISE}), folder)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "epoch"]
+    if request.param == "caption":
+        return folder, max(events, key=lambda e: (e["val_cider"], -e["val_loss"]))
+    return folder, min(events, key=lambda e: e["val_loss"])
+
+
+def test_the_numbers_of_the_training_are_found_again(trained, data):
+    folder, event = trained
+    scores = evaluate(folder, str(data), **PRECISE)
+    assert 0 < event["val_bleu4"] < 1
+    assert 0 < event["val_exact"] < 1
+    for name in ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact", "loss_shuffled"):
+        assert scores[name] == pytest.approx(event[f"val_{name}"], rel=1e-5), name
+    loss = event.get("val_caption_loss", event["val_loss"])
+    assert scores["loss"] == pytest.approx(loss, rel=1e-5)
+    if "val_top1" in event:
+        assert scores.keys() == KEYS | CLASS_KEYS
+        assert scores["top1"] == event["val_top1"]
+        both = scores["loss"] + scores["class_loss"]
+        assert both == pytest.approx(event["val_loss"], rel=1e-5)
+
+
+def test_classes_are_measured_as_in_a_classifier(tmp_path, data):
+    folder = save_captioner(tmp_path, classes=CLASSES)
+    scores = evaluate(folder, str(data), **PRECISE)
+    assert scores.keys() == KEYS | CLASS_KEYS
+    found = Predictor(folder, **PRECISE)(pictures(data))
+    right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
+    assert scores["top1"] == right / 27
+    assert [row["label"] for row in scores["per_class"]] == list(CLASSES)
+
+
+def test_a_decoder_that_does_not_look_is_warned_of(run, data):
+    loaded, notes = load_run(run), []
+    with torch.no_grad():
+        for block in loaded.model.decoder.blocks:
+            block.cross_attn.proj.weight.zero_()
+    scores = evaluate(loaded, str(data), say=notes.append, **PRECISE)
+    assert scores["loss"] == pytest.approx(scores["loss_shuffled"], rel=1e-6)
+    assert any("warning: the decoder hardly looks at the pictures" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("count", "shuffled", "warned"), [(9, 2.0, 1), (9, 2.019, 1), (9, 2.021, 0), (1, 2.0, 0)]
+)
+def test_other_pictures_must_be_worse_by_a_hundredth(count, shuffled, warned):
+    scores = {"count": count, "loss": 2.0, "loss_shuffled": shuffled}
+    assert len(notes_on(scores, 0)) == warned
+
+
+def test_captions_that_did_not_end_are_told(run, data):
+    notes: list[str] = []
+    evaluate(run, str(data), say=notes.append, search=Search(min_tokens=2, max_tokens=2))
+    assert "27 of 27 captions stopped at the longest, before their end" in notes
+
+
+def test_long_captions_are_left_out_of_the_loss_and_told(run, data, tmp_path):
+    copy = Path(shutil.copytree(data, tmp_path / "data"))
+    said = {Path(p).relative_to(copy / "val").as_posix(): SAID[:1] for p in pictures(copy)}
+    names, long = sorted(said), "a blue cat on a red dog on a blue table"
+    said |= {names[0]: [long], names[1]: [long, SAID[1]], names[2]: [SAID[1], long]}
+    write_captions(copy / "val", said)
+    notes: list[str] = []
+    scores = evaluate(run, str(copy), say=notes.append, **PRECISE)
+    assert scores["count"] == 26
+    assert (
+        "left 3 captions of more than 10 tokens out of the loss, and 1 picture with no other"
+        in notes
+    )
+    write_captions(copy / "val", {name: [long] for name in names})
+    with pytest.raises(DataError, match="no caption has at most 10 tokens"):
+        evaluate(run, str(copy), **PRECISE)
+
+
+def test_unreadable_pictures_are_listed_and_not_counted(run, data, tmp_path):
+    copy = Path(shutil.copytree(data, tmp_path / "data"))
+    lost = pictures(copy)[3]
+    Path(lost).write_bytes(b"")
+    scores = evaluate(run, str(copy), **PRECISE)
+    assert scores["count"] == 26
+    assert [row["image"] for row in scores["failed"]] == [lost]
+    for path in pictures(copy):
+        Path(path).write_bytes(b"")
+    with pytest.raises(DataError, match="none of 27 pictures"):
+        evaluate(run, str(copy))
+
+
+def test_measures_only_what_training_held_out(run, data, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    alone = Path(shutil.copytree(data / "val", tmp_path / "alone"))
+    held_out = ["apple/0.png", "class10/3.jpg", "class2/4.png"]
+    record = {"root": str(alone.resolve()), "seed": 0, "val_share": 0.1, "val": held_out}
+    (folder / "split.json").write_text(json.dumps(record))
+    for place in (alone, alone / "metadata.jsonl"):
+        scores = evaluate(folder, str(place), **PRECISE)
+        assert scores["count"] == 3
+        names = sorted(
+            Path(row["image"]).relative_to(alone).as_posix() for row in scores["examples"]
+        )
+        assert names == held_out
+    listed = tmp_path / "list.jsonl"
+    shutil.move(alone / "metadata.jsonl", listed)
+    assert evaluate(folder, str(listed), images=str(alone), **PRECISE)["count"] == 3
+
+
+def test_what_a_classifier_cannot_honour_is_refused(tiny_run, tiny_data):
+    with pytest.raises(ConfigError, match="images='x': a classifier"):
+        evaluate(tiny_run, str(tiny_data), images="x")
+    with pytest.raises(ConfigError, match=r"beams=2: .*writes no captions"):
+        evaluate(tiny_run, str(tiny_data), search=Search(beams=2))
+
+
+def test_a_loaded_run_gives_the_same(run, data):
+    steps = []
+    loaded = dataclasses.replace(load_run(run))
+    scores = evaluate(
+        loaded, str(data), batch_size=10, progress=lambda *step: steps.append(step), **PRECISE
+    )
+    expected = evaluate(run, str(data), **PRECISE)
+    assert scores["examples"] == expected["examples"]
+    assert scores["loss"] == pytest.approx(expected["loss"])
+    assert steps == [(10, 27), (20, 27), (27, 27)]

@@ -1,0 +1,175 @@
+"""Captions drawn: the picture that the network saw, and for each word where it looked.
+
+Each picture becomes a PNG and a JSON of the same name:
+
+    {"image", "caption", "words": [{"text", "weights": [[share of each patch]]}]}
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from vit.errors import ConfigError, RunError, printable
+from vit.inference.lettering import LINE, draw_line, lines_of
+from vit.inference.predictor import Answer, PathLike, Predictor
+from vit.inference.results import Prediction, to_json
+from vit.inference.word_maps import SeenWord, word_maps
+from vit.model.merging import MergingBlock
+from vit.precision import autocast
+from vit.weights.tensorfile import naming, write_safely, write_text
+
+TILE = 208  # pixels of the longer side of a picture in the drawing
+MARGIN = 8
+MOST_COLS = 5
+HEAT = (255, 80, 0)
+STRONGEST = 0.85  # share of colour where the network looked most
+PALE = 0.75  # how much of its contrast the picture keeps below the colour
+DIGITS = 6
+LONGEST_STEM = 40  # characters, of four bytes at most: file names end at 255 bytes
+
+
+def check_drawable(predictor: Predictor) -> None:
+    """Refuse a network whose looks cannot be drawn.
+
+    Raises:
+        ConfigError: It writes no captions, or merges the patches on the way.
+    """
+    if predictor.speaker is None:
+        raise ConfigError(
+            "explain draws captions, and this network writes none; where a classifier looks, "
+            "model.attention_maps(images) says, and relevance of vit.inference.explanation"
+        )
+    if any(isinstance(part, MergingBlock) for part in predictor.model.modules()):
+        raise ConfigError("explain: patches that are merged have no one place; use merge_tokens=0")
+
+
+def explained(
+    predictor: Predictor, images: Iterable[PathLike], folder: PathLike, *, top_k: int = 5
+) -> Iterator[Prediction]:
+    """Predictions as from `Predictor.stream`; each caption is also drawn, into `folder`.
+
+    Drawings are called by the number of the picture in the list and its name: 0001-cat.png.
+
+    Args:
+        predictor: Of a captioner.
+        images: Paths of pictures.
+        folder: Made where it is missing; a drawing of the same name is replaced.
+        top_k: As for `stream`.
+
+    Raises:
+        ConfigError: As `check_drawable`.
+        RunError: A drawing cannot be written.
+    """
+    check_drawable(predictor)
+    place = Path(folder)
+    with naming(place):
+        place.mkdir(exist_ok=True)
+    number = 0
+    for answers in predictor.batches(images):
+        for answer in answers:
+            number += 1
+            if answer.captions:
+                _write(predictor, answer, place / drawing_name(number, answer.image))
+            yield predictor.name(answer, top_k)
+
+
+def drawing_name(number: int, image: str) -> str:
+    """Name of the drawing of a picture, without its ending: never two alike, never a path."""
+    stem = re.sub(r"[^\w-]+", "_", os.path.splitext(os.path.basename(image))[0])
+    return f"{number:04d}-{stem[:LONGEST_STEM]}"
+
+
+def _write(predictor: Predictor, answer: Answer, path: Path) -> None:
+    words = looks(predictor, answer)
+    assert answer.picture is not None, "an answer with captions has a picture"
+    record = {
+        "image": answer.image,
+        "caption": answer.captions[0].text,
+        "words": [{"text": word.text, "weights": rounded(word.weights)} for word in words],
+    }
+    drawing = sheet(answer.picture, words)
+    png = path.with_name(f"{path.name}.png")
+    write_safely(png, lambda beside: drawing.save(beside, format="PNG"))
+    write_text(path.with_name(f"{path.name}.json"), to_json(record) + "\n")
+
+
+def rounded(weights: Tensor) -> list[list[float]]:
+    """Weights (rows, cols) with as many digits as they are worth."""
+    return [[round(share, DIGITS) for share in row] for row in weights.tolist()]
+
+
+def looks(predictor: Predictor, answer: Answer) -> list[SeenWord]:
+    """Where the network looked at each word of the best caption of `answer`."""
+    assert predictor.speaker is not None, "an answer with captions is a captioner's"
+    assert answer.memory is not None, "an answer with captions has a memory"
+    assert answer.picture is not None, "an answer with captions has a picture"
+    size = predictor.model.patch_embed.patch_size
+    _, height, width = answer.picture.shape
+    speaker = predictor.speaker
+    with autocast(predictor.precision, predictor.device):
+        words = word_maps(
+            speaker.decoder,
+            speaker.tokenizer,
+            answer.memory,
+            answer.captions[0].ids,
+            grid=(height // size, width // size),
+        )
+    if not all(bool(word.weights.isfinite().all()) for word in words):
+        raise RunError(
+            f"{printable(answer.image)}: attention overflowed in {predictor.precision}; try "
+            "precision fp32"
+        )
+    return words
+
+
+def sheet(picture: Tensor, words: list[SeenWord]) -> Image.Image:
+    """The picture, then the picture under the weights of each word with the word below, in rows.
+
+    Args:
+        picture: Bytes, (3, height, width).
+        words: With weights of all its patches.
+    """
+    plain = Image.fromarray(rearrange(picture, "rgb height width -> height width rgb").numpy())
+    longer = max(plain.size)
+    width, height = (max(1, round(side * TILE / longer)) for side in plain.size)
+    plain = plain.resize((width, height), Image.Resampling.BICUBIC)
+    tiles = [plain, *(overlay(plain, word.weights) for word in words)]
+    cell = max(width, TILE // 2)  # narrow pictures leave room for their words
+    lines: list[list[str]] = [[], *(lines_of(printable(word.text), cell) for word in words)]
+    cols = min(len(tiles), MOST_COLS)
+    rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
+    heights = [height + LINE * max(1, *(len(lines[i]) for i in row)) + MARGIN for row in rows]
+    whole = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(heights)), "white")
+    draw = ImageDraw.Draw(whole)
+    top = MARGIN
+    for row, tall in zip(rows, heights, strict=True):
+        for col, index in enumerate(row):
+            left = MARGIN + col * (cell + MARGIN)
+            whole.paste(tiles[index], (left + (cell - width) // 2, top))
+            for line, text in enumerate(lines[index]):
+                draw_line(draw, text, (left + cell // 2, top + height + LINE * line))
+        top += tall
+    return whole
+
+
+def overlay(picture: Image.Image, weights: Tensor) -> Image.Image:
+    """A pale grey copy of `picture`, in colour where the weights are: most at the largest.
+
+    Args:
+        picture: RGB.
+        weights: (rows, cols) of its patches, not negative; a patch is a rectangle of the picture.
+    """
+    strongest = weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
+    cells = Image.fromarray((weights / strongest).numpy().astype(np.float32))
+    smooth = np.asarray(cells.resize(picture.size, Image.Resampling.BILINEAR)).clip(0, 1)
+    share = STRONGEST * smooth[:, :, None]
+    grey = 255 - PALE * (255 - np.asarray(picture.convert("L"), dtype=np.float32))[:, :, None]
+    mixed = grey * (1 - share) + np.array(HEAT, dtype=np.float32) * share
+    return Image.fromarray(mixed.round().astype(np.uint8))
