@@ -1,5 +1,7 @@
 """`vit export` writes two files, and says in one line what it cannot do."""
 
+import json
+
 import pytest
 import torch
 
@@ -59,8 +61,19 @@ def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsy
     assert printed.err.startswith("same as torch up to ")
     assert len(printed.err.splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
-    (answer,) = CaptionRunner(out)([next(tiny_data.rglob("*.png"))])
+    picture = str(next(tiny_data.rglob("*.png")))
+    (answer,) = CaptionRunner(out)([picture])
     assert answer.caption is not None
+    rows = []
+    for model in (run, out):
+        assert main(["predict", str(model), picture, "missing.png", "--format", "jsonl"]) == 1
+        rows.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    assert rows[0][1] == rows[1][1]
+    assert rows[0][0]["caption"] == rows[1][0]["caption"] == answer.caption
+    assert rows[0][0]["score"] == pytest.approx(rows[1][0]["score"], abs=1e-4)
+    for words, reason in (("--beams 2", "beams=2"), ("--explain why", "explain='why'")):
+        assert main(["predict", str(out), picture, *words.split()]) == 2
+        assert reason in said(capsys)
 
 
 def said(capsys):

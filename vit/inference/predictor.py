@@ -16,8 +16,8 @@ from torch import Tensor
 from vit.data.decoding import read_image
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.metrics import ranking
+from vit.generation.caption import Caption
 from vit.generation.search import Search
-from vit.generation.writing import Caption
 from vit.inference.results import Prediction
 from vit.inference.speaking import speaker_of
 from vit.model.captioner import Captioner, lay_out

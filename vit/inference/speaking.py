@@ -10,9 +10,10 @@ from torch import Tensor
 
 from vit.data.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
+from vit.generation.caption import Caption
 from vit.generation.likelihood import word_losses
 from vit.generation.search import Search
-from vit.generation.writing import Caption, write
+from vit.generation.writing import write
 from vit.model.captioner import Captioner
 from vit.model.decoder import TextDecoder
 from vit.weights.folder import LoadedRun

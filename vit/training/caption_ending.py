@@ -11,9 +11,10 @@ from vit.errors import DataError
 from vit.evaluation.caption_findings import Captioned, CaptionOutcomes
 from vit.evaluation.caption_report import WordFacts
 from vit.evaluation.metrics import Outcomes
+from vit.generation.caption import Caption
 from vit.generation.likelihood import BLIND, word_losses
 from vit.generation.search import Search
-from vit.generation.writing import Caption, write
+from vit.generation.writing import write
 from vit.model.captioner import Captioner
 from vit.precision import autocast
 from vit.training.captioning import Captioning, words_of
