@@ -271,15 +271,6 @@ def test_classes_are_those_of_the_encoder_alone(encoder):
 
 
 @torch.inference_mode()
-def test_a_contrast_is_two_answers_to_the_same_images():
-    model, images = captioner(), torch.randn(2, 3, 16, 16)
-    ids, others = some_ids(), some_ids(2, 4)
-    said, beside = model.contrast(images, ids, others)
-    torch.testing.assert_close(said, model(images, ids))
-    torch.testing.assert_close(beside, model(images, others).words)
-
-
-@torch.inference_mode()
 def test_the_picture_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
     model, images, ids = captioner({"pooling": "mean"}), torch.randn(2, 3, 16, 16), some_ids()
     words = model(images, ids).words

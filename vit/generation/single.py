@@ -54,7 +54,8 @@ def write(
     for index in range(search.max_tokens):
         logits = continuation(ids).float()
         ids = choice(limits(logits, written), index)
-        scores = torch.cat([scores, logits.log_softmax(dim=1).gather(1, ids)], dim=1)
+        chances = logits.gather(1, ids) - logits.logsumexp(dim=1, keepdim=True)
+        scores = torch.cat([scores, chances], dim=1)
         over: list[bool] = (ids[:, 0] == end).tolist()
         if any(over):
             left = [place for place, ended in enumerate(over) if ended]

@@ -125,12 +125,12 @@ class Continuation:
 
 
 def lay_out(decoder: TextDecoder) -> None:
-    """Store the matrices of linear layers column by column, in a network that only writes.
+    """Store the matrices of a decoder column by column, in a network that only writes.
 
     On the CPU a product with few rows, such as one word of 16 sentences, takes half to two thirds
     of the time then, and one with many rows as long as before. Names, shapes and values stay, but
     safetensors does not save such matrices.
     """
     for layer in decoder.modules():
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear | nn.Embedding):
             layer.weight.data = layer.weight.data.T.contiguous().T
