@@ -10,32 +10,41 @@ from vit.version import __version__
 
 if TYPE_CHECKING:
     from vit.config import Config
+    from vit.generation.search import Search
     from vit.inference.evaluate import evaluate
+    from vit.inference.export import export_onnx
     from vit.inference.predictor import Predictor
     from vit.model.build import create_model
+    from vit.model.captioner import Captioner
     from vit.model.classifier import VisionTransformer
     from vit.settings import make_config
     from vit.training.train import train
     from vit.weights.loading import from_pretrained
 
 _HOMES = {
+    "Captioner": "vit.model.captioner",
     "Config": "vit.config",
     "Predictor": "vit.inference.predictor",
+    "Search": "vit.generation.search",
     "VisionTransformer": "vit.model.classifier",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
+    "export_onnx": "vit.inference.export",
     "from_pretrained": "vit.weights.loading",
     "make_config": "vit.settings",
     "train": "vit.training.train",
 }
 
 __all__ = [
+    "Captioner",
     "Config",
     "Predictor",
+    "Search",
     "VisionTransformer",
     "__version__",
     "create_model",
     "evaluate",
+    "export_onnx",
     "from_pretrained",
     "make_config",
     "train",

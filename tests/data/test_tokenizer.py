@@ -566,3 +566,13 @@ def test_rows_are_padded_as_torch_does():
 )
 def test_the_usual_length_is_that_of_the_longest_up_to_a_limit(lengths, expected):
     assert usual_length(lengths) == expected
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_the_size_that_was_chosen_gives_the_same_tokenizer(kind):
+    draw = random.Random(0)
+    made = ["".join(draw.choices("abcdefgh", k=draw.randint(3, 9))) for _ in range(600)]
+    captions = [" ".join(draw.choices(made, k=8)) for _ in range(300)]
+    found = train_tokenizer(captions, kind=kind)
+    again = train_tokenizer(captions, kind=kind, vocab_size=found.size)
+    assert again.to_json() == found.to_json()

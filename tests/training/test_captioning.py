@@ -1,5 +1,6 @@
 """Captions are learned by the loop that learns classes, with all that it promises."""
 
+import dataclasses
 import itertools
 import json
 import signal
@@ -24,13 +25,15 @@ from vit.data.tokenizer import train_tokenizer
 from vit.errors import BadImage, ConfigError, DataError
 from vit.generation.likelihood import word_losses
 from vit.model.captioner import Captioner
-from vit.settings import make_config
+from vit.settings import make_config, read_settings
 from vit.training.checkpoint import find_checkpoints
+from vit.training.looking import open_data
 from vit.training.scores import blindness, rank
+from vit.training.setup import words_of
 from vit.training.train import train as train_here
 from vit.weights.convert import convert
 from vit.weights.folder import load_run
-from vit.weights.loading import from_pretrained
+from vit.weights.loading import from_pretrained, open_source
 from vit.weights.tensorfile import read_tensors
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
@@ -331,6 +334,71 @@ def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_
     assert "left out: the decoder, since classes were asked for" in said
 
 
+def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_config, tmp_path):
+    first = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "first").folder
+    more = caption_config(epochs=1, warmup_epochs=0, weights=str(first), seed=3)
+    train_here(more, tmp_path / "more")
+    stored = read_settings(tmp_path / "more/config.yaml")
+    train_here(make_config(stored), tmp_path / "again", given=[*stored])
+    for name in ("tokenizer.json", "model.safetensors"):
+        whole = (tmp_path / "more" / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == whole, name
+
+
+def test_weights_of_a_decoder_are_not_taken_for_other_words(caption_config, tmp_path):
+    given = {"vocab_size": 262, "caption_tokens": 100, "epochs": 1, "warmup_epochs": 0}
+    source = open_source(train_here(caption_config(**given), tmp_path / "first").folder)
+    assert source.decoder is not None
+    texts = [f"quite other words {number % 3}" for number in range(24)]
+    other = train_tokenizer(texts, vocab_size=262)
+    assert other.size == source.decoder.tokenizer.size
+    config = dataclasses.replace(caption_config(**given), decoder=source.decoder.config)
+    said: list[str] = []
+    assert words_of(source, config, other, said.append) == {}
+    assert "the decoder starts anew" in said[0]
+    kept = words_of(source, config, source.decoder.tokenizer, said.append)
+    assert len(kept) == len(source.decoder.state) > 20
+
+
+def test_whole_micro_batches_that_cannot_be_read_are_left_out(caption_config, list_of, tmp_path):
+    data = list_of([["a thing"]] * 16)
+    config = caption_config(
+        **{**SHORT, "accumulate": 8}, data=str(data), on_bad_image="skip", val_share=0.25
+    )
+    held = {path.name for path in data.glob("*.png")}
+    held &= {Path(sample.path).name for sample in open_data(config).val}
+    damaged = [path for path in sorted(data.glob("*.png")) if path.name not in held][:9]
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        at = content.index(b"IDAT") + 6
+        content[at : at + 4] = b"xxxx"
+        path.write_bytes(content)
+    result = train_here(config, tmp_path / "run")
+    assert 0 < len(result.failed) <= 9
+
+
+def test_experts_in_the_decoder_are_balanced_too(caption_config, tmp_path):
+    config = caption_config(
+        feedforward="moe", decoder_feedforward="moe", num_experts=3, moe_every=1, epochs=2
+    )
+    train_here(config, tmp_path / "run")
+    last = events(tmp_path / "run")[-1]
+    blocks = [layer["block"] for layer in last["routers"]]
+    assert blocks == [1, 2, "decoder 1", "decoder 2"]
+    assert all(sum(layer["load"]) == pytest.approx(1, abs=1e-3) for layer in last["routers"])
+    assert events(tmp_path / "run", "step")[0]["balance_loss"] > 0
+
+
+def test_an_encoder_learns_slower_than_what_was_chosen(caption_config, colour_run, tmp_path):
+    config = caption_config(weights=str(colour_run), lr=1e-4, epochs=1, warmup_epochs=0)
+    train_here(config, tmp_path / "run", given=["weights", "lr", "epochs", "warmup_epochs"])
+    stored = read_settings(tmp_path / "run/config.yaml")
+    assert stored["encoder_lr"] == pytest.approx(1e-5)
+    frozen = caption_config(weights=str(colour_run), method="linear", encoder_lr=1e-3)
+    with pytest.raises(ConfigError, match=r"encoder_lr=0\.001: method=linear has no use for it"):
+        train_here(frozen, tmp_path / "no")
+
+
 def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
     train_here(caption_config(epochs=1, warmup_epochs=0, caption_tokens=6), tmp_path / "run")
     told = capsys.readouterr().err
@@ -434,6 +502,7 @@ def test_a_decoder_that_does_not_look_is_named():
     assert blindness({"val_loss": 1.0}) is None
     assert blindness(seeing) is None
     assert "does not look at the pictures" in blindness({**seeing, "val_loss_shuffled": 1.005})
+    assert blindness({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
     both = {"val_loss": 3.0, "val_caption_loss": 1.0, "val_loss_shuffled": 1.5}
     assert blindness(both) is None
 

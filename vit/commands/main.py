@@ -13,7 +13,7 @@ from vit.settings import nearest
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {
     "train": "train a Vision Transformer on a folder of images",
-    "predict": "label images with a trained model",
+    "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained captioner into ONNX files, which run without torch",

@@ -19,7 +19,7 @@ class RunConfig(Section):
     compile: bool = setting(False, "--torchcompile")
     """Compile the network; pays for runs of more than some minutes."""
     checkpoint_activations: bool = setting(False, "--grad-checkpointing")
-    """Compute the inside of each block again when it is needed: less memory, a third more work."""
+    """Compute the inside of each encoder block again when needed: less memory, more work."""
     checkpoint_minutes: float = 10.0
     """Longest time between two checkpoints; there is one after each epoch anyhow."""
     checkpoint_steps: int | None = None

@@ -62,7 +62,8 @@ def learn_wordpiece(texts: Sequence[str], size: int | None, most: int) -> tokeni
     first = [PAD, BEGIN, END, UNKNOWN, *characters, *(CONTINUES + sign for sign in characters)]
     _check_room(size, len(first), "characters")
     room = most if size is None else size - len(first)
-    often = _pieces(texts, words, len(characters) + room)
+    # of all pieces the most frequent, so that a run's own size gives its tokenizer again
+    often = _pieces(texts, words, len(characters) + most)
     found = sorted(often.keys() - set(first), key=lambda piece: (-often[piece], piece))
     vocab = {token: number for number, token in enumerate([*first, *found[:room]])}
     model = models.WordPiece(

@@ -95,6 +95,8 @@ class Search(Section):
             self.refuse("min_tokens", f"is more than max_tokens={self.max_tokens}")
         if self.beams > 1 and self.temperature:
             self.refuse("beams", f"draws no words; set beams=1, or not {self._said('temperature')}")
+        if self.seed and not self.temperature:
+            self.refuse("seed", "draws nothing; set temperature, such as 1.0")
         if self.beams == 1 and self.length_penalty not in (0, 1):
             self.refuse("length_penalty", "compares beams; set beams to more than 1")
         for name, off in (("top_k", 0), ("top_p", 1)):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from vit.data.loading import Batch
 from vit.data.samples import Sample
 from vit.data.tokenizer import Tokenizer
+from vit.errors import DataError
 from vit.evaluation.captions import caption_scores
 from vit.generation.likelihood import word_losses
 from vit.generation.search import Search
@@ -91,11 +92,11 @@ class CaptionTally:
         words, others = words_of(batch, images.device), batch.others.to(images.device)
         with run.accelerator.autocast():
             classes, memory = network.see(images)
-            wrong = network.decoder(others[:, :-1], memory)
-            right = network.decoder(words[:, :-1], memory)  # last: routers tell of this one
             few = batch.indices < run.config.training.caption_samples
             seen = memory[few.to(images.device)]
             sentences = write(network.decoder, seen, task.tokenizer, Search())
+            wrong = network.decoder(others[:, :-1], memory)
+            right = network.decoder(words[:, :-1], memory)  # last: routers tell of this one
         losses = [
             numbers.sum()
             for logits, ids in ((right, words), (wrong, others))
@@ -118,6 +119,9 @@ class CaptionTally:
             found["val_loss"] += class_loss / count
             found["val_top1"] = correct / count
         captions = sorted(everyones(self.written))
+        if not captions:
+            most = run.config.training.caption_samples
+            raise DataError(f"not one of the first {most} validation pictures can be read")
         references = [self.samples[index].captions for index, _ in captions]
 
         def score() -> dict[str, float]:
@@ -136,7 +140,7 @@ def words_of(batch: Batch, device: torch.device) -> Tensor:
 def forward(run: "Training", images: Tensor, ids: Tensor) -> Said:
     """Answers to normalised `images`, of which there may be none; all processes must call it."""
     if not len(images):
-        images, ids = images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1)
-        return Said(*(answer[:0] for answer in run.model(images, ids)))
+        said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
+        return Said(said.classes[:0], said.words[:0, :0])
     said: Said = run.model(images, ids)
     return said

@@ -19,7 +19,7 @@ from vit.settings import flatten, make_config
 from vit.training.freezing import freeze_backbone, share_line
 from vit.training.lora import add_lora, lora_line, merged
 from vit.weights.adapting import following
-from vit.weights.pretrained import Pretrained
+from vit.weights.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.upcycling import becomes_experts, check_feedforward
 
 # Defaults of a method where nobody chose: those of training from scratch are wrong by far.
@@ -44,7 +44,7 @@ NOT_OF_A_PROBE = (
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
 # What changes nothing under a method: of linear, the routers do not learn.
-IGNORED = {"probe": NOT_OF_A_PROBE, "linear": ("balance_loss", "router_z_loss")}
+IGNORED = {"probe": NOT_OF_A_PROBE, "linear": ("balance_loss", "router_z_loss", "encoder_lr")}
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
 
@@ -104,11 +104,24 @@ def of_captions(
         found |= {"num_classes": 0, "pooling": "none"}
         if source.config.last_norm == "pooled":
             found["final_norm"] = "tokens"
-    if source.decoder is not None and "tokenizer" not in given:
+    if "lr" in given and "encoder_lr" in found:  # whatever is chosen, the encoder learns slower
+        found["encoder_lr"] = config.training.lr / 10
+    if source.decoder is not None and not other_words(config, source.decoder, given):
         found |= dataclasses.asdict(source.decoder.config)
         if method == "full":
             found |= {"lr": 3e-4}
     return found
+
+
+def other_words(config: Config, decoder: PretrainedDecoder, given: Sequence[str]) -> bool:
+    """Whether somebody chose other words than those of a decoder that comes with the weights.
+
+    Its own settings, as config.yaml of a run has them, are no choice of others.
+    """
+    theirs, mine = decoder.config, config.decoder
+    return ("tokenizer" in given and mine.tokenizer != theirs.tokenizer) or (
+        "vocab_size" in given and mine.vocab_size not in (None, theirs.vocab_size)
+    )
 
 
 def refuse_what_is_ignored(

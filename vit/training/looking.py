@@ -95,6 +95,12 @@ def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
                 f"pooling={config.model.pooling}: captions look at all tokens, and there is no "
                 "head to pool for; leave it out"
             )
+        for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
+            if name in given and (value := getattr(config.model, name)) not in usual:
+                raise ConfigError(
+                    f"{name}={value}: task=caption alone has no head; leave it out, or learn "
+                    "classes too with --task classify,caption"
+                )
         model = dataclasses.replace(config.model, num_classes=0, pooling="none")
         config = dataclasses.replace(config, model=model)
     if config.model.channels != 3:

@@ -26,13 +26,20 @@ LEAST_USED = 0.1
 """Share of an equal share that an expert may get unremarked."""
 
 
-def layers_of(network: nn.Module) -> dict[int, MixtureOfExperts]:
-    """The layers of experts by the number of their block, from 1."""
+def layers_of(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
+    """The layers of experts by their block: its number, from 1; `decoder 1` in a decoder."""
     return {
-        int(name.split(".")[1]) + 1: module
+        block_of(name): module
         for name, module in network.named_modules()
         if isinstance(module, MixtureOfExperts)
     }
+
+
+def block_of(name: str) -> int | str:
+    """The block that a module called `name` is in."""
+    *where, number = name.partition(".mlp")[0].split(".")
+    block = int(number) + 1
+    return f"decoder {block}" if "decoder" in where else block
 
 
 def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images: int) -> Tensor:
@@ -86,7 +93,7 @@ class Usage:
         layers: By the number of their block.
     """
 
-    def __init__(self, layers: dict[int, MixtureOfExperts]) -> None:
+    def __init__(self, layers: dict[int | str, MixtureOfExperts]) -> None:
         self.layers = layers
         self.sums: Tensor | None = None
 

@@ -33,12 +33,13 @@ def told(event: Event) -> str:
 
 def verdict(event: Event) -> str:
     """The scores for the last line."""
-    return f"validation {told(event).replace('val ', '')}"
+    loss = f"loss {event['val_loss']:.3f}, " if "val_cider" in event else ""
+    return f"validation {loss}{told(event).replace('val ', '')}"
 
 
 def blindness(event: Event) -> str | None:
     """A line to the user where captions fit other pictures as well; None where they do not."""
-    if "val_loss_shuffled" not in event:
+    if "val_loss_shuffled" not in event or event.get("val_images", 2) < 2:
         return None
     right, wrong = event.get("val_caption_loss", event["val_loss"]), event["val_loss_shuffled"]
     if not is_blind(right, wrong):

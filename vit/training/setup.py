@@ -15,6 +15,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Splits
 from vit.data.seeding import random_seed
 from vit.data.sources import relative
+from vit.data.tokenizer import Tokenizer
 from vit.model.build import build_classifier
 from vit.model.build_captioner import build_captioner
 from vit.model.captioner import Captioner
@@ -42,6 +43,7 @@ def make_network(
     source: Pretrained | None = None,
     classes: Sequence[str] | None = None,
     say: Say = lambda _: None,
+    tokenizer: Tokenizer | None = None,
 ) -> VisionTransformer:
     """The network before its first step, on the CPU, with what the method adds and freezes.
 
@@ -50,6 +52,7 @@ def make_network(
         source: Weights to start from; fresh ones where left out.
         classes: Names of the classes; rows of the source's head are kept where they are its own.
         say: Told what became of the source's tensors, and what learns.
+        tokenizer: Of the captions, where they are learned.
 
     Raises:
         WeightsError: The source's weights do not fit.
@@ -65,7 +68,8 @@ def make_network(
         state, report = adapt(source, config.model, classes=classes or None)
         for line in report.lines():
             say(line)
-        network.load_state_dict({**network.state_dict(), **state, **words_of(source, config, say)})
+        words = words_of(source, config, tokenizer, say)
+        network.load_state_dict({**network.state_dict(), **state, **words})
     check_forward(network, config)
     learns = choose_what_learns(network, config)
     if learns is not None:
@@ -73,12 +77,16 @@ def make_network(
     return network
 
 
-def words_of(source: Pretrained, config: Config, say: Say) -> dict[str, Tensor]:
-    """Weights of the source's decoder, where it has one that is the same network."""
+def words_of(
+    source: Pretrained, config: Config, tokenizer: Tokenizer | None, say: Say
+) -> dict[str, Tensor]:
+    """Weights of the source's decoder, where it has one that is the same and has the same words."""
     if source.decoder is None or not config.training.captions:
         return {}
     sizes = dataclasses.replace(source.decoder.config, **WITHOUT_WEIGHTS)
-    if sizes != dataclasses.replace(config.decoder, **WITHOUT_WEIGHTS):
+    assert tokenizer is not None, "captions have a tokenizer"
+    alike = source.decoder.tokenizer.to_json() == tokenizer.to_json()
+    if not alike or sizes != dataclasses.replace(config.decoder, **WITHOUT_WEIGHTS):
         say("note: the decoder starts anew: its settings or its words differ from those it had")
         return {}
     say("the decoder goes on from its weights")

@@ -24,7 +24,7 @@ from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
 from vit.training.budget import fit_time
 from vit.training.devices import make_accelerator
-from vit.training.finetuning import complete_for_weights
+from vit.training.finetuning import complete_for_weights, other_words
 from vit.training.interruption import Interruption
 from vit.training.looking import look_at_data
 from vit.training.memory import fit_memory
@@ -81,12 +81,12 @@ def train(
     if resume and not resuming:
         teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
     config, source = look_at_weights(config, given, accelerator, begun)
-    known = None
-    if source is not None and source.decoder is not None and "tokenizer" not in given:
-        known = source.decoder.tokenizer
+    known = known_words(config, source, given)
     config, splits, failed = complete_settings(config, given, accelerator, begun, began, known)
     with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
-        network = make_network(config, source, splits.classes, teller(accelerator))
+        network = make_network(
+            config, source, splits.classes, teller(accelerator), splits.tokenizer
+        )
         fresh, source = source is not None, None  # its tensors are in the network now
         steps = steps_of_epoch(config, splits, accelerator)
         run = make_training(config, accelerator, config.training.epochs * steps, network, splits)
@@ -122,6 +122,15 @@ def claim(
 def probes(config: Config) -> bool:
     """Whether a head is fitted to features before the first step, or instead of all."""
     return config.finetune.method == "probe" or bool(config.finetune.probe_first)
+
+
+def known_words(
+    config: Config, source: Pretrained | None, given: Sequence[str]
+) -> Tokenizer | None:
+    """The tokenizer that comes with the weights, where nobody chose other words."""
+    if source is None or source.decoder is None or other_words(config, source.decoder, given):
+        return None
+    return source.decoder.tokenizer
 
 
 def steps_of_epoch(config: Config, splits: Splits, accelerator: Accelerator) -> int:

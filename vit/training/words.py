@@ -90,10 +90,10 @@ def make_tokenizer(
     def make() -> str:
         if begun is not None:
             return read_tokenizer(begun).to_json()
-        if config.decoder.tokenizer not in TRAINED:
-            return open_tokenizer(config.decoder.tokenizer).to_json()
         if known is not None:
             return known.to_json()
+        if config.decoder.tokenizer not in TRAINED:
+            return open_tokenizer(config.decoder.tokenizer).to_json()
         captions = (caption for sample in splits.train for caption in sample.captions)
         kind: Kind = "bpe" if config.decoder.tokenizer == "bpe" else "wordpiece"
         return train_tokenizer(captions, kind=kind, vocab_size=config.decoder.vocab_size).to_json()
