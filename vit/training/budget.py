@@ -228,9 +228,9 @@ def time_validation(
     whole = max(round(pictures / batch), 1) * batch
     count = min(whole + len(samples) % batch, len(samples))
     part = [samples[number * len(samples) // count] for number in range(count)]
-    # so that as large a share of them gets a caption as in the whole
-    captions = max(round(run.config.training.caption_samples * count / len(samples)), 1)
-    run.config = with_training(run.config, caption_samples=captions)
+    if run.config.training.captions:  # as large a share of them gets one as of all
+        captions = max(round(run.config.training.caption_samples * count / len(samples)), 1)
+        run.config = with_training(run.config, caption_samples=captions)
     loader = evaluation_loader(run, part)
     try:
         watch.lap()
