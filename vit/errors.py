@@ -4,6 +4,8 @@ import os
 import shlex
 import unicodedata
 
+JOINERS = "\u200c\u200d"
+
 
 class VitError(Exception):
     """Base of every error a user can mend; the command line prints it and exits with its code."""
@@ -50,7 +52,8 @@ def printable(name: object) -> str:
     """`name` on one line, safe on a terminal.
 
     Control characters, escape sequences, invisible and direction marks (Unicode category C), line
-    separators and undecodable bytes become backslash escapes; everything else stays as it is.
+    separators and undecodable bytes become backslash escapes; everything else stays as it is, also
+    the joiners that words of some scripts and emoji are made with.
     """
     text = os.fsdecode(name) if isinstance(name, bytes | os.PathLike) else str(name)
     return "".join(_escape(character) for character in text)
@@ -62,6 +65,7 @@ def quoted(path: object) -> str:
 
 
 def _escape(character: str) -> str:
-    if unicodedata.category(character)[0] != "C" and character not in "\u2028\u2029":
+    safe = unicodedata.category(character)[0] != "C" and character not in "\u2028\u2029"
+    if safe or character in JOINERS:
         return character
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

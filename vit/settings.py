@@ -119,6 +119,8 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
         if name == "batch_size" and value == "auto":  # of a device, that is: a step keeps its own
             name, value = "accumulate", None
+        if name == "task" and value == "caption,classify":
+            value = "classify,caption"
         if name in chosen:
             raise ConfigError(f"{name} is given twice, once as {printable(key)}")
         chosen[name] = convert(all_settings()[name].kind, value, name)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from vit.data import tokenizer as module
-from vit.data.caption_ids import CaptionIds, pad_ids, usual_length
+from vit.data.caption_ids import CaptionIds, pad_ids
 from vit.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.vocabulary import BEGIN, CONTINUES, END, PAD, UNKNOWN, most_tokens
 from vit.errors import ConfigError, DataError, VitError, WeightsError
@@ -561,13 +561,6 @@ def test_rows_are_padded_as_torch_does():
     assert padded.dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"), [([5, 17, 9], 17), ([128], 128), ([5, 129], 128), ([], 2)]
-)
-def test_the_usual_length_is_that_of_the_longest_up_to_a_limit(lengths, expected):
-    assert usual_length(lengths) == expected
-
-
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_the_size_that_was_chosen_gives_the_same_tokenizer(kind):
     draw = random.Random(0)
@@ -576,3 +569,10 @@ def test_the_size_that_was_chosen_gives_the_same_tokenizer(kind):
     found = train_tokenizer(captions, kind=kind)
     again = train_tokenizer(captions, kind=kind, vocab_size=found.size)
     assert again.to_json() == found.to_json()
+
+
+def test_the_longest_caption_that_is_kept_is_known():
+    tokenizer = train_tokenizer(["a b c d e f"] * 2)
+    kept = CaptionIds([["a b", "a b c d e f"], ["a"]], tokenizer, 5)
+    assert (kept.too_long, kept.longest, kept.longest_kept) == (1, 8, 4)
+    assert CaptionIds([], tokenizer, 5).longest_kept == 0

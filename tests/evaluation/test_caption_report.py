@@ -257,7 +257,7 @@ def test_few_or_one_picture(write):
     assert "One picture alone cannot tell" in one
     assert "No picture can be read." in one
     part = "".join(Reader(write(outcomes_of(PAIRS), val_pictures=5000)).text)
-    assert "the first 4 of the data's own validation pictures" in part
+    assert "4 (evenly spread) of the data's own validation pictures" in part
 
 
 def test_captions_without_an_end_are_told(write):

@@ -209,8 +209,8 @@ def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, pictures):
 
 
 def test_what_cannot_be_honoured_is_refused(run, tiny_run):
-    with pytest.raises(ConfigError, match=r"beams=3, seed=1: .*writes no captions"):
-        Predictor(tiny_run, search=Search(beams=3, seed=1))
+    with pytest.raises(ConfigError, match=r"beams=3, min_tokens=2: .*writes no captions"):
+        Predictor(tiny_run, search=Search(beams=3, min_tokens=2))
     with pytest.raises(ConfigError, match=r"search: .*writes no captions"):
         Predictor(tiny_run, search=Search())
     with pytest.raises(ConfigError, match="max_tokens=10: this decoder writes at most 9"):

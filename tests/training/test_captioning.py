@@ -24,8 +24,10 @@ from vit.data.schedule import Key
 from vit.data.tokenizer import train_tokenizer
 from vit.errors import BadImage, ConfigError, DataError
 from vit.generation.likelihood import word_losses
+from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
 from vit.settings import make_config, read_settings
+from vit.training.captioning import is_chosen
 from vit.training.checkpoint import find_checkpoints
 from vit.training.looking import open_data
 from vit.training.scores import blindness, rank
@@ -404,7 +406,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "left out 36 training captions and 21 of validation" in told
     assert "caption_tokens=6" in told
-    with pytest.raises(DataError, match=r"caption_tokens=3: no caption is that short"):
+    with pytest.raises(DataError, match=r"caption_tokens=3: 72 of 72 training captions are longer"):
         train_here(caption_config(caption_tokens=3), tmp_path / "none")
 
 
@@ -412,7 +414,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
     ("changes", "said"),
     [
         ({"mixup": 0.2}, "captions cannot be mixed"),
-        ({"task": "classify"}, "decoder_depth=2: task=caption alone reads it"),
+        ({"task": "classify"}, "decoder_depth=2: captions alone read it"),
         ({"method": "probe", "weights": "x"}, "a probe fits classes"),
         ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
         ({"decoder_feedforward": "moe"}, "choose both"),
@@ -473,8 +475,8 @@ def test_empty_and_endless_captions_are_left_out_and_told(
     train_here(caption_config(**SHORT, data=str(list_of(said))), tmp_path / "run")
     told = capsys.readouterr().err
     assert "2 empty captions" in told
-    assert "longer than caption_tokens=128" in told
-    assert load_run(tmp_path / "run").decoder.caption_tokens == 128
+    assert "2 training captions and 0 of validation that are longer" in told or "1 training" in told
+    assert load_run(tmp_path / "run").decoder.caption_tokens < 10
 
 
 def test_a_picture_of_the_list_that_is_missing(caption_config, list_of, tmp_path, capsys):
@@ -486,6 +488,22 @@ def test_a_picture_of_the_list_that_is_missing(caption_config, list_of, tmp_path
     config = caption_config(**SHORT, data=str(data), on_bad_image="skip")
     result = train_here(config, tmp_path / "run")
     assert [Path(name).name for name in result.failed] == ["007.png"]
+
+
+def test_held_out_pictures_are_known_whichever_folder_names_them(caption_config, tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    rows = ["image,caption"]
+    for number in range(20):
+        Image.new("RGB", (18, 20), (number * 12, 9, 99)).save(photos / f"{number}.png")
+        rows.append(f"{number}.png,a thing")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    data = {"data": str(tmp_path / "list.csv"), **SHORT}
+    for images, other in ((str(photos), None), (None, str(photos))):
+        run = train_here(caption_config(**data, images=images), tmp_path / f"run {images is None}")
+        for asked in (images, other):
+            scores = evaluate(run.folder, data["data"], images=asked, precision="fp32")
+            assert scores["count"] == 4, (images, asked)
 
 
 @pytest.mark.parametrize("content", ["{}", "[1, 2]", "nonsense", '{"file_name": "000.png"}', ""])
@@ -511,5 +529,15 @@ def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():
     low = {"val_loss": 1.0, "val_cider": 0.5}
     assert rank({**low, "val_cider": 0.6, "val_loss": 2.0}) > rank(low)
     assert rank({**low, "val_loss": 0.9}) > rank(low)
+    few = {**low, "val_images": 20}
+    assert rank({**few, "val_loss": 0.9, "val_cider": 0.1}) > rank(few)
     both = {**low, "val_top1": 0.5}
     assert rank({**both, "val_loss": 0.9, "val_cider": 0.1}) > rank(both)
+
+
+@pytest.mark.parametrize(("count", "most"), [(10, 3), (7, 7), (5, 9), (1, 1), (800, 400), (801, 2)])
+def test_pictures_that_get_a_caption_are_evenly_spread(count, most):
+    chosen = is_chosen(torch.arange(count), count, most).nonzero().flatten()
+    assert len(chosen) == min(count, most)
+    gaps = chosen.diff()
+    assert not len(gaps) or int(gaps.max() - gaps.min()) <= 1

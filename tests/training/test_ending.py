@@ -154,7 +154,7 @@ def test_at_most_caption_samples_pictures_are_measured(caption_config, tmp_path)
     train(caption_config(epochs=1, warmup_epochs=0, caption_samples=5), tmp_path / "run")
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "<dt>pictures measured</dt><dd>5</dd>" in page
-    assert "the first 5 of the data" in page
+    assert "5 (evenly spread) of the data" in page
 
 
 def test_a_signal_stops_the_measuring_of_captions(caption_config, tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def gpu_for(monkeypatch):
     """Stands for two GPUs of 24 GiB on which so many pictures fit."""
 
     def arrange(most: int) -> SimpleNamespace:
-        def rehearsed(config, accelerator, act):
+        def rehearsed(config, accelerator, act, _splits):
             if config.data.batch_size // (2 * config.data.accumulate) > most:
                 raise full()
 

@@ -12,9 +12,9 @@ from vit.settings import nearest
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {
-    "train": "train a Vision Transformer on a folder of images",
+    "train": "train a Vision Transformer on a folder of images, or a list of captions",
     "predict": "label images, or write captions of them, with a trained model",
-    "evaluate": "measure a trained model on labelled images",
+    "evaluate": "measure a trained model on labelled images, or on images with captions",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained captioner into ONNX files, which run without torch",
     "models": "list the networks that can be built or loaded by name, and their options",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vit.commands.options import add_setting, settings_given, whole_number
-from vit.commands.output import check_output, open_output
+from vit.commands.output import check_output, open_output, say
 from vit.config import ModelConfig
 from vit.errors import ConfigError, printable
 from vit.presets import PRESETS
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.json, overwrite=True)
     config = described(args.model, checked(settings_given(args)))
     check_countable(config, args.batch_size)
+    if (Path(args.model) / "tokenizer.json").is_file():
+        say("vit summary: this is the encoder alone; the decoder of its captions is not counted")
 
     from vit.evaluation.cost import cost_of
     from vit.inference.results import to_json

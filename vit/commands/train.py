@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """DATA, what happens to the run folder, and a flag for every setting."""
     parser.usage = "vit train DATA [--config FILE] [--out RUN] [--resume] [settings...]"
     parser.add_argument(
-        "data", nargs="?", metavar="DATA", help="a folder of images, or a built-in set: digits"
+        "data",
+        nargs="?",
+        metavar="DATA",
+        help="a folder of images, a list of captions (with --task caption), or a built-in set: "
+        "digits, shapes",
     )
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument(
@@ -53,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     config = make_config(values)
     if not config.data.data:
         raise ConfigError(
-            "DATA is missing: give a folder of images, a built-in set (digits), or --resume with "
-            "the --out of a run"
+            "DATA is missing: give a folder of images, a built-in set (digits, shapes), or "
+            "--resume with the --out of a run"
         )
     from vit.training.train import train
 

@@ -73,7 +73,9 @@ class Config:
                 for name in names or [field.name for field in fields(SECTIONS[section])]:
                     chosen = getattr(getattr(self, section), name)
                     if chosen != getattr(SECTIONS[section], name):
-                        raise ConfigError(f"{name}={chosen!r}: task=caption alone reads it")
+                        raise ConfigError(
+                            f"{name}={chosen!r}: captions alone read it; add --task caption"
+                        )
             return
         if self.finetune.method == "probe" or self.finetune.probe_first:
             name = "method" if self.finetune.method == "probe" else "probe_first"

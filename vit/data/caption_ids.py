@@ -27,6 +27,7 @@ class CaptionIds:
 
     Attributes:
         too_long: Number of captions that were left out.
+        longest_kept: Tokens of the longest caption that was kept, likewise; 0 without any.
         longest: Tokens of the longest caption with begin and end, before any was left out; 0
             without captions.
         mean_tokens: Mean number of tokens to predict (the end is one) of the captions kept; 0
@@ -38,7 +39,7 @@ class CaptionIds:
 
     def __init__(self, captions: Sequence[Sequence[str]], tokenizer: Tokenizer, most: int) -> None:
         self._begin, self._end, self._pad = tokenizer.begin, tokenizer.end, tokenizer.pad
-        self.too_long, self.longest = 0, 0
+        self.too_long, self.longest, self.longest_kept = 0, 0, 0
         # Grown in place: lists of numbers would take ten times the memory on the way.
         ids, stops, kept = array("i"), array("q", [0]), array("q", [0])
         for texts in captions:
@@ -48,6 +49,7 @@ class CaptionIds:
                 if length > most:
                     self.too_long += 1
                     continue
+                self.longest_kept = max(self.longest_kept, length)
                 ids.extend(row)
                 stops.append(len(ids))
             kept.append(len(stops) - 1)
@@ -82,14 +84,3 @@ def pad_ids(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row
     return torch.from_numpy(padded)
-
-
-def usual_length(lengths: Sequence[int]) -> int:
-    """How many tokens a decoder should be able to write, by the lengths of training captions.
-
-    The longest, but at most 128: attention over more is paid for by every caption.
-
-    Args:
-        lengths: Tokens of captions, with begin and end; `[CaptionIds.longest]` is enough.
-    """
-    return min(max(lengths, default=LEAST_TOKENS), MOST_TOKENS)

@@ -201,7 +201,10 @@ def resolve(data: str) -> tuple[Path, list[str]]:
     if data in builtin.SETS:
         return builtin.SETS[data](), []
     if root.exists():
-        raise DataError(f"{printable(data)} is a file, not a folder; {LAYOUT}")
+        raise DataError(
+            f"{printable(data)} is a file, not a folder; {LAYOUT}; or, for a list of captions, "
+            "--task caption"
+        )
     names = ", ".join(builtin.SETS)
     raise DataError(f"{printable(data)}: no such folder, and no built-in set ({names})")
 

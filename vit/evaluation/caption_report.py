@@ -54,7 +54,7 @@ class WordFacts:
     Args:
         captions: Number of training captions.
         mean_tokens: Mean number of tokens of one, the end included.
-        val_pictures: Validation pictures there are; maybe only the first of them are measured.
+        val_pictures: Validation pictures there are; maybe only some of them are measured.
         least_gap: Share of the loss by which other pictures must be worse for a decoder that looks.
     """
 
@@ -170,7 +170,7 @@ def headline(
 def caution(facts: RunFacts, word_facts: WordFacts, outcomes: CaptionOutcomes) -> Html:
     """What the headline's numbers are worth, and aloud where one caption does for many pictures."""
     measured, there = len(outcomes.pictures), word_facts.val_pictures
-    few = f"the first {measured:,} of " if there > measured else ""
+    few = f"{measured:,} (evenly spread) of " if there > measured else ""
     origin = (
         f"{few}the pictures that vit held out of the data (seed {facts.config.training.seed}; "
         "split.json names them)"

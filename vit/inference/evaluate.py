@@ -15,7 +15,7 @@ import torch
 from vit.data.caption_lists import find_lists
 from vit.data.captions import open_captioned
 from vit.data.samples import Sample
-from vit.data.sources import open_labelled, resolve
+from vit.data.sources import open_labelled, relative, resolve
 from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.generation.search import Search
@@ -191,6 +191,7 @@ def held_out_pictures(run: Path, data: str, root: Path | None = None) -> list[st
     """Names that the training of `run` held out for validation, if `data` is what it split.
 
     It is where the folder is the same, or where it has every one of the names: moved or copied.
+    Else they are named from where `data` is, and nobody finds them there but by their own files.
 
     Args:
         run: The run folder.
@@ -209,5 +210,8 @@ def held_out_pictures(run: Path, data: str, root: Path | None = None) -> list[st
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
     root = resolve(data)[0] if root is None else root
-    same = root.resolve() == origin or all((root / name).is_file() for name in names)
-    return names if same else []
+    if root.resolve() == origin or all((root / name).is_file() for name in names):
+        return names
+    # the same files may be named from another folder, such as that of a list
+    elsewhere = (relative(str(origin / name), root.resolve()) for name in names)
+    return [name for name in elsewhere if not name.startswith("../")]

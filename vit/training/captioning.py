@@ -92,7 +92,7 @@ class CaptionTally:
         words, others = words_of(batch, images.device), batch.others.to(images.device)
         with run.accelerator.autocast():
             classes, memory = network.see(images)
-            few = batch.indices < run.config.training.caption_samples
+            few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
             seen = memory[few.to(images.device)]
             sentences = write(network.decoder, seen, task.tokenizer, Search())
             wrong = network.decoder(others[:, :-1], memory)
@@ -121,7 +121,7 @@ class CaptionTally:
         captions = sorted(everyones(self.written))
         if not captions:
             most = run.config.training.caption_samples
-            raise DataError(f"not one of the first {most} validation pictures can be read")
+            raise DataError(f"not one of the {most} chosen validation pictures can be read")
         references = [self.samples[index].captions for index, _ in captions]
 
         def score() -> dict[str, float]:
@@ -129,6 +129,11 @@ class CaptionTally:
 
         counted = on_main(run.accelerator, score)
         return {**found, **{f"val_{name}": counted[name] for name in SCORES}}
+
+
+def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:
+    """Which of `count` pictures get a caption: `most` of them, evenly spread, or all; bool."""
+    return indices * min(most, count) % count < min(most, count)
 
 
 def words_of(batch: Batch, device: torch.device) -> Tensor:
@@ -139,8 +144,8 @@ def words_of(batch: Batch, device: torch.device) -> Tensor:
 
 def forward(run: "Training", images: Tensor, ids: Tensor) -> Said:
     """Answers to normalised `images`, of which there may be none; all processes must call it."""
-    if not len(images):
-        said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
-        return Said(said.classes[:0], said.words[:0, :0])
-    said: Said = run.model(images, ids)
-    return said
+    if len(images):
+        said: Said = run.model(images, ids)
+        return said
+    alone: Said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
+    return Said(alone.classes[:0], alone.words[:0, :0])

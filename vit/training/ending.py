@@ -1,6 +1,6 @@
 """After the last epoch: the best weights are measured once more, and the report is written.
 
-Only the main process does this, on all validation pictures, or on the first `caption_samples` of
+Only the main process does this, on all validation pictures, or on `caption_samples` of
 them where captions are written; nothing that it does can cost a run that is already complete.
 """
 
@@ -22,6 +22,7 @@ from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
 from vit.precision import autocast
 from vit.training.batches import micro_batch_size, words_of
 from vit.training.caption_ending import measure_captions, word_facts
+from vit.training.captioning import is_chosen
 from vit.training.devices import inference_precision
 from vit.training.interruption import Interrupted
 from vit.training.loop import Training
@@ -70,7 +71,10 @@ def report_captions(
     run: Training, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
 ) -> None:
     """Write the report of a captioner; arguments and errors are those of `leave_report`."""
-    samples = splits.val[: run.config.training.caption_samples]
+    chosen = is_chosen(
+        torch.arange(len(splits.val)), len(splits.val), run.config.training.caption_samples
+    )
+    samples = tuple(one for one, taken in zip(splits.val, chosen.tolist(), strict=True) if taken)
     failed: dict[str, str] = {}
     with contextlib.closing(seen(run, loaded, samples, folder, failed)) as batches:
         outcomes, answers = measure_captions(run, loaded, batches, samples)

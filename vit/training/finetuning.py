@@ -190,7 +190,8 @@ def choose_what_learns(network: VisionTransformer, config: Config) -> str | None
         return lora_line(network, rank=rank, targets=settings.targets)
     if settings.method in ("linear", "probe"):
         freeze_backbone(network)
-        return share_line("the head alone", network)
+        answers = {"classify": "the head", "caption": "the decoder"}
+        return share_line(f"{answers.get(config.training.task, 'head and decoder')} alone", network)
     return None
 
 

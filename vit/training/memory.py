@@ -35,14 +35,16 @@ MOST_STEPS = 12
 GIB = 2**30
 
 
-def fit_memory(config: Config, splits: Splits, accelerator: Accelerator, say: Say) -> Config:
+def fit_memory(
+    config: Config, accelerator: Accelerator, say: Say, splits: Splits | None = None
+) -> Config:
     """`config` with `accumulate` as a number, found out where it is None.
 
     Args:
         config: Settings; the batch is one that the training pictures fill.
-        splits: The data.
         accelerator: The devices.
         say: Told in one line what was found.
+        splits: The data, which know the words of captions; not needed for classes.
 
     Raises:
         RunError: Not even the smallest micro-batch fits.

@@ -29,6 +29,7 @@ class Records:
         self.run = run
         self.folder = folder
         self.main = run.accelerator.is_main_process
+        self.blind = False
         self.metrics: Metrics | None = None
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
@@ -102,8 +103,10 @@ class Records:
             f"{told(event)}{' *' if best else '  '}  "
             f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
         )
-        if (note := blindness(event)) is not None:
+        note = blindness(event)
+        if note is not None and not self.blind:  # once, until it looks
             self.tell(note)
+        self.blind = note is not None
 
     def soup(self, event: dict[str, Any]) -> None:
         """An average of epochs that has been measured."""

@@ -7,11 +7,18 @@ from vit.generation.likelihood import is_blind
 
 Event = Mapping[str, Any]
 
+ENOUGH = 100
+"""Validation pictures of which CIDEr tells one epoch from another."""
+
 
 def rank(event: Event) -> tuple[float, float]:
-    """What a better epoch has more of: accuracy or CIDEr, then the lower loss; or that alone."""
+    """What a better epoch has more of: accuracy or CIDEr, then the lower loss.
+
+    With both tasks, and where CIDEr is that of a few pictures, the loss alone.
+    """
     loss = -float(event["val_loss"])
-    if "val_top1" in event and "val_cider" in event:
+    few = event.get("val_images", ENOUGH) < ENOUGH
+    if "val_cider" in event and ("val_top1" in event or few):
         return loss, 0.0
     return float(event["val_cider"] if "val_cider" in event else event["val_top1"]), loss
 
@@ -22,6 +29,8 @@ def told(event: Event) -> str:
     if "val_top1" in event:
         parts.append(f"val top-1 {event['val_top1']:.2%}")
     if "val_cider" in event:
+        own = event.get("val_caption_loss")
+        parts += [] if own is None else [f"captions {own:.3f}"]
         parts.append(
             f"with other pictures {event['val_loss_shuffled']:.3f}  BLEU-4 {event['val_bleu4']:.3f}"
             f"  CIDEr {event['val_cider']:.3f}"

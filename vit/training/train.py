@@ -204,7 +204,7 @@ def complete_settings(
     if begun is not None:
         require_same_settings(config, begun)
     with mendable():
-        config = fit_memory(config, splits, accelerator, tell)
+        config = fit_memory(config, accelerator, tell, splits)
         config = fit_time(config, splits, accelerator, tell, began=began)
     return config, splits, failed
 

@@ -1,22 +1,20 @@
 """The words of captions: their tokenizer, and what it says of the network and of the data."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.decoder import TRAINED
-from vit.data.caption_ids import CaptionIds, usual_length
+from vit.data.caption_ids import MOST_TOKENS, CaptionIds
 from vit.data.folders import count
 from vit.data.samples import Sample, Splits
 from vit.data.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.errors import ConfigError, DataError
 from vit.training.agreement import on_main
 from vit.weights.folder import TOKENIZER_FILE, read_tokenizer
-
-LONG = 10**9
 
 Say = Callable[[str], None]
 
@@ -44,19 +42,14 @@ def complete_words(
         DataError: The tokenizer cannot be read, or no caption is short enough.
     """
     tokenizer = make_tokenizer(config, splits, accelerator, begun, known)
-    unknown = tokenizer.count_unknown([c for s in splits.train for c in s.captions])
-    if unknown:
-        say(
-            f"note: {count(unknown, 'training caption')} with words that the tokenizer does not "
-            "know; --tokenizer bpe knows all"
-        )
+    captions = [caption for sample in splits.train for caption in sample.captions]
+    tell_unknown(tokenizer, captions, say)
     asked = config.decoder.vocab_size
     if asked is not None and tokenizer.size > asked:
         raise ConfigError(f"vocab_size={asked}: the tokenizer has {tokenizer.size}; leave it out")
     most = config.decoder.caption_tokens
     if most is None:
-        every = CaptionIds([s.captions for s in splits.train], tokenizer, LONG)
-        most = usual_length([every.longest])
+        most = CaptionIds([captions], tokenizer, MOST_TOKENS).longest_kept or MOST_TOKENS
     train, on_train = short_enough(splits.train, tokenizer, most)
     val, on_val = short_enough(splits.val, tokenizer, most)
     if on_train or on_val:
@@ -64,13 +57,25 @@ def complete_words(
             f"note: left out {count(on_train, 'training caption')} and {on_val:,} of validation "
             f"that are longer than caption_tokens={most}"
         )
-    if not train or not val:
+    if not train or not val or 2 * on_train > len(captions):
         raise DataError(
-            f"caption_tokens={most}: no caption is that short; use a larger --caption-tokens"
+            f"caption_tokens={most}: {on_train:,} of {len(captions):,} training captions are "
+            "longer; use a larger --caption-tokens"
         )
     words = dataclasses.replace(config.decoder, vocab_size=tokenizer.size, caption_tokens=most)
-    config = dataclasses.replace(config, decoder=words)
-    return config, dataclasses.replace(splits, train=train, val=val, tokenizer=tokenizer)
+    return dataclasses.replace(config, decoder=words), dataclasses.replace(
+        splits, train=train, val=val, tokenizer=tokenizer
+    )
+
+
+def tell_unknown(tokenizer: Tokenizer, captions: Sequence[str], say: Say) -> None:
+    """Say how many captions have words that the tokenizer leaves out."""
+    unknown = tokenizer.count_unknown(captions)
+    if unknown:
+        say(
+            f"note: {count(unknown, 'training caption')} with words that the tokenizer does not "
+            "know; --tokenizer bpe knows all"
+        )
 
 
 def make_tokenizer(
