@@ -15,6 +15,10 @@ from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
 from vit.weights.folder import save_model
 
+# Tensors are tiny here: a second thread waits more than it works, six times as long where cores are
+# shared.
+torch.set_num_threads(1)
+
 CLASSES = ("apple", "class10", "class2")
 PICTURES = 9  # of each class
 
