@@ -1,5 +1,6 @@
 """Every recipe in configs/ takes its first steps, on a few random photographs."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,11 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.data.sources import open_splits
 from vit.settings import make_config, read_settings
 from vit.training.batches import training_loader
 from vit.training.devices import make_accelerator
-from vit.training.looking import complete
+from vit.training.looking import look_at_data
 from vit.training.loop import train_one_step
 from vit.training.setup import make_training
 
@@ -29,6 +29,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(count):
                 pixels = random.integers(0, 255, size=(40, 50, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{number}.jpg")
+        named = (root / split).rglob("*.jpg")
+        lines = [{"file_name": f"{p.parent.name}/{p.name}", "text": "a thing"} for p in named]
+        (root / split / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return root
 
 
@@ -36,9 +39,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_recipe_takes_its_first_steps(path, photos):
     small = {"data": str(photos), "batch_size": 4, "workers": 0, "device": "cpu"}
     config = make_config({**read_settings(path), **small})
-    splits = open_splits(str(photos), val_share=0.2, seed=0)
-    config = complete(config, splits, given=())
-    run = make_training(config, make_accelerator(config.run), total_steps=100)
+    accelerator = make_accelerator(config.run)
+    config, splits, _ = look_at_data(config, (), accelerator, print)
+    run = make_training(config, accelerator, total_steps=100, splits=splits)
     before = {name: p.detach().clone() for name, p in run.network.named_parameters()}
     loader = training_loader(run, splits.train)
     losses = [train_one_step(run, [batch], epoch=0)[0] for batch in loader.epoch(0)]
