@@ -3,8 +3,11 @@
 The looking test: where captions are as likely beside other pictures, the decoder does not look.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from vit.model.decoder import TextDecoder
 
 BLIND = 0.01
 """Share of the loss by which other pictures must be worse, for a decoder that looks."""
@@ -34,6 +37,26 @@ def word_losses(
         reduction="none",
     )
     return losses.sum(dim=1), (targets != pad).sum(dim=1)
+
+
+def losses_beside(
+    decoder: TextDecoder, memory: Tensor, words: Tensor, others: Tensor, pad: int
+) -> Tensor:
+    """What `word_losses` says of captions of these images, and of captions of others.
+
+    Args:
+        decoder: Writes.
+        memory: What the encoder saw, (batch, memory_tokens, dim).
+        words: Captions of these images, (batch, tokens), filled up with `pad`.
+        others: Captions of other images, likewise.
+        pad: No word.
+
+    Returns:
+        float64 on the CPU, (4, batch): losses and numbers of words, then those of the others.
+    """
+    wrong = word_losses(decoder(others[:, :-1], memory), others, pad)
+    right = word_losses(decoder(words[:, :-1], memory), words, pad)  # last: routers tell of it
+    return torch.stack([part.cpu().double() for part in (*right, *wrong)])
 
 
 def is_blind(right: float, wrong: float) -> bool:

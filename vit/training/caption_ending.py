@@ -12,7 +12,7 @@ from vit.evaluation.caption_findings import Captioned, CaptionOutcomes
 from vit.evaluation.caption_report import WordFacts
 from vit.evaluation.metrics import Outcomes
 from vit.generation.caption import Caption
-from vit.generation.likelihood import BLIND, word_losses
+from vit.generation.likelihood import BLIND, losses_beside
 from vit.generation.search import Search
 from vit.generation.writing import write
 from vit.model.captioner import Captioner
@@ -53,13 +53,10 @@ def measure_captions(
         words, others = words_of(batch, device), batch.others.to(device)
         with autocast(precision, device):
             classes, memory = model.see(images)
-            right = model.decoder(words[:, :-1], memory)
-            wrong = model.decoder(others[:, :-1], memory)
             written = write(model.decoder, memory, tokenizer, Search())
-        own, lengths = exact(word_losses(right, words, tokenizer.pad))
-        other, other_lengths = exact(word_losses(wrong, others, tokenizer.pad))
-        sums += torch.stack([part.sum() for part in (own, lengths, other, other_lengths)])
-        means = (own / lengths).tolist()
+            losses = losses_beside(model.decoder, memory, words, others, tokenizer.pad)
+        sums += losses.sum(dim=1)
+        means = (losses[0] / losses[1]).tolist()
         told = zip(batch.indices.tolist(), written, means, strict=True)
         pictures += [captioned(samples[index], best, loss) for index, (best, *_), loss in told]
         if loaded.classes:
@@ -72,12 +69,6 @@ def measure_captions(
         pictures=pictures, loss=summed / count, other_loss=other_summed / other_count
     )
     return outcomes, Outcomes.cat(answers) if answers else None
-
-
-def exact(numbers: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Both in float64 on the CPU."""
-    first, second = (each.cpu().double() for each in numbers)
-    return first, second
 
 
 def captioned(sample: Sample, caption: Caption, loss: float) -> Captioned:

@@ -21,7 +21,7 @@ from vit.data.samples import Sample
 from vit.data.tokenizer import Tokenizer
 from vit.errors import DataError
 from vit.evaluation.captions import caption_scores
-from vit.generation.likelihood import word_losses
+from vit.generation.likelihood import losses_beside, word_losses
 from vit.generation.search import Search
 from vit.generation.writing import write
 from vit.model.captioner import Captioner, Said
@@ -95,18 +95,12 @@ class CaptionTally:
             few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
             seen = memory[few.to(images.device)]
             sentences = write(network.decoder, seen, task.tokenizer, Search())
-            wrong = network.decoder(others[:, :-1], memory)
-            right = network.decoder(words[:, :-1], memory)  # last: routers tell of this one
-        losses = [
-            numbers.sum()
-            for logits, ids in ((right, words), (wrong, others))
-            for numbers in word_losses(logits.to(run.dtype), ids, task.tokenizer.pad)
-        ]
+            losses = losses_beside(network.decoder, memory, words, others, task.tokenizer.pad)
         judgement = torch.zeros(3, dtype=torch.float64)
         if task.classifies:
             judgement = judged(classes.to(run.dtype).cpu(), batch.labels)
         judgement[2] = len(images)
-        self.sums += torch.cat([torch.stack(losses).double().cpu(), judgement])
+        self.sums += torch.cat([losses.sum(dim=1), judgement])
         texts = [best[0].text for best in sentences]
         self.written += zip(batch.indices[few].tolist(), texts, strict=True)
 

@@ -37,6 +37,14 @@ from vit.weights.pretrained import Pretrained
 
 Say = Callable[[str], None]
 
+# settings of a decoder without which its weights are the same
+WITHOUT_WEIGHTS: dict[str, Any] = {
+    "decoder_dropout": 0.0,
+    "decoder_drop_path": 0.0,
+    "caption_dropout": 0.0,
+    "tokenizer": "bpe",
+}
+
 
 def make_network(
     config: Config,
@@ -91,15 +99,6 @@ def words_of(
         return {}
     say("the decoder goes on from its weights")
     return {f"decoder.{name}": tensor for name, tensor in source.decoder.state.items()}
-
-
-# settings of a decoder without which its weights are the same
-WITHOUT_WEIGHTS: dict[str, Any] = {
-    "decoder_dropout": 0.0,
-    "decoder_drop_path": 0.0,
-    "caption_dropout": 0.0,
-    "tokenizer": "bpe",
-}
 
 
 def make_training(

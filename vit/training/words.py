@@ -14,7 +14,7 @@ from vit.data.samples import Sample, Splits
 from vit.data.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.errors import ConfigError, DataError
 from vit.training.agreement import on_main
-from vit.weights.folder import TOKENIZER_FILE, read_tokenizer
+from vit.weights.folder import read_tokenizer
 
 Say = Callable[[str], None]
 
@@ -121,6 +121,3 @@ def words_line(config: Config, splits: Splits) -> str:
         f"{captions:,} captions of at most {config.decoder.caption_tokens} tokens, out of "
         f"{config.decoder.vocab_size:,} tokens"
     )
-
-
-__all__ = ["TOKENIZER_FILE", "complete_words", "words_line"]
