@@ -3,7 +3,7 @@
 check: test lint    ## everything that must pass before a commit
 
 test:               ## the default tests, in about six minutes
-	python -m pytest
+	python -m pytest -n auto
 
 slow:               ## the tests that take longer
 	python -m pytest -m slow

@@ -39,7 +39,7 @@ def step_event(step: int) -> dict:
 
 def epoch_event(step: int) -> dict:
     epoch = step // PER_EPOCH
-    scores = {"val_loss": 1 / epoch, "val_top1": epoch / 100, "images_per_second": 7.5}
+    scores = {key: 1 / (epoch + place) for place, key in enumerate(NAMES["epoch"])}
     return {"event": "epoch", "step": step, "epoch": epoch, "train_loss": 0.5, **scores}
 
 
@@ -145,8 +145,11 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 def test_everything_arrives_while_it_happens_and_at_the_end(tmp_path, fake):
     train(tmp_path, 1, 5)
     record = Tracking("wandb", tmp_path, SETTINGS, step=0)
+    until = time.monotonic() + 60
     while len(fake.given) < len(NAMES["step"]) * 5 + len(NAMES["epoch"]):
         assert record.thread.is_alive()
+        assert time.monotonic() < until, "some values never arrive"
+        time.sleep(0.005)
     train(tmp_path, 6, 9)
     record.close()
     assert fake.seen() == expected(9)
