@@ -16,8 +16,9 @@ from vit.model.build import build_classifier
 from vit.weights.folder import save_model
 
 # Tensors are tiny here: a second thread waits more than it works, six times as long where cores are
-# shared.
+# shared. Commands that tests start read the variable.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CLASSES = ("apple", "class10", "class2")
 PICTURES = 9  # of each class
