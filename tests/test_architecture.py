@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {"vit.config", "vit.errors", "vit.presets", "vit.settings", "vit.version"}
 LEVEL_1 = {"vit.model", "vit.data", "vit.operators", "vit.precision"}
-LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation"}
-LEVEL_3 = {"vit.training", "vit.inference"}
+LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation", "vit.runtime"}
+LEVEL_3 = {"vit.training", "vit.inference", "vit.export"}
 NUMERIC = {"torch", "numpy"}
 
 # part -> what it may import, besides the standard library and itself
@@ -34,9 +34,13 @@ ALLOWED = {
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
-    "vit.inference": {
-        *NUMERIC, "PIL", "einops", "onnx", "onnxruntime", "onnxscript",
-        *LEVEL_0, *LEVEL_1, *LEVEL_2,
+    "vit.runtime": {
+        "numpy", "PIL", "onnxruntime", *LEVEL_0, "vit.data", "vit.generation.caption",
+    },
+    "vit.inference": {*NUMERIC, "PIL", "einops", *LEVEL_0, *LEVEL_1, *LEVEL_2},
+    "vit.export": {
+        *NUMERIC, "PIL", "einops", "onnx", "onnxscript",
+        *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.inference",
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip
@@ -45,9 +49,9 @@ ONLY = {
     "timm": {"vit/weights", "vit/training/optimization.py"},
     "accelerate": {"vit/training"},
     "huggingface_hub": {"vit/weights/hub.py"},
-    "onnx": {"vit/inference/onnx_graph.py"},
-    "onnxruntime": {"vit/inference/onnx_session.py"},
-    "onnxscript": {"vit/inference/onnx_graph.py"},
+    "onnx": {"vit/export/graph.py"},
+    "onnxruntime": {"vit/runtime/session.py"},
+    "onnxscript": {"vit/export/graph.py"},
     "sacrebleu": {"vit/evaluation/captions.py"},
     "tokenizers": {"vit/data/tokenizer.py", "vit/data/vocabulary.py"},
     "transformers": {"vit/weights/parity.py"},

@@ -10,9 +10,9 @@ from vit.version import __version__
 
 if TYPE_CHECKING:
     from vit.config import Config
+    from vit.export.onnx_file import export_onnx
     from vit.generation.search import Search
     from vit.inference.evaluate import evaluate
-    from vit.inference.export import export_onnx
     from vit.inference.predictor import Predictor
     from vit.model.build import create_model
     from vit.model.captioner import Captioner
@@ -29,7 +29,7 @@ _HOMES = {
     "VisionTransformer": "vit.model.classifier",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
-    "export_onnx": "vit.inference.export",
+    "export_onnx": "vit.export.onnx_file",
     "from_pretrained": "vit.weights.loading",
     "make_config": "vit.settings",
     "train": "vit.training.train",

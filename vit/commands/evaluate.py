@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
     from vit.inference.evaluate import evaluate
-    from vit.inference.results import to_json
+    from vit.runtime.results import to_json
 
     with progress_bar(0, unit="image", results_on_terminal=False) as bar:
         scores = evaluate(

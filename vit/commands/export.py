@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vit.inference.export import export_onnx
+    from vit.export.onnx_file import export_onnx
 
     exported = export_onnx(args.run, args.out, precision=args.precision, overwrite=args.overwrite)
     say(f"same as torch up to {exported.difference:.1e} of the largest value, on random inputs")

@@ -24,8 +24,8 @@ from vit.commands.output import (
 from vit.errors import ConfigError, DataError, VitError, printable
 
 if TYPE_CHECKING:
-    from vit.inference.onnx_runner import CaptionRunner
     from vit.inference.predictor import Predictor
+    from vit.runtime.captions import CaptionRunner
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 EXPORTED = ".onnx"
@@ -133,7 +133,7 @@ def opened(args: argparse.Namespace) -> "Predictor | CaptionRunner":
         "search": search_given(args),
     }
     if args.model.lower().endswith(EXPORTED):
-        from vit.inference.onnx_runner import runner_like
+        from vit.runtime.captions import runner_like
 
         return runner_like(args.model, explain=args.explain, **settings)
     from vit.inference.predictor import Predictor
@@ -154,7 +154,7 @@ def answer(
     Raises:
         ConfigError: What was asked for is not in this network.
     """
-    from vit.inference.results import FORMATS, Layout, unended_note
+    from vit.runtime.results import FORMATS, Layout, unended_note
 
     top_k = classes_named(predictor, args.top_k)
     layout = Layout(top_k, predictor.classes, images, predictor.n_best)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         say("vit summary: this is the encoder alone; the decoder of its captions is not counted")
 
     from vit.evaluation.cost import cost_of
-    from vit.inference.results import to_json
+    from vit.runtime.results import to_json
 
     cost = cost_of(config, batch_size=args.batch_size)
     if args.json is not None:

@@ -19,10 +19,10 @@ from torch import Tensor
 from vit.errors import ConfigError, RunError, printable
 from vit.inference.lettering import LINE, draw_line, lines_of
 from vit.inference.predictor import Answer, PathLike, Predictor
-from vit.inference.results import Prediction, to_json
 from vit.inference.word_maps import SeenWord, word_maps
 from vit.model.merging import MergingBlock
 from vit.precision import autocast
+from vit.runtime.results import Prediction, to_json
 from vit.weights.tensorfile import naming, write_safely, write_text
 
 TILE = 208  # pixels of the longer side of a picture in the drawing

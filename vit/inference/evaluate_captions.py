@@ -20,9 +20,9 @@ from vit.evaluation.captions import caption_scores
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.generation.likelihood import is_blind
 from vit.inference.predictor import Answer, Predictor
-from vit.inference.results import unended_note
 from vit.inference.speaking import Speaker
 from vit.precision import autocast
+from vit.runtime.results import unended_note
 
 EXAMPLES = 5
 

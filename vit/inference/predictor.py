@@ -18,11 +18,11 @@ from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.metrics import ranking
 from vit.generation.caption import Caption
 from vit.generation.search import Search
-from vit.inference.results import Prediction
 from vit.inference.speaking import speaker_of
 from vit.model.captioner import Captioner, lay_out
 from vit.model.packing import check_packable
 from vit.precision import autocast, resolve_device, resolve_precision
+from vit.runtime.results import Prediction
 from vit.weights.folder import LoadedRun
 from vit.weights.loading import load_model
 from vit.weights.repatching import with_patches

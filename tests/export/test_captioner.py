@@ -17,16 +17,16 @@ from vit.data.decoding import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.tokenizer import train_tokenizer
 from vit.errors import ConfigError, VitError, WeightsError
+from vit.export import graph
+from vit.export.captioner import parts_of
+from vit.export.graph import Part, as_onnx, check_equal
+from vit.export.onnx_file import export_onnx
 from vit.generation.generate import generate
 from vit.generation.search import Search
 from vit.generation.writing import write
-from vit.inference import onnx_graph
-from vit.inference.export import export_onnx
-from vit.inference.export_captioner import parts_of
-from vit.inference.greedy import greedy
-from vit.inference.onnx_graph import Part, as_onnx, check_equal
-from vit.inference.onnx_runner import CaptionRunner, runner_like
 from vit.model.build_captioner import build_captioner
+from vit.runtime.captions import CaptionRunner, runner_like
+from vit.runtime.greedy import greedy
 from vit.weights.folder import load_run, save_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}
@@ -187,7 +187,7 @@ def test_a_step_takes_words_one_by_one_or_together(exported):
 
 def test_torch_is_not_loaded(exported, pictures):
     code = (
-        "import sys; from vit.inference.onnx_runner import CaptionRunner;"
+        "import sys; from vit.runtime.captions import CaptionRunner;"
         "print(CaptionRunner(sys.argv[1])([sys.argv[2]])[0].caption);"
         "sys.exit(bool({'torch', 'onnx', 'transformers'} & set(sys.modules)))"
     )
@@ -337,12 +337,12 @@ def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypa
         export_onnx(tiny_run, tmp_path / "a.onnx")
     with pytest.raises(ConfigError, match="precision='int8': choose one of fp32"):
         export_onnx(run, tmp_path / "a.onnx", precision="int8")
-    monkeypatch.setattr(onnx_graph, "MOST_BYTES", 1000)
+    monkeypatch.setattr(graph, "MOST_BYTES", 1000)
     with pytest.raises(ConfigError, match="GB of weights"):
         export_onnx(run, tmp_path / "a.onnx")
     monkeypatch.undo()
-    monkeypatch.setattr("vit.inference.export.as_onnx", lambda *_: onnx.load(path))
-    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
+    monkeypatch.setattr("vit.export.onnx_file.as_onnx", lambda *_: onnx.load(path))
+    monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     with pytest.raises(VitError, match="the exported encoder differs"):
         export_onnx(run, path, overwrite=True)
     assert not [*tmp_path.glob("*.onnx"), *tmp_path.glob(".*")]

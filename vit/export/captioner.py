@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.inference.onnx_graph import Part
+from vit.export.graph import Part
 from vit.model.caching import Cache, Layer
 from vit.model.captioner import Captioner, Continuation
 from vit.model.decoder import TextDecoder

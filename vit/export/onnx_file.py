@@ -1,7 +1,7 @@
 """A trained run as ONNX files, which give the same answers without torch.
 
 A captioner becomes two: NAME.onnx sees, NAME.decoder.onnx writes. Each is compared with torch
-before anything is written; see vit/inference/export_captioner.py for what goes in and out.
+before anything is written; see vit/export/captioner.py for what goes in and out.
 """
 
 import os
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vit.errors import ConfigError, RunError, printable
-from vit.inference.export_captioner import metadata_of, parts_of
-from vit.inference.onnx_graph import as_onnx, check_equal, check_size, write
+from vit.export.captioner import metadata_of, parts_of
+from vit.export.graph import as_onnx, check_equal, check_size, write
 from vit.weights.folder import load_run
 
 SUFFIX = ".onnx"

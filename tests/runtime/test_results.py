@@ -7,7 +7,7 @@ import os
 import pytest
 
 from vit.generation.writing import Caption
-from vit.inference.results import (
+from vit.runtime.results import (
     FORMATS,
     Layout,
     Prediction,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.errors import ConfigError, VitError, printable
-from vit.inference.onnx_session import LIBRARIES, Session
+from vit.runtime.session import LIBRARIES, Session
 from vit.weights.tensorfile import write_safely
 
 OPSET = 18

@@ -20,9 +20,9 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, ConfigError, WeightsError, printable
 from vit.generation.caption import Caption
-from vit.inference.greedy import Array, greedy
-from vit.inference.onnx_session import Session
-from vit.inference.results import Prediction
+from vit.runtime.greedy import Array, greedy
+from vit.runtime.results import Prediction
+from vit.runtime.session import Session
 
 PathLike = str | os.PathLike[str]
 NUMBERS = ("begin", "end", "max_tokens")

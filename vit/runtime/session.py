@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vit.errors import ConfigError, VitError, WeightsError, printable
-from vit.inference.greedy import Array
+from vit.runtime.greedy import Array
 
 LIBRARIES = "pip install 'vit-toolkit[onnx]'"
 ERRORS_ONLY = 3  # of onnxruntime's levels; its warnings are about its own optimisations

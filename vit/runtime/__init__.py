@@ -1,0 +1,1 @@
+"""Answers without torch: onnxruntime, numpy and Pillow, and how answers are written."""
