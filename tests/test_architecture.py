@@ -35,9 +35,12 @@ ALLOWED = {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
     "vit.runtime": {
-        "numpy", "PIL", "onnxruntime", *LEVEL_0, "vit.data", "vit.generation.caption",
+        "numpy", "PIL", "onnxruntime", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.caption",
     },
-    "vit.inference": {*NUMERIC, "PIL", "einops", *LEVEL_0, *LEVEL_1, *LEVEL_2},
+    "vit.inference": {
+        *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "pyarrow", "ray",
+        *LEVEL_0, *LEVEL_1, *LEVEL_2,
+    },
     "vit.export": {
         *NUMERIC, "PIL", "einops", "onnx", "onnxscript",
         *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.inference",
@@ -47,11 +50,18 @@ ALLOWED = {
 # a library that only these files of a part may import
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimization.py"},
-    "accelerate": {"vit/training"},
+    "accelerate": {"vit/training", "vit/inference/processes.py"},
+    "fsspec": {"vit/inference/ray_files.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/graph.py"},
     "onnxruntime": {"vit/runtime/session.py"},
     "onnxscript": {"vit/export/graph.py"},
+    "pyarrow": {
+        "vit/runtime/embeddings.py",
+        "vit/inference/ray_engine.py",
+        "vit/inference/ray_files.py",
+    },
+    "ray": {"vit/inference/ray_engine.py", "vit/inference/ray_cluster.py"},
     "sacrebleu": {"vit/evaluation/captions.py"},
     "tokenizers": {"vit/data/tokenizer.py", "vit/data/vocabulary.py"},
     "transformers": {"vit/weights/parity.py"},

@@ -171,7 +171,6 @@ def test_captions_are_drawn(vit, run, pictures, bad_pictures, tmp_path):
     [
         ("tiny_run", "--beams 2", "beams=2: this network names classes and writes no captions"),
         ("tiny_run", "--seed 0", "search: this network names classes"),
-        ("tiny_run", "--explain {tmp}/x", "model.attention_maps(images)"),
         ("run", "--top-k 5", "top_k=5: this network writes captions and names no classes"),
         ("run", "--sample-top-k 5", "sample_top_k=5: needs words that are drawn"),
         ("run", "--n-best 2", "n_best=2: is more than beams=1"),

@@ -6,30 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from vit.commands.main import main
 from vit.inference.predictor import Predictor
-
-
-@pytest.fixture
-def pictures(tiny_data: Path) -> list[str]:
-    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
-
-
-@pytest.fixture
-def predict(tiny_run, capfd):
-    """Runs the command on the tiny model; gives exit code, lines of stdout, lines of stderr."""
-
-    def run(*words: object, model: object = tiny_run):
-        code = main(["predict", str(model), *map(str, words)])
-        captured = capfd.readouterr()
-        return code, captured.out.splitlines(), captured.err.splitlines()
-
-    return run
 
 
 def test_whole_pictures_when_asked(predict, tiny_run, tmp_path):

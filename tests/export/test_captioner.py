@@ -25,8 +25,9 @@ from vit.generation.generate import generate
 from vit.generation.search import Search
 from vit.generation.writing import write
 from vit.model.build_captioner import build_captioner
-from vit.runtime.captions import CaptionRunner, runner_like
+from vit.runtime.captions import CaptionRunner
 from vit.runtime.greedy import greedy
+from vit.runtime.opening import runner_like
 from vit.weights.folder import load_run, save_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}

@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": "measure a trained model on labelled images, or on images with captions",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained captioner into ONNX files, which run without torch",
+    "verify": "compare an exported file and the predictor with the network, on the same images",
     "models": "list the networks that can be built or loaded by name, and their options",
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }
@@ -36,7 +37,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments in `words`; what is unknown ends the program with code 2."""
-        found, unknown = self.parse_known_args(words)
+        # argparse takes an optional list of words for complete before a flag, even if it is empty
+        several = any(one.nargs == "*" and not one.option_strings for one in self._actions)
+        parse = self.parse_known_intermixed_args if several else self.parse_known_args
+        found, unknown = parse(words)
         if unknown:
             word = unknown[0].split("=")[0]
             hint = nearest(word, self._option_string_actions)

@@ -12,8 +12,12 @@ from vit.settings import Setting, all_settings
 SEARCH_NAMES = {"sample-top-k": "top_k"}
 
 
-def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """How a saved model is run: batch size, device, precision, threads, patches."""
+def add_network_options(parser: argparse.ArgumentParser) -> Any:
+    """How a saved model is run: batch size, device, precision, threads, patches.
+
+    Returns:
+        The group, for more flags of one command.
+    """
     # set first and suppressed below: the help then says in words what leaving them out means
     parser.set_defaults(batch_size=None, device=None, workers=None)
     parser.set_defaults(merge_tokens=None, patch_size=None)
@@ -53,6 +57,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         "as usual, instead of a square of each",
     )
     add_patch_options(group)
+    return group
 
 
 def add_patch_options(group: Any) -> None:
@@ -133,6 +138,17 @@ def whole_number(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
     return int(word)
+
+
+def probability(word: str) -> float:
+    """A number above 0 and at most 1, typed as a flag."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
+    return number
 
 
 def add_setting(group: Any, setting: Setting) -> None:

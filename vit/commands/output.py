@@ -110,11 +110,13 @@ def say(*words: Any) -> None:
     print(*words, file=sys.stderr)
 
 
-def progress_bar(total: int, *, unit: str, results_on_terminal: bool) -> Any:
+def progress_bar(total: int, *, unit: str, results_on_terminal: bool, done: int = 0) -> Any:
     """A bar with rate and remaining time on a terminal; silent elsewhere, or where rows of
     results scroll on the same terminal."""
     from tqdm import tqdm
 
     quiet = results_on_terminal or not sys.stderr.isatty()
     # with a delay nothing is shown before the first step, so notes have their lines to themselves
-    return tqdm(total=total, unit=f" {unit}", disable=quiet, dynamic_ncols=True, delay=0.1)
+    return tqdm(
+        total=total, initial=done, unit=f" {unit}", disable=quiet, dynamic_ncols=True, delay=0.1
+    )

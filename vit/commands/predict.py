@@ -2,44 +2,53 @@
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vit.commands.combinations import check_processes, check_together, style_of, survives
+from vit.commands.engines import (
+    ENGINES,
+    SUFFIXES,
+    TOP_K,
+    Answers,
+    check_ray,
+    engine_of,
+    opened,
+    predict_with_ray,
+)
+from vit.commands.inputs import find_images
+from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import (
     add_network_options,
     add_search_options,
-    search_given,
+    probability,
     whole_number,
 )
-from vit.commands.output import (
-    check_folder,
-    check_output,
-    is_device,
-    open_output,
-    progress_bar,
-    say,
-)
-from vit.errors import ConfigError, DataError, VitError, printable
+from vit.commands.output import check_folder, check_output, say
+from vit.commands.teams import Alone, processes_started, team_here
+from vit.errors import VitError, printable
 
 if TYPE_CHECKING:
-    from vit.inference.predictor import Predictor
-    from vit.runtime.captions import CaptionRunner
+    from vit.inference.processes import Team
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
-EXPORTED = ".onnx"
-TOP_K = 5
-SUFFIXES = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
+WAYS = ("copy", "symlink", "hardlink")
+# what every option that is not typed is; the help says in words what that means
+UNSET = (
+    *("format", "out", "explain", "top_k", "threshold", "engine", "tta"),
+    *("embeddings", "sort_into", "sort_with"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(format=None, out=None, explain=None, top_k=None)
+    """MODEL, INPUT, and what happens to the answers; then how the network runs."""
+    parser.usage = "vit predict MODEL INPUT [INPUT ...] [--out FILE [--resume]] [options]"
+    parser.set_defaults(**dict.fromkeys(UNSET))
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a run folder, or any other weights with a head: timm/NAME, hf/OWNER/NAME, ...; "
-        "captions are written by run folders, and by the .onnx of vit export",
+        "or an .onnx or .xml of vit export. Captions are written by run folders and by .onnx",
     )
     parser.add_argument(
         "inputs",
@@ -48,196 +57,205 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures, folders (with all below them), patterns such as 'photos/*.jpg', "
         "or - for a list of paths on standard input",
     )
-    parser.add_argument(
-        "-k",
-        "--top-k",
-        "--topk",
+    _add_rows(parser.add_argument_group("what is written of each picture"))
+    _add_outputs(parser.add_argument_group("where it is written"))
+    add_search_options(parser)
+    group = add_network_options(parser)
+    _add_engines(group)
+
+
+def _add(group: Any, *flags: str, text: str, **options: Any) -> None:
+    """A flag whose default the help tells in words."""
+    if options.get("action") != "store_true":
+        options["default"] = argparse.SUPPRESS
+    group.add_argument(*flags, help=text, **options)
+
+
+def _add_rows(group: Any) -> None:
+    _add(
+        group,
+        *("-k", "--top-k", "--topk"),
         type=whole_number,
-        default=argparse.SUPPRESS,
         metavar="K",
-        help=f"most probable classes to name (default: {TOP_K})",
+        text=f"most probable classes to name (default: {TOP_K})",
     )
-    parser.add_argument(
+    _add(
+        group,
+        "--threshold",
+        type=probability,
+        metavar="P",
+        text="name no class that is less probable (default: name them all)",
+    )
+    _add(
+        group,
         "--format",
         choices=["table", "jsonl", "csv"],
-        default=argparse.SUPPRESS,
-        help="how results are written (default: as the name of --out ends, else table)",
+        text="how results are written (default: as the name of --out ends, else table)",
     )
-    parser.add_argument(
+
+
+def _add_outputs(group: Any) -> None:
+    _add(
+        group,
         "--out",
         metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="where results are written (default: standard output)",
+        text="the results; until they are complete they are in FILE.partial (default: standard "
+        "output)",
     )
-    parser.add_argument(
-        "--explain",
-        metavar="DIR",
-        default=argparse.SUPPRESS,
-        help="draw each caption into this folder: where the network looked at each word, as a PNG, "
-        "and as numbers in a JSON",
+    _add(
+        group,
+        "--resume",
+        action="store_true",
+        text="go on with FILE.partial, which a kill left; begin where there is none",
     )
-    parser.add_argument(
+    _add(
+        group,
         "--overwrite",
         action="store_true",
-        help="replace FILE where it exists, and drawings of the same names in DIR",
+        text="replace FILE and what is unfinished of it, and drawings of the same names in DIR",
     )
-    add_search_options(parser)
-    add_network_options(parser)
+    _add(
+        group,
+        "--sort-into",
+        metavar="DIR",
+        text="put each picture into a folder in DIR that is called as its best class, or _unsure "
+        "where that is below --threshold; originals stay as they are",
+    )
+    _add(
+        group,
+        "--sort-with",
+        choices=WAYS,
+        text="how pictures get there (default: copy)",
+    )
+    _add(
+        group,
+        "--embeddings",
+        metavar="FILE",
+        text="a vector for each picture as .npy or .parquet: what the head of the network sees "
+        "(with --out)",
+    )
+    _add(
+        group,
+        "--explain",
+        metavar="DIR",
+        text="draw into this folder where the network looked, at each word of a caption or for "
+        "the best classes, as a PNG, and as numbers in a JSON",
+    )
 
 
-def style_of(path: str | None) -> str:
-    """The format that the name of `path` asks for; a table on standard output and devices.
-
-    Raises:
-        VitError: The name ends in something else.
-    """
-    if path is None or is_device(path):
-        return "table"
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise VitError(f"{printable(path)}: name it .jsonl or .csv, or add --format")
-    return SUFFIXES[suffix]
+def _add_engines(group: Any) -> None:
+    _add(
+        group,
+        "--engine",
+        choices=ENGINES,
+        text="what computes (default: torch; onnx for an .onnx, openvino for an .xml); ray spreads "
+        "the work over a cluster",
+    )
+    _add(
+        group,
+        "--tta",
+        choices=["flip", "crops"],
+        text="average the answers for several views of each picture: slower (default: one view)",
+    )
+    _add(
+        group,
+        "--compile",
+        action="store_true",
+        text="compile the network first, which pays for many pictures",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, EXPORTED)):
+    """Answer; the exit code is 1 where pictures failed."""
+    if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, *SUFFIXES)):
         name = printable(args.model)
         raise VitError(f"{name} is no file of weights: MODEL comes first, then INPUT")
-    path = None if args.out == "-" else args.out
-    style = args.format or style_of(path)
-    check_output(path, overwrite=args.overwrite)
-    if args.explain is not None:
-        check_folder(args.explain, overwrite=args.overwrite)
-    images = find_images(args.inputs)
-
-    failed = answer(opened(args), images, args, style=style, path=path)
+    engine = engine_of(args.model, args.engine)
+    style = args.format or style_of(args.out, engine)
+    check_together(args, engine)
+    start_processes_if_asked()
+    check_processes(args, engine, processes_started())
+    team = team_here()
+    images = team.on_main(lambda: look_before(args, style, engine))
+    if images is None:
+        return 0
+    failed = answer(args, team, images, style=style, engine=engine)
     if failed:
         say(f"vit predict: {failed} of {len(images)} images failed; each has its error in its row")
     return int(failed > 0)
 
 
-def opened(args: argparse.Namespace) -> "Predictor | CaptionRunner":
-    """What answers: an exported network without torch, or one that torch computes.
-
-    Raises:
-        VitError: It cannot be used as asked.
-    """
-    settings = {
-        "device": args.device,
-        "batch_size": args.batch_size,
-        "precision": args.precision,
-        "workers": args.workers,
-        "keep_aspect": args.keep_aspect,
-        "merge_tokens": args.merge_tokens,
-        "patch_size": args.patch_size,
-        "search": search_given(args),
-    }
-    if args.model.lower().endswith(EXPORTED):
-        from vit.runtime.captions import runner_like
-
-        return runner_like(args.model, explain=args.explain, **settings)
-    from vit.inference.predictor import Predictor
-
-    return Predictor(args.model, **settings)
-
-
 def answer(
-    predictor: "Predictor | CaptionRunner",
-    images: list[str],
-    args: argparse.Namespace,
-    *,
-    style: str,
-    path: str | None,
+    args: argparse.Namespace, team: "Alone | Team", images: list[str], *, style: str, engine: str
 ) -> int:
-    """Write an answer for each of `images`; returns how many have an error instead.
+    """Returns how many of `images` failed."""
+    if engine == "ray":
+        top_k = args.top_k or TOP_K
+        return predict_with_ray(args, images, style=style, top_k=top_k, say=say)
+    predictor = opened_alike(args, team, images, engine)
+    from vit.commands.predicting import kept, shown
+    from vit.commands.task import Task
+
+    task = Task(args, style, engine, images, predictor, team)
+    return kept(task) if survives(args) else shown(task)
+
+
+def opened_alike(
+    args: argparse.Namespace, team: "Alone | Team", images: list[str], engine: str
+) -> Answers:
+    """What answers, in the same arithmetic in all processes and after a resume.
+
+    With --precision auto the first process decides, before anything is written, and a resumed work
+    keeps what was decided.
+    """
+    if args.resume and args.precision == "auto":
+        from vit.runtime.parts import begun_with
+
+        args.precision = team.on_main(lambda: begun_with(Path(args.out)).get("precision", "auto"))
+
+    def begin() -> Answers:
+        predictor = opened(args, engine, team.device(args.device))
+        settle = getattr(predictor, "settle", None)
+        if settle is not None:
+            settle(images)
+        return predictor
+
+    if team.processes == 1:
+        return begin()
+    first = team.together(begin if team.rank == 0 else lambda: None)
+    args.precision = team.on_main(lambda: getattr(first, "precision", args.precision))
+    return team.together(lambda: first or begin())
+
+
+def look_before(args: argparse.Namespace, style: str, engine: str) -> list[str] | None:
+    """The pictures, after all checks of files; None where all of them are answered already.
 
     Raises:
-        ConfigError: What was asked for is not in this network.
+        VitError: Something cannot be read or written.
     """
-    from vit.runtime.results import FORMATS, Layout, unended_note
+    files = None
+    if engine != "ray" and survives(args):
+        from vit.commands.keeping import Files
+        from vit.runtime.embeddings import check_embeddings
 
-    top_k = classes_named(predictor, args.top_k)
-    layout = Layout(top_k, predictor.classes, images, predictor.n_best)
-    header, line = FORMATS[style](layout)
-    if args.explain is None:
-        predictions = predictor.stream(images, top_k=max(top_k, 1))
+        if args.embeddings is not None:
+            check_embeddings(args.embeddings)
+        files = Files(Path(args.out), args.embeddings and Path(args.embeddings))
+        files.check(resume=args.resume, overwrite=args.overwrite)
+    elif engine == "ray":
+        check_ray(args.out, style, overwrite=args.overwrite)
     else:
-        from vit.inference.drawing import check_drawable, explained
-        from vit.inference.predictor import Predictor
+        check_output(None if args.out == "-" else args.out, overwrite=args.overwrite)
+    if args.explain is not None:
+        check_folder(args.explain, overwrite=args.overwrite)
+    images = find_images(args.inputs, lists=engine == "ray")
+    if args.sort_into is not None:
+        from vit.runtime.sorting import check_sorting
 
-        assert isinstance(predictor, Predictor), "an exported network explains nothing"
-        check_drawable(predictor)
-        predictions = explained(predictor, images, args.explain, top_k=top_k)
-    shown = path is None and sys.stdout.isatty()
-    failed = captions = unended = 0
-    with (
-        progress_bar(len(images), unit="image", results_on_terminal=shown) as bar,
-        open_output(path) as out,
-    ):
-        out.write(header)
-        for prediction in predictions:
-            out.write(line(prediction))
-            failed += prediction.error is not None
-            captions += len(prediction.captions)
-            unended += sum(not caption.ended for caption in prediction.captions)
-            bar.update()
-    if unended:
-        say(f"vit predict: {unended_note(unended, captions)}")
-    return failed
-
-
-def classes_named(predictor: "Predictor | CaptionRunner", asked: int | None) -> int:
-    """How many classes a row names; none where the network has none.
-
-    Raises:
-        ConfigError: Some were asked for, and it has none.
-    """
-    if asked is not None and not predictor.classes:
-        raise ConfigError(
-            f"top_k={asked}: this network writes captions and names no classes; leave it out, or "
-            "ask for several captions with --beams and --n-best"
-        )
-    return min(asked or TOP_K, len(predictor.classes))
-
-
-def find_images(inputs: Sequence[str]) -> list[str]:
-    """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
-
-    Raises:
-        DataError: There is not one picture.
-    """
-    images: list[str] = []
-    notes: list[str] = []
-    for word in inputs:
-        images += read_names() if word == "-" else expand(word, notes, alone=len(inputs) == 1)
-    for note in notes:
-        say(f"vit predict: {note}")
-    if not images:
-        raise DataError("the list on standard input is empty; give one path a line")
+        filled = args.overwrite or args.resume
+        check_sorting(args.sort_into, args.inputs, images, filled=filled)
+    going_on = args.resume and not args.overwrite
+    if files is not None and going_on and files.complete(len(images), style != "jsonl"):
+        say(f"vit predict: {printable(args.out)} is complete: {len(images):,} images")
+        return None
     return images
-
-
-def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
-    """Paths that one input means; a folder without pictures is an error of its own among others.
-
-    Raises:
-        DataError: A pattern matches nothing, or the only input is a folder without pictures.
-    """
-    from vit.data.sources import list_images
-
-    try:
-        return list_images([word], notes=notes)
-    except DataError:
-        if alone or not os.path.isdir(word):
-            raise
-        return [word]
-
-
-def read_names() -> list[str]:
-    """Paths on standard input, one a line, or with NUL between them as `find -print0` writes."""
-    raw = sys.stdin.buffer.read()
-    if b"\0" in raw:
-        names = raw.split(b"\0")
-    else:
-        names = [line.removesuffix(b"\r") for line in raw.split(b"\n")]
-    return [os.fsdecode(name) for name in names if name]

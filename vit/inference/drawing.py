@@ -1,14 +1,17 @@
-"""Captions drawn: the picture that the network saw, and for each word where it looked.
+"""Answers drawn: the picture that the network saw, and where it looked at each word of a caption,
+or what spoke for the two best classes.
 
 Each picture becomes a PNG and a JSON of the same name:
 
     {"image", "caption", "words": [{"text", "weights": [[share of each patch]]}]}
+    {"image", "seen", "classes": [{"label", "probability", "weights", "deletion"}]}
 """
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.errors import ConfigError, RunError, printable
+from vit.inference.class_maps import class_maps, class_record, closing_line, seen_lines
+from vit.inference.deletion import Deletion
 from vit.inference.lettering import LINE, draw_line, lines_of
 from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.inference.word_maps import SeenWord, word_maps
@@ -39,29 +44,46 @@ def check_drawable(predictor: Predictor) -> None:
     """Refuse a network whose looks cannot be drawn.
 
     Raises:
-        ConfigError: It writes no captions, or merges the patches on the way.
+        ConfigError: It merges the patches on the way, or classifies whole pictures of any aspect
+            or in another precision than float32.
     """
-    if predictor.speaker is None:
-        raise ConfigError(
-            "explain draws captions, and this network writes none; where a classifier looks, "
-            "model.attention_maps(images) says, and relevance of vit.inference.explanation"
-        )
     if any(isinstance(part, MergingBlock) for part in predictor.model.modules()):
         raise ConfigError("explain: patches that are merged have no one place; use merge_tokens=0")
+    if predictor.speaker is not None:
+        return
+    if predictor.keep_aspect:
+        raise ConfigError(
+            "keep_aspect=True: classes are explained in the square that a network usually sees; "
+            "leave one of keep_aspect and explain out"
+        )
+    kinds = {parameter.dtype for parameter in predictor.model.parameters()}
+    if kinds != {torch.float32}:
+        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise ConfigError(
+            f"explain computes in float32, and weights are {found}; use precision fp32"
+        )
 
 
 def explained(
-    predictor: Predictor, images: Iterable[PathLike], folder: PathLike, *, top_k: int = 5
+    predictor: Predictor,
+    images: Iterable[PathLike],
+    folder: PathLike,
+    *,
+    top_k: int = 5,
+    say: Callable[[str], object] = lambda _note: None,
 ) -> Iterator[Prediction]:
-    """Predictions as from `Predictor.stream`; each caption is also drawn, into `folder`.
+    """Predictions as from `Predictor.stream`; each is also drawn, into `folder`.
 
-    Drawings are called by the number of the picture in the list and its name: 0001-cat.png.
+    Drawings are called by the number of the picture in the list and its name: 0001-cat.png. Classes
+    are explained in float32, whatever the precision of the predictions.
 
     Args:
-        predictor: Of a captioner.
+        predictor: Of a captioner, whose captions are drawn, or of a classifier.
         images: Paths of pictures.
         folder: Made where it is missing; a drawing of the same name is replaced.
         top_k: As for `stream`.
+        say: Receives one line at the end: for how many pictures the map of the best class was
+            better than chance. Captions have none.
 
     Raises:
         ConfigError: As `check_drawable`.
@@ -72,12 +94,18 @@ def explained(
     with naming(place):
         place.mkdir(exist_ok=True)
     number = 0
+    tested: list[Deletion] = []
     for answers in predictor.batches(images):
         for answer in answers:
             number += 1
+            path = place / drawing_name(number, answer.image)
             if answer.captions:
-                _write(predictor, answer, place / drawing_name(number, answer.image))
+                _write_caption(predictor, answer, path)
+            elif answer.error is None and predictor.speaker is None:
+                tested.append(_write_classes(predictor, answer, path))
             yield predictor.name(answer, top_k)
+    if tested:
+        say(closing_line(tested))
 
 
 def drawing_name(number: int, image: str) -> str:
@@ -86,7 +114,7 @@ def drawing_name(number: int, image: str) -> str:
     return f"{number:04d}-{stem[:LONGEST_STEM]}"
 
 
-def _write(predictor: Predictor, answer: Answer, path: Path) -> None:
+def _write_caption(predictor: Predictor, answer: Answer, path: Path) -> None:
     words = looks(predictor, answer)
     assert answer.picture is not None, "an answer with captions has a picture"
     record = {
@@ -94,7 +122,20 @@ def _write(predictor: Predictor, answer: Answer, path: Path) -> None:
         "caption": answer.captions[0].text,
         "words": [{"text": word.text, "weights": rounded(word.weights)} for word in words],
     }
-    drawing = sheet(answer.picture, words)
+    _write(path, sheet(answer.picture, words), record)
+
+
+def _write_classes(predictor: Predictor, answer: Answer, path: Path) -> Deletion:
+    """Draw and tell; returns what deleting says of the map of the best class."""
+    assert answer.picture is not None, "an answer without an error has a picture"
+    seen = class_maps(predictor, answer)
+    texts = [seen_lines(predictor), *(one.lines for one in seen)]
+    drawing = laid_out(answer.picture, [one.weights for one in seen], texts)
+    _write(path, drawing, class_record(predictor, answer, seen))
+    return seen[0].deletion
+
+
+def _write(path: Path, drawing: Image.Image, record: dict[str, Any]) -> None:
     png = path.with_name(f"{path.name}.png")
     write_safely(png, lambda beside: drawing.save(beside, format="PNG"))
     write_text(path.with_name(f"{path.name}.json"), to_json(record) + "\n")
@@ -136,13 +177,26 @@ def sheet(picture: Tensor, words: list[SeenWord]) -> Image.Image:
         picture: Bytes, (3, height, width).
         words: With weights of all its patches.
     """
+    return laid_out(picture, [word.weights for word in words], [[], *([w.text] for w in words)])
+
+
+def laid_out(
+    picture: Tensor, weights: Sequence[Tensor], texts: Sequence[Sequence[str]]
+) -> Image.Image:
+    """The picture, then the picture under each of `weights`, with texts below, in rows.
+
+    Args:
+        picture: Bytes, (3, height, width).
+        weights: Each (rows, cols) of the patches.
+        texts: Of the picture, and of each of `weights`: what begins on a line of its own.
+    """
     plain = Image.fromarray(rearrange(picture, "rgb height width -> height width rgb").numpy())
     longer = max(plain.size)
     width, height = (max(1, round(side * TILE / longer)) for side in plain.size)
     plain = plain.resize((width, height), Image.Resampling.BICUBIC)
-    tiles = [plain, *(overlay(plain, word.weights) for word in words)]
+    tiles = [plain, *(overlay(plain, shares) for shares in weights)]
     cell = max(width, TILE // 2)  # narrow pictures leave room for their words
-    lines: list[list[str]] = [[], *(lines_of(printable(word.text), cell) for word in words)]
+    lines = [[row for text in some for row in lines_of(printable(text), cell)] for some in texts]
     cols = min(len(tiles), MOST_COLS)
     rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
     heights = [height + LINE * max(1, *(len(lines[i]) for i in row)) + MARGIN for row in rows]

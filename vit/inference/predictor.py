@@ -126,12 +126,15 @@ class Predictor:
         """One Prediction for each path of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k))
 
-    def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[Prediction]:
+    def stream(
+        self, images: Iterable[PathLike], *, top_k: int = 5, first: int = 0
+    ) -> Iterator[Prediction]:
         """Predictions in the order of `images`, as they are made; memory does not grow.
 
         Args:
             images: Paths of pictures; taken as they are needed, two batches ahead.
             top_k: Most probable classes to name; all of them where there are fewer.
+            first: Number of the first picture, where they are a part of a longer list.
 
         Raises:
             ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
@@ -140,14 +143,15 @@ class Predictor:
             raise ConfigError(f"top_k={top_k}: must be at least 1")
         if isinstance(images, str | bytes | os.PathLike):
             raise ConfigError(f"images={images!r} is one path; give a list of paths")
-        return (self.name(answer, top_k) for batch in self.batches(images) for answer in batch)
+        found = self.batches(images, first=first)
+        return (self.name(answer, top_k) for batch in found for answer in batch)
 
-    def batches(self, images: Iterable[PathLike]) -> Iterator[list[Answer]]:
+    def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[Answer]]:
         """Answers of `batch_size` pictures at a time, in order, while threads read the next."""
         paths = (os.fspath(path) for path in images)
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read-image")
         ahead: deque[tuple[int, list[str], list[Future[Tensor | BadImage]]]] = deque()
-        taken = 0
+        taken = first
         try:
             while chunk := list(islice(paths, self.batch_size)):
                 ahead.append((taken, chunk, [pool.submit(self._read, path) for path in chunk]))

@@ -5,26 +5,20 @@ likeliest word each time.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vit.data.decoding import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, ConfigError, WeightsError, printable
 from vit.generation.caption import Caption
 from vit.runtime.greedy import Array, greedy
+from vit.runtime.reading import PathLike, check_top_k, named, paths_of, sizes, windows
 from vit.runtime.results import Prediction
 from vit.runtime.session import Session
 
-PathLike = str | os.PathLike[str]
 NUMBERS = ("begin", "end", "max_tokens")
 
 
@@ -40,6 +34,12 @@ class CaptionRunner:
         min_tokens: Tokens before a sentence may end.
         max_tokens: Tokens after which it stops, unended; as many as the network can write when
             left out.
+        threads: That compute; one a core when left out.
+
+    Attributes:
+        classes: Names, by output of the network; none of a mere captioner.
+        block: Pictures from the start of a list on whose answers depend on each other alone.
+        metadata: All that the decoder says of itself.
 
     Raises:
         ConfigError: A setting is out of range, or cannot be used on this machine.
@@ -57,16 +57,14 @@ class CaptionRunner:
         workers: int | None = None,
         min_tokens: int = 1,
         max_tokens: int | None = None,
+        threads: int | None = None,
     ) -> None:
-        self.batch_size = 16 if batch_size is None else batch_size
-        self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        for name in ("batch_size", "workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        self.batch_size, self.workers = sizes(batch_size, workers)
+        self.block = self.batch_size
         beside = Path(path).with_suffix(f".decoder{Path(path).suffix}")
-        self._see = _graph(path, "encoder", providers)
-        self._step = _graph(decoder or beside, "decoder", providers)
-        about = self._step.metadata
+        self._see = _graph(path, "encoder", providers, threads)
+        self._step = _graph(decoder or beside, "decoder", providers, threads)
+        self.metadata = about = self._step.metadata
         if about.get("pair") != self._see.metadata.get("pair"):
             raise WeightsError(
                 f"{printable(path)} and {printable(decoder or beside)} are of two exports; give "
@@ -104,36 +102,22 @@ class CaptionRunner:
 
         Raises:
             ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
-            WeightsError: The networks answer with what is no number.
+            WeightsError: The networks cannot be computed, or answer with what is no number.
         """
-        if top_k < 1:
-            raise ConfigError(f"top_k={top_k}: must be at least 1")
-        if isinstance(images, str | bytes | os.PathLike):
-            raise ConfigError(f"images={images!r} is one path; give a list of paths")
-        return self._stream((os.fspath(path) for path in images), top_k)
+        check_top_k(top_k)
+        return self._stream(paths_of(images), top_k)
 
     def _stream(self, paths: Iterator[str], top_k: int) -> Iterator[Prediction]:
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="read-image") as pool:
-            while chunk := list(islice(paths, self.batch_size)):
-                read = list(pool.map(self._read, chunk))
-                answers = self._answers(
-                    [one for one in read if not isinstance(one, BadImage)], top_k
-                )
-                for path, one in zip(chunk, read, strict=True):
-                    if isinstance(one, BadImage):
-                        yield Prediction(path, error=one.reason)
-                    else:
-                        sentence, named = next(answers)
-                        yield Prediction(path, named, captions=(sentence,))
-
-    def _read(self, path: str) -> Array | BadImage:
-        """One prepared picture, uint8 (height, width, 3), or why there is none."""
-        try:
-            return np.asarray(self.preprocessing.fit(read_image(path)))
-        except BadImage as error:
-            return error
-        except (ValueError, OSError, MemoryError) as error:
-            return BadImage(path, f"cannot be resized: {error}")
+        batches = windows(paths, self.preprocessing.fit, workers=self.workers, most=self.batch_size)
+        for batch in batches:
+            good = [picture for _, picture in batch if not isinstance(picture, BadImage)]
+            answers = self._answers(good, top_k)
+            for path, picture in batch:
+                if isinstance(picture, BadImage):
+                    yield Prediction(path, error=picture.reason)
+                else:
+                    sentence, classes = next(answers)
+                    yield Prediction(path, classes, captions=(sentence,))
 
     def _answers(
         self, pixels: list[Array], top_k: int
@@ -151,63 +135,24 @@ class CaptionRunner:
             min_tokens=self.min_tokens,
             max_tokens=self.max_tokens,
         )
-        named = [self._named(row, top_k) for row in rest[0]] if rest else [()] * len(pixels)
-        for one, names in zip(sentences, named, strict=True):
+        rows = rest[0] if rest else [None] * len(pixels)
+        for one, row in zip(sentences, rows, strict=True):
             text = self.tokenizer.decode(one.ids)
-            yield Caption(text, one.score, one.ids, one.ended), names
-
-    def _named(self, probabilities: Array, top_k: int) -> tuple[tuple[str, float], ...]:
-        """The most probable classes; of equal ones the first."""
-        best = np.argsort(-probabilities, kind="stable")[:top_k]
-        return tuple((self.classes[place], float(probabilities[place])) for place in best)
+            classes = () if row is None else named(self.classes, row, top_k)
+            yield Caption(text, one.score, one.ids, one.ended), classes
 
 
-def _graph(path: PathLike, kind: str, providers: Sequence[str] | None) -> Session:
+def _graph(
+    path: PathLike, kind: str, providers: Sequence[str] | None, threads: int | None
+) -> Session:
     """The file `path`, which must be the `kind` of a captioner."""
-    session = Session(path, providers)
+    session = Session(path, providers, threads=threads)
     found = session.metadata.get("graph")
+    if found == "classifier":
+        raise WeightsError(f"{printable(path)} is a classifier; open it with ClassRunner")
     if found != kind:
-        reason = f"is the {found} of a captioner" if found else "was not written by vit export"
-        raise WeightsError(f"{printable(path)} {reason}; give its {kind} here")
+        what = f"is the {printable(found)} of a captioner"
+        if found is None:
+            what = "was not written by vit export"
+        raise WeightsError(f"{printable(path)} {what}; give its {kind} here")
     return session
-
-
-def runner_like(
-    path: PathLike,
-    *,
-    batch_size: int | None = None,
-    workers: int | None = None,
-    search: Any = None,
-    **settings: Any,
-) -> CaptionRunner:
-    """A runner for `vit predict`, whose other settings an exported network does not have.
-
-    Args:
-        path: As for CaptionRunner.
-        batch_size, workers: As for CaptionRunner.
-        search: A vit.generation Search, or None; only its min_tokens and max_tokens can be set.
-        settings: Others of the Predictor; each must be as it is when nobody sets it.
-
-    Raises:
-        ConfigError: A setting has no effect here; the message names it.
-        WeightsError: As for CaptionRunner.
-    """
-    chosen = {} if search is None else asdict(search)
-    limits = {name: chosen.pop(name) for name in ("min_tokens", "max_tokens") if chosen}
-    for name, value in settings.items():
-        if value not in (None, False, "auto", "fp32"):
-            raise ConfigError(f"{name}={value!r}: is fixed in an exported network; give the run")
-    for name, value in chosen.items():
-        if value != getattr(type(search), name):
-            raise ConfigError(
-                f"{name}={value!r}: an exported network takes the likeliest word each time; give "
-                "the run"
-            )
-    most = limits.get("max_tokens") or None
-    return CaptionRunner(
-        path,
-        batch_size=batch_size,
-        workers=workers,
-        min_tokens=limits.get("min_tokens", 1),
-        max_tokens=most,
-    )

@@ -10,7 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 WIDEST_CELL = 60
+NO_CLASS = "-"
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Prediction:
             from a network without classes.
         error: Why there is no answer, or None.
         captions: The best first; empty on an error, and from a network that writes none.
+        embedding: The picture as a vector of numbers, where it was asked for; never in a row.
     """
 
     image: str
     predictions: tuple[tuple[str, float], ...] = ()
     error: str | None = None
     captions: "tuple[Caption, ...]" = ()
+    embedding: Any = field(default=None, repr=False, compare=False)
 
     @property
     def caption(self) -> str | None:
@@ -88,12 +91,15 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
 
     "predictions": [{"label", "score"}], "caption", "score", and where more than one was asked for
     "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
+    Where no class was probable enough, "predictions" is an empty list.
     """
-    return "", lambda prediction: json_line(prediction, several=layout.n_best > 1)
+    several, named = layout.n_best > 1, layout.top_k > 0
+    return "", lambda prediction: json_line(prediction, several=several, named=named)
 
 
-def json_line(prediction: Prediction, *, several: bool = False) -> str:
-    """One line of `json_lines`, with all captions if `several`."""
+def json_line(prediction: Prediction, *, several: bool = False, named: bool = False) -> str:
+    """One line of `json_lines`: with all captions if `several`, of a network with classes if
+    `named`."""
     record: dict[str, Any] = {"image": prediction.image}
     if prediction.error is not None:
         return to_json({**record, "error": prediction.error}) + "\n"
@@ -102,7 +108,7 @@ def json_line(prediction: Prediction, *, several: bool = False) -> str:
         record |= captions[0]
     if several:
         record["captions"] = captions
-    if prediction.predictions or not captions:
+    if prediction.predictions or named or not captions:
         pairs = prediction.predictions
         record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
     return to_json(record) + "\n"
@@ -139,6 +145,7 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
         cells = [csv_text(prediction.image)]
         for label, score in prediction.predictions:
             cells += [csv_text(label), repr(score)]
+        cells += [""] * (1 + 2 * layout.top_k - len(cells))  # of classes that were not named
         for caption in prediction.captions:
             cells += [csv_text(caption.text), repr(caption.score)]
         empty = [""] * (len(header) - len(cells))
@@ -167,8 +174,9 @@ def csv_row(cells: Sequence[str]) -> str:
 def table_lines(layout: Layout) -> tuple[str, Line]:
     """Columns for reading: the picture, label and probability of each place, captions and scores.
 
-    Column widths come from the names alone, so that rows can be written as they are made; a name
-    or a caption longer than its column pushes the rest of its row to the right.
+    A picture of no probable class has a dash. Column widths come from the names alone, so that
+    rows can be written as they are made; a name or a caption longer than its column pushes the
+    rest of its row to the right.
     """
     image_width = column_width("image", *layout.images)
     label_width = column_width("label", *layout.classes)
@@ -177,6 +185,9 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         cells = [pad(printable(prediction.image), image_width)]
         for label, score in prediction.predictions:
             cells += [pad(printable(label), label_width), f"{score:6.4f}"]
+        if prediction.error is None:
+            for place in range(len(prediction.predictions), layout.top_k):
+                cells += [pad("" if place else NO_CLASS, label_width), " " * 6]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:

@@ -1,0 +1,36 @@
+"""Label pictures with a file of `vit export`: onnxruntime, numpy, Pillow, and nothing of vit.
+
+python predict_onnx.py model.onnx cat.jpg dog.png
+"""
+
+import json
+import sys
+
+import numpy as np
+import onnxruntime
+from PIL import Image, ImageOps
+
+
+def pixels(path: str) -> np.ndarray:
+    """The picture, upright and RGB over white, as it is: uint8 (1, height, width, 3)."""
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise SystemExit(f"{path}: convert pictures of 16 bits to 8 first")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.asarray(image.convert("RGB"))[None]
+
+
+def main(model: str, *paths: str) -> None:
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+    for path in paths:
+        (probabilities,) = session.run(["probabilities"], {"images": pixels(path)})[0]
+        best = probabilities.argsort()[::-1][:5]
+        answers = [{"label": classes[i], "score": float(probabilities[i])} for i in best]
+        print(json.dumps({"image": path, "predictions": answers}, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

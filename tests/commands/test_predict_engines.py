@@ -1,0 +1,85 @@
+"""--engine: what computes which model, and what is refused by name."""
+
+import argparse
+
+import pytest
+
+from vit.commands.engines import block_of, digest_of, engine_of, model_files
+from vit.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "engine"),
+    [
+        ("runs/a", None, "torch"),
+        ("timm/vit_tiny_patch16_224", None, "torch"),
+        ("a.safetensors", "torch", "torch"),
+        ("a.onnx", None, "onnx"),
+        ("a.ONNX", "openvino", "openvino"),
+        ("a.xml", None, "openvino"),
+        ("runs/a", "ray", "ray"),
+        ("a.onnx", "ray", "ray"),
+    ],
+)
+def test_the_ending_decides_where_nobody_does(model, asked, engine):
+    assert engine_of(model, asked) == engine
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "reason"),
+    [
+        ("runs/a b", "onnx", r"vit export 'runs/a b' --out model\.onnx"),
+        ("runs/a", "openvino", r"vit export runs/a --out model\.xml"),
+        ("a.onnx", "torch", "take --engine onnx or openvino or ray, or give the run"),
+        ("a.xml", "onnx", "take --engine openvino or ray, or give the run"),
+    ],
+)
+def test_what_an_engine_cannot_compute_has_a_remedy(model, asked, reason):
+    with pytest.raises(ConfigError, match=reason):
+        engine_of(model, asked)
+
+
+def test_the_command_refuses_in_one_line(predict, tiny_run, pictures):
+    code, out, err = predict(pictures[0], "--engine", "onnx")
+    assert (code, out, len(err)) == (2, [], 1)
+    assert "export it first" in err[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--resume", "--out", "a.csv"],
+        ["--embeddings", "x.npy", "--out", "a.csv"],
+        ["--sort-into", "d", "--out", "a.csv"],
+        ["--threshold", "0.5", "--out", "a.csv"],
+        ["--explain", "d", "--out", "a.csv"],
+        [],
+    ],
+)
+def test_what_ray_does_not_do_is_one_line(predict, pictures, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = predict(pictures[0], "--engine", "ray", *words)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert (words or ["--out"])[0] in err[0]
+
+
+def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
+    names = {path.name for path in model_files(str(tiny_run), "torch")}
+    assert names == {"config.json", "model.safetensors"}
+    for name in ("a.onnx", "a.onnx.data", "a.decoder.onnx", "b.onnx", "c.xml", "c.bin"):
+        (tmp_path / name).write_text(name)
+    exported = model_files(str(tmp_path / "a.onnx"), "onnx")
+    assert [path.name for path in exported] == ["a.decoder.onnx", "a.onnx", "a.onnx.data"]
+    exported_of_openvino = model_files(str(tmp_path / "c.xml"), "openvino")
+    assert [path.name for path in exported_of_openvino] == ["c.bin", "c.xml"]
+    before = digest_of(exported)
+    (tmp_path / "a.onnx.data").write_text("other")
+    assert digest_of(exported) != before
+
+
+def test_blocks_are_what_a_runner_says():
+    runner = argparse.Namespace(batch_size=4)
+    assert block_of(runner, "torch") == 4
+    assert block_of(runner, "onnx") == 32
+    runner.block = 6
+    assert block_of(runner, "onnx") == 6

@@ -1,0 +1,271 @@
+"""A kill in the middle and --resume: every row once, and every byte as if nothing had been."""
+
+import json
+import os
+import resource
+import signal
+
+import pytest
+
+from tests.commands.predicting import end_at, ended
+from tests.training.children import Job
+from vit.inference.predictor import Predictor
+
+SIZE = 4
+
+
+@pytest.fixture
+def inputs(pictures, bad_pictures):
+    """27 pictures, and some that fail, in every block of them."""
+    mixed = [*pictures]
+    for number, path in enumerate(bad_pictures):
+        mixed.insert(4 * number + 1, path)
+    return mixed
+
+
+@pytest.fixture
+def whole(predict, inputs, tmp_path):
+    """The bytes of a file that nothing disturbed."""
+
+    def make(name, *words):
+        (tmp_path / "whole").mkdir()
+        predict(*inputs, "-b", SIZE, "--out", tmp_path / "whole" / name, *words)
+        return (tmp_path / "whole" / name).read_bytes()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "block"),
+    [("a.jsonl", "torn", 3), ("a.csv", "kill", 1), ("a.txt", "torn", 0), ("b.csv", "torn", 8)],
+)
+def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, how, block):
+    out, partial = tmp_path / name, tmp_path / f"{name}.partial"
+    words = [*inputs, "-b", str(SIZE), "--out", str(out)]
+    command = ["predict", str(tiny_run), *words]
+    with Job(ended, command, block, how, log=tmp_path / "log") as job:
+        assert job.wait() == [-signal.SIGKILL], job.said()
+    left = partial.read_bytes()
+    expected = whole(name)
+    assert not out.exists()
+    assert expected.startswith(left)
+    assert len(left) > 0 or (how, block) == ("torn", 0)
+    code, _, err = predict(*words)
+    assert code == 2
+    rows = SIZE * block
+    assert err == [
+        f"vit predict: {partial} is unfinished and holds {rows} rows; go on with --resume, or "
+        "begin again with --overwrite"
+    ]
+    code, shown, err = predict(*words, "--resume")
+    assert (code, shown, len(err)) == (1, [], 1)
+    assert err[0].startswith(f"vit predict: {len(inputs) - 27} of {len(inputs)} images failed")
+    assert out.read_bytes() == expected
+    assert sorted(os.listdir(tmp_path)) == sorted(["bad", name, "log", "whole"])
+
+
+@pytest.mark.parametrize(("how", "code"), [("term", 143), ("int", 130)])
+def test_a_signal_ends_after_its_block(predict, inputs, whole, tmp_path, monkeypatch, how, code):
+    out = tmp_path / "a.jsonl"
+    words = (*inputs, "-b", SIZE, "--out", out, "--resume")
+    with monkeypatch.context() as patch:
+        end_at(2, how, patch.setattr)
+        found, shown, err = predict(*words)
+    name = {"term": "SIGTERM", "int": "Ctrl-C"}[how]
+    assert (found, shown) == (code, [])
+    assert err == [
+        f"vit predict: stopped by {name}; {3 * SIZE} rows are kept in {out}.partial: go on with "
+        "--resume"
+    ]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert predict(*words)[0] == 1
+    assert out.read_bytes() == whole("a.jsonl")
+
+
+def test_a_full_disk_keeps_what_is_whole(predict, inputs, whole, tmp_path):
+    out = tmp_path / "a.csv"
+    words = (*inputs, "-b", SIZE, "--out", out)
+    expected = whole("a.csv")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected) // 2, limits[1]))
+    try:
+        code, _, err = predict(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (code, len(err)) == (2, 1)
+    assert f"{out}.partial could not be written: File too large" in err[0]
+    assert "rows are kept" in err[0]
+    assert "--resume" in err[0]
+    assert expected.startswith((tmp_path / "a.csv.partial").read_bytes())
+    assert predict(*words, "--resume")[0] == 1
+    assert out.read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["-k", "1"], "top k (3, now 1)"),
+        (["--device", "cpu", "--workers", "1", "--top-k", "2"], "top k (3, now 2)"),
+        (["--format", "csv"], "format (jsonl, now csv)"),
+        (["--threshold", "0.5"], "threshold (None, now 0.5)"),
+        (["--precision", "bf16"], "precision (fp32, now bf16)"),
+        (["--keep-aspect"], "keep aspect (False, now True)"),
+        (["--merge-tokens", "1"], "merge tokens (None, now 1)"),
+        (["more.jpg"], "another list of pictures; pictures (34, now 35)"),
+        (["--sort-into", "sorted"], "sort into (None, now "),
+    ],
+)
+def test_only_the_same_is_continued(predict, inputs, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    usual = ["--out", "a.jsonl", "--precision", "fp32", "-b", SIZE]
+    with monkeypatch.context() as patch:
+        end_at(1, "fail", patch.setattr)
+        assert predict(*inputs, *usual)[0] == 2
+    left = (tmp_path / "a.jsonl.partial").read_bytes()
+    more = (*words, *usual) if words == ["more.jpg"] else (*usual, *words)
+    code, _, err = predict(*inputs, *more, "--resume")
+    assert (code, len(err)) == (2, 1)
+    assert f"a.jsonl.partial was begun with {reason}" in err[0]
+    assert "--overwrite" in err[0]
+    assert (tmp_path / "a.jsonl.partial").read_bytes() == left
+
+
+def test_another_batch_size_does_not_continue(predict, inputs, tmp_path, monkeypatch):
+    words = (*inputs, "--out", tmp_path / "a.csv")
+    with monkeypatch.context() as patch:
+        end_at(1, "fail", patch.setattr)
+        assert predict(*words, "-b", SIZE)[0] == 2
+    code, _, err = predict(*words, "-b", 2, "--resume")
+    assert (code, len(err)) == (2, 1)
+    assert "begun with batch size (4, now 2)" in err[0]
+
+
+def test_another_model_does_not_continue(predict, inputs, tiny_run, tmp_path, monkeypatch):
+    other = tmp_path / "run"
+    other.mkdir()
+    for file in tiny_run.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    words = (*inputs, "-b", SIZE, "--out", tmp_path / "a.csv")
+    with monkeypatch.context() as patch:
+        end_at(1, "fail", patch.setattr)
+        assert predict(*words)[0] == 2
+    os.replace(other / "model.safetensors", other / "old")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(other / "old")
+    tensors["head.bias"] += 1
+    save_file(tensors, other / "model.safetensors")
+    code, _, err = predict(*words, "--resume", model=other)
+    assert (code, len(err)) == (2, 1)
+    assert "another model" in err[0] or "model.safetensors" in err[0]
+
+
+def test_the_arithmetic_that_was_picked_is_kept(predict, inputs, whole, tmp_path, monkeypatch):
+    out = tmp_path / "a.jsonl"
+    words = (*inputs, "-b", SIZE, "--out", out)
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        assert predict(*words, "--precision", "bf16")[0] == 2
+    assert predict(*words, "--resume")[0] == 1
+    assert out.read_bytes() == whole("a.jsonl", "--precision", "bf16")
+
+
+def test_begin_again_or_from_nothing(predict, inputs, whole, tmp_path, monkeypatch):
+    out = tmp_path / "a.jsonl"
+    words = (*inputs, "-b", SIZE, "--out", out)
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        code, _, err = predict(*words, "--resume")
+    assert code == 2
+    assert err == [
+        f"vit predict: the disk is full; 8 rows are kept in {out}.partial: go on with --resume"
+    ]
+    assert predict(*words, "--overwrite")[0] == 1
+    assert out.read_bytes() == whole("a.jsonl")
+    code, _, err = predict(*words, "--resume")
+    assert (code, err) == (0, [f"vit predict: {out} is complete: {len(inputs)} images"])
+    code, _, err = predict(*inputs[1:], "--out", out, "--resume")
+    assert (code, len(err)) == (2, 1)
+    assert "is complete with 34 rows, and the inputs are 33 pictures" in err[0]
+
+
+def test_nothing_stays_where_no_row_was_whole(predict, inputs, tmp_path, monkeypatch):
+    end_at(0, "fail", monkeypatch.setattr)
+    out = tmp_path / "a.jsonl"
+    code, _, err = predict(*inputs, "--out", out)
+    assert (code, len(err)) == (2, 1)
+    assert "nothing is kept" in err[0]
+    assert os.listdir(tmp_path) == ["bad"]
+
+
+def test_a_finished_file_beside_an_unfinished_one(predict, pictures, tmp_path, monkeypatch):
+    out = tmp_path / "a.jsonl"
+    assert predict(*pictures, "-b", SIZE, "--out", out)[0] == 0
+    finished = out.read_bytes()
+    out.write_text("precious\n")
+    words = (*pictures, "-b", SIZE, "--out", out)
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        assert predict(*words, "--overwrite")[0] == 2
+    assert out.read_text() == "precious\n"
+    code, _, err = predict(*words, "--resume")
+    assert (code, len(err)) == (2, 1)
+    assert "--overwrite" in err[0]
+    assert predict(*words, "--resume", "--overwrite")[0] == 0
+    assert out.read_bytes() == finished
+
+
+def test_rows_without_their_journal_are_not_continued(predict, pictures, tmp_path):
+    (tmp_path / "a.jsonl.partial").write_text("what is this?\n")
+    words = (*pictures, "--out", tmp_path / "a.jsonl")
+    for more, reason in (([], "is unfinished"), (["--resume"], "lost its journal")):
+        code, _, err = predict(*words, *more)
+        assert (code, len(err)) == (2, 1)
+        assert reason in err[0]
+    assert predict(*words, "--overwrite")[0] == 0
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--resume"], "--out"),
+        (["--resume", "--out", "-"], "--out"),
+        (["--resume", "--out", "/dev/null"], "--out"),
+        (["--resume", "--out", "a.csv", "--explain", "d"], "--explain"),
+        (["--embeddings", "x.npy"], "--out FILE"),
+        (["--embeddings", "x.npy", "--out", "-"], "--out FILE"),
+        (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy or .parquet"),
+        (["--embeddings", "x.npy", "--out", "x.npy", "--format", "csv"], "one file"),
+        (["--sort-with", "copy"], "--sort-into"),
+        (["--threshold", "0"], "above 0"),
+        (["--threshold", "1.5"], "at most 1"),
+        (["--threshold", "nan"], "above 0"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(predict, tmp_path, monkeypatch, words, reason):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = predict("a.jpg", *words)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert reason in err[0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_progress_is_told_now_and_then(predict, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.commands.progress.SECONDS", 0.0)
+    monkeypatch.setattr("vit.commands.progress.LONG", 20)
+    code, _, err = predict(*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+    assert code == 0
+    assert [line.split(" images,")[0] for line in err[:-1]] == [
+        f"vit predict: {done} of 27" for done in range(4, 27, 4)
+    ]
+    assert all("images/s" in line for line in err)
+    assert err[-1].endswith("images/s, 0 failed")
+
+
+def test_an_uninterrupted_file_is_what_the_predictor_says(predict, pictures, tiny_run, tmp_path):
+    out = tmp_path / "a.jsonl"
+    assert predict(*pictures, "-b", SIZE, "--out", out)[0] == 0
+    expected = Predictor(tiny_run, batch_size=SIZE)(pictures)
+    for line, prediction in zip(out.read_text().splitlines(), expected, strict=True):
+        assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]

@@ -1,0 +1,97 @@
+"""--threshold and --sort-into: what is named, and where pictures go."""
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.commands.predicting import end_at
+from vit.inference.predictor import Predictor
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Contents of all files, by their path from `folder`."""
+    found = [path for path in folder.rglob("*") if not path.is_dir()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+@pytest.fixture
+def best(tiny_run, pictures):
+    """(label, score) of each picture, and a threshold between the scores."""
+    found = [one.predictions[0] for one in Predictor(tiny_run)(pictures)]
+    scores = sorted(score for _, score in found)
+    return found, (scores[8] + scores[9]) / 2
+
+
+def test_a_threshold_leaves_classes_unnamed(predict, tiny_run, pictures, best):
+    _, threshold = best
+    words = (*pictures, "--threshold", repr(threshold))
+    _, out, _ = predict(*words, "--format", "jsonl")
+    for line, whole in zip(out, Predictor(tiny_run)(pictures), strict=True):
+        named = [(one["label"], one["score"]) for one in json.loads(line)["predictions"]]
+        assert named == [pair for pair in whole.predictions if pair[1] >= threshold]
+    empty = [json.loads(line)["predictions"] == [] for line in out]
+    assert sum(empty) == 9
+    _, out, _ = predict(*words, "--format", "csv")
+    rows = list(csv.reader(io.StringIO("\n".join(out))))
+    assert {len(row) for row in rows} == {8}
+    assert [row[1] == "" for row in rows[1:]] == empty
+    _, out, _ = predict(*words)
+    assert [line.split()[1:] == ["-"] for line in out[1:]] == empty
+
+
+@pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
+def test_pictures_are_sorted_by_their_best_class(
+    predict, pictures, bad_pictures, best, tmp_path, way
+):
+    found, threshold = best
+    before = [Path(path).read_bytes() for path in pictures]
+    folder = tmp_path / "sorted"
+    words = (*pictures, *bad_pictures, "--sort-into", folder, "--sort-with", way)
+    for more in ([], ["--overwrite"]):  # the second time all is there
+        code, _, err = predict(*words, "--threshold", repr(threshold), *more)
+        assert code == 1
+        assert err[0] == (
+            f"vit predict: 27 images sorted into {folder}, 9 of them into _unsure; "
+            f"{len(bad_pictures)} left where they are"
+        )
+        places = files_in(folder)
+        assert sorted(places.values()) == sorted(before)
+        for content, (label, score) in zip(before, found, strict=True):
+            homes = [name.split("/")[0] for name, other in places.items() if other == content]
+            assert homes == [label if score >= threshold else "_unsure"]
+    assert [Path(path).read_bytes() for path in pictures] == before
+
+
+def test_sorting_goes_on_after_a_kill(predict, pictures, tmp_path, monkeypatch):
+    words = (*pictures, "-b", 4, "--threshold", "0.9")
+    predict(*words, "--out", tmp_path / "a.csv", "--sort-into", tmp_path / "a")
+    words = (*words, "--out", tmp_path / "b.csv", "--sort-into", tmp_path / "b")
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        assert predict(*words)[0] == 2
+    assert len(files_in(tmp_path / "b")) == 12  # the last four have no row yet
+    assert predict(*words)[0] == 2
+    code, _, err = predict(*words, "--resume")
+    assert code == 0
+    assert "27 images sorted" in err[0]
+    assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+
+
+def test_a_folder_with_files_or_inputs_is_one_line(predict, tiny_data, pictures, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for folder, inputs, reason in (
+        (tmp_path / "full", pictures, "has files"),
+        (tiny_data / "val" / "new", [tiny_data], "lies in the input"),
+        (tiny_data, pictures, "holds the inputs"),
+    ):
+        code, out, err = predict(*inputs, "--sort-into", folder)
+        assert (code, out, len(err)) == (2, [], 1)
+        assert reason in err[0]
+    assert not (tiny_data / "val" / "new").exists()
+    assert os.listdir(tmp_path / "full") == ["file"]

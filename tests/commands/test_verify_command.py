@@ -1,0 +1,159 @@
+"""`vit verify` says whether a file is the network of its run, and answers with its exit code."""
+
+import dataclasses
+import json
+import re
+
+import onnx
+import pytest
+from PIL import Image
+
+from tests.inference.captioners import save_captioner
+from vit.commands.main import main
+from vit.config import Config
+from vit.export.onnx_file import export_onnx
+from vit.export.pictures import scene
+from vit.weights.folder import load_run, save_model
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [str(folder / f"{number}.png") for number in range(8)]
+    for number, path in enumerate(paths):
+        Image.fromarray(scene(*[(40, 31), (24, 50), (33, 33)][number % 3], number)).save(path)
+    return paths
+
+
+@pytest.fixture
+def check(capfd):
+    """Runs the command; gives exit code, standard output, lines of standard error."""
+
+    def run(*words):
+        code = main(["verify", *map(str, words)])
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_run, tmp_path_factory):
+    """The tiny run as a file."""
+    path = tmp_path_factory.mktemp("exported") / "fruit.onnx"
+    export_onnx(tiny_run, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A captioner that names classes too."""
+    return save_captioner(tmp_path_factory.mktemp("speaking") / "run", classes=("cat", "dog"))
+
+
+def test_a_run_and_its_file_agree(check, exported, pictures, tmp_path):
+    code, out, err = check(exported, *pictures, "--json", tmp_path / "a.json")
+    assert (code, err) == (0, [])
+    assert out.startswith("images      8\nby hand     the saved preprocessing and the network")
+    assert "fruit.onnx  same answer 100.00% (at least 99.5%), largest difference" in out
+    assert out.endswith("all agree\n")
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert (record["images"], record["top1_agreement"], len(record["paths"])) == (8, 1.0, 3)
+    assert record["max_probability_difference"] <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        (
+            {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+            "as with the usual mean and deviation .*where the run has 0.485, 0.456, 0.406",
+        ),
+        ({"crop_share": 0.6}, "as with crop_share 0.9, where the run has 0.6"),
+    ],
+    ids=["mean", "crop"],
+)
+def test_an_altered_file_fails(check, tiny_run, exported, pictures, tmp_path, other, cause):
+    """The file computes as the tiny run does, and tells the preprocessing of another run."""
+    loaded = load_run(tiny_run)
+    wanted = dataclasses.replace(loaded.preprocessing, **other)
+    config = Config(model=loaded.config)
+    run = tmp_path / "run"
+    run.mkdir()
+    save_model(run, loaded.model, config=config, classes=loaded.classes, preprocessing=wanted)
+    graph = onnx.load(exported)
+    said = {"preprocessing": json.dumps(wanted.to_dict()), "source_run": "gone"}
+    for entry in graph.metadata_props:
+        entry.value = said.get(entry.key, entry.value)
+    onnx.save(graph, tmp_path / "a.onnx")
+    code, out, err = check(tmp_path / "a.onnx", "--run", run, *pictures)
+    assert code == 1
+    assert out.endswith("they do not agree\n")
+    first, second = err
+    assert first.startswith("vit verify: a.onnx is not the network of the run: another answer for")
+    assert first.endswith(".png")
+    assert re.match(f"vit verify: likely cause: .*{cause}", second), second
+    code, out, err = check(tmp_path / "a.onnx", *pictures)
+    assert (code, out) == (2, "")
+    assert "was exported from gone, which is not here; give the run with --run RUN" in err[0]
+
+
+def test_captions_of_a_run_are_compared_too(check, speaking, pictures):
+    code, out, err = check(speaking, *pictures)
+    assert (code, err) == (0, [])
+    assert "predictor  same answer 100.00%" in out
+
+
+@pytest.mark.slow
+def test_a_captioner_and_its_files(check, speaking, pictures, tmp_path):
+    path = tmp_path / "pets.onnx"
+    export_onnx(speaking, path)
+    code, out, err = check(path, *pictures)
+    assert (code, err) == (0, [])
+    assert "pets.onnx  same answer 100.00%" in out
+    other = save_captioner(tmp_path / "other", classes=("cat", "dog"), depth=1)
+    code, out, err = check(path, "--run", other, *pictures)
+    assert code == 1
+    assert "pets.onnx is not the network of the run" in err[0]
+    assert "its weights or its normalisation are not the run's" in err[1]
+
+
+def test_a_run_alone(check, tiny_run, pictures):
+    code, out, err = check(tiny_run, *pictures)
+    assert (code, err) == (0, [])
+    assert out.count("\n") == 4
+    assert "predictor  same answer 100.00%" in out
+    code, out, err = check(tiny_run, "--run", tiny_run)
+    assert code == 2
+    assert "MODEL is a run already" in err[0]
+
+
+def test_pictures_that_cannot_be_read_are_named(check, tiny_run, pictures, bad_pictures, tmp_path):
+    code, out, err = check(tiny_run, *pictures, *bad_pictures[:2], "--json", tmp_path / "a.json")
+    assert code == 1
+    assert out.endswith("all agree\n")
+    assert err == [
+        f"vit verify: {bad_pictures[0]}: an empty file (0 bytes)",
+        f"vit verify: {bad_pictures[1]}: not a readable picture (text)",
+    ]
+    assert len(json.loads((tmp_path / "a.json").read_text())["failed"]) == 2
+
+
+def test_pictures_are_drawn_where_there_are_none(check, tiny_run, monkeypatch):
+    monkeypatch.setattr("vit.export.pictures.SIZES", ((20, 30), (40, 20)))
+    code, out, (note,) = check(tiny_run)
+    assert code == 0
+    assert note.endswith("drew 2 of many sizes")
+    assert out.startswith("images     2\n")
+
+
+def test_what_cannot_start_is_one_line(check, tmp_path):
+    for words, message in (
+        ([tmp_path / "none.onnx"], "is missing, or not a file"),
+        ([tmp_path / "none"], "is no exported file: give X.onnx or X.xml, or a run folder"),
+        ([tmp_path], "has no config.json"),
+        ([tmp_path, tmp_path / "*.jpg"], "matches no file"),
+    ):
+        code, out, err = check(*words)
+        assert (code, out, len(err)) == (2, "", 1)
+        assert message in err[0]

@@ -1,0 +1,303 @@
+"""A file that is not the network of its run is found out, and so is what was changed in it."""
+
+import copy
+import dataclasses
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.config import Config, DataConfig, ModelConfig
+from vit.errors import DataError, RunError, WeightsError
+from vit.export import verification
+from vit.export.answering import Said, by_hand, by_predictor
+from vit.export.pictures import SIZES, draw, pictures_for, scene, spread
+from vit.export.verdict import HAND, LIMITS, Compared
+from vit.export.verification import compare, verify
+from vit.inference.predictor import Predictor
+from vit.runtime.classes import ClassRunner
+from vit.settings import write_settings
+from vit.weights.folder import load_run
+
+CLASSES = ("apple", "class10", "class2")
+
+
+class TorchGraph:
+    """Stands for an exported file: a run's network behind a preprocessing that may be another."""
+
+    inputs, outputs = ["images"], ["probabilities"]
+
+    def __init__(self, run, *, metadata=None, precision="fp32", change=None, **other):
+        self.run, self.change = run, change or (lambda x: x)
+        self.backwards = other.pop("backwards", False)
+        self.preprocessing = dataclasses.replace(run.preprocessing, **other)
+        self.metadata = {
+            "graph": "classifier",
+            "classes": json.dumps(run.classes),
+            "preprocessing": json.dumps(run.preprocessing.to_dict()),
+            "precision": precision,
+        } | (metadata or {})
+
+    @torch.inference_mode()
+    def __call__(self, inputs):
+        pictures = inputs["images"][..., ::-1] if self.backwards else inputs["images"]
+        fitted = [self.preprocessing(Image.fromarray(picture)) for picture in pictures]
+        logits = self.run.model(self.preprocessing.normalise(torch.stack(fitted)))
+        return [self.change(logits.softmax(1)).numpy()]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_run):
+    return load_run(tiny_run)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Smooth pictures of several sizes, none of which is that of the network."""
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [str(folder / f"{number}.png") for number in range(24)]
+    for number, path in enumerate(paths):
+        width, height = [(40, 31), (24, 50), (33, 33), (70, 64)][number % 4]
+        Image.fromarray(scene(width, height, number)).save(path)
+    return paths
+
+
+@pytest.fixture
+def verified(run, tiny_run, pictures, monkeypatch):
+    """Verifies a TorchGraph against the tiny run."""
+
+    def check(images=None, **changes):
+        graph = TorchGraph(changes.pop("other", run), **changes)
+        monkeypatch.setattr(verification, "opened", lambda *_: ClassRunner(graph))
+        return verify(tiny_run, "fruit.onnx", pictures if images is None else images)
+
+    return check
+
+
+def test_equal_networks_agree(verified, pictures):
+    found = verified()
+    assert found.agrees
+    assert (found.images, found.top1_agreement, found.causes) == (24, 1.0, ())
+    assert found.max_probability_difference < 1e-5
+    assert [path.name for path in found.paths] == ["by hand", "predictor", "fruit.onnx"]
+    assert found.paths[0].worst is None
+    record = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert record["images"] == 24
+    assert record["agrees"] is True
+    assert record["paths"][2]["top1_agreement"] == record["top1_agreement"] == 1.0
+    assert record["failed"] == record["causes"] == []
+
+
+ORDER = [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}, "with ImageNet's mean and"),
+        (
+            {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)},
+            "no mean and deviation .*0.5, 0.5",
+        ),
+        ({"mean": (0.4, 0.6, 0.3)}, "pictures of a single colour, which no resizing changes"),
+        (
+            {"crop_share": 0.5},
+            "already have 17 x 17 pixels get the same|single colour get the same",
+        ),
+        ({"crop_share": 1.0}, "crop_share 1, where the run has 0.9"),
+        ({"resize": "squash"}, "resize squash"),
+        ({"interpolation": "bilinear"}, "interpolation bilinear"),
+        ({"backwards": True}, "red and blue exchanged"),
+        ({"change": lambda rows: rows[:, ORDER]}, "outputs are in another order: 3 of 3 classes"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_was_altered_is_told(verified, changes, cause):
+    found = verified(**changes)
+    assert not found.agrees
+    by_name = {path.name: path for path in found.paths}
+    assert [name for name, path in by_name.items() if not path.agrees] == ["fruit.onnx"]
+    assert by_name["fruit.onnx"].max_probability_difference > 0.02
+    assert by_name["fruit.onnx"].worst.endswith(".png")
+    (told,) = found.causes
+    assert re.search(cause, told), told
+
+
+def test_other_weights_are_told(verified, run):
+    other = dataclasses.replace(run, model=copy.deepcopy(run.model))
+    torch.nn.init.normal_(other.model.head.weight, std=3.0)
+    (cause,) = verified(other=other).causes
+    assert "its weights or its normalisation are not the run's" in cause
+
+
+def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verified, run):
+    said = dataclasses.replace(run.preprocessing, mean=(0.4, 0.5, 0.6), crop_share=0.8).to_dict()
+    found = verified(metadata={"preprocessing": json.dumps(said)})
+    assert all(path.agrees for path in found.paths)
+    assert not found.agrees
+    assert found.causes == (
+        "its metadata say crop_share 0.8, the run 0.9",
+        "its metadata say mean 0.4, 0.5, 0.6, the run 0.5, 0.5, 0.5",
+    )
+
+
+def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
+    other = dataclasses.replace(run.preprocessing, mean=(0.1, 0.5, 0.9)).to_dict()
+    found = verified(mean=(0.1, 0.5, 0.9), metadata={"preprocessing": json.dumps(other)})
+    assert found.causes == (
+        "its metadata say mean 0.1, 0.5, 0.9, the run 0.5, 0.5, 0.5",
+        "it answers as with the preprocessing in its metadata, which is not the run's",
+    )
+
+
+def test_classes_in_another_order_are_told(verified):
+    found = verified(metadata={"classes": json.dumps([CLASSES[i] for i in ORDER])})
+    assert found.causes[0] == (
+        "its metadata name the classes in another order: number 0 is class2, in the run apple"
+    )
+    assert not found.paths[2].agrees
+    found = verified(metadata={"classes": json.dumps(["apple", "pear", "class2"])})
+    assert "its metadata name other classes" in found.causes[0]
+
+
+def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
+    def noisy(rows):
+        return (rows * 0.97 + 0.01).contiguous()
+
+    assert not verified(change=noisy).agrees
+    found = verified(change=noisy, precision="fp16")
+    assert found.agrees
+    assert found.paths[2].limits == LIMITS["fp16"]
+    assert found.paths[1].limits == LIMITS["fp32"]
+    with pytest.raises(WeightsError, match="precision='fp4' in the metadata: expected fp32, fp16"):
+        verified(precision="fp4")
+
+
+def test_unreadable_pictures_are_failures_once(verified, pictures, bad_pictures):
+    found = verified([pictures[0], *bad_pictures, pictures[1]])
+    assert (found.agrees, found.images) == (True, 2)
+    assert [row["image"] for row in found.failures] == bad_pictures
+    assert {row["path"] for row in found.failures} == {"all"}
+    with pytest.raises(DataError, match=r"none of 1 pictures can be compared; the first: an empty"):
+        verified(bad_pictures[:1])
+    with pytest.raises(DataError, match="not one picture"):
+        verified([])
+
+
+def test_a_picture_that_one_way_alone_fails_on_is_said():
+    hand, other = [Said(np.array([0.4, 0.6])), "torn"], [Said(np.array([0.7, 0.3])), "torn"]
+    found = compare("b", ["x", "y"], hand, other, LIMITS["fp32"])
+    assert found == Compared("b", 1, 0.0, pytest.approx(0.3), "x", LIMITS["fp32"])
+    ways = {HAND: hand, "b": ["empty", "torn"]}
+    assert verification.failures_of(["x", "y"], ways) == (
+        {"image": "x", "path": "b", "error": "empty"},
+        {"image": "y", "path": "all", "error": "torn"},
+    )
+
+
+def test_by_hand_is_what_the_predictor_says(run, tiny_run, pictures, bad_pictures):
+    """Of two implementations that share the network alone; and in float32, whatever is usual."""
+    mixed = [*pictures[:3], bad_pictures[0], pictures[3]]
+    truth = Predictor(tiny_run, precision="fp32", device="cpu", batch_size=1)(mixed, top_k=3)
+    for said in (by_hand(run, mixed), by_predictor(run, mixed)):
+        for one, expected in zip(said, truth, strict=True):
+            if expected.error is not None:
+                assert one == expected.error
+            else:
+                scores = dict(expected.predictions)
+                assert one.probabilities == pytest.approx([scores[n] for n in CLASSES], abs=1e-6)
+
+
+def test_a_run_alone_is_compared_with_the_predictor(tiny_run, pictures, monkeypatch):
+    found = verify(tiny_run, images=pictures[:3])
+    assert found.agrees
+    assert [path.name for path in found.paths] == ["by hand", "predictor"]
+    wrong = [Said(np.array([1.0, 0.0, 0.0]))] * 3
+    monkeypatch.setattr(verification, "by_predictor", lambda *_: wrong)
+    found = verify(tiny_run, images=pictures[:3])
+    assert not found.agrees
+    assert found.causes == ("the predictor differs from its own parts: please report it",)
+
+
+class TestPictures:
+    """Which pictures are compared where nobody gave any."""
+
+    def chosen(self, folder):
+        said = []
+        with pictures_for(folder, load_run(folder), None, said.append) as paths:
+            assert all(np.asarray(Image.open(path)).size for path in paths)
+            return [*paths], said
+
+    @pytest.fixture
+    def with_data(self, tiny_run, tiny_data, tmp_path):
+        """The tiny run as if it had been trained on the tiny data."""
+        folder = tmp_path / "run"
+        shutil.copytree(tiny_run, folder)
+        shutil.copytree(tiny_data / "val", tmp_path / "data" / "val")
+        shutil.copytree(tiny_data / "val", tmp_path / "data" / "train")
+        model = ModelConfig(
+            image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=3
+        )
+        config = Config(model=model, data=DataConfig(data=str(tmp_path / "data")))
+        write_settings(folder / "config.yaml", config)
+        return folder
+
+    def test_validation_pictures_of_the_run(self, with_data, tmp_path):
+        paths, said = self.chosen(with_data)
+        assert paths == sorted(str(path) for path in (tmp_path / "data" / "val").rglob("*.*"))
+        assert said == [f"27 of 27 validation pictures of {tmp_path / 'data'}"]
+
+    def test_those_that_were_held_out(self, with_data, tmp_path):
+        shutil.rmtree(tmp_path / "data" / "val")
+        names = ["train/apple/1.jpg", "train/class2/0.png"]
+        split = {"root": str(tmp_path / "data"), "val": names}
+        (with_data / "split.json").write_text(json.dumps(split))
+        paths, said = self.chosen(with_data)
+        assert paths == [str(tmp_path / "data" / name) for name in names]
+        assert said == [f"2 of 2 validation pictures of {tmp_path / 'data'}"]
+
+    @pytest.mark.parametrize("missing", ["config.yaml", "data"])
+    def test_drawn_ones_where_there_are_none(self, with_data, tmp_path, missing, monkeypatch):
+        monkeypatch.setattr("vit.export.pictures.SIZES", SIZES[:6])
+        if missing == "data":
+            shutil.rmtree(tmp_path / "data")
+        else:
+            (with_data / missing).unlink()
+        paths, (said,) = self.chosen(with_data)
+        assert len(paths) == 6
+        assert said.startswith("no validation pictures (")
+        assert said.endswith("): drew 6 of many sizes")
+
+    def test_the_same_ones_are_drawn_each_time(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("vit.export.pictures.SIZES", sizes := SIZES[:9])
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        first, second = draw(tmp_path / "a"), draw(tmp_path / "b")
+        for one, other, size in zip(first, second, sizes, strict=True):
+            with Image.open(one) as image, Image.open(other) as again:
+                assert image.size == size
+                assert image.tobytes() == again.tobytes()
+
+    def test_they_are_spread_over_a_list_that_is_sorted_by_class(self):
+        assert spread(3, 50) == [0, 1, 2]
+        assert spread(100, 5) == [0, 20, 40, 60, 80]
+        assert len(set(spread(341, 50))) == 50
+
+
+def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    with pytest.raises(WeightsError, match=r"a.zip is no exported file: give X.onnx or X.xml"):
+        verify(tiny_run, tmp_path / "a.zip")
+    with pytest.raises(RunError, match="neither a run nor an exported file"):
+        verify(None)
+    graph = TorchGraph(load_run(tiny_run))
+    monkeypatch.setattr(verification, "opened", lambda *_: ClassRunner(graph))
+    with pytest.raises(RunError, match=r"fruit.onnx names no run; give it with --run RUN"):
+        verify(None, "fruit.onnx")
+    graph.metadata["source_run"] = "runs/\x1b[31mgone"
+    with pytest.raises(RunError, match=r"exported from runs/.x1b\[31mgone, which is not here"):
+        verify(None, "fruit.onnx")

@@ -1,0 +1,273 @@
+"""Pieces, rows and files of predictions by Ray; with Ray itself (slow) on a cluster of two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.inference.captioners import save_captioner
+from vit.errors import ConfigError, DataError, RunError, VitError
+from vit.generation.caption import Caption
+from vit.generation.search import Search
+from vit.inference.predictor import Predictor
+from vit.inference.ray_cluster import Counter, shares
+from vit.inference.ray_engine import Worker, from_text, pieces, predict_with_ray, to_text
+from vit.inference.ray_files import check_out, fetched, is_url, read_list, write_rows
+from vit.runtime.results import FORMATS, Layout, Prediction
+
+NAMES = ["a.png", "b \u2028,\n.png", "猫.png", "\udcff.png"]
+WHOLE, CUT = Caption("猫", -0.5, (), True), Caption("", -1.5, (), False)
+ROWS = [
+    Prediction(NAMES[0], (("cat", 0.1 + 0.2), ("=dog", 1e-17)), captions=(WHOLE,)),
+    Prediction(NAMES[1], error="no such file"),
+    Prediction(NAMES[2], (("cat", 1.0), ("\udcff", 0.0)), captions=(CUT,)),
+]
+LAYOUT = Layout(2, ("cat", "=dog", "\udcff"), NAMES, 1)
+CHILD = Path(__file__).parent / "ray_child.py"
+
+
+@pytest.fixture
+def pictures(tiny_data):
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["classes and caption", "error", "cut off"])
+def test_a_row_comes_back_as_it_went(row):
+    assert from_text(row.image, to_text(row)) == row
+
+
+def test_pieces_are_whole_blocks_in_order_and_names_survive():
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
+    names = [f"{number}.png" for number in range(1001)]
+    for block, workers, size in (
+        (16, 2, 48),
+        (16, 200, 16),
+        (64, 1, 64),
+        (600, 1, 600),
+        (1, 1, 125),
+    ):
+        tables = pieces(names, block, workers)
+        assert {len(table) for table in tables[:-1]} <= {size}
+        assert [n for table in tables for n in table["number"].to_pylist()] == list(range(1001))
+    (table,) = pieces([*NAMES, "s3://b/c.png"], 16, 2)
+    found = [os.fsdecode(path) for path in table["path"].to_pylist()]
+    assert found == [*(os.path.abspath(name) for name in NAMES), "s3://b/c.png"]
+    assert len(pieces(names * 100, 16, 2)[0]) == 512
+
+
+def test_workers_give_the_digits_of_one_predictor(tiny_run, pictures, bad_pictures, tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
+    images = [*pictures[:5], bad_pictures[0], *pictures[5:], f"file://{pictures[0]}", "file:///no"]
+    settings = {"precision": "fp32", "batch_size": 4}
+    counter = Counter()
+    workers = [Worker(str(tiny_run), settings, 2, counter.began) for _ in range(2)]
+    answers = []
+    for number, piece in enumerate(pieces(images, 4, 1)):
+        table = workers[number % 2](piece)
+        answers += zip(table["number"].to_pylist(), table["answer"].to_pylist(), strict=True)
+    assert [number for number, _ in answers] == list(range(len(images)))
+    found = [from_text(images[number], text) for number, text in answers]
+    local = [image.removeprefix("file://") for image in images]
+    expected = Predictor(tiny_run, **settings)(local, top_k=2)
+    for mine, other, image in zip(found, expected, images, strict=True):
+        assert mine.image == image
+        assert (mine.predictions, mine.error) == (other.predictions, other.error)
+
+
+def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, pictures):
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
+    run = save_captioner(tmp_path / "run")
+    settings = {"precision": "fp32", "batch_size": 4, "search": Search(temperature=2.0)}
+    worker = Worker(str(run), settings, 1, Counter().began)
+    texts = [t for piece in pieces(pictures, 4, 2) for t in worker(piece)["answer"].to_pylist()]
+    found = [from_text(image, text).caption for image, text in zip(pictures, texts, strict=True)]
+    assert found == [row.caption for row in Predictor(run, **settings)(pictures)]
+
+
+def test_a_piece_that_kills_is_given_up(tiny_run, pictures):
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
+    counter = Counter()
+    worker = Worker(str(tiny_run), {"batch_size": 4}, 1, counter.began)
+    piece, other = pieces(pictures, 4, 1)[:2]
+    for _ in range(3):
+        assert all(
+            from_text("", text).error is None for text in worker(piece)["answer"].to_pylist()
+        )
+    errors = {from_text("", text).error for text in worker(piece)["answer"].to_pylist()}
+    assert errors == {"workers died 3 times at this picture, or at one of its piece of 4"}
+    assert all(from_text("", text).error is None for text in worker(other)["answer"].to_pylist())
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_text_is_written_as_by_one_process(style, tmp_path):
+    header, line = FORMATS[style](LAYOUT)
+    expected = (header + "".join(map(line, ROWS))).encode("utf-8", "backslashreplace")
+    write_rows(str(tmp_path / "x"), style, LAYOUT, iter(ROWS))
+    assert (tmp_path / "x").read_bytes() == expected
+    fsspec = pytest.importorskip("fsspec")
+    write_rows("memory://text/x", style, LAYOUT, iter(ROWS))
+    assert fsspec.filesystem("memory").cat("/text/x") == expected
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_parquet_has_the_columns_of_csv(url, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
+    out = "memory://tables/x.parquet" if url else str(tmp_path / "x.parquet")
+    write_rows(out, "parquet", LAYOUT, iter(ROWS))
+    header = FORMATS["csv"](LAYOUT)[0].strip().split(",")
+    table = pandas.read_parquet(out)
+    assert list(table.columns) == header
+    assert table["image"].tolist() == NAMES[:3]
+    assert table["score_1"].tolist()[::2] == [0.1 + 0.2, 1.0]
+    assert table["label_2"].tolist()[::2] == ["=dog", "\\udcff"]
+    assert table["caption"].tolist()[::2] == ["猫", ""]
+    assert table["error"].tolist()[1] == "no such file"
+    assert table["error"].isna().tolist() == [True, False, True]
+    assert table["label_1"].isna().tolist() == [False, True, False]
+    assert read_list(out) == NAMES[:3]
+
+
+@pytest.mark.parametrize("out", ["{tmp}/x.jsonl", "memory://broken/x.jsonl"])
+def test_nothing_is_left_of_a_file_that_was_not_finished(out, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+
+    def broken():
+        yield ROWS[0]
+        raise RunError("Ray gave up")
+
+    with pytest.raises(RunError, match="Ray gave up"):
+        write_rows(out.format(tmp=tmp_path), "jsonl", LAYOUT, broken())
+    assert os.listdir(tmp_path) == []
+    assert not fsspec.filesystem("memory").exists("/broken/x.jsonl")
+    write_rows(out.format(tmp=tmp_path), "jsonl", LAYOUT, ROWS)
+
+
+def test_a_url_is_checked_before_work_begins():
+    pytest.importorskip("fsspec")
+    check_out("memory://checked/x.jsonl", "jsonl", overwrite=False)
+    write_rows("memory://checked/x.jsonl", "jsonl", LAYOUT, ROWS)
+    with pytest.raises(RunError, match="exists; choose another name, or add --overwrite"):
+        check_out("memory://checked/x.jsonl", "jsonl", overwrite=False)
+    check_out("memory://checked/x.jsonl", "jsonl", overwrite=True)
+    with pytest.raises(RunError, match="nowhere://x cannot be written"):
+        check_out("nowhere://x", "jsonl", overwrite=True)
+    with pytest.raises(RunError, match="could not be written"):
+        write_rows("nowhere://x", "jsonl", LAYOUT, ROWS)
+    assert [is_url(name) for name in ("a/b.png", "C:\\x.png", "s3://a/b.png")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("x.csv", "\ufeffnumber,image\r\n1,a.png\r\n2,\"b,\n.png\"\r\n", ["a.png", "b,\n.png"]),
+        ("x.jsonl", '{"image": "a"}\n\n{"image": "猫", "error": "?"}\n', ["a", "猫"]),
+        ("x.csv", "picture\na.png\n", "x.csv, row 1: there is no text in the column 'image'"),
+        ("x.jsonl", '{"image": "a"}\n["b"]\n', "x.jsonl, row 2: there is no text"),
+        ("x.jsonl", '{"image": "a"}\n{"image', "x.jsonl is no readable list: "),
+        ("x.csv", "image\n", "x.csv is an empty list"),
+        ("x.csv", "image\n\udcff\n", "x.csv is no readable list: "),
+        ("x.parquet", "image", "x.parquet is no readable list: "),
+        ("x.txt", "image", r"x.txt: a list of pictures is called .parquet, .jsonl, .csv"),
+    ],
+)  # fmt: skip
+def test_lists_are_read_or_refused(name, text, expected, tmp_path):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow", reason="the extra ray brings it")
+    (tmp_path / name).write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+    if isinstance(expected, list):
+        assert read_list(str(tmp_path / name)) == expected
+        assert read_list(f"file://{tmp_path / name}") == expected
+    else:
+        with pytest.raises(DataError, match=expected):
+            read_list(str(tmp_path / name))
+
+
+def test_a_list_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"none\.csv is no readable list"):
+        read_list(str(tmp_path / "none.csv"))
+    with pytest.raises(DataError, match=r"none\.csv is no readable list"):
+        read_list("memory://none.csv")
+
+
+def test_fetched_pictures_go_away(pictures):
+    with fetched([pictures[0], f"file://{pictures[1]}", "nowhere://x"]) as (paths, errors):
+        assert paths[0] == pictures[0]
+        assert Path(paths[1]).read_bytes() == Path(pictures[1]).read_bytes()
+        assert errors.keys() == {2}
+        assert errors[2].startswith("cannot be fetched: ")
+    assert not Path(paths[1]).exists()
+
+
+@pytest.mark.parametrize(
+    ("resources", "device", "workers", "expected"),
+    [
+        ({"CPU": 8.0}, None, None, (8, {"num_cpus": 1})),
+        ({"CPU": 8.0}, "cpu", 3, (3, {"num_cpus": 1})),
+        ({"CPU": 8.0, "GPU": 2.0}, None, None, (2, {"num_gpus": 1, "num_cpus": 4})),
+        ({"CPU": 8.0, "GPU": 2.0}, "cuda", 1, (1, {"num_gpus": 1, "num_cpus": 4})),
+        ({"CPU": 8.0, "GPU": 2.0}, "cpu", None, (8, {"num_cpus": 1})),
+    ],
+)
+def test_a_worker_takes_a_core_or_a_gpu(resources, device, workers, expected):
+    assert shares(resources, device, workers) == expected
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="device='cuda': this Ray cluster has no GPU"):
+        shares({"CPU": 2.0}, "cuda", None)
+
+
+def test_without_ray_the_remedy_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(VitError, match=r"ray is not installed: pip install 'vit-toolkit\[ray\]'"):
+        predict_with_ray("x", ["a"], "b", style="jsonl", top_k=1, settings={}, workers=1, say=print)
+
+
+def child(run, out, style, dies, images) -> subprocess.CompletedProcess[str]:
+    """A process of its own: Ray leaves threads and sockets behind."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": "local"}
+    return subprocess.run(
+        [sys.executable, CHILD, run, out, style, dies, *images],
+        capture_output=True, text=True, timeout=500, env=environment,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["once", "always", "never"])
+def test_two_workers_write_the_file_of_one_process(
+    tiny_run, pictures, bad_pictures, tmp_path, dies
+):
+    pytest.importorskip("ray.data", reason="the extra ray is not installed")
+    images = [*pictures[:9], bad_pictures[0], *pictures[9:], *pictures]
+    out = tmp_path / "x.jsonl"
+    ran = child(str(tiny_run), str(out), "jsonl", dies, images)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "x.jsonl.died").exists() == (dies != "never")
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["image"] for row in found] == images
+    lost = range(20, 24) if dies == "always" else []
+    predictor = Predictor(tiny_run, precision="fp32", batch_size=4)
+    line = FORMATS["jsonl"](Layout(2, predictor.classes, images))[1]
+    for number, row in enumerate(predictor(images, top_k=2)):
+        if number in lost:
+            assert found[number]["error"].startswith("workers died 3 times")
+        else:
+            assert found[number] == json.loads(line(row))
+    assert ran.stdout == f"{1 + len(lost)}\n"
+
+
+@pytest.mark.slow
+def test_ray_tells_in_one_line_what_cannot_be(pictures, tmp_path):
+    pytest.importorskip("ray.data", reason="the extra ray is not installed")
+    ran = child(str(tmp_path), str(tmp_path / "x.jsonl"), "jsonl", "never", pictures)
+    assert ran.returncode == 1
+    assert "no file of weights" in ran.stderr.strip().splitlines()[-1]
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,162 @@
+"""Folders for any class and any picture: safe names, no two alike, and originals untouched."""
+
+import os
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from vit.errors import ConfigError, RunError, VitError
+from vit.runtime.results import Prediction
+from vit.runtime.sorting import UNSURE, Sorter, check_sorting, folder_names, picture_names
+
+STRANGE = [
+    *("cat", "Cat", "CAT", "..", ".", "", "/", "a/b", "a%2Fb", "../../etc", ".hidden", "end."),
+    *("end ", " x", "_unsure", "_Unsure", "con", "CON.txt", "nul", "a\0b", "new\nline", "a:b*?"),
+    *("e\u0301", "\u00e9", "stra\u00dfe", "strasse", "\u732b", "\u0939\u093f", "\ud800"),
+    *("~", "cat~2", "x" * 300),
+    *("x" * 301, "\u732b" * 100, "\u202egpj", "100%", "a\\b"),
+]  # fmt: skip
+
+
+def test_every_class_has_a_folder_of_its_own(tmp_path):
+    names = folder_names(STRANGE)
+    forms = {unicodedata.normalize("NFC", name).casefold() for name in names}
+    assert len(forms) == len(STRANGE)
+    for name in names:
+        assert name not in ("", ".", "..", UNSURE)
+        assert not {*name} & {*'/\\:*?"<>|\0\n'}
+        assert name.strip(". ") == name
+        assert len(os.fsencode(name)) <= 255
+        (tmp_path / name).mkdir()
+        assert (tmp_path / name).parent == tmp_path
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+
+def test_ordinary_names_stay_as_they_are():
+    plain = ["cat", "T-shirt", "golden retriever", "n01440764", "猫", "Crème brûlée", "a.b, c"]
+    assert folder_names(plain) == plain
+    assert folder_names(["cat", "Cat", "a/b"]) == ["cat", "Cat~2", "a%2Fb"]
+
+
+def test_pictures_of_one_name_get_numbers():
+    images = ["a/1.jpg", "b/1.jpg", "c/1-2.jpg", "d/1.JPG", "1.jpg", "e/2.jpg", "x/" + "y" * 255]
+    images += ["z/" + "y" * 255]
+    names = picture_names(images)
+    assert names[:6] == [
+        "1.jpg",
+        "1-3.jpg",
+        "1-2.jpg",
+        "1-4.JPG",
+        "1-5.jpg",
+        "2.jpg",
+    ]
+    assert len({name.casefold() for name in names}) == len(names)
+    assert all(len(os.fsencode(name)) <= 255 for name in names)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[str]:
+    """Two that are called alike, and one of another name, which is a link."""
+    paths = [tmp_path / "in" / name for name in ("a/1.jpg", "b/1.jpg")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(str(path).encode())
+    link = tmp_path / "in" / "a" / "link.jpg"
+    link.symlink_to(paths[1])
+    return [*map(str, paths), str(link)]
+
+
+def answers(images):
+    named = [(("a/b", 0.9),), (("a/b", 0.8),), ()]
+    return [Prediction(image, pairs) for image, pairs in zip(images, named, strict=True)]
+
+
+@pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
+def test_pictures_go_where_they_belong_once(tmp_path, pictures, way):
+    os.utime(pictures[0], (1e9, 1e9))
+    before = {path: Path(path).read_bytes() for path in pictures}
+    folder = tmp_path / "out"
+    for _ in range(2):  # the second time nothing is left to do
+        sorter = Sorter(str(folder), way, ["a/b"], pictures)
+        for place, prediction in enumerate(answers(pictures)):
+            sorter(place, prediction)
+        sorter(0, Prediction(pictures[0], error="unreadable"))
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    assert found == {"a%2Fb/1.jpg", "a%2Fb/1-2.jpg", "_unsure/link.jpg"}
+    assert {path: Path(path).read_bytes() for path in pictures} == before
+    assert Path(pictures[2]).is_symlink()
+    placed = folder / "a%2Fb" / "1.jpg"
+    assert placed.read_bytes() == before[pictures[0]]
+    assert placed.is_symlink() == (way == "symlink")
+    assert os.path.samefile(placed, pictures[0]) == (way != "copy")
+    assert not (folder / UNSURE / "link.jpg").is_symlink() or way == "symlink"
+    if way == "copy":
+        assert placed.stat().st_mtime == 1e9
+        placed.write_bytes(b"changed")
+        assert Path(pictures[0]).read_bytes() == before[pictures[0]]
+
+
+@pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_there_is_never_replaced(tmp_path, pictures, way, kind):
+    target = tmp_path / "out" / "a%2Fb" / "1.jpg"
+    target.parent.mkdir(parents=True)
+    precious = tmp_path / "precious.jpg"
+    precious.write_bytes(b"precious")
+    if kind == "link":
+        target.symlink_to(precious)
+    else:
+        target.write_bytes(b"precious")
+    sorter = Sorter(str(tmp_path / "out"), way, ["a/b"], pictures)
+    with pytest.raises(RunError, match=r"1\.jpg is there and is not .*nothing is overwritten"):
+        sorter(0, answers(pictures)[0])
+    assert target.read_bytes() == precious.read_bytes() == b"precious"
+
+
+def test_what_a_kill_left_of_a_copy_is_not_written_through(tmp_path, pictures):
+    (tmp_path / "out" / "a%2Fb").mkdir(parents=True)
+    (tmp_path / "out" / "a%2Fb" / ".0.tmp").symlink_to(pictures[1])
+    Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)(0, answers(pictures)[0])
+    assert Path(pictures[1]).read_bytes() == pictures[1].encode()
+    assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
+
+
+def test_a_picture_that_has_gone_is_one_line(tmp_path, pictures):
+    os.unlink(pictures[0])
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+    with pytest.raises(RunError, match=r"could not be put at .*No such file"):
+        sorter(0, answers(pictures)[0])
+    assert os.listdir(tmp_path / "out" / "a%2Fb") == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "inputs"),
+    [
+        ("in", ["in"]),
+        ("in/out", ["in"]),
+        ("in/a/out", ["in/**/*.jpg"]),
+        ("link/out", ["in"]),
+        (".", ["in/a"]),
+        ("in", ["in/a/1.jpg"]),
+        ("in/a", ["in/a/1.jpg"]),
+    ],
+)
+def test_a_folder_that_would_feed_the_next_run_is_refused(
+    tmp_path, pictures, monkeypatch, folder, inputs
+):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("in", "link")
+    with pytest.raises(ConfigError, match="sort_into"):
+        check_sorting(folder, inputs, pictures, filled=True)
+
+
+def test_a_folder_with_files_is_refused_unless_asked(tmp_path, pictures):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    check_sorting(str(folder), ["in"], pictures, filled=False)
+    (folder / "a").touch()
+    check_sorting(str(folder), ["in"], pictures, filled=True)
+    for wrong in (folder, folder / "a", tmp_path / "no" / "folder"):
+        with pytest.raises(VitError):
+            check_sorting(str(wrong), ["in"], pictures, filled=False)

@@ -1,0 +1,62 @@
+"""Which pictures a command was given: files, folders, patterns, and a list on standard input."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from vit.commands.output import say
+from vit.errors import DataError
+
+LISTS = (".parquet", ".jsonl", ".csv")
+
+
+def find_images(inputs: Sequence[str], *, lists: bool = False) -> list[str]:
+    """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
+
+    With `lists`, a .parquet, .jsonl or .csv file is replaced by its column `image`.
+
+    Raises:
+        DataError: There is not one picture.
+    """
+    images: list[str] = []
+    notes: list[str] = []
+    for word in inputs:
+        if word == "-":
+            images += read_names()
+        elif lists and word.lower().endswith(LISTS):
+            from vit.inference.ray_files import read_list
+
+            images += read_list(word)
+        else:
+            images += expand(word, notes, alone=len(inputs) == 1)
+    for note in notes:
+        say(f"vit predict: {note}")
+    if not images:
+        raise DataError("the list on standard input is empty; give one path a line")
+    return images
+
+
+def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
+    """Paths that one input means; a folder without pictures is an error of its own among others.
+
+    Raises:
+        DataError: A pattern matches nothing, or the only input is a folder without pictures.
+    """
+    from vit.data.sources import list_images
+
+    try:
+        return list_images([word], notes=notes)
+    except DataError:
+        if alone or not os.path.isdir(word):
+            raise
+        return [word]
+
+
+def read_names() -> list[str]:
+    """Paths on standard input, one a line, or with NUL between them as `find -print0` writes."""
+    raw = sys.stdin.buffer.read()
+    if b"\0" in raw:
+        names = raw.split(b"\0")
+    else:
+        names = [line.removesuffix(b"\r") for line in raw.split(b"\n")]
+    return [os.fsdecode(name) for name in names if name]

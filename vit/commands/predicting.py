@@ -1,0 +1,215 @@
+"""Answers for a list of pictures, on their way to a terminal, a pipe, or files that are kept."""
+
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vit.commands.engines import asked_for, width_of
+from vit.commands.keeping import Files, Keeper, Unfinished
+from vit.commands.output import naming, open_output, say
+from vit.commands.progress import Progress, summary
+from vit.commands.task import Task
+from vit.data.folders import count
+from vit.errors import ConfigError, VitError, printable
+from vit.runtime.journal import differences
+from vit.runtime.results import FORMATS, Prediction, unended_note
+from vit.runtime.sorting import UNSURE
+from vit.training.interruption import Interruption
+
+ECHO_SECONDS = 3.0  # a launcher hands its own signal on to processes that have it already
+
+
+def in_blocks(predictions: Iterable[Prediction], size: int) -> Iterator[list[Prediction]]:
+    """Lists of `size`, the last one shorter."""
+    source = iter(predictions)
+    while block := list(itertools.islice(source, size)):
+        yield block
+
+
+def count_in(tally: dict[str, int], prediction: Prediction) -> None:
+    """Add one answer to the totals."""
+    unsure = prediction.error is None and not prediction.predictions
+    unended = sum(not caption.ended for caption in prediction.captions)
+    for name, number in (
+        ("failed", int(prediction.error is not None)),
+        ("captions", len(prediction.captions)),
+        ("unended", unended),
+        ("unsure", int(unsure)),
+    ):
+        tally[name] = tally.get(name, 0) + number
+
+
+def shown(task: Task) -> int:
+    """Write rows to standard output, to a device, or with drawings; returns the failures.
+
+    Raises:
+        VitError: They cannot be written.
+    """
+    path = None if task.args.out == "-" else task.args.out
+    header, line = FORMATS[task.style](task.layout)
+    sorter, tally = task.sorter(), dict[str, int]()
+    answers = task.answers(task.images)  # what cannot be drawn is refused before a line is shown
+    on_terminal = path is None and sys.stdout.isatty()
+    with (
+        Progress(len(task.images), results_on_terminal=on_terminal) as progress,
+        open_output(path) as out,
+    ):
+        out.write(header)
+        for place, prediction in enumerate(answers):
+            if sorter is not None:
+                sorter(place, prediction)
+            out.write(line(prediction))
+            count_in(tally, prediction)
+            progress.update(1)
+        seconds = progress.seconds()
+    return report(task, tally, done=len(task.images), seconds=seconds)
+
+
+def kept(task: Task) -> int:
+    """Write rows and vectors into files that survive a kill; returns the failures.
+
+    Raises:
+        Unfinished: The work ended before its end; the message says what is kept.
+        VitError: It cannot begin.
+    """
+    args, team = task.args, task.team
+    vectors = None if args.embeddings is None else Path(args.embeddings)
+    files = Files(Path(args.out), vectors, team.processes)
+    asked = asked_for(args, task.engine, task.predictor, task.images) | {
+        "format": task.style,
+        "top_k": task.top_k,
+        "processes": team.processes,
+    }
+    require_alike(team.everyones(asked))
+    team.on_main(lambda: files.prepare(asked, resume=args.resume))
+    dim = 0 if vectors is None else width_of(task.predictor)
+    try:
+        outcome = team.together(lambda: write(task, files, asked, dim))
+        outcomes = team.everyones(outcome)
+        team.on_main(lambda: finish(files, task.images, dim))
+    except VitError as error:
+        if team.rank:
+            raise
+        raise Unfinished(f"{error}; {how_to_go_on(files)}", error.exit_code) from None
+    if team.rank:
+        return 0
+    totals: Counter[str] = Counter()
+    for tally, _, _ in outcomes:
+        totals.update(tally)
+    done, seconds = sum(new for _, new, _ in outcomes), max(took for *_, took in outcomes)
+    return report(task, totals, done=done, seconds=seconds)
+
+
+def how_to_go_on(files: Files) -> str:
+    """What is kept, and with which flag the same command continues."""
+    words = files.kept()
+    return f"{words}: go on with --resume" if files.left else words
+
+
+def finish(files: Files, images: Sequence[str], dim: int) -> None:
+    with naming(os.fspath(files.out)):
+        files.finish(images, dim)
+
+
+def require_alike(asked: Sequence[dict[str, Any]]) -> None:
+    """Refuse processes that would answer otherwise than one would alone.
+
+    Raises:
+        ConfigError: They differ in a setting, a file or a library.
+    """
+    for rank, one in enumerate(asked):
+        if other := differences(asked[0], one):
+            raise ConfigError(f"process {rank} differs from process 0: {'; '.join(other)}")
+
+
+def write(
+    task: Task, files: Files, asked: dict[str, Any], dim: int
+) -> tuple[dict[str, int], int, float]:
+    """Answer the pictures of this process; returns totals, how many were new, and the seconds.
+
+    Raises:
+        VitError: Something ended the work; what is written is kept.
+    """
+    echo = ECHO_SECONDS if task.team.processes > 1 else 0.0
+    with naming(task.args.out), Interruption(echo) as signals:
+        keeper = Keeper(
+            files,
+            task.team.rank,
+            asked,
+            resume=task.args.resume,
+            layout=FORMATS[task.style](task.layout),
+            pictures=len(task.images),
+            dim=dim,
+        )
+        try:
+            outcome = write_on(task, keeper, lambda: check_going(files, signals))
+            keeper.journal.close(sync=True)
+        except BaseException as error:
+            keeper.journal.close()
+            if files.processes > 1:
+                with suppress(OSError):
+                    files.stop.touch()
+            if isinstance(error, KeyboardInterrupt):
+                raise Unfinished("stopped by Ctrl-C", 130) from None
+            raise
+    return outcome
+
+
+def write_on(
+    task: Task, keeper: Keeper, check: Callable[[], None]
+) -> tuple[dict[str, int], int, float]:
+    """As `write`; `check` is called after each block."""
+    places, begun, tally = task.places(), keeper.rows, dict(keeper.tally)
+    rest, sorter = places[begun:], task.sorter()
+    answers = task.answers([task.images[place] for place in rest], rest[0] if rest else 0)
+    following = iter(rest)
+    team = task.team
+    share = f" of process 0 of {team.processes}" if team.processes > 1 else ""
+    with Progress(len(places), done=begun, share=share, quiet=team.rank > 0) as progress:
+        for block in in_blocks(answers, task.block):
+            for prediction, place in zip(block, following, strict=False):
+                if sorter is not None:
+                    sorter(place, prediction)
+                count_in(tally, prediction)
+            keeper.put(block, tally)
+            progress.update(len(block))
+            check()
+        return tally, len(rest), progress.seconds()
+
+
+def check_going(files: Files, signals: Interruption) -> None:
+    """Raises Unfinished where a signal came, or another process has given up."""
+    if signals.number:
+        name = "Ctrl-C" if signals.number == 2 else "SIGTERM"
+        raise Unfinished(f"stopped by {name}", 128 + signals.number)
+    if files.processes > 1 and files.stop.exists():
+        raise Unfinished("", 2)
+
+
+def report(task: Task, tally: dict[str, int], *, done: int, seconds: float) -> int:
+    """Say how it went, on standard error; returns how many pictures failed.
+
+    Args:
+        task: What was done.
+        tally: Totals of the whole list.
+        done: Pictures that were answered now, and not before a kill.
+        seconds: That they took.
+    """
+    failed = tally.get("failed", 0)
+    if tally.get("unended"):
+        say(f"vit predict: {unended_note(tally['unended'], tally['captions'])}")
+    if task.args.sort_into is not None:
+        unsure = tally.get("unsure", 0)
+        words = f", {unsure:,} of them into {UNSURE}" if unsure else ""
+        say(
+            f"vit predict: {count(len(task.images) - failed, 'image')} sorted into "
+            f"{printable(task.args.sort_into)}{words}; {failed:,} left where they are"
+        )
+    if line := summary(len(task.images), done, seconds, failed):
+        say(f"vit predict: {line}")
+    return failed

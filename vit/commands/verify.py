@@ -1,0 +1,72 @@
+"""`vit verify`: is the exported file, and the predictor, the model that was evaluated?"""
+
+import argparse
+import os
+
+from vit.commands.inputs import find_images
+from vit.commands.output import check_output, open_output, say, standard_output
+from vit.errors import VitError, printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(json=None, run_folder=None, engine=None)
+    parser.add_argument(
+        "model", metavar="MODEL", help="a run folder, or the X.onnx or X.xml of vit export"
+    )
+    parser.add_argument(
+        "images",
+        metavar="IMAGE",
+        nargs="*",
+        default=[],
+        help="pictures, folders or patterns to compare on (default: up to 50 validation pictures "
+        "of the run's data, or drawn ones where these are not found)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="run_folder",
+        metavar="RUN",
+        default=argparse.SUPPRESS,
+        help="the run that X.onnx is compared with (default: the one that it names)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["onnx", "openvino"],
+        default=argparse.SUPPRESS,
+        help="what computes the file (default: by its suffix)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where all numbers are written as well; an older file is replaced",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = os.path.isdir(args.model)
+    for name, value in (("run", args.run_folder), ("engine", args.engine)):
+        if folder and value is not None:
+            raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
+    check_output(args.json, overwrite=True)
+    images = find_images(args.images) if args.images else None
+
+    from vit.export.verification import verify
+    from vit.runtime.results import to_json
+
+    found = verify(
+        args.model if folder else args.run_folder,
+        None if folder else args.model,
+        images,
+        engine=args.engine,
+        say=lambda note: say(f"vit verify: {note}"),
+    )
+    if args.json is not None:
+        with open_output(args.json) as out:
+            out.write(to_json(found.to_dict(), indent=2) + "\n")
+    print("\n".join(found.lines()), file=standard_output(), flush=True)
+    for row in found.failures:
+        where = "" if row["path"] == "all" else f" ({printable(row['path'])})"
+        say(f"vit verify: {printable(row['image'])}: {printable(row['error'])}{where}")
+    for line in found.complaints():
+        say(f"vit verify: {line}")
+    return int(not found.agrees or bool(found.failures))

@@ -1,0 +1,117 @@
+"""What a run says of pictures, by each of the ways on which it can be asked; for comparing them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit.data.decoding import read_image
+from vit.errors import BadImage
+from vit.generation.search import Search
+from vit.generation.writing import write
+from vit.inference.predictor import Predictor
+from vit.model.captioner import Captioner
+from vit.runtime.captions import CaptionRunner
+from vit.runtime.classes import ClassRunner
+from vit.runtime.greedy import Array
+from vit.runtime.results import Prediction
+from vit.weights.folder import LoadedRun
+
+Runner = ClassRunner | CaptionRunner
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one way says of one picture.
+
+    Args:
+        probabilities: Of the run's classes, (classes,) float64; of none from a mere captioner.
+        caption: What it writes, or None.
+        likelihood: The probability of the caption, by the network.
+    """
+
+    probabilities: Array
+    caption: str | None = None
+    likelihood: float = 1.0
+
+    def agrees(self, other: "Said") -> bool:
+        """Whether both name the same class first, and write the same."""
+        first, second = (one.probabilities for one in (self, other))
+        return self.caption == other.caption and (
+            not len(first) or bool(first.argmax() == second.argmax())
+        )
+
+    def difference(self, other: "Said") -> float:
+        """The largest difference of two probabilities."""
+        apart = np.abs(self.probabilities - other.probabilities)
+        return max(abs(self.likelihood - other.likelihood), float(apart.max(initial=0.0)))
+
+
+Answers = list[Said | str]
+"""Of each picture, or why there is none."""
+
+
+@torch.inference_mode()
+def by_hand(run: LoadedRun, images: Sequence[str], *, reversed_channels: bool = False) -> Answers:
+    """The saved preprocessing and the network, one picture at a time, without the predictor.
+
+    Args:
+        run: On the CPU; computed in float32.
+        images: Paths.
+        reversed_channels: Take blue for red, as files of other tools may.
+    """
+    said: Answers = []
+    for path in images:
+        try:
+            pixels = run.preprocessing(read_image(path)).unsqueeze(0)
+        except BadImage as error:
+            said.append(error.reason)
+            continue
+        said.append(_see(run, pixels.flip(1) if reversed_channels else pixels))
+    return said
+
+
+def _see(run: LoadedRun, pixels: Tensor) -> Said | str:
+    """Of bytes, (1, channels, height, width)."""
+    batch, model = run.preprocessing.normalise(pixels), run.model
+    caption = None
+    if isinstance(model, Captioner):
+        assert run.tokenizer is not None, "a captioner has a tokenizer"
+        logits, memory = model.see(batch)
+        ((caption, *_),) = write(model.decoder, memory, run.tokenizer, Search())
+    else:
+        logits = model(batch)
+    probabilities = logits[0].double().softmax(dim=0).numpy()
+    if not np.isfinite(probabilities).all():
+        return "the network overflowed in float32"
+    if caption is None:
+        return Said(probabilities)
+    return Said(probabilities, caption.text, math.exp(caption.score))
+
+
+def by_predictor(run: LoadedRun, images: Sequence[str]) -> Answers:
+    """What `vit predict` with the run says, in float32."""
+    predictor = Predictor(run, device="cpu", precision="fp32")
+    return _named(predictor.stream(images, top_k=max(1, len(run.classes))), run.classes)
+
+
+def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Answers:
+    """What an exported file says of the run's `classes`; nothing of one that it does not know."""
+    return _named(runner.stream(images, top_k=max(1, len(runner.classes))), classes)
+
+
+def _named(predictions: Iterable[Prediction], classes: Sequence[str]) -> Answers:
+    return [_said(prediction, classes) for prediction in predictions]
+
+
+def _said(prediction: Prediction, classes: Sequence[str]) -> Said | str:
+    if prediction.error is not None:
+        return prediction.error
+    scores = dict(prediction.predictions)
+    probabilities = np.array([scores.get(name, 0.0) for name in classes], dtype=np.float64)
+    if prediction.score is None:
+        return Said(probabilities)
+    return Said(probabilities, prediction.caption, math.exp(prediction.score))

@@ -1,0 +1,167 @@
+"""Is the exported file the model that was evaluated? Three ways to the same answers, compared.
+
+by hand      the saved preprocessing and the network in torch, picture by picture
+predictor    what `vit predict RUN` says, in float32
+file         what the exported file says, without torch
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vit.errors import DataError, RunError, WeightsError, printable
+from vit.export.answering import Answers, Runner, Said, by_file, by_hand, by_predictor
+from vit.export.causes import causes, metadata_differences
+from vit.export.pictures import pictures_for
+from vit.export.verdict import HAND, LIMITS, PREDICTOR, Compared, Limits, Verification
+from vit.runtime.opening import runner_like
+from vit.weights.folder import load_run
+
+PathLike = str | os.PathLike[str]
+ENGINES = {".onnx": "onnx", ".xml": "openvino"}
+
+
+def verify(
+    run: PathLike | None,
+    exported: PathLike | None = None,
+    images: Sequence[str] | None = None,
+    *,
+    engine: str | None = None,
+    batch_size: int | None = None,
+    say: Callable[[str], object] = lambda _note: None,
+) -> Verification:
+    """Compare what a run, the predictor and an exported file say of the same pictures.
+
+    Args:
+        run: Its folder; the one in the metadata of `exported` when left out.
+        exported: X.onnx or X.xml; the run alone is compared with the predictor when left out.
+        images: Paths; when left out up to 50 validation pictures of the run's data, or drawn ones
+            where there are none.
+        engine: What computes the file: onnx or openvino; by its suffix when left out.
+        batch_size: Of the runner.
+        say: Receives which pictures were taken.
+
+    Raises:
+        VitError: The run, the file or the engine cannot be used.
+        DataError: No picture has an answer of every way.
+    """
+    runner = None if exported is None else opened(exported, engine, batch_size)
+    folder = Path(source_of(exported, runner) if run is None else run)
+    loaded = load_run(folder)
+    with pictures_for(folder, loaded, images, say) as paths:
+        ways = {HAND: by_hand(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
+        if runner is None:
+            return verdict(paths, ways, LIMITS["fp32"], [])
+        file = os.path.basename(os.fspath(exported or ""))
+        ways[file] = by_file(runner, paths, loaded.classes)
+        limits = limits_of(runner)
+        found = metadata_differences(loaded, runner)
+        if not compare(file, paths, ways[HAND], ways[file], limits).agrees:
+            found += causes(loaded, runner, paths, ways[HAND], ways[file])
+        return verdict(paths, ways, limits, found)
+
+
+def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
+    """The runner of an exported file.
+
+    Raises:
+        VitError: It cannot be opened.
+    """
+    suffix = Path(exported).suffix.lower()
+    engine = engine or ENGINES.get(suffix)
+    if engine is None:
+        raise WeightsError(
+            f"{printable(exported)} is no exported file: give X.onnx or X.xml, or a run folder"
+        )
+    return runner_like(exported, engine=engine, batch_size=batch_size)
+
+
+def source_of(exported: PathLike | None, runner: Runner | None) -> str:
+    """The run folder that an exported file names.
+
+    Raises:
+        RunError: It names none, or one that is not here.
+    """
+    if exported is None or runner is None:
+        raise RunError("neither a run nor an exported file: give one of them")
+    source = runner.metadata.get("source_run")
+    if source is None:
+        raise RunError(f"{printable(exported)} names no run; give it with --run RUN")
+    if not os.path.isdir(source):
+        raise RunError(
+            f"{printable(exported)} was exported from {printable(source)}, which is not here; give "
+            "the run with --run RUN"
+        )
+    return source
+
+
+def limits_of(runner: Runner) -> Limits:
+    """What the file may differ by; a captioner is always of float32.
+
+    Raises:
+        WeightsError: It computes in what this version does not know.
+    """
+    precision = runner.metadata.get("precision", "fp32")
+    if precision not in LIMITS:
+        raise WeightsError(
+            f"precision={printable(precision)!r} in the metadata: expected {', '.join(LIMITS)}; "
+            "export it again"
+        )
+    return LIMITS[precision]
+
+
+def verdict(
+    images: Sequence[str], ways: dict[str, Answers], limits: Limits, found: list[str]
+) -> Verification:
+    """All ways compared with the first; the last, where it is that of a file, has `limits`."""
+    usual = LIMITS["fp32"]
+    compared = tuple(
+        compare(name, images, ways[HAND], said, usual if name in (HAND, PREDICTOR) else limits)
+        for name, said in ways.items()
+    )
+    if not compared[1].agrees:
+        found = [*found, "the predictor differs from its own parts: please report it"]
+    failures = failures_of(images, ways)
+    return Verification(
+        images=len(images) - len({failure["image"] for failure in failures}),
+        paths=compared,
+        failures=failures,
+        causes=tuple(found),
+    )
+
+
+def compare(
+    name: str, images: Sequence[str], hand: Answers, said: Answers, limits: Limits
+) -> Compared:
+    """How far `said` is from what was computed by `hand`, on the pictures that both answered.
+
+    Raises:
+        DataError: There is none.
+    """
+    rows = [
+        (one.agrees(other), one.difference(other), path)
+        for path, one, other in zip(images, hand, said, strict=True)
+        if isinstance(one, Said) and isinstance(other, Said)
+    ]
+    if not rows:
+        errors = [said for said in (*hand, *said) if isinstance(said, str)]
+        raise DataError(
+            f"none of {len(images)} pictures can be compared; the first: {printable(errors[0])}"
+        )
+    same, apart, paths = zip(*rows, strict=True)
+    most = max(apart)
+    worst = paths[apart.index(most)] if most > 0 else None
+    return Compared(name, len(rows), sum(same) / len(rows), most, worst, limits)
+
+
+def failures_of(images: Sequence[str], ways: dict[str, Answers]) -> tuple[dict[str, str], ...]:
+    """Pictures without an answer, and which way says so; once where all say the same."""
+    failures = []
+    for place, image in enumerate(images):
+        errors = {name: said[place] for name, said in ways.items() if isinstance(said[place], str)}
+        if len(errors) == len(ways) and len(set(errors.values())) == 1:
+            errors = {"all": next(iter(errors.values()))}
+        failures += [
+            {"image": image, "path": name, "error": str(error)} for name, error in errors.items()
+        ]
+    return tuple(failures)

@@ -1,0 +1,93 @@
+"""One way to open whatever `vit export` wrote: the file says what it is."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vit.errors import ConfigError, printable
+from vit.runtime.classes import ClassRunner
+from vit.runtime.protobuf import metadata_of
+from vit.runtime.reading import PathLike
+
+if TYPE_CHECKING:
+    from vit.runtime.captions import CaptionRunner
+
+ENGINES = ("onnx", "openvino")
+
+
+def runner_like(
+    path: PathLike,
+    *,
+    engine: str = "onnx",
+    batch_size: int | None = None,
+    workers: int | None = None,
+    threads: int | None = None,
+    search: Any = None,
+    **settings: Any,
+) -> "ClassRunner | CaptionRunner":
+    """A runner for `vit predict`, whose other settings an exported network does not have.
+
+    Args:
+        path: X.onnx of a classifier or a captioner; with openvino also X.xml.
+        engine: What computes it: onnx (onnxruntime) or openvino.
+        batch_size, workers: As for ClassRunner and CaptionRunner.
+        threads: As for ClassRunner.
+        search: A vit.generation Search, or None; only its min_tokens and max_tokens can be set.
+        settings: Others of the Predictor; each must be as it is when nobody sets it.
+
+    Raises:
+        ConfigError: A setting has no effect here; the message names it.
+        WeightsError: The file is missing, damaged, or not of vit export.
+        VitError: The engine is not installed.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r}: choose one of {', '.join(ENGINES)}")
+    precision = settings.pop("precision", None)
+    for name, value in settings.items():
+        if value is not None and value is not False and value != "auto":
+            raise ConfigError(f"{name}={value!r}: is fixed in an exported network; give the run")
+    captions = engine == "onnx" and metadata_of(path).get("graph") in ("encoder", "decoder")
+    if captions:
+        _check_precision(precision, "fp32")
+        return _captions(path, batch_size, workers, threads, search)
+    if search is not None:
+        names = ", ".join(f"{name}={value!r}" for name, value in _chosen(search).items())
+        raise ConfigError(f"{names or 'search'}: this network writes no captions; leave it out")
+    runner: ClassRunner
+    if engine == "openvino":
+        from vit.runtime.openvino import Session  # type: ignore[import-not-found,unused-ignore]
+
+        graph = Session(path) if threads is None else Session(path, threads=threads)
+        runner = ClassRunner(graph, batch_size=batch_size, workers=workers)
+    else:
+        runner = ClassRunner(path, batch_size=batch_size, workers=workers, threads=threads)
+    _check_precision(precision, runner.precision)
+    return runner
+
+
+def _check_precision(asked: str | None, own: str) -> None:
+    if asked not in (None, "auto", own):
+        raise ConfigError(
+            f"precision={asked!r}: the exported network computes in {printable(own)}; export it "
+            "again with another --precision"
+        )
+
+
+def _chosen(search: Any) -> dict[str, Any]:
+    """What was chosen of a Search."""
+    usual = type(search)()
+    return {name: x for name, x in asdict(search).items() if x != getattr(usual, name)}
+
+
+def _captions(
+    path: PathLike, batch_size: int | None, workers: int | None, threads: int | None, search: Any
+) -> "CaptionRunner":
+    from vit.runtime.captions import CaptionRunner
+
+    chosen = {} if search is None else _chosen(search)
+    limits = {name: chosen.pop(name) for name in ("min_tokens", "max_tokens") if name in chosen}
+    for name, value in chosen.items():
+        raise ConfigError(
+            f"{name}={value!r}: an exported network takes the likeliest word each time; give the "
+            "run"
+        )
+    return CaptionRunner(path, batch_size=batch_size, workers=workers, threads=threads, **limits)

@@ -1,0 +1,248 @@
+"""Pictures go into a folder for each class: copied or linked, never moved, nothing overwritten.
+
+Where a picture goes is decided by the list of pictures, the classes and the answer alone, so work
+that is done twice ends as if it were done once.
+"""
+
+import errno
+import filecmp
+import glob
+import hashlib
+import os
+import shutil
+import unicodedata
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from vit.errors import ConfigError, RunError, VitError, printable
+from vit.runtime.results import Prediction
+
+Way = Literal["copy", "symlink", "hardlink"]
+UNSURE = "_unsure"
+PUNCTUATION = " -_.,+=@()[]&'!#"
+DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
+LONGEST = 200  # bytes of a name; file systems take 255
+
+
+def folder_names(classes: Sequence[str]) -> list[str]:
+    """A folder for each class: safe as a name everywhere, and no two alike.
+
+    Letters, digits and plain punctuation stay; the bytes of all else are %XX. Names that differ in
+    case or composition alone are one on some disks: the later ones end in ~2, ~3, ...; a long name
+    is cut and ends in ~ and a digest.
+    """
+    taken: set[str] = set()
+    names = []
+    for label in classes:
+        plain = _safe(label)
+        name, number = plain, 1
+        while _alike(name) in taken:
+            number += 1
+            name = f"{plain}~{number}"
+        taken.add(_alike(name))
+        names.append(name)
+    return names
+
+
+def _safe(label: str) -> str:
+    """One component of a path; never empty, `.`, `..`, `_unsure`, a device, or with a `~`."""
+    last = len(label) - 1
+    special = label.lower().split(".")[0].strip() in DEVICES or _alike(label) == UNSURE
+    parts = []
+    for place, letter in enumerate(label):
+        safe = unicodedata.category(letter)[0] in "LMN" or letter in PUNCTUATION
+        edge = (place == 0 and (letter in ". " or special)) or (place == last and letter in ". ")
+        parts.append(letter if safe and not edge else _percent(letter))
+    name = "".join(parts) or "%"
+    if len(os.fsencode(name)) > LONGEST:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        name = f"{_cut(name, LONGEST - 17)}~{digest}"
+    return name
+
+
+def _percent(letter: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in letter.encode("utf-8", "surrogatepass"))
+
+
+def _cut(name: str, most: int) -> str:
+    """The start of `name`, at most so many bytes."""
+    while len(os.fsencode(name)) > most:
+        name = name[:-1]
+    return name
+
+
+def _alike(name: str) -> str:
+    """The same for names that some file system takes for one."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def picture_names(images: Iterable[str]) -> list[str]:
+    """Names of the pictures in their folders: their own, with -2, -3, ... where one comes again.
+
+    Numbers follow the whole list and not the class, so they do not depend on answers.
+    """
+    own = [os.path.basename(image) or "-" for image in images]
+    reserved = {_alike(name) for name in own}
+    taken: set[str] = set()
+    following: dict[str, int] = {}
+    for place, name in enumerate(own):
+        key = _alike(name)
+        if key in taken:
+            stem, ending = os.path.splitext(name)
+            number = following.get(key, 2)
+            numbered = _numbered(stem, number, ending)
+            while _alike(numbered) in taken or _alike(numbered) in reserved:
+                number += 1
+                numbered = _numbered(stem, number, ending)
+            following[key] = number + 1
+            own[place] = numbered
+            key = _alike(numbered)
+        taken.add(key)
+    return own
+
+
+def _numbered(stem: str, number: int, ending: str) -> str:
+    end = f"-{number}{ending}"
+    return f"{_cut(stem, 255 - len(os.fsencode(end)))}{end}"
+
+
+class Sorter:
+    """Puts pictures into the folders of their classes.
+
+    Args:
+        folder: Made where it is missing.
+        way: Whether pictures are copied, or linked.
+        classes: Of the network.
+        images: The whole list.
+    """
+
+    def __init__(self, folder: str, way: Way, classes: Sequence[str], images: Sequence[str]):
+        self.folder, self.way = Path(folder), way
+        self.folders = dict(zip(classes, folder_names(classes), strict=True))
+        self.names = picture_names(images)
+
+    def __call__(self, place: int, prediction: Prediction) -> None:
+        """Put picture number `place` of the list where it belongs; one that failed stays.
+
+        Raises:
+            RunError: It cannot be written, or another file is there.
+        """
+        if prediction.error is not None:
+            return
+        best = prediction.predictions[0][0] if prediction.predictions else None
+        folder = self.folder / (UNSURE if best is None else self.folders[best])
+        target = folder / self.names[place]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(target):
+                self._accept(prediction.image, target)
+            else:
+                self._put(prediction.image, target, place)
+        except OSError as error:
+            raise self._failure(prediction.image, target, error) from None
+
+    def _put(self, image: str, target: Path, place: int) -> None:
+        if self.way == "symlink":
+            target.symlink_to(os.path.abspath(image))
+        elif self.way == "hardlink":
+            os.link(os.path.realpath(image), target)
+        else:
+            beside = target.with_name(f".{place}.tmp")
+            beside.unlink(missing_ok=True)  # what a kill left must not be written through
+            try:
+                shutil.copy2(image, beside)
+                beside.rename(target)
+            except BaseException:
+                with suppress(OSError):
+                    beside.unlink(missing_ok=True)
+                raise
+
+    def _accept(self, image: str, target: Path) -> None:
+        """Let be what an earlier, interrupted run has put there, and nothing else."""
+        if self.way == "symlink":
+            same = target.is_symlink() and os.readlink(target) == os.path.abspath(image)
+        elif self.way == "hardlink":
+            same = not target.is_symlink() and os.path.samefile(image, target)
+        else:
+            same = target.is_file() and not target.is_symlink()
+            same = same and filecmp.cmp(image, target, shallow=False)
+        if not same:
+            raise RunError(
+                f"{printable(target)} is there and is not {printable(image)}; nothing is "
+                "overwritten: give another folder"
+            )
+
+    def _failure(self, image: str, target: Path, error: OSError) -> RunError:
+        if error.errno == errno.EXDEV:
+            return RunError(
+                f"{printable(target)}: a hardlink cannot lead to another disk; take --sort-with "
+                "copy or symlink"
+            )
+        what = f"{printable(image)} could not be put at {printable(target)}"
+        return RunError(f"{what}: {error.strerror}")
+
+
+def check_sorting(
+    folder: str, inputs: Sequence[str], images: Sequence[str], *, filled: bool
+) -> None:
+    """Refuse a folder whose pictures would be inputs of the next run, or are those of this one.
+
+    Args:
+        folder: Of the classes.
+        inputs: As they were typed.
+        images: What they mean.
+        filled: Whether it may have files.
+
+    Raises:
+        VitError: It is, has files, or cannot be written.
+    """
+    path, name = Path(folder), printable(folder)
+    here = os.path.realpath(folder)
+    for word in inputs:
+        root = _walked(word)
+        if root is not None and _inside(here, os.path.realpath(root)):
+            raise ConfigError(
+                f"sort_into={name} lies in the input {printable(word)}: the next run would take "
+                "the sorted pictures for new ones; give a folder outside"
+            )
+    for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
+        if _inside(os.path.realpath(source), here):
+            raise ConfigError(
+                f"sort_into={name} holds the inputs in {printable(source)}; give a folder of its "
+                "own"
+            )
+    _check_writable(path, filled=filled)
+
+
+def _walked(word: str) -> str | None:
+    """The folder whose subfolders an input takes pictures from, now and in the next run."""
+    if os.path.isdir(word):
+        return word
+    root = os.path.dirname(word)
+    if os.path.lexists(word) or not glob.has_magic(root):
+        return None
+    while glob.has_magic(root):
+        root = os.path.dirname(root)
+    return root or os.curdir
+
+
+def _check_writable(path: Path, *, filled: bool) -> None:
+    name = printable(path)
+    if path.exists() and not path.is_dir():
+        raise VitError(f"{name} is a file; give a folder for the sorted pictures")
+    parent = path if path.exists() else path.parent
+    if not parent.is_dir():
+        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK | os.R_OK):
+        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
+    if path.exists() and any(path.iterdir()) and not filled:
+        raise VitError(
+            f"{name} has files; choose another folder, or add --overwrite to sort into it all the "
+            "same (no file of it is replaced)"
+        )
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
