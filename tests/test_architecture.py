@@ -42,7 +42,7 @@ ALLOWED = {
         *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
     "vit.export": {
-        *NUMERIC, "PIL", "einops", "onnx", "onnxscript",
+        *NUMERIC, "PIL", "einops", "onnx", "onnxruntime", "onnxscript",
         *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.inference",
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
@@ -54,7 +54,7 @@ ONLY = {
     "fsspec": {"vit/inference/ray_files.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/graph.py"},
-    "onnxruntime": {"vit/runtime/session.py"},
+    "onnxruntime": {"vit/runtime/session.py", "vit/export/halves.py"},
     "onnxscript": {"vit/export/graph.py"},
     "pyarrow": {
         "vit/runtime/embeddings.py",

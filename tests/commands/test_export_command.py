@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from vit.commands.main import main
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
@@ -11,6 +13,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.tokenizer import train_tokenizer
 from vit.model.build_captioner import build_captioner
 from vit.runtime.captions import CaptionRunner
+from vit.runtime.session import Session
 from vit.weights.folder import save_model
 
 
@@ -59,7 +62,7 @@ def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsy
         f"written: {beside}",
     ]
     assert printed.err.startswith("same as torch up to ")
-    assert len(printed.err.splitlines()) == 1
+    assert printed.err.splitlines()[-1] == "all agree"
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
     picture = str(next(tiny_data.rglob("*.png")))
     (answer,) = CaptionRunner(out)([picture])
@@ -82,9 +85,40 @@ def said(capsys):
     return line
 
 
-def test_a_run_without_captions_is_refused(tiny_run, tmp_path, capsys):
-    assert export(tiny_run, "--out", tmp_path / "a.onnx") == 2
-    assert "writes no captions, and only captioners can be exported so far" in said(capsys)
+def test_a_classifier_becomes_one_file(tiny_run, tmp_path, capsys, tiny_data):
+    out, numbers = tmp_path / "pets.onnx", tmp_path / "pets.json"
+    flags = ("--validation", tiny_data, "--json", numbers, "--precision", "fp16")
+    assert export(tiny_run, "--out", out, *flags) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"written: {out} (")
+    assert "top-1: run " in printed.err
+    found = json.loads(numbers.read_text())
+    assert found["precision"] == "fp16"
+    assert found["files"] == [{"path": str(out), "bytes": out.stat().st_size}]
+    assert found["accuracy"]["count"] == 27
+    assert found["accuracy"]["agreement"] == 1
+    session = Session(out)
+    picture = np.asarray(Image.open(next(tiny_data.rglob("*.png"))))
+    (probabilities,) = session({"images": picture[None]})
+    assert probabilities.sum() == pytest.approx(1, abs=1e-3)
+    assert export(tiny_run, "--out", out) == 2
+    assert "pets.onnx exists; choose another name, or add --overwrite" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tokens", "tokens=True: a captioner is exported in fp32 with its usual outputs"),
+        ("--opset 20", "opset=20: a captioner is exported in fp32 with its usual outputs"),
+        ("--precision fp16", "precision='fp16': a captioner is exported in fp32"),
+        ("--to torch", "writes captions, and becomes onnx alone"),
+        ("--max-drop 0.1", "max_drop=0.1: nothing is measured without validation data"),
+    ],
+)
+def test_a_captioner_takes_no_other_options(run, tmp_path, capsys, flags, message):
+    out = tmp_path / ("a.pt2" if "torch" in flags else "a.onnx")
+    assert export(run, "--out", out, *flags.split()) == 2
+    assert message in said(capsys)
     assert not list(tmp_path.iterdir())
 
 
@@ -104,4 +138,4 @@ def test_places_that_cannot_be_written_are_known_first(run, tmp_path, capsys, na
 
 def test_no_run_is_said(tmp_path, capsys):
     assert export(tmp_path / "none", "--out", tmp_path / "a.onnx") == 2
-    assert "is not a folder; give the run folder of a training" in said(capsys)
+    assert "is not there" in said(capsys)

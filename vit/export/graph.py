@@ -1,6 +1,6 @@
 """From a torch module to an ONNX graph that is known to compute the same.
 
-The one address of the library onnx. A graph holds no path of the machine that wrote it.
+A graph holds no path of the machine that wrote it.
 """
 
 import warnings
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vit.errors import ConfigError, VitError, printable
+from vit.runtime.greedy import Array
 from vit.runtime.session import LIBRARIES, Session
 from vit.weights.tensorfile import write_safely
 
@@ -60,7 +62,6 @@ def check_size(part: Part) -> None:
         )
 
 
-@torch.no_grad()
 def as_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
     """The graph of `part` as an onnx.ModelProto, checked by onnx's checker.
 
@@ -68,13 +69,37 @@ def as_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
         VitError: A library is missing, or torch has no ONNX operators for the network.
     """
     check_size(part)
+    proto = traced(part, OPSET)
+    onnx = libraries()
+    onnx.helper.set_model_props(proto, dict(sorted(metadata.items())))
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def libraries() -> Any:
+    """The library onnx, where it and what torch needs beside it are installed.
+
+    Raises:
+        VitError: One is not.
+    """
     try:
         import onnx
         import onnxscript  # noqa: F401 - torch needs it
     except ImportError as error:
         raise VitError(f"{error.name} is not installed: {LIBRARIES}") from None
+    return onnx
+
+
+@torch.no_grad()
+def traced(part: Part, opset: int) -> Any:
+    """The graph of `part` as an onnx.ModelProto.
+
+    Raises:
+        VitError: A library is missing, or torch has no ONNX operators for the network.
+    """
+    libraries()
     # copied: of a view, torch would ask the graph for the tensor behind it
-    traced = tuple(x.clone(memory_format=torch.contiguous_format) for x in part.examples[0])
+    examples = tuple(x.clone(memory_format=torch.contiguous_format) for x in part.examples[0])
     batch, other = torch.export.Dim("batch", min=1), torch.export.Dim.DYNAMIC
     dynamic = tuple(
         {place: batch if name == "batch" else other for place, name in axes.items()}
@@ -85,10 +110,10 @@ def as_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
         warnings.simplefilter("ignore", FutureWarning)
         try:
             program = torch.onnx.export(
-                torch.export.export(part.module, traced, dynamic_shapes=dynamic, strict=False),
+                torch.export.export(part.module, examples, dynamic_shapes=dynamic, strict=False),
                 input_names=[*part.inputs],
                 output_names=[*part.outputs],
-                opset_version=OPSET,
+                opset_version=opset,
                 dynamo=True,
                 verbose=False,
             )
@@ -98,8 +123,6 @@ def as_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
     assert program is not None, "an exporter without a file gives a program"
     proto = program.model_proto
     _tidy(proto, part)
-    onnx.helper.set_model_props(proto, dict(sorted(metadata.items())))
-    onnx.checker.check_model(proto, full_check=True)
     return proto
 
 
@@ -137,20 +160,44 @@ def check_equal(part: Part, content: bytes) -> float:
         arrays = {name: x.numpy() for name, x in zip(part.inputs, example, strict=True)}
         with torch.no_grad():
             expected = part.module(*example)
-        for name, ours, theirs in zip(part.outputs, expected, session(arrays), strict=True):
-            if tuple(ours.shape) != theirs.shape:
-                raise VitError(
-                    f"the exported {part.name} gives {name} the shape {theirs.shape}, torch "
-                    f"{tuple(ours.shape)}; nothing was written"
-                )
-            scale = max(1.0, float(ours.abs().max()))
-            found = float((torch.from_numpy(theirs) - ours).abs().max()) / scale
-            if not found <= TOLERANCE:  # also where it is not a number
-                raise VitError(
-                    f"the exported {part.name} differs from torch: {name} by {found:.2g} of its "
-                    f"largest value, and {TOLERANCE:g} is allowed; nothing was written"
-                )
-            largest = max(largest, found)
+        largest = max(largest, difference(part, expected, session(arrays)))
+    return largest
+
+
+def difference(
+    part: Part, expected: Sequence[Tensor], found: Sequence[Array], tolerance: float | None = None
+) -> float:
+    """Largest difference of an answer to torch's, as a share of the largest value (at least 1).
+
+    Args:
+        part: Whose outputs they are.
+        expected: Of torch.
+        found: Of the graph.
+        tolerance: What is allowed; TOLERANCE when left out.
+
+    Raises:
+        VitError: It is more, or a shape differs.
+    """
+    largest, allowed = 0.0, TOLERANCE if tolerance is None else tolerance
+    for name, ours, theirs in zip(part.outputs, expected, found, strict=True):
+        if tuple(ours.shape) != theirs.shape:
+            raise VitError(
+                f"the exported {part.name} gives {name} the shape {theirs.shape}, torch "
+                f"{tuple(ours.shape)}; nothing was written"
+            )
+        scale = max(1.0, float(ours.abs().max()))
+        if not np.isfinite(theirs).all() and ours.isfinite().all():
+            raise VitError(
+                f"the exported {part.name} overflows where torch does not: {name} has numbers "
+                "that are none; nothing was written; choose precision fp32"
+            )
+        share = float((torch.from_numpy(theirs) - ours).abs().max()) / scale
+        if not share <= allowed:  # also where it is not a number
+            raise VitError(
+                f"the exported {part.name} differs from torch: {name} by {share:.2g} of its "
+                f"largest value, and {allowed:g} is allowed; nothing was written"
+            )
+        largest = max(largest, share)
     return largest
 
 

@@ -1,0 +1,354 @@
+"""Exported classifiers say what torch says of pictures of any size, or are refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from PIL import Image
+
+from tests.model.test_model_build import MIXTURES, OPTIONS, SHORTER, SMALL, random_network
+from vit.config import Config, ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, VitError
+from vit.export import accuracy, classifier, graph, onnx_file, seams
+from vit.export.halves import halved
+from vit.export.onnx_file import export_onnx
+from vit.export.options import Options
+from vit.export.targets import export
+from vit.runtime.session import Session
+from vit.weights.folder import load_run, save_model
+
+CLASSES = ("apple", "pear", "plum")
+EACH = MIXTURES[:1] + [
+    pytest.param(options, marks=pytest.mark.slow, id=str(options))
+    for options in MIXTURES[1:] + OPTIONS + SHORTER
+    if "channels" not in options
+]
+
+
+def saved(folder, options, **preprocessing):
+    """A run folder of a network no part of which is zero."""
+    folder.mkdir()
+    usual = {"image_size": (16, 16), "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.25)}
+    with torch.random.fork_rng():
+        model = random_network(options).eval()
+    save_model(
+        folder,
+        model,
+        config=Config(model=ModelConfig(**{**SMALL, **options})),
+        classes=CLASSES,
+        preprocessing=Preprocessing(**{**usual, **preprocessing}),
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("runs") / "run", MIXTURES[0])
+
+
+@pytest.fixture(autouse=True)
+def _traced_once(monkeypatch, traced_before):
+    """Torch takes seconds for each graph, so the same network is not traced again."""
+
+    def once(part, opset):
+        with torch.no_grad():
+            answer, *_ = part.module(*part.examples[0])
+        key = (answer.numpy().tobytes(), opset, *part.outputs)
+        if key not in traced_before:
+            traced_before[key] = graph.traced(part, opset).SerializeToString()
+        return onnx.load_from_string(traced_before[key])
+
+    monkeypatch.setattr(onnx_file, "traced", once)
+
+
+@pytest.fixture(scope="module")
+def traced_before():
+    """Graphs by what they depend on."""
+    return {}
+
+
+@torch.no_grad()
+def torch_says(run, images):
+    """Probabilities by the network itself, of pictures that Pillow resizes."""
+    loaded = load_run(run)
+    fitted = torch.stack([loaded.preprocessing(Image.fromarray(image)) for image in images])
+    return loaded.model(loaded.preprocessing.normalise(fitted)).softmax(1).numpy()
+
+
+def noise(count, height, width):
+    random = np.random.default_rng(count * height)
+    return random.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def assert_agrees(path, run, atol=1e-5):
+    session = Session(path)
+    assert session.inputs == ["images"]
+    for size in [(1, 16, 16), (2, 25, 40), (5, 61, 33)]:
+        images = noise(*size)
+        found = session({"images": images})[0]
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, torch_says(run, images), atol=atol)
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_every_network_says_what_torch_says(options, tmp_path):
+    run = saved(tmp_path / "run", options)
+    found = export_onnx(run, tmp_path / "a.onnx")
+    assert found.difference < 1e-5
+    assert [(path.name, size) for path, size in found.files] == [
+        ("a.onnx", (tmp_path / "a.onnx").stat().st_size)
+    ]
+    assert_agrees(tmp_path / "a.onnx", run)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "a.onnx"}
+
+
+def test_a_file_tells_what_it_is_and_nothing_of_this_machine(run, tmp_path):
+    out = tmp_path / "a.onnx"
+    export_onnx(run, out)
+    metadata = Session(out).metadata
+    loaded = load_run(run)
+    assert metadata["graph"] == "classifier"
+    assert json.loads(metadata["classes"]) == list(CLASSES)
+    assert json.loads(metadata["preprocessing"]) == loaded.preprocessing.to_dict()
+    assert metadata["precision"] == "fp32"
+    assert metadata["opset"] == "20"
+    assert metadata["calibration"] == "null"
+    assert metadata["source_run"] == str(run)
+    proto = onnx.load(out)
+    assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 20)]
+    assert not any(node.doc_string or node.metadata_props for node in proto.graph.node)
+    axes = [dim.dim_param or dim.dim_value for dim in shape_of(proto.graph.input[0])]
+    assert axes == ["batch", "height", "width", 3]
+    assert [d.dim_param or d.dim_value for d in shape_of(proto.graph.output[0])] == ["batch", 3]
+    assert b"/vit/" not in out.read_bytes()
+
+
+def shape_of(value):
+    return value.type.tensor_type.shape.dim
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", [18, 21, 22, 23])
+def test_other_opsets(run, tmp_path, opset):
+    out = tmp_path / "a.onnx"
+    export_onnx(run, out, opset=opset)
+    assert [(x.domain, x.version) for x in onnx.load(out).opset_import] == [("", opset)]
+    assert Session(out).metadata["opset"] == str(opset)
+    assert_agrees(out, run)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"class_token": False, "pooling": "mean"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_tokens_embedding_and_attention(settings, tmp_path):
+    run = saved(tmp_path / "run", {"registers": 2, **settings})
+    export_onnx(run, tmp_path / "a.onnx", tokens=True)
+    session, images = Session(tmp_path / "a.onnx"), noise(2, 16, 16)
+    assert session.outputs == ["probabilities", "tokens", "embedding", "attention"]
+    probabilities, tokens, embedding, attention = session({"images": images})
+    loaded = load_run(run)
+    fitted = torch.stack([loaded.preprocessing(Image.fromarray(image)) for image in images])
+    floats = loaded.preprocessing.normalise(fitted)
+    with torch.no_grad():
+        maps = torch.stack(loaded.model.attention_maps(floats), 1).mean(2)
+        prefix = loaded.model.num_prefix_tokens
+        looks = maps[:, :, prefix:].mean(2) if settings else maps[:, :, 0]
+        np.testing.assert_allclose(tokens, loaded.model.forward_features(floats), atol=1e-4)
+        np.testing.assert_allclose(embedding, loaded.model.features(floats), atol=1e-4)
+        np.testing.assert_allclose(attention, looks, atol=1e-5)
+    np.testing.assert_allclose(probabilities, torch_says(run, images), atol=1e-5)
+
+
+def test_weights_in_a_file_of_their_own(run, tmp_path, monkeypatch):
+    out, data = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
+    monkeypatch.setattr(onnx_file, "MOST_BYTES", 1000)
+    data.write_text("mine")
+    with pytest.raises(VitError, match=r"a.onnx.data exists; choose another name"):
+        export_onnx(run, out)
+    found = export_onnx(run, out, overwrite=True)
+    assert [path for path, _ in found.files] == [out, data]
+    assert [size for _, size in found.files] == [out.stat().st_size, data.stat().st_size]
+    (tmp_path / "moved").mkdir()
+    for path in (out, data):
+        path.rename(tmp_path / "moved" / path.name)
+    assert_agrees(tmp_path / "moved" / out.name, run)
+    monkeypatch.undo()
+    found = export_onnx(run, tmp_path / "moved" / out.name, overwrite=True)
+    assert {path.name for path in (tmp_path / "moved").iterdir()} == {"a.onnx"}
+
+
+def test_half_precision(run, tmp_path, tiny_data):
+    out = tmp_path / "a.onnx"
+    whole = export_onnx(run, tmp_path / "whole.onnx")
+    half = export_onnx(run, out, precision="fp16")
+    assert half.files[0][1] < 0.7 * whole.files[0][1]
+    assert 0 < half.difference < 0.01
+    assert_agrees(out, run, atol=0.01)
+    assert Session(out).metadata["precision"] == "fp16"
+
+
+def test_weights_that_half_precision_cannot_hold_are_refused(run):
+    proto = onnx_file.traced(classifier.part_of(load_run(run)), 20)
+    weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    large = onnx.numpy_helper.to_array(weight).copy()
+    large.flat[3] = 1e5
+    weight.CopyFrom(onnx.numpy_helper.from_array(large, weight.name))
+    with pytest.raises(VitError, match=r"has the weight 100000, and float16 ends at 65504"):
+        halved(proto)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([[float("nan"), 0.5]], "overflows where torch does not: probabilities"),
+        ([[0.4, 0.5]], r"differs from torch: probabilities by 0.1 of"),
+        ([[0.5]], r"gives probabilities the shape \(1, 1\), torch \(1, 2\)"),
+    ],
+)
+def test_answers_that_differ_from_torch_are_refused(run, found, message):
+    part = classifier.part_of(load_run(run))
+    expected = (torch.tensor([[0.5, 0.5]]),)
+    assert graph.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
+    with pytest.raises(VitError, match=message):
+        graph.difference(part, expected, [np.float32(found)], 0.02)
+
+
+def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
+    other = dataclasses.replace(load_run(run).preprocessing, mean=(0.3, 0.3, 0.3), crop_share=0.5)
+    front = classifier.fitting
+    monkeypatch.setattr(classifier, "fitting", lambda _preprocessing: front(other))
+    with pytest.raises(VitError, match=r"differs from torch: probabilities by .* nothing was"):
+        export_onnx(run, tmp_path / "a.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_top_1_of_run_and_file(tiny_run, tmp_path, tiny_data):
+    heard = []
+    found = export_onnx(tiny_run, tmp_path / "a.onnx", validation=str(tiny_data), say=heard.append)
+    assert found.accuracy.count == 27
+    assert found.accuracy.before == found.accuracy.after
+    assert found.accuracy.agreement == 1
+    assert found.accuracy.difference < 1e-5
+    assert heard[-1].startswith("top-1: run ")
+
+
+def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data, monkeypatch):
+    def worse(content, pictures, *, dynamic):
+        """The same network with a head that says one class alone."""
+        assert len(pictures) == 0
+        assert dynamic
+        proto = onnx.load_from_string(content)
+        place, last = next(
+            (place, node)
+            for place, node in enumerate(proto.graph.node)
+            if node.output[0] == "probabilities"
+        )
+        proto.graph.node.insert(
+            place, onnx.helper.make_node("Gemm", [last.input[0], "zeros", "row"], ["one_class"])
+        )
+        zeros, row = np.zeros((3, 3), np.float32), np.float32([[99, 0, 0]])
+        for name, value in (("zeros", zeros), ("row", row)):
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+        last.input[0] = "one_class"
+        return proto.SerializeToString()
+
+    monkeypatch.setattr(onnx_file, "quantised", worse)
+    asked = {"precision": "int8", "dynamic": True, "validation": str(tiny_data)}
+    monkeypatch.setattr(accuracy, "probabilities", right_answers(tiny_data))
+    with pytest.raises(VitError, match=r"would lose 66.67% of top-1 \(100.00% to 33.33% on 27"):
+        export_onnx(tiny_run, tmp_path / "a.onnx", **asked)
+    assert not list(tmp_path.iterdir())
+    found = export_onnx(tiny_run, tmp_path / "a.onnx", **asked, max_drop=0.7)
+    assert found.accuracy.drop == pytest.approx(2 / 3)
+    metadata = Session(tmp_path / "a.onnx").metadata
+    assert metadata["precision"] == "int8"
+    assert json.loads(metadata["calibration"]) == {"dynamic": True}
+
+
+def right_answers(_data):
+    """A run that is always right: the pictures come by class, nine of each."""
+    rows = iter(np.repeat(np.eye(3, dtype=np.float32), 9, axis=0).tolist() * 2)
+    return lambda _run, _image: np.array(next(rows), np.float32)
+
+
+def test_int8_is_calibrated_with_pictures_that_are_not_measured(
+    tiny_run, tmp_path, tiny_data, monkeypatch
+):
+    seen = []
+
+    def same(content, pictures, *, dynamic):
+        assert not dynamic
+        seen.extend(pictures)
+        return content
+
+    monkeypatch.setattr(onnx_file, "quantised", same)
+    (data := tmp_path / "data").mkdir()
+    (data / "train").symlink_to(tiny_data / "val")
+    (data / "val").symlink_to(tiny_data / "val")
+    asked = {"precision": "int8", "calibration": str(data)}
+    export_onnx(tiny_run, tmp_path / "a.onnx", **asked, samples=5)
+    assert len(seen) == 5
+    assert all(picture.shape == (20, 24, 3) for picture in seen)
+    calibration = json.loads(Session(tmp_path / "a.onnx").metadata["calibration"])
+    assert calibration == {"data": str(data), "dynamic": False, "samples": 5}
+    with pytest.raises(VitError, match=r"27 pictures can be calibrated with, .* 28 are needed"):
+        export_onnx(tiny_run, tmp_path / "b.onnx", **asked, samples=28)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8': choose one of fp32, fp16, int8"),
+        ({"opset": 9}, "opset=9: choose one of 18 to 23"),
+        ({"precision": "int8"}, "precision='int8': it is calibrated with pictures; name data"),
+        ({"calibration": "x"}, "calibration='x': only static int8 is calibrated"),
+        ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only static int8"),
+        ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),
+        ({"dynamic": True}, "dynamic=True: precision=fp32 does not read it; choose int8"),
+        ({"max_drop": 0.1}, "max_drop=0.1: nothing is measured without validation data"),
+        ({"max_drop": 2.0, "validation": "x"}, "max_drop=2: a share, from 0 to 1"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Options(**options)
+
+
+def test_networks_that_cannot_be_exported_are_refused(tmp_path):
+    gray = saved(tmp_path / "gray", {"channels": 1})
+    with pytest.raises(ConfigError, match="channels=1: an exported network takes RGB pictures"):
+        export_onnx(gray, tmp_path / "a.onnx")
+    merging = saved(tmp_path / "merging", {"merge_tokens": 1, "pooling": "mean"})
+    with pytest.raises(ConfigError, match="merge_tokens=1: tokens differ from block to block"):
+        export_onnx(merging, tmp_path / "a.onnx", tokens=True)
+
+
+def test_a_program_of_torch(run, tmp_path):
+    out = tmp_path / "a.pt2"
+    found = export(run, out, to="torch")
+    assert found.difference < 1e-5
+    extra = {"preprocessing.json": "", "classes.json": ""}
+    program = torch.export.load(out, extra_files=extra)
+    loaded, images = load_run(run), noise(4, 16, 16)
+    fitted = np.stack([loaded.preprocessing.fit(Image.fromarray(image)) for image in images])
+    (found,) = program.module()(torch.from_numpy(fitted))
+    np.testing.assert_allclose(found.detach(), torch_says(run, images), atol=1e-5)
+    assert Preprocessing.from_dict(json.loads(extra["preprocessing.json"])) == loaded.preprocessing
+    assert json.loads(extra["classes.json"]) == list(CLASSES)
+    with pytest.raises(ConfigError, match="opset=20: a program of torch has no such choice"):
+        export(run, tmp_path / "b.pt2", to="torch", opset=20)
+
+
+def test_what_is_not_there_yet_is_said(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(seams.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="precision='int8': this version cannot do that"):
+        export_onnx(run, tmp_path / "a.onnx", precision="int8", dynamic=True)
+    with pytest.raises(ConfigError, match="to='openvino': this version cannot do that"):
+        export(run, tmp_path / "a.xml", to="openvino")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,88 @@
+"""The front of an exported graph gives the bytes that Pillow gives."""
+
+import numpy as np
+import onnx
+import PIL
+import pytest
+from PIL import Image
+
+from vit.data.preprocessing import Preprocessing
+from vit.export import pixels
+from vit.export.pixels import FITTED, fitting
+from vit.runtime.session import Session
+
+WAYS = [
+    {"image_size": (24, 24)},
+    {"image_size": (16, 16), "interpolation": "bilinear", "crop_share": 1.0},
+    {"image_size": (20, 12), "crop_share": 0.8},
+    {"image_size": (12, 20), "resize": "squash", "interpolation": "bilinear"},
+]
+SIZES = [(1, 1), (1, 3), (2, 90), (20, 31), (24, 24), (16, 13), (75, 50), (37, 36), (301, 457)]
+TALL = [(90, 2), (120, 33), (457, 130)]
+columns_first = pytest.mark.skipif(
+    int(PIL.__version__.split(".")[0]) < 13, reason="earlier Pillows begin with the rows"
+)
+
+
+def session(preprocessing):
+    """The front alone."""
+    nodes, value = fitting(preprocessing), onnx.helper.make_tensor_value_info
+    kind, rows, cols = onnx.TensorProto.UINT8, *preprocessing.image_size
+    graph = onnx.helper.make_graph(
+        nodes.nodes,
+        "front",
+        [value("images", kind, ["batch", "height", "width", 3])],
+        [value(FITTED, kind, ["batch", rows, cols, 3])],
+        [*nodes.constants.values()],
+    )
+    opset = onnx.helper.make_opsetid("", 18)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    return Session(model.SerializeToString())
+
+
+def assert_same(front, preprocessing, height, width, count=2):
+    random = np.random.default_rng(height * width)
+    images = random.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+    images[0] = np.where(images[0] > 127, 255, 0)  # where the cubic overshoots
+    expected = [np.asarray(preprocessing.fit(Image.fromarray(image))) for image in images]
+    (found,) = front({"images": images})
+    np.testing.assert_array_equal(found, np.stack(expected), f"{height} x {width}")
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_every_byte_is_pillow_s(settings):
+    preprocessing = Preprocessing(**settings)
+    front = session(preprocessing)
+    for height, width in SIZES:
+        assert_same(front, preprocessing, height, width)
+
+
+@columns_first
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_tall_pictures_begin_with_the_columns(settings):
+    preprocessing = Preprocessing(**settings)
+    front = session(preprocessing)
+    for height, width in TALL:
+        assert_same(front, preprocessing, height, width)
+
+
+@columns_first
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_of_large_resized_pictures_only_the_crop_is_computed(settings, monkeypatch):
+    monkeypatch.setattr("vit.data.preprocessing.WHOLE_LIMIT", 900)
+    monkeypatch.setattr(pixels, "WHOLE_LIMIT", 900)
+    preprocessing = Preprocessing(**settings)
+    front = session(preprocessing)
+    for height, width in [*SIZES, *TALL, (1, 300)]:
+        assert_same(front, preprocessing, height, width)
+
+
+@pytest.mark.slow
+@columns_first
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_photographs_of_usual_sizes(interpolation):
+    preprocessing = Preprocessing(image_size=(224, 224), interpolation=interpolation)
+    front = session(preprocessing)
+    for size in [(375, 500), (1, 3000), (3000, 1), (2000, 300), (20, 20), (3000, 4000)]:
+        assert_same(front, preprocessing, *size, count=1)

@@ -1,0 +1,122 @@
+"""What a run can become: a file of ONNX, of OpenVINO, or of torch itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.errors import ConfigError, VitError, printable
+from vit.export import classifier
+from vit.export.graph import difference
+from vit.export.onnx_file import (
+    Exported,
+    PathLike,
+    Say,
+    check_place,
+    classifier_file,
+    export_onnx,
+)
+from vit.export.options import Options
+from vit.export.seams import convert
+from vit.weights.folder import LoadedRun
+from vit.weights.loading import load_model, tell
+from vit.weights.tensorfile import write_safely
+
+
+def export_openvino(
+    run: PathLike,
+    out: PathLike,
+    *,
+    overwrite: bool = False,
+    say: Say | None = tell,
+    **options: Any,
+) -> Exported:
+    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, by way of the file of ONNX.
+
+    Args:
+        run, overwrite, say, options: As for `export_onnx`.
+        out: NAME.xml.
+
+    Raises:
+        VitError: As `export_onnx`, or OpenVINO is not installed.
+    """
+    asked, path = Options(**options), Path(out)
+    weights = path.with_suffix(".bin")
+    check_place(path, overwrite=overwrite, suffix=".xml")
+    check_place(weights, overwrite=overwrite, suffix=".bin")
+    loaded = _classifier(run, say, "openvino")
+    between = path.with_suffix(".onnx")
+    with classifier_file(loaded, run, between, asked, say=say) as (checked, difference, accuracy):
+        convert(checked, path)
+    files = tuple((file, file.stat().st_size) for file in (path, weights))
+    return Exported(files, difference, accuracy)
+
+
+def export_torch(
+    run: PathLike,
+    out: PathLike,
+    *,
+    overwrite: bool = False,
+    say: Say | None = tell,
+    **options: Any,
+) -> Exported:
+    """Write a classifier as a program of torch.export, NAME.pt2, for any number of pictures.
+
+    Its input is bytes (batch, height, width, 3) of the network's own size: `Preprocessing.fit`
+    stays outside, and what it needs is in the file's extra files preprocessing.json and
+    classes.json.
+
+    Args:
+        run, overwrite, say: As for `export_onnx`.
+        out: NAME.pt2.
+        options: Of those of `export_onnx`, tokens.
+
+    Raises:
+        VitError: It cannot be exported or written.
+    """
+    asked, path = Options(**options), Path(out)
+    asked.check_unused("a program of torch has no such choice", "tokens")
+    check_place(path, overwrite=overwrite, suffix=".pt2")
+    loaded = _classifier(run, say, "torch")
+    part = classifier.part_of(loaded, tokens=asked.tokens)
+    batch = torch.export.Dim("batch", min=1)
+    with torch.no_grad():
+        program = torch.export.export(
+            part.module, part.examples[0], dynamic_shapes=({0: batch},), strict=False
+        )
+        computed = program.module()
+        largest = max(
+            difference(part, part.module(*x), [y.numpy() for y in computed(*x)])
+            for x in part.examples
+        )
+    said = {"preprocessing.json": json.dumps(loaded.preprocessing.to_dict())}
+    said["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
+
+    def save(beside: Path) -> None:
+        with open(beside, "wb") as file:
+            torch.export.save(program, file, extra_files=said)
+
+    write_safely(path, save)
+    return Exported(((path, path.stat().st_size),), largest)
+
+
+def _classifier(run: PathLike, say: Say | None, to: str) -> LoadedRun:
+    loaded = load_model(run, say=say)
+    if loaded.tokenizer is not None:
+        raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
+    return loaded
+
+
+TARGETS = {"onnx": export_onnx, "openvino": export_openvino, "torch": export_torch}
+
+
+def export(run: PathLike, out: PathLike, *, to: str = "onnx", **options: Any) -> Exported:
+    """Write `run` as one of TARGETS; see their functions.
+
+    Raises:
+        VitError: It cannot be done; the message says why.
+    """
+    if to not in TARGETS:
+        raise VitError(f"to={to!r}: choose one of {', '.join(TARGETS)}")
+    return TARGETS[to](run, out, **options)
