@@ -45,7 +45,7 @@ def test_an_unknown_precision_is_refused():
 def test_auto_is_bf16_where_the_cpu_is_faster_in_it(monkeypatch, words, expected):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(precision, "_cpu_words", lambda: set(words.split()))
+    monkeypatch.setattr(precision, "cpu_words", lambda: set(words.split()))
     precision._cpu_has_fast_bf16.cache_clear()
     assert resolve_precision("auto", "cpu") == expected
     precision._cpu_has_fast_bf16.cache_clear()

@@ -64,6 +64,18 @@ def resolve_precision(name: str, device: torch.device | str) -> Precision:
     raise ConfigError(f"precision={name!r}: choose one of auto, {', '.join(DTYPES)}")
 
 
+def may_choose(device: torch.device | str) -> bool:
+    """Whether bf16 on `device` may be faster than float32 or slower, which only a trial tells.
+
+    CPUs with AVX512-BF16 or matrix units: some compute it twice as fast, others half, and a virtual
+    machine may hide its units. A GPU that has bf16 is faster with it.
+    """
+    # without oneDNN a CPU that has the instructions is not asked to use them
+    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    cpu = torch.device(device).type == "cpu"
+    return cpu and onednn and bool(cpu_words() & (FAST_BF16 | {"avx512_bf16"}))
+
+
 def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
     """Run matrix products in `precision` inside the `with`; fp32 switches autocast off."""
     kind = torch.device(device).type
@@ -84,13 +96,13 @@ def has_bf16(device: torch.device) -> bool:
 
 @cache
 def _cpu_has_fast_bf16() -> bool:
-    words = _cpu_words()
+    words = cpu_words()
     # AVX512-BF16 runs at twice the rate of float32 on Zen 4, but at half of it on Intel, whose
     # AMX a virtual machine may hide (80 against 140 GFLOP/s on a core of Emerald Rapids)
     return bool(words & FAST_BF16) or ("avx512_bf16" in words and bool(words & AMD))
 
 
-def _cpu_words() -> set[str]:
+def cpu_words() -> set[str]:
     """Features and name of the CPU, as single words."""
     if hasattr(torch.cpu, "get_capabilities"):
         found = torch.cpu.get_capabilities()

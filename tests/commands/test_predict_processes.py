@@ -65,7 +65,17 @@ def test_what_ends_one_process_ends_all_with_one_line(
     tiny_run, inputs, tmp_path, how, code, reason
 ):
     out = tmp_path / "a.jsonl"
-    words = ["predict", str(tiny_run), *inputs * 20, "-b", "4", "--out", str(out)]
+    words = [
+        "predict",
+        str(tiny_run),
+        *inputs * 20,
+        "-b",
+        "4",
+        "--precision",
+        "fp32",
+        "--out",
+        str(out),
+    ]
     with Job(ended, words, 3, how, 1, log=tmp_path / "log", processes=2) as job:
         assert job.wait() == [code, code], job.said()
         lines = job.said().splitlines()

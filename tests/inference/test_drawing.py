@@ -205,6 +205,8 @@ def test_what_cannot_be_drawn_is_refused(run, tiny_run, pictures, tmp_path):
             next(explained(Predictor(kind, merge_tokens=1), pictures, tmp_path / "x"))
     with pytest.raises(ConfigError, match="keep_aspect=True: classes are explained in the square"):
         next(explained(Predictor(tiny_run, keep_aspect=True), pictures, tmp_path / "x"))
+    with pytest.raises(ConfigError, match="tta=flip: one view of a picture is explained"):
+        next(explained(Predictor(tiny_run, tta="flip"), pictures, tmp_path / "x"))
     half = load_run(tiny_run)
     half.model.bfloat16()
     with pytest.raises(ConfigError, match="float32, and weights are bfloat16"):

@@ -3,7 +3,14 @@
 import argparse
 from typing import Any
 
-from vit.commands.options import add_network_options, add_search_options, search_given
+from vit.commands.options import (
+    COMPILE_HELP,
+    TTA_HELP,
+    VIEWS,
+    add_network_options,
+    add_search_options,
+    search_given,
+)
 from vit.commands.output import check_output, open_output, progress_bar, say, standard_output
 from vit.errors import printable
 
@@ -38,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_search_options(parser)
     add_network_options(parser)
+    parser.set_defaults(tta=None)
+    parser.add_argument("--tta", choices=VIEWS, default=argparse.SUPPRESS, help=TTA_HELP)
+    parser.add_argument("--compile", action="store_true", help=COMPILE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
             merge_tokens=args.merge_tokens,
             patch_size=args.patch_size,
             search=search_given(args),
+            tta=args.tta,
+            compile=args.compile,
             say=lambda note: say(f"vit evaluate: {note}"),
             progress=lambda done, total: bar_to(bar, done, total),
         )

@@ -10,6 +10,14 @@ from vit.settings import Setting, all_settings
 
 # flags whose names in vit.generation.search.Search are others: --top-k is that of classes
 SEARCH_NAMES = {"sample-top-k": "top_k"}
+VIEWS = ("flip", "crops")
+TTA_HELP = (
+    "answer by the mean over several views of a picture: it and its mirror image, or those of its "
+    "centre and four corners, ten in all; of classes alone"
+)
+COMPILE_HELP = (
+    "compile the network with torch.compile, which takes a minute and pays for many pictures"
+)
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> Any:
@@ -28,7 +36,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
         type=whole_number,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="pictures in one pass through the network (default: 16 on a CPU, else 64)",
+        help="pictures in one pass through the network (default: 4 to 64 on a CPU, the more the "
+        "smaller the pictures; else 64)",
     )
     group.add_argument(
         "--device",
@@ -40,7 +49,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
         "--precision",
         choices=["auto", "fp32", "bf16", "fp16"],
         default="auto",
-        help="arithmetic of the network; auto is bf16 where the hardware has it",
+        help="arithmetic of the network; auto is bf16 where the hardware has it and it is faster, "
+        "which is tried once on a CPU with many pictures",
     )
     group.add_argument(
         "-j",
@@ -48,7 +58,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
         type=whole_number,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="threads that read pictures (default: one a core, at most 8)",
+        help="threads that read pictures, and compute on a CPU (default: one a core, at most 8)",
     )
     group.add_argument(
         "--keep-aspect",

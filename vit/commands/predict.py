@@ -19,6 +19,9 @@ from vit.commands.engines import (
 from vit.commands.inputs import find_images
 from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import (
+    COMPILE_HELP,
+    TTA_HELP,
+    VIEWS,
     add_network_options,
     add_search_options,
     probability,
@@ -154,14 +157,14 @@ def _add_engines(group: Any) -> None:
     _add(
         group,
         "--tta",
-        choices=["flip", "crops"],
-        text="average the answers for several views of each picture: slower (default: one view)",
+        choices=VIEWS,
+        text=TTA_HELP,
     )
     _add(
         group,
         "--compile",
         action="store_true",
-        text="compile the network first, which pays for many pictures",
+        text=COMPILE_HELP,
     )
 
 

@@ -17,7 +17,7 @@ import stat
 import struct
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, BinaryIO
 
@@ -63,13 +63,20 @@ STRANGERS = (
 )
 
 
-def read_image(path: str | os.PathLike[str]) -> Image.Image:
+def read_image(
+    path: str | os.PathLike[str], *, admit: Callable[[int], object] = lambda _pixels: None
+) -> Image.Image:
     """The picture in the file `path`: its first frame, upright, RGB.
+
+    Args:
+        path: Of the file.
+        admit: Told how many pixels it has before they are decoded; may wait until there is room.
 
     Raises:
         BadImage: Anything else; the reason is short and names no path.
     """
     with _opened(path) as image:
+        admit(image.width * image.height)
         image.load()
         turn = UPRIGHT.get(_orientation(image))
         colour = to_rgb(image)

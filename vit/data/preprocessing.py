@@ -8,6 +8,7 @@ Equals timm's evaluation transform (crop modes `center` and `squash`) bit by bit
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -30,6 +31,8 @@ RESAMPLING: dict[str, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
+PLACES = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+"""Where a crop lies in the resized picture: its share of what is left over, across and down."""
 WHOLE_LIMIT = 2**24
 """Pixels of a resized picture above which only its crop is computed; 1 x 3000 would take 450 MB."""
 
@@ -78,19 +81,40 @@ class Preprocessing:
         """RGB picture -> its bytes, (3, height, width)."""
         return to_bytes(self.fit(image))
 
+    def crops(self, image: Image.Image) -> "Tensor":
+        """RGB picture -> the bytes of five crops, (5, 3, height, width).
+
+        The usual one comes first, then those in the corners of the resized picture.
+        """
+        import torch
+
+        return torch.stack([to_bytes(crop) for crop in self._cut(image, PLACES)])
+
     def fit(self, image: Image.Image) -> Image.Image:
         """Resize `image` and cut the centre out of it."""
+        return self._cut(image, PLACES[:1])[0]
+
+    def _cut(self, image: Image.Image, places: Sequence[tuple[float, float]]) -> list[Image.Image]:
+        """Resize `image` and cut a crop out of it at each of `places`."""
         height, width = self.image_size
         full = full_width, full_height = self._resized(*image.size)
         # int(round()) as torchvision's centre crop rounds: half a pixel goes to the even side.
-        left, top = round((full_width - width) / 2), round((full_height - height) / 2)
-        box = (left, top, left + width, top + height)
+        corners = [
+            (round((full_width - width) * x), round((full_height - height) * y)) for x, y in places
+        ]
+        boxes = [(left, top, left + width, top + height) for left, top in corners]
         resample = RESAMPLING[self.interpolation]
         if full_width * full_height <= WHOLE_LIMIT:
-            return image.resize(full, resample).crop(box)
+            resized = image.resize(full, resample)
+            return [resized.crop(box) for box in boxes]
         x, y = image.width / full_width, image.height / full_height
-        source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
-        return image.resize((width, height), resample, box=source)
+        sources = [(box[0] * x, box[1] * y, box[2] * x, box[3] * y) for box in boxes]
+        return [image.resize((width, height), resample, box=source) for source in sources]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether something of a picture is cut off, be it only of an oblong one."""
+        return self.resize == "crop" or self.crop_share < 1
 
     def whole(self, image: Image.Image, patch_size: int) -> "Tensor":
         """All of an RGB picture in its own aspect -> its bytes, (3, height, width).

@@ -44,8 +44,8 @@ def check_drawable(predictor: Predictor) -> None:
     """Refuse a network whose looks cannot be drawn.
 
     Raises:
-        ConfigError: It merges the patches on the way, or classifies whole pictures of any aspect
-            or in another precision than float32.
+        ConfigError: It merges the patches on the way, or classifies whole pictures of any aspect,
+            several views of each, or with weights that are not float32.
     """
     if any(isinstance(part, MergingBlock) for part in predictor.model.modules()):
         raise ConfigError("explain: patches that are merged have no one place; use merge_tokens=0")
@@ -55,6 +55,11 @@ def check_drawable(predictor: Predictor) -> None:
         raise ConfigError(
             "keep_aspect=True: classes are explained in the square that a network usually sees; "
             "leave one of keep_aspect and explain out"
+        )
+    if predictor.network.tta is not None:
+        raise ConfigError(
+            f"tta={predictor.network.tta}: one view of a picture is explained, and answers are the "
+            "mean of several; leave one of tta and explain out"
         )
     kinds = {parameter.dtype for parameter in predictor.model.parameters()}
     if kinds != {torch.float32}:

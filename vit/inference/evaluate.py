@@ -20,6 +20,7 @@ from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.generation.search import Search
 from vit.inference.evaluate_captions import measure_captions
+from vit.inference.network import Views
 from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.weights.folder import LoadedRun
 
@@ -40,6 +41,8 @@ def evaluate(
     patch_size: int | None = None,
     keep_aspect: bool = False,
     search: Search | None = None,
+    tta: Views | None = None,
+    compile: bool = False,  # noqa: A002
     say: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -52,13 +55,11 @@ def evaluate(
         data: A folder of labelled pictures, for a captioner captions, or a built-in set.
         split: Which of its parts; `val` is the first validation folder or list there is.
         images: Folder that the file names in lists of captions are relative to.
-        device, batch_size, precision, workers: As for Predictor.
-        merge_tokens, patch_size, keep_aspect, search: As for Predictor.
-        say: Receives notes about the data and the numbers.
-        progress: Receives the pictures done, and of how many, after each batch.
+        device, batch_size and so on, up to compile: As for Predictor.
+        say, progress: Receive notes; and the pictures done and of how many, after each batch.
 
     Raises:
-        VitError: The model, the data, the device or a setting cannot be used.
+        VitError: The model, the data or a setting cannot be used.
     """
     predictor = Predictor(
         model,
@@ -70,10 +71,26 @@ def evaluate(
         patch_size=patch_size,
         keep_aspect=keep_aspect,
         search=search,
+        tta=tta,
+        compile=compile,
+        say=say,
     )
-    find = labelled if predictor.speaker is None else captioned
-    samples = find(model, data, split, images, predictor.classes, say)
+    samples = find_samples(predictor, model, data, split=split, images=images, say=say)
     return measured(predictor, samples, say, progress, where=data)
+
+
+def find_samples(
+    predictor: Predictor,
+    model: PathLike | LoadedRun,
+    data: str,
+    *,
+    split: str,
+    images: str | None,
+    say: Callable[[str], object],
+) -> tuple[Sample, ...]:
+    """The pictures that the network of `predictor` is measured on; arguments as for `evaluate`."""
+    find = labelled if predictor.speaker is None else captioned
+    return find(model, data, split, images, predictor.classes, say)
 
 
 def measured(
@@ -169,7 +186,7 @@ def measure(
     parts: list[Outcomes] = []
     failed: list[dict[str, str]] = []
     done = 0
-    for answers in predictor.batches(sample.path for sample in samples):
+    for answers in predictor.batches([sample.path for sample in samples]):
         parts += outcomes(answers, samples[done : done + len(answers)])
         failed += [{"image": a.image, "error": a.error} for a in answers if a.error is not None]
         done += len(answers)

@@ -4,53 +4,32 @@ Evaluation goes the same way (vit/inference/evaluate.py), so both give the same 
 """
 
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from vit.data.decoding import read_image
 from vit.errors import BadImage, ConfigError, WeightsError
-from vit.evaluation.metrics import ranking
 from vit.generation.caption import Caption
 from vit.generation.search import Search
+from vit.inference.answers import Answer, named
+from vit.inference.choosing import Choice
+from vit.inference.lanes import all_of, in_order, lanes, threads_of, usual_batch
+from vit.inference.network import Network, Views
+from vit.inference.reading import Reader
 from vit.inference.speaking import speaker_of
-from vit.model.captioner import Captioner, lay_out
-from vit.model.packing import check_packable
-from vit.precision import autocast, resolve_device, resolve_precision
+from vit.model.captioner import lay_out
+from vit.precision import autocast, may_choose, resolve_device, resolve_precision
 from vit.runtime.results import Prediction
 from vit.weights.folder import LoadedRun
-from vit.weights.loading import load_model
+from vit.weights.loading import load_model, tell
 from vit.weights.repatching import with_patches
 
+__all__ = ["Answer", "PathLike", "Predictor"]
+
 PathLike = str | os.PathLike[str]
-# larger batches leave a CPU's caches: a fifth slower at 64 than at 16 (ViT-Ti and ViT-S at 224)
-BATCH_SIZES = {"cpu": 16}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All that the network says of one picture, or why it says nothing.
-
-    Args:
-        image: The picture's path.
-        probabilities: Of the classes, (classes,) float64; of none, where it has no head.
-        error: Why there is no answer, or None.
-        captions: The best first; none from a classifier.
-        memory: What a captioner's decoder looked at, (tokens, dim) on the device.
-        picture: What the encoder looked at, bytes (channels, height, width).
-    """
-
-    image: str
-    probabilities: Tensor | None
-    error: str | None = None
-    captions: tuple[Caption, ...] = ()
-    memory: Tensor | None = None
-    picture: Tensor | None = None
 
 
 class Predictor:
@@ -66,9 +45,12 @@ class Predictor:
     Args:
         run: A run folder or any other source of weights with a head, or one that is loaded.
         device: cpu, cuda, cuda:N or mps; the best one here when left out.
-        batch_size: Pictures in one pass through the network; 16 on a CPU, else 64 when left out.
-        precision: auto, fp32, bf16 or fp16; auto is bf16 where the hardware has it.
-        workers: Threads that read pictures; one a core, at most 8, when left out.
+        batch_size: Pictures in one pass through the network; when left out 64, and on a CPU as
+            many as its caches like, by the network's tokens: 4 to 64, and 16 for captions.
+        precision: auto, fp32, bf16 or fp16. auto is bf16 where the hardware has it; where a CPU's
+            bf16 may be fast or slow, a long list is tried both ways once, and the verdict kept.
+        workers: Threads that read pictures and, on a CPU, each compute a batch; one a core, at
+            most 8, when left out.
         merge_tokens: Patches merged in each block, which is faster and less exact; as many as in
             training when left out.
         patch_size: Side of a patch in pixels, to which the weights are resized: best one that the
@@ -77,6 +59,12 @@ class Predictor:
             patches as usual, where else it sees a square. Last digits then depend on neighbours.
         search: How captions are looked for; the likeliest word each time when left out. Words are
             drawn by the number of the picture in the whole list.
+        tta: Answer by the mean over several views: `flip`, a picture and its mirror image, or
+            `crops`, those of its centre and its four corners, ten in all.
+        compile: Compile the network with torch.compile, which takes a minute and pays for many
+            pictures (docs/predict.md).
+        embeddings: Whether answers have an `embedding`; the weights then need no head.
+        say: Told what weights of others are, and which precision was picked.
 
     Raises:
         VitError: The run, the device or a setting cannot be used; the message says why.
@@ -94,6 +82,10 @@ class Predictor:
         patch_size: int | None = None,
         keep_aspect: bool = False,
         search: Search | None = None,
+        tta: Views | None = None,
+        compile: bool = False,  # noqa: A002
+        embeddings: bool = False,
+        say: Callable[[str], object] = tell,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
@@ -101,7 +93,10 @@ class Predictor:
             raise ConfigError(f"workers={workers}: must be at least 1")
         self.device = resolve_device(device)
         self.precision = resolve_precision(precision, self.device)
-        loaded = run if isinstance(run, LoadedRun) else load_model(run)
+        if isinstance(run, LoadedRun):
+            loaded = run
+        else:
+            loaded = load_model(run, say=say, headless=embeddings)
         loaded = with_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
@@ -110,12 +105,20 @@ class Predictor:
         if self.speaker is not None and self.device.type == "cpu" and run is not loaded:
             lay_out(self.speaker.decoder)  # not in a network that somebody else may save
         self.keep_aspect = keep_aspect
-        if keep_aspect and isinstance(self.model, Captioner):
-            self.model.check_packable()
-        elif keep_aspect:
-            check_packable(self.model)
-        self.batch_size = batch_size or BATCH_SIZES.get(self.device.type, 64)
-        self.workers = workers or min(8, os.cpu_count() or 1)
+        self.network = Network(
+            self.model, self.preprocessing, self.device, keep_aspect, tta, embeddings, compile
+        )
+        size = self.model.patch_embed.patch_size if keep_aspect else None
+        self.read = Reader(self.preprocessing, patch_size=size, crops=tta == "crops")
+        captions = self.speaker is not None
+        self.batch_size = batch_size or usual_batch(loaded.config, self.device, captions=captions)
+        self.workers = workers or threads_of(self.device)
+        self.say = say
+        self.choice: Choice | None = None
+        if precision == "auto" and may_choose(self.device) and self.classes and not captions:
+            about = {"keep_aspect": keep_aspect, "compiled": compile}
+            self.choice = Choice(loaded.config, about, usual=self.precision, say=say)
+            self.precision = self.choice.precision
 
     @property
     def n_best(self) -> int:
@@ -132,9 +135,9 @@ class Predictor:
         """Predictions in the order of `images`, as they are made; memory does not grow.
 
         Args:
-            images: Paths of pictures; taken as they are needed, two batches ahead.
+            images: Paths of pictures; taken as they are needed, a batch a worker ahead.
             top_k: Most probable classes to name; all of them where there are fewer.
-            first: Number of the first picture, where they are a part of a longer list.
+            first: As for `batches`.
 
         Raises:
             ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
@@ -143,109 +146,96 @@ class Predictor:
             raise ConfigError(f"top_k={top_k}: must be at least 1")
         if isinstance(images, str | bytes | os.PathLike):
             raise ConfigError(f"images={images!r} is one path; give a list of paths")
-        found = self.batches(images, first=first)
-        return (self.name(answer, top_k) for batch in found for answer in batch)
+        batches = self.batches(images, first=first)
+        return (told for batch in batches for told in self.names(batch, top_k))
 
     def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[Answer]]:
-        """Answers of `batch_size` pictures at a time, in order, while threads read the next."""
+        """Answers of `batch_size` pictures at a time, in order, while threads make the next.
+
+        Args:
+            images: As for `stream`.
+            first: Number of the first picture in a longer list. The rest of a list from a multiple
+                of `batch_size` on has the digits that it has in the whole list.
+        """
         paths = (os.fspath(path) for path in images)
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="read-image")
-        ahead: deque[tuple[int, list[str], list[Future[Tensor | BadImage]]]] = deque()
-        taken = first
+        if isinstance(images, Sequence):
+            self.settle(images)
+        on_cpu = self.device.type == "cpu"
+        pool = lanes(self.workers) if on_cpu else ThreadPoolExecutor(self.workers, "read-image")
+        begin = partial(self._lane if on_cpu else self._device, pool)
         try:
-            while chunk := list(islice(paths, self.batch_size)):
-                ahead.append((taken, chunk, [pool.submit(self._read, path) for path in chunk]))
-                taken += len(chunk)
-                if len(ahead) > 1:
-                    yield self._answer(*ahead.popleft())
-            while ahead:
-                yield self._answer(*ahead.popleft())
+            if self.network.compiled:
+                pool.submit(self.network.warm_up, self.batch_size, self.precision).result()
+            ahead = self.workers if on_cpu else 1
+            yield from in_order(paths, self.batch_size, begin, ahead=ahead, first=first)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _read(self, path: str) -> Tensor | BadImage:
-        """One prepared picture, uint8 (channels, height, width), or why there is none."""
-        try:
-            image = read_image(path)
-            if self.keep_aspect:
-                return self.preprocessing.whole(image, self.model.patch_embed.patch_size)
-            return self.preprocessing(image)
-        except BadImage as error:
-            return error
-        except (ValueError, OSError, MemoryError) as error:
-            return BadImage(path, f"cannot be resized: {error}")
+    def settle(self, images: Sequence[PathLike]) -> None:
+        """Pick the precision for a list now, where `auto` leaves it to a trial."""
+        if self.choice is None:
+            return
+        trial = partial(self.choice.settle, read=self.read, see=self.network.see)
+        with lanes(self.workers) as pool:  # as many threads for a product as later
+            self.precision = pool.submit(trial, images, self.batch_size).result()
+
+    def _lane(
+        self, pool: ThreadPoolExecutor, first: int, paths: list[str]
+    ) -> Callable[[], list[Answer]]:
+        """A batch done by one thread, from the files to the answers."""
+
+        def whole() -> list[Answer]:
+            return self._answer(first, paths, [self.read(path) for path in paths])
+
+        return pool.submit(whole).result
+
+    def _device(
+        self, pool: ThreadPoolExecutor, first: int, paths: list[str]
+    ) -> Callable[[], list[Answer]]:
+        """A batch read by the threads, and answered by the device when its turn comes."""
+        read = all_of(pool, self.read, paths)
+        return lambda: self._answer(first, paths, read())
 
     def _answer(
-        self, first: int, paths: list[str], pictures: list[Future[Tensor | BadImage]]
+        self, first: int, paths: list[str], pictures: Sequence[Tensor | BadImage]
     ) -> list[Answer]:
         """Answers for one batch; `first` is the number of its first picture in the whole list."""
-        height, width = self.preprocessing.image_size
-        rows = len(paths)
-        if not self.keep_aspect:
-            rows = min(self.batch_size, 1 << (rows - 1).bit_length())
-        images = [torch.zeros(3, height, width, dtype=torch.uint8)] * rows
-        errors: dict[int, str] = {}
-        for place, future in enumerate(pictures):
-            picture = future.result()
-            if isinstance(picture, BadImage):
-                errors[place] = picture.reason
-            else:
-                images[place] = picture
+        errors = {n: p.reason for n, p in enumerate(pictures) if isinstance(p, BadImage)}
         if len(errors) == len(paths):
             return [Answer(path, None, errors[place]) for place, path in enumerate(paths)]
-        probabilities, memories = self._see(images)
-        for place, row in enumerate(probabilities[: len(paths)]):
-            if place not in errors and not row.isfinite().all():
+        blank = self.network.blank()
+        images = [blank if isinstance(picture, BadImage) else picture for picture in pictures]
+        images += [blank] * (self._rows(len(paths)) - len(paths))
+        seen = self.network.see(images, self.precision)
+        finite = seen.probabilities.isfinite().all(dim=1)
+        if seen.embeddings is not None:
+            finite &= seen.embeddings.isfinite().all(dim=1)
+        for place, good in enumerate(finite[: len(paths)].tolist()):
+            if not good and place not in errors:
                 errors[place] = f"the network overflowed in {self.precision}; try precision fp32"
-        good = [place for place in range(len(paths)) if place not in errors]
-        captions = self._captions(memories, good, first, errors)
+        good_ones = [place for place in range(len(paths)) if place not in errors]
+        captions = self._captions(seen.memories, good_ones, first, errors)
         return [
             Answer(path, None, errors[place])
             if place in errors
             else Answer(
                 path,
-                probabilities[place],
+                seen.probabilities[place],
                 captions=captions.get(place, ()),
-                memory=memories[place],
+                memory=seen.memories[place],
                 picture=images[place],
+                embedding=None if seen.embeddings is None else seen.embeddings[place],
             )
             for place, path in enumerate(paths)
         ]
 
-    @torch.inference_mode()
-    def _see(self, images: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Probabilities and, of a captioner, the memory of each image.
-
-        Args:
-            images: uint8, each (channels, height, width).
-
-        Returns:
-            float64 on the CPU, (batch, classes or 0), and `batch` of (tokens, dim) or None.
-        """
-        with autocast(self.precision, self.device):
-            if isinstance(self.model, Captioner):
-                logits, memories = self._told(self.model, images)
-            else:
-                logits = self._packed(images) if self.keep_aspect else self._batch(images)
-                memories = [None] * len(images)
-        return logits.float().cpu().double().softmax(dim=1), memories
-
-    def _batch(self, images: list[Tensor]) -> Tensor:
-        """Logits of uint8 images of one size."""
-        logits: Tensor = self.model(self._floats(torch.stack(images)))
-        return logits
-
-    def _packed(self, images: list[Tensor]) -> Tensor:
-        """Logits of uint8 images of any sizes."""
-        return self.model.forward_packed([self._floats(image) for image in images])
-
-    def _told(self, model: Captioner, images: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-        """Class logits and memories of uint8 images."""
+    def _rows(self, pictures: int) -> int:
+        """Rows of a batch with the blank ones."""
         if self.keep_aspect:
-            classes, packed = model.see_packed([self._floats(image) for image in images])
-            return classes, [*packed]
-        classes, memory = model.see(self._floats(torch.stack(images)))
-        return classes, [*memory]
+            return pictures
+        if self.network.compiled:
+            return self.batch_size
+        return min(self.batch_size, 1 << (pictures - 1).bit_length())
 
     @torch.inference_mode()
     def _captions(
@@ -269,16 +259,10 @@ class Predictor:
                 captions[place] = found
         return captions
 
-    def _floats(self, images: Tensor) -> Tensor:
-        """uint8 (..., channels, height, width) -> normalised, on the device"""
-        return self.preprocessing.normalise(images.to(self.device))
-
     def name(self, answer: Answer, top_k: int) -> Prediction:
         """What people are told of an answer, with `top_k` classes."""
-        if answer.probabilities is None:
-            return Prediction(answer.image, error=answer.error)
-        best = ranking(answer.probabilities.unsqueeze(0))[0, :top_k]
-        scores = answer.probabilities[best].tolist()
-        labels = [self.classes[index] for index in best.tolist()]
-        pairs = tuple(zip(labels, scores, strict=True))
-        return Prediction(answer.image, pairs, captions=answer.captions)
+        return self.names([answer], top_k)[0]
+
+    def names(self, answers: Sequence[Answer], top_k: int) -> list[Prediction]:
+        """What people are told of each answer of a batch, with `top_k` classes."""
+        return named(answers, self.classes, top_k)

@@ -151,16 +151,16 @@ class VisionTransformer(nn.Module):
         logits: Tensor = self.head(self.features(images))
         return logits
 
-    def forward_packed(self, images: Sequence[Tensor]) -> Tensor:
-        """Logits of images of any sizes and aspects, in one pass over all their tokens together.
+    def features_packed(self, images: Sequence[Tensor]) -> Tensor:
+        """What the head reads of images of any sizes and aspects, in one pass over all tokens.
 
-        They equal those of each image by itself; see vit/model/packing.py.
+        Rows equal those of each image by itself; see vit/model/packing.py.
 
         Args:
             images: Each (channels, height, width), whole patches.
 
         Returns:
-            (images, classes), in their order.
+            (images, pooled_dim), in their order.
 
         Raises:
             ConfigError: A part of the network would mix images that lie in one row.
@@ -171,10 +171,14 @@ class VisionTransformer(nn.Module):
         embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
         row, _ = self.transform(*pack(embedded))
         batches = zip(unpack(row, embedded), embedded, strict=True)
-        logits = self.head(torch.cat([self.pool(own, places) for own, (_, places) in batches]))
+        pooled = torch.cat([self.pool(own, places) for own, (_, places) in batches])
         order = [*chain(*groups)]
-        ordered: Tensor = logits[sorted(range(len(order)), key=order.__getitem__)]
-        return ordered
+        return pooled[sorted(range(len(order)), key=order.__getitem__)]
+
+    def forward_packed(self, images: Sequence[Tensor]) -> Tensor:
+        """As `features_packed`, up to the logits, (images, classes)."""
+        logits: Tensor = self.head(self.features_packed(images))
+        return logits
 
     def attention_maps(self, images: Tensor) -> list[Tensor]:
         """Attention weights of every block, each (batch, heads, tokens, tokens).

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.operators import grouped
 from vit.operators.grouped import autocasted, grouped_linear, is_exporting, regroup
 
 
@@ -38,6 +39,7 @@ class Experts(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        grouped.register_flops()
         self.act = activation or nn.GELU()
         self.drop = nn.Dropout(dropout)
         for name, fan_in, fan_out in (("fc1", dim, hidden_dim), ("fc2", hidden_dim, dim)):

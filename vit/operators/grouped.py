@@ -5,12 +5,12 @@
 Groups differ in length, and so from batch to batch.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
@@ -127,9 +127,14 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, products, sums if ctx.has_bias else None, None
 
 
-@register_flop_formula([torch.ops.vit.looped_linear, torch.ops.vit.looped_outer])
-def _flops(rows: tuple[int, int], others: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * rows[0] * rows[1] * others[1]  # `others` is (groups, out, in), or rows as well
+@cache
+def register_flops() -> None:
+    """Tell torch's FLOP counters of our operators; costs an import of 0.3 s, so not at the top."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    @register_flop_formula([torch.ops.vit.looped_linear, torch.ops.vit.looped_outer])
+    def flops(rows: tuple[int, int], others: tuple[int, int], *_: Any, **__: Any) -> int:
+        return 2 * rows[0] * rows[1] * others[1]  # `others` is (groups, out, in), or rows as well
 
 
 looped_linear.register_autograd(_gradients, setup_context=_keep)

@@ -240,12 +240,13 @@ def filled(
     return network.eval()
 
 
-def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
+def load_model(source: Source, *, say: Say | None = tell, headless: bool = False) -> LoadedRun:
     """A network that answers for pictures, with its class names and preprocessing.
 
     Args:
         source: A run folder, or any other source of weights with a head.
         say: Told where weights of others come from, and what was assumed; None to hear nothing.
+        headless: Take weights without a head too, whose network has no classes.
 
     Raises:
         RunError, WeightsError: It cannot be found or read, or has no head.
@@ -254,7 +255,7 @@ def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
     if found.kind == "run":
         return load_run(found.folder)
     pretrained = _opened(found)
-    if not pretrained.config.num_classes:
+    if not pretrained.config.num_classes and not headless:
         raise WeightsError(
             f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
             "fine-tune it first (vit train DATA --weights ...)"
@@ -267,7 +268,7 @@ def load_model(source: Source, *, say: Say | None = tell) -> LoadedRun:
     lines = source_lines(source, pretrained)
     preprocessing, line = assumed_preprocessing(pretrained)
     lines += [line] if line else []
-    classes = pretrained.classes
+    classes = pretrained.classes if pretrained.config.num_classes else ()
     if classes is None:
         classes = numbered(pretrained)
         lines.append("note: nothing says the names of its classes: they are numbers here")

@@ -1,0 +1,163 @@
+"""The faster arithmetic is picked by a trial, told, remembered, and the same for everybody."""
+
+import json
+
+import pytest
+import torch
+
+from vit.config import ModelConfig
+from vit.inference import predictor as predictor_module
+from vit.inference.choosing import Choice, Verdict, key_of, remember, remembered, trial
+from vit.inference.evaluate import evaluate
+from vit.inference.predictor import Predictor
+
+EXACT = torch.tensor([[0.6, 0.4], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64)
+ROUGH = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.1, 0.9]], dtype=torch.float64)
+FAST = Verdict(speedup=2.0, agreement=1.0, difference=0.01, pictures=24)
+SLOW = Verdict(speedup=0.6, agreement=1.0, difference=0.01, pictures=24)
+
+
+def clock(seconds):
+    """A timer that computes, and says what it was told to say."""
+    left = iter(seconds)
+    return lambda compute: (next(left), compute())
+
+
+def test_a_trial_compares_times_and_answers_round_by_round():
+    order = []
+
+    def answers(batch, way):
+        order.append(way)
+        return (EXACT if way == "fp32" else ROUGH)[: len(batch)]
+
+    # bf16 first in the even rounds: (bf16, fp32), (fp32, bf16), (bf16, fp32)
+    found = trial(answers, [[torch.ones(1)] * 3] * 3, clock([1.0, 2.0, 9.0, 3.0, 1.0, 1.5]))
+    assert order[2:] == ["bf16", "fp32", "fp32", "bf16", "bf16", "fp32"]
+    assert found == Verdict(2.0, 6 / 9, pytest.approx(0.1), 9)
+    assert found.precision == "bf16"
+    assert "bf16, 2.00 times as fast" in found.line()
+    assert "first 9 pictures 67% get the same class" in found.line()
+    assert "at most 0.1000" in found.line()
+
+
+def test_an_overflow_of_bf16_is_a_whole_probability():
+    broken = torch.full_like(EXACT, torch.nan)
+    found = trial(
+        lambda _, way: EXACT if way == "fp32" else broken, [[torch.ones(1)] * 3], clock([1.0, 1.0])
+    )
+    assert found.difference == 1.0
+
+
+@pytest.mark.parametrize(("speedup", "picked"), [(0.5, "fp32"), (1.05, "fp32"), (1.2, "bf16")])
+def test_a_little_faster_is_not_worth_it(speedup, picked):
+    verdict = Verdict(speedup, 1.0, 0.0, 8)
+    assert verdict.precision == picked
+    assert verdict.line().startswith(f"precision: {picked}")
+
+
+def test_verdicts_are_kept(tmp_path):
+    folder = tmp_path / "new" / "precision"
+    assert remembered(folder, "key") is None
+    assert remember(folder, "key", FAST) is None
+    assert remembered(folder, "key") == FAST
+    assert [path.name for path in folder.iterdir()] == ["key.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"speedup": "x"}', '{"speedup": NaN}'])
+def test_a_damaged_memory_is_none(tmp_path, text):
+    (tmp_path / "key.json").write_text(text)
+    assert remembered(tmp_path, "key") is None
+    whole = {"speedup": float("nan"), "agreement": 1, "difference": 0, "pictures": 1}
+    (tmp_path / "key.json").write_text(json.dumps(whole))
+    assert remembered(tmp_path, "key") is None
+
+
+def test_a_memory_that_cannot_be_written_is_a_note(tmp_path):
+    (tmp_path / "file").write_text("")
+    note = remember(tmp_path / "file" / "precision", "key", FAST)
+    assert note is not None
+    assert "measured again each time" in note
+
+
+def test_the_key_tells_networks_apart():
+    keys = {
+        key_of(network={"dim": 8}),
+        key_of(network={"dim": 16}),
+        key_of(network={"dim": 8}, x=1),
+    }
+    assert len(keys) == 3
+    assert key_of(network={"dim": 8}) in keys
+
+
+def choice(folder, notes) -> Choice:
+    return Choice(ModelConfig(), {}, usual="fp32", say=notes.append, folder=folder)
+
+
+def settled(chosen: Choice, images: int, seconds) -> str:
+    class Both:
+        probabilities = EXACT[:2]
+
+    return chosen.settle(
+        ["a"] * images,
+        2,
+        read=lambda _: torch.zeros(3, 4, 4),
+        see=lambda *_: Both,  # type: ignore[arg-type, return-value]
+        timed=clock(seconds),
+    )
+
+
+def test_a_long_list_is_tried_once_and_short_ones_follow(tmp_path):
+    notes: list[str] = []
+    chosen = choice(tmp_path, notes)
+    assert settled(chosen, 199, []) == "fp32"
+    assert not notes
+    assert settled(chosen, 200, [1.0, 3.0, 3.0, 1.0, 1.0, 3.0]) == "bf16"
+    assert len(notes) == 1
+    again = choice(tmp_path, notes)
+    assert again.precision == "bf16"
+    assert settled(again, 1000, []) == "bf16"
+    assert len(notes) == 1
+
+
+def test_without_a_memory_it_still_works_and_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    notes: list[str] = []
+    assert settled(choice(tmp_path / "file", notes), 200, [1.0, 1.0] * 3) == "fp32"
+    assert len(notes) == 2
+
+
+@pytest.fixture
+def undecided_cpu(monkeypatch, tmp_path):
+    """A CPU whose bf16 may be fast or slow, and an empty cache."""
+    monkeypatch.setattr(predictor_module, "may_choose", lambda _device: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vit-toolkit" / "precision"
+
+
+def test_predict_and_evaluate_agree(undecided_cpu, tiny_run, tiny_data, monkeypatch):
+    monkeypatch.setattr("vit.inference.choosing.WORTH", 3)
+    pictures = [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+    notes: list[str] = []
+    first = Predictor(tiny_run, device="cpu", batch_size=4, say=notes.append)
+    answers = first(pictures)
+    assert len(notes) == 1
+    (kept,) = undecided_cpu.iterdir()
+    for verdict in (FAST, SLOW):
+        kept.write_text(json.dumps(vars(verdict)))
+        predictor = Predictor(tiny_run, device="cpu", batch_size=4, say=notes.append)
+        assert predictor.precision == verdict.precision
+        named = Predictor(tiny_run, device="cpu", batch_size=4, precision=verdict.precision)
+        assert predictor(pictures) == named(pictures)
+        (asked,) = (evaluate(tiny_run, str(tiny_data), device="cpu", batch_size=4),)
+        exact = evaluate(
+            tiny_run, str(tiny_data), device="cpu", batch_size=4, precision=verdict.precision
+        )
+        assert asked == exact
+        if verdict.precision == first.precision:
+            assert predictor(pictures) == answers
+    assert len(notes) == 1
+
+
+def test_what_was_asked_for_is_not_tried(undecided_cpu, tiny_run):
+    assert Predictor(tiny_run, device="cpu", precision="bf16").choice is None
+    assert Predictor(tiny_run, device="cpu").choice is not None
