@@ -407,7 +407,7 @@ class TestRunnerLike:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"device": "cuda"}, "device='cuda': is fixed in an exported network"),
+            ({"device": "cuda"}, "device='cuda': exported networks are computed by the CPU"),
             ({"merge_tokens": 0}, "merge_tokens=0: is fixed"),
             ({"precision": "bf16"}, "precision='bf16': the exported network computes in fp32"),
             ({"search": Search(beams=2)}, "beams=2: this network writes no captions"),
@@ -453,4 +453,4 @@ def test_the_command_writes_rows_of_an_exported_file(file, pictures, bad_picture
         else:
             assert answer.predictions[0][0] in row
     assert main(["predict", str(file), *mixed, "--merge-tokens", "1"]) == 2
-    assert "merge_tokens=1: is fixed in an exported network" in capfd.readouterr().err
+    assert "merge_tokens=1: an exported network cannot do that" in capfd.readouterr().err

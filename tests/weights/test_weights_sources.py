@@ -210,7 +210,7 @@ def test_the_licence_of_a_card(tmp_path, card, terms):
 
 def test_onnx_is_not_fine_tuned(tmp_path):
     (tmp_path / "w.onnx").write_bytes(b"anything")
-    assert "cannot be fine-tuned" in refusal(tmp_path / "w.onnx")
+    assert "exported for prediction already" in refusal(tmp_path / "w.onnx")
     assert "w.onnx is an ONNX file" in refusal(tmp_path)
 
 

@@ -16,7 +16,7 @@ COMMANDS = {
     "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images, or on images with captions",
     "convert": "turn any weights into a folder of timm or Hugging Face",
-    "export": "turn a trained captioner into ONNX files, which run without torch",
+    "export": "turn a trained network into an ONNX file, which runs without torch",
     "verify": "compare an exported file and the predictor with the network, on the same images",
     "models": "list the networks that can be built or loaded by name, and their options",
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",

@@ -59,8 +59,8 @@ class Options:
         self._check_int8()
         if self.max_drop is not None and self.measured_on is None:
             raise ConfigError(
-                f"max_drop={self.max_drop:g}: nothing is measured without validation data; name "
-                "them with validation"
+                f"max_drop={self.max_drop:g}: nothing is measured without validation data; give "
+                "--validation DATA"
             )
 
     def _check_int8(self) -> None:

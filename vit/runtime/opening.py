@@ -41,10 +41,18 @@ def runner_like(
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r}: choose one of {', '.join(ENGINES)}")
-    precision = settings.pop("precision", None)
+    precision, device = settings.pop("precision", None), settings.pop("device", None)
+    if device not in (None, "cpu"):
+        raise ConfigError(
+            f"device={printable(device)!r}: exported networks are computed by the CPU here; leave "
+            "it out, or give the run"
+        )
     for name, value in settings.items():
         if value is not None and value is not False and value != "auto":
-            raise ConfigError(f"{name}={value!r}: is fixed in an exported network; give the run")
+            raise ConfigError(
+                f"{name}={value!r}: an exported network cannot do that; give the run it was "
+                "exported from"
+            )
     captions = engine == "onnx" and metadata_of(path).get("graph") in ("encoder", "decoder")
     if captions:
         _check_precision(precision, "fp32")

@@ -35,7 +35,7 @@ MOST_TEXT = 50_000_000
 WANTED = "give a .safetensors, .pth, .bin or .npz file"
 NO_CODE = "ask for a .safetensors file"
 ONNX = (
-    "an ONNX file, which is made for prediction and cannot be fine-tuned; "
+    "an ONNX file, which has been exported for prediction already; "
     "give the weights it was exported from"
 )
 
