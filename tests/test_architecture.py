@@ -35,14 +35,15 @@ ALLOWED = {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
     "vit.runtime": {
-        "numpy", "PIL", "onnxruntime", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.caption",
+        "numpy", "PIL", "onnxruntime", "openvino", "pyarrow",
+        *LEVEL_0, "vit.data", "vit.generation.caption",
     },
     "vit.inference": {
         *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "pyarrow", "ray",
         *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
     "vit.export": {
-        *NUMERIC, "PIL", "einops", "onnx", "onnxruntime", "onnxscript",
+        *NUMERIC, "PIL", "einops", "onnx", "onnxruntime", "onnxscript", "openvino",
         *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.inference",
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
@@ -53,7 +54,7 @@ ONLY = {
     "accelerate": {"vit/training", "vit/inference/processes.py"},
     "fsspec": {"vit/inference/ray_files.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
-    "onnx": {"vit/export/graph.py"},
+    "onnx": {"vit/export/graph.py", "vit/export/rewriting.py"},
     "onnxruntime": {"vit/runtime/session.py", "vit/export/halves.py"},
     "onnxscript": {"vit/export/graph.py"},
     "pyarrow": {
@@ -62,6 +63,7 @@ ONLY = {
         "vit/inference/ray_files.py",
     },
     "ray": {"vit/inference/ray_engine.py", "vit/inference/ray_cluster.py"},
+    "openvino": {"vit/export/openvino.py", "vit/runtime/openvino.py"},
     "sacrebleu": {"vit/evaluation/captions.py"},
     "tokenizers": {"vit/data/tokenizer.py", "vit/data/vocabulary.py"},
     "transformers": {"vit/weights/parity.py"},

@@ -13,7 +13,7 @@ from tests.model.test_model_build import MIXTURES, OPTIONS, SHORTER, SMALL, rand
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
-from vit.export import accuracy, classifier, graph, onnx_file, seams
+from vit.export import accuracy, classifier, graph, onnx_file
 from vit.export.halves import halved
 from vit.export.onnx_file import export_onnx
 from vit.export.options import Options
@@ -343,12 +343,3 @@ def test_a_program_of_torch(run, tmp_path):
     assert json.loads(extra["classes.json"]) == list(CLASSES)
     with pytest.raises(ConfigError, match="opset=20: a program of torch has no such choice"):
         export(run, tmp_path / "b.pt2", to="torch", opset=20)
-
-
-def test_what_is_not_there_yet_is_said(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(seams.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="precision='int8': this version cannot do that"):
-        export_onnx(run, tmp_path / "a.onnx", precision="int8", dynamic=True)
-    with pytest.raises(ConfigError, match="to='openvino': this version cannot do that"):
-        export(run, tmp_path / "a.xml", to="openvino")
-    assert not list(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.graph import Part, difference, libraries
 from vit.export.pixels import FITTED, fitting
+from vit.export.plain import attend_plainly
 from vit.model.classifier import VisionTransformer
 from vit.model.maps import Recorder
 from vit.runtime.greedy import Array
@@ -52,7 +53,8 @@ class Answer(nn.Module):
 
     def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
         """Bytes (batch, height, width, 3) -> probabilities (batch, classes)"""
-        return (self.model(self.floats(pictures)).softmax(dim=1),)
+        tokens, places = self.model.encode(self.floats(pictures), attend=attend_plainly)
+        return (self.model.head(self.model.pool(tokens, places)).softmax(dim=1),)
 
 
 class AnswerWithTokens(Answer):

@@ -19,7 +19,7 @@ from vit.export.calibration import Pictures, calibration_pictures, validation_sa
 from vit.export.graph import MOST_BYTES, as_onnx, check_equal, check_size, libraries, traced, write
 from vit.export.halves import halved
 from vit.export.options import MAX_DROP, OPSET, Options
-from vit.export.seams import quantised
+from vit.export.quantisation import quantised
 from vit.export.staging import data_beside, publish, staged
 from vit.runtime.session import Session
 from vit.weights.folder import LoadedRun

@@ -17,8 +17,8 @@ from vit.export.onnx_file import (
     classifier_file,
     export_onnx,
 )
+from vit.export.openvino import convert
 from vit.export.options import Options
-from vit.export.seams import convert
 from vit.weights.folder import LoadedRun
 from vit.weights.loading import load_model, tell
 from vit.weights.tensorfile import write_safely

@@ -1,0 +1,70 @@
+"""OpenVINO's own files compute what the ONNX file does, say the same of themselves, or are not."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from vit.errors import RunError, VitError, WeightsError
+from vit.export import openvino as converting
+from vit.export.openvino import convert
+from vit.export.quantisation import quantised
+from vit.runtime import openvino as runtime
+from vit.runtime.session import Session
+
+
+@pytest.fixture(scope="module")
+def whole(graph, noise_of):
+    return quantised(graph, list(noise_of(32)))
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("int8", 0.02)])
+def test_both_engines_say_the_same(graph, whole, noise_of, tmp_path, precision, allowed):
+    content = graph if precision == "fp32" else whole
+    (tmp_path / "given.onnx").write_bytes(content)
+    out = tmp_path / "net.v1.xml"
+    assert convert(tmp_path / "given.onnx", out, pictures=list(noise_of(8))) < allowed
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "given.onnx",
+        "net.v1.bin",
+        "net.v1.xml",
+    ]
+    ours, theirs = runtime.Session(out, threads=1), Session(content)
+    assert ours.metadata == theirs.metadata
+    assert (ours.inputs, ours.outputs) == (theirs.inputs, theirs.outputs)
+    for count in (1, 5, 2):
+        images = noise_of(count, seed=count)
+        (found,), (wanted,) = ours({"images": images}), theirs({"images": images})
+        assert found.shape == wanted.shape
+        assert np.abs(found - wanted).max() < allowed
+    if precision == "int8":
+        assert out.with_suffix(".bin").stat().st_size < 0.4 * len(graph)
+
+
+def test_what_differs_is_not_written(graph, tmp_path, monkeypatch):
+    out = tmp_path / "net.xml"
+    convert(graph, out)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setitem(converting.TOLERANCES, "fp32", -1.0)
+    with pytest.raises(VitError, match=r"^OpenVINO differs from onnxruntime: probabilities by ."):
+        convert(graph, out)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_weights_of_another_file_are_noticed(graph, whole, noise_of, tmp_path):
+    for name, content in (("one", graph), ("two", whole)):
+        convert(content, tmp_path / f"{name}.xml", pictures=list(noise_of(2)))
+    (tmp_path / "one.bin").replace(tmp_path / "two.bin")
+    with pytest.raises(WeightsError, match=r"one\.bin is missing; export both again$"):
+        runtime.Session(tmp_path / "one.xml")
+    with pytest.raises(WeightsError, match=r"two\.bin does not belong to .*two\.xml; export both"):
+        runtime.Session(tmp_path / "two.xml")
+
+
+def test_other_names_and_missing_libraries_are_refused(graph, tmp_path, monkeypatch):
+    with pytest.raises(RunError, match=r"net\.onnx: name it \.xml, such as model\.xml$"):
+        convert(graph, tmp_path / "net.onnx")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(VitError, match=r"^openvino is not installed: pip install 'vit-toolkit\[op"):
+        convert(graph, tmp_path / "net.xml")
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,174 @@
+"""Graphs in 8-bit integers say nearly what those of float32 say, and are what they claim."""
+
+import collections
+import json
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
+
+from vit.errors import ConfigError, DataError, VitError
+from vit.export import quantisation
+from vit.export.apart import take_apart
+from vit.export.quantisation import FEWEST, quantised
+from vit.export.rewriting import Graph
+from vit.runtime.session import Session
+
+OPTIONS = [
+    {},
+    {"num_kv_heads": 2, "qkv_bias": False},
+    {"position": "rotary", "qk_norm": True, "norm": "rmsnorm", "feedforward": "swiglu"},
+    {"position": "relative", "pooling": "mean", "norm_order": "post"},
+    {"repeat_blocks": 2, "parallel_blocks": True, "pooling": "attention"},
+    {"feedforward": "moe", "moe_every": 1, "num_experts": 3, "merge_tokens": 1},
+]
+
+
+def answers(content, images):
+    (found,) = Session(content)({"images": images})
+    return found
+
+
+def kinds(content):
+    return collections.Counter(node.op_type for node in onnx.load_from_string(content).graph.node)
+
+
+@pytest.fixture(scope="module")
+def static(graph, noise_of):
+    return quantised(graph, list(noise_of(32)))
+
+
+def test_answers_are_nearly_those_of_float32(graph, static, noise_of):
+    images = noise_of(64, seed=1)
+    wanted, found = answers(graph, images), answers(static, images)
+    assert np.ptp(wanted[:, 0]) > 0.2  # or nothing would be said
+    assert np.abs(found - wanted).max() < 0.02
+    assert np.abs(found - wanted).max() > 1e-6
+    assert (found.argmax(1) == wanted.argmax(1)).mean() > 0.95
+
+
+def test_every_product_but_the_head_is_in_integers(static):
+    proto = onnx.load_from_string(static)
+    made = {name: node for node in proto.graph.node for name in node.output}
+    products = [node for node in proto.graph.node if node.op_type == "MatMul"]
+    assert len(products) == 1 + 2 * 8  # patches; query, key, value, both of attention, 3 more
+    for node in products:
+        for name in node.input:
+            while made[name].op_type in ("Reshape", "Transpose"):
+                name = made[name].input[0]
+            assert made[name].op_type == "DequantizeLinear", f"{node.name}: {name}"
+    matrices = [x for x in proto.graph.initializer if x.data_type == 1 and len(x.dims) == 2]
+    assert len(matrices) == 1  # of the head
+    assert kinds(static)["Gemm"] == 1
+
+
+def test_it_is_the_same_each_time(graph, static, noise_of):
+    assert quantised(graph, list(noise_of(32))) == static
+
+
+def test_metadata_are_kept(graph, static):
+    before, after = Session(graph).metadata, Session(static).metadata
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"precision", "calibration"}
+    assert after["precision"] == "int8"
+    assert json.loads(after["calibration"]) == {"dynamic": False, "samples": 32, "smoothing": 0.5}
+    one, two = (onnx.load_from_string(content).graph for content in (graph, static))
+    assert one.input == two.input
+    assert one.output == two.output
+
+
+def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of, tmp_path):
+    ours = quantised(graph, [], dynamic=True)
+    assert json.loads(Session(ours).metadata["calibration"]) == {"dynamic": True}
+    (tmp_path / "float.onnx").write_bytes(graph)
+    quantize_dynamic(
+        tmp_path / "float.onnx",
+        tmp_path / "theirs.onnx",
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        op_types_to_quantize=["MatMul"],
+        extra_options={"MatMulConstBOnly": True},
+    )
+    images = noise_of(16, seed=1)
+    wanted, found = answers(graph, images), answers(ours, images)
+    theirs = answers((tmp_path / "theirs.onnx").read_bytes(), images)
+    assert np.abs(found - wanted).max() < 0.02
+    assert np.abs(found - theirs).max() < 0.01
+    assert kinds(ours)["MatMulInteger"] == 1 + 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "plainly"),
+    [
+        (OPTIONS[1], False),
+        (OPTIONS[2], True),
+        pytest.param(OPTIONS[0], False, marks=pytest.mark.slow),
+        pytest.param(OPTIONS[2], False, marks=pytest.mark.slow),
+        pytest.param(OPTIONS[3], True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_parts_are_taken_apart_without_a_change(graph_of, noise_of, options, plainly):
+    content, module = graph_of(plainly=plainly, depth=1, **options)
+    apart = Graph(content)
+    assert take_apart(apart) == 1
+    images = noise_of(5, seed=1)
+    with torch.no_grad():
+        (wanted,) = module(torch.from_numpy(images))
+    np.testing.assert_allclose(answers(apart.finish({}), images), wanted.numpy(), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_of_the_network_are_kept(graph_of, noise_of, options, dynamic):
+    content, module = graph_of(**options)
+    images = noise_of(64, seed=1)
+    with torch.no_grad():
+        (wanted,) = module(torch.from_numpy(images))
+    found = answers(quantised(content, list(noise_of(32)), dynamic=dynamic), images)
+    assert np.abs(found - wanted.numpy()).mean() < 0.02
+    assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9
+
+
+def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypatch):
+    """A channel that is 60 times as large, and told so to the weights: the same network."""
+
+    def enlarge(model):
+        for block in model.blocks:
+            for norm, after in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):
+                norm.weight[5] *= 60
+                norm.bias[5] *= 60
+                after.weight[:, 5] /= 60
+
+    content, _ = graph_of(enlarge, depth=1)
+    images = noise_of(64, seed=1)
+    wanted, errors = answers(content, images), []
+    for _ in range(2):
+        found = answers(quantised(content, list(noise_of(32))), images)
+        errors.append(np.abs(found - wanted).mean())
+        monkeypatch.setattr(quantisation, "_smooth", lambda _, spot: np.ones_like(spot.low))
+    assert errors[0] < 0.3 * errors[1]
+
+
+def test_what_cannot_be_quantised_is_refused(graph, static, noise_of):
+    few = list(noise_of(FEWEST - 1))
+    with pytest.raises(DataError, match=f"^{FEWEST - 1} pictures for calibration: at least"):
+        quantised(graph, few)
+    with pytest.raises(DataError, match=r"^calibration picture 3 is float32 of shape"):
+        pictures = list(noise_of(FEWEST))
+        pictures[3] = pictures[3].astype(np.float32)
+        quantised(graph, pictures)
+    with pytest.raises(ConfigError, match=r"^precision='int8'.* is made of a graph of fp32$"):
+        quantised(static, list(noise_of(FEWEST)))
+
+
+def test_a_missing_library_is_named(graph, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(
+        VitError, match=r"^onnx is not installed: pip install 'vit-toolkit\[onnx\]'"
+    ):
+        quantised(graph, [])

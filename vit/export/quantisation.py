@@ -1,0 +1,270 @@
+"""A graph of float32 whose products are computed in 8-bit integers.
+
+    weights               one scale a column:          w ~ s q,        q in -127 ... 127
+    activations before    one scale and zero a tensor: x ~ s (q - z),  q in 0 ... 255
+    queries, keys, values one scale a tensor:          x ~ s q,        q in -127 ... 127
+    attention weights     one scale a tensor:          x ~ s q,        q in 0 ... 255
+
+Static: the range of each activation is what the calibration pictures reach (Jacob et al., section
+3, arXiv:1712.05877), and the graph holds QuantizeLinear and DequantizeLinear in front of products,
+which onnxruntime, OpenVINO and others fuse. Where a LayerNorm alone feeds products with weights,
+channels with large values first hand them over to the weights (SmoothQuant, section 4,
+arXiv:2211.10438). Dynamic: each batch is measured as it comes, and only products with weights are
+in integers.
+
+What fits the pictures, softmaxes, norms and the head stay in float32: they have few operations, or
+the last word.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vit.errors import ConfigError, DataError
+from vit.export.apart import take_apart
+from vit.export.rewriting import MOVES, Graph, node, onnx
+from vit.runtime.greedy import Array
+from vit.runtime.session import Session
+
+FEWEST = 16
+"""Calibration pictures below which the ranges are luck."""
+SMOOTHING = 0.5
+"""Share of an activation's range that goes to the weights, as an exponent; alpha of SmoothQuant."""
+SMALLEST = 1e-8
+"""Stands for a range or a weight of zero."""
+SCORES = ("Add", "Mul", "Div", "Where", "Reshape")
+"""What may stand between the product of queries and keys and its softmax."""
+
+
+@dataclass
+class Spot:
+    """A tensor that is to be in integers in front of some products.
+
+    Args:
+        name: Of the tensor.
+        readers: Nodes that take it in integers.
+        signed: Symmetric around 0, instead of from its least to its greatest value.
+        products: MatMuls with weights that take it; none in attention.
+        channels: Of its last axis where they are measured apart, else 1.
+    """
+
+    name: str
+    readers: list[Any]
+    signed: bool = False
+    products: bool = True
+    channels: int = 1
+    low: Array = field(default_factory=lambda: np.zeros(1, np.float32))
+    high: Array = field(default_factory=lambda: np.zeros(1, np.float32))
+
+    def widen(self, low: Array, high: Array) -> None:
+        """Take in what another picture reaches; 0 is always inside."""
+        self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
+
+    def scale_and_zero(self) -> tuple[Array, Array]:
+        low, high = float(self.low.min()), float(self.high.max())
+        if self.signed:
+            return _scalar(max(-low, high) / 127), np.zeros((), np.int8)
+        scale = _scalar((high - low) / 255)
+        return scale, np.clip(np.round(-low / scale), 0, 255).astype(np.uint8)
+
+
+def quantised(
+    content: bytes,
+    pictures: Sequence[Array],
+    *,
+    dynamic: bool = False,
+) -> bytes:
+    """`content` with its products in 8-bit integers, and the same inputs and outputs.
+
+    Args:
+        content: An ONNX graph of float32, of `vit export`.
+        pictures: For calibration, uint8 (height, width, 3) of any size; at least FEWEST. Dynamic
+            quantisation looks at none.
+        dynamic: Measure the range of each activation while it is computed.
+
+    Raises:
+        ConfigError: The graph is not of float32, or has no products with weights.
+        DataError: There are too few pictures, or one is none.
+        VitError: A library is missing.
+    """
+    graph = Graph(content)
+    metadata = {value.key: value.value for value in graph.proto.metadata_props}
+    precision = metadata.get("precision", "fp32")
+    take_apart(graph)
+    spots = _before_weights(graph)
+    if precision != "fp32" or not spots:
+        raise ConfigError(
+            f"precision={precision!r}, activations that weights of float32 multiply: "
+            f"{len(spots)}; int8 is made of a graph of fp32"
+        )
+    calibration: dict[str, Any] = {"dynamic": dynamic}
+    if dynamic:
+        _integers_as_they_come(graph, spots)
+    else:
+        _check(pictures)
+        spots += _in_attention(graph, {spot.name for spot in spots})
+        _calibrate(graph, spots, pictures)
+        _integers(graph, spots, [_smooth(graph, spot) for spot in spots])
+        calibration |= {"samples": len(pictures), "smoothing": SMOOTHING}
+    return graph.finish({**metadata, "precision": "int8", "calibration": json.dumps(calibration)})
+
+
+def _before_weights(graph: Graph) -> list[Spot]:
+    """Activations that a matrix of weights multiplies."""
+    found: dict[str, Spot] = {}
+    for each in graph.nodes:
+        if each.op_type == "MatMul" and len(shape := graph.shape(each.input[1]) or ()) == 2:
+            (name, _), channels = each.input, shape[0]
+            spot = found.setdefault(name, Spot(name, [], channels=channels))
+            spot.readers.append(each)
+    return list(found.values())
+
+
+def _in_attention(graph: Graph, known: set[str]) -> list[Spot]:
+    """Queries, keys and values where they are made, and attention weights."""
+    found = []
+    for each in graph.nodes:
+        if each.op_type != "MatMul" or any(name in graph.constants for name in each.input):
+            continue
+        mixes = graph.maker(each.input[0], "Softmax") is not None
+        if not mixes and not _scores(graph, each):
+            continue
+        for name in each.input:
+            reader, signed = each, not mixes or name != each.input[0]
+            while (maker := graph.makers.get(name)) is not None and maker.op_type in MOVES:
+                if graph.only_taker(name) is None:
+                    break
+                reader, name = maker, maker.input[0]
+            if name not in known and graph.only_taker(name) is reader:
+                found.append(Spot(name, [reader], signed=signed, products=False))
+    return found
+
+
+def _scores(graph: Graph, product: Any) -> bool:
+    """Whether a softmax is all that looks at `product`."""
+    taker = graph.only_taker(product.output[0])
+    while taker is not None and taker.op_type in SCORES:
+        taker = graph.only_taker(taker.output[0])
+    return taker is not None and taker.op_type == "Softmax"
+
+
+def _check(pictures: Sequence[Array]) -> None:
+    if len(pictures) < FEWEST:
+        raise DataError(
+            f"{len(pictures)} pictures for calibration: at least {FEWEST} are needed; give more, "
+            "or quantise dynamically"
+        )
+    for number, picture in enumerate(pictures):
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+            raise DataError(
+                f"calibration picture {number} is {picture.dtype} of shape {picture.shape}; it "
+                "must be uint8 of (height, width, 3)"
+            )
+
+
+def _calibrate(graph: Graph, spots: Sequence[Spot], pictures: Sequence[Array]) -> None:
+    """Find what the spots reach; one picture is in memory at a time."""
+    measured = Graph(graph.proto.SerializeToString())
+    measured.nodes, measured.constants = [*graph.nodes], dict(graph.constants)
+    del measured.proto.graph.output[:]
+    first = measured.constant("range/first", np.array([0]))
+    for spot in spots:
+        key = f"range/{spot.name}"
+        shape = measured.constant(f"{key}/shape", np.array([-1, spot.channels]))
+        measured.nodes.append(node("Reshape", [spot.name, shape], [f"{key}/rows"]))
+        for end in ("Min", "Max"):
+            taken = [f"{key}/rows", first]
+            measured.nodes.append(node(f"Reduce{end}", taken, [f"{key}/{end}"], keepdims=0))
+            value = onnx().helper.make_tensor_value_info(f"{key}/{end}", 1, [spot.channels])
+            measured.proto.graph.output.append(value)
+    session = Session(measured.finish({}))
+    for picture in pictures:
+        found = iter(session({session.inputs[0]: picture[None]}))
+        for spot in spots:
+            spot.widen(next(found), next(found))
+
+
+def _smooth(graph: Graph, spot: Spot) -> Array:
+    """What the rows of weights are multiplied by; the norm in front is divided by it here."""
+    factors = np.ones_like(spot.low)
+    norm = graph.maker(spot.name, "LayerNormalization")
+    if norm is None or not spot.products or len(graph.takers[spot.name]) != len(spot.readers):
+        return factors
+    if any(graph.shape(name) != factors.shape for name in norm.input[1:]):
+        return factors
+    rows = [np.abs(graph.array(each.input[1])).max(axis=1) for each in spot.readers]
+    values, weights = np.maximum(-spot.low, spot.high), np.max(rows, axis=0)
+    used = (values > SMALLEST) & (weights > SMALLEST)
+    factors[used] = values[used] ** SMOOTHING / weights[used] ** (1 - SMOOTHING)
+    for place, name in list(enumerate(norm.input))[1:]:
+        divided = graph.array(name) / factors
+        norm.input[place] = graph.constant(f"{spot.name}/smoothed/{place}", divided)
+    spot.low, spot.high = spot.low / factors, spot.high / factors
+    return factors
+
+
+def _integers(graph: Graph, spots: Sequence[Spot], factors: Sequence[Array]) -> None:
+    """QuantizeLinear and DequantizeLinear at each spot and at its weights."""
+    before: dict[str, list[Any]] = {}
+    for spot, factor in zip(spots, factors, strict=True):
+        key = f"{spot.name}/int8"
+        scale, zero = spot.scale_and_zero()
+        how = [graph.constant(f"{key}/scale", scale), graph.constant(f"{key}/zero", zero)]
+        made = before.setdefault(spot.readers[0].output[0], [])
+        made.append(node("QuantizeLinear", [spot.name, *how], [key]))
+        made.append(node("DequantizeLinear", [key, *how], [f"{key}/back"]))
+        for reader in spot.readers:
+            for place, name in enumerate(reader.input):
+                if name == spot.name:
+                    reader.input[place] = f"{key}/back"
+            if spot.products:
+                weights = _weights(graph, reader, factor)
+                back = f"{weights[0]}/back"
+                made = before.setdefault(reader.output[0], [])
+                made.append(node("DequantizeLinear", weights, [back], axis=1))
+                reader.input[1] = back
+    graph.nodes = [
+        new
+        for each in graph.nodes
+        for new in (*before.get(each.output[0] if each.output else "", ()), each)
+    ]
+
+
+def _integers_as_they_come(graph: Graph, spots: Sequence[Spot]) -> None:
+    """The range of each spot is measured each time, and its products are of integers."""
+    instead: dict[str, list[Any]] = {}
+    for spot in spots:
+        key = f"{spot.name}/int8"
+        now = [key, f"{key}/scale", f"{key}/zero"]
+        made = [node("DynamicQuantizeLinear", [spot.name], now)]
+        for product in spot.readers:
+            (output,) = product.output
+            weights, scales, zeros = _weights(graph, product, np.ones(1, np.float32))
+            whole, floats, scale = (f"{output}/{word}" for word in ("whole", "floats", "scale"))
+            made.append(node("MatMulInteger", [key, weights, now[2], zeros], [whole]))
+            made.append(node("Cast", [whole], [floats], to=1))
+            made.append(node("Mul", [now[1], scales], [scale]))
+            made.append(node("Mul", [floats, scale], [output]))
+            instead[output], made = made, []
+    graph.nodes = [
+        new
+        for each in graph.nodes
+        for new in instead.get(each.output[0] if each.output else "", [each])
+    ]
+
+
+def _weights(graph: Graph, product: Any, factors: Array) -> list[str]:
+    """Names of the weights of `product` in integers, of their scales and of their zeros."""
+    rows = graph.array(product.input[1]) * factors[:, None]
+    scales = np.maximum(np.abs(rows).max(axis=0), SMALLEST).astype(np.float32) / np.float32(127)
+    whole = np.clip(np.round(rows / scales), -127, 127).astype(np.int8)
+    key = f"{product.output[0]}/weights/int8"
+    values = {"": whole, "/scale": scales, "/zero": np.zeros_like(whole[0])}
+    return [graph.constant(f"{key}{word}", value) for word, value in values.items()]
+
+
+def _scalar(value: float) -> Array:
+    return np.asarray(max(value, SMALLEST), np.float32)
