@@ -1,6 +1,7 @@
 """--embeddings: the vectors that the predictor gives, in a file that survives a kill."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.commands.predicting import end_at
 from vit.data.decoding import read_image
+from vit.runtime.parts import Claim
 from vit.weights.folder import load_run
 
 DIM = 32
@@ -84,3 +86,45 @@ def test_several_views_are_averaged(predict, pictures, tmp_path):
     code, _, err = predict(*pictures, "--compile", "--keep-aspect")
     assert (code, len(err)) == (2, 1)
     assert "too many shapes to compile" in err[0]
+
+
+def test_what_is_complete_may_be_resumed_again(predict, pictures, tmp_path):
+    words = (*pictures, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
+    assert predict(*words, "--resume")[0] == 0
+    code, _, err = predict(*words, "--resume")
+    assert (code, len(err)) == (0, 1)
+    assert "is complete" in err[0]
+    (tmp_path / "a.npy").unlink()
+    code, _, err = predict(*words, "--resume")
+    assert (code, len(err)) == (2, 1)
+    assert "a.npy is not there" in err[0]
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(predict, pictures, tmp_path, monkeypatch):
+    words = (*pictures, "-b", 4, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
+    replace = Path.replace
+
+    def killed(path, target):
+        if path.name == "a.csv.partial":
+            raise OSError(5, "killed")
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        assert predict(*words)[0] == 2
+    whole = (tmp_path / "a.npy").read_bytes()
+    code, _, err = predict(*words, "--resume")
+    assert code == 0
+    assert "going on after 27 of 27 images" in err[0]
+    assert (tmp_path / "a.npy").read_bytes() == whole
+    assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.npy"]
+
+
+def test_two_jobs_do_not_write_the_same_vectors(predict, pictures, tmp_path):
+    words = (*pictures, "--out", tmp_path / "b.csv", "--embeddings", tmp_path / "a.npy")
+    with Claim([tmp_path / "a.npy"]) as claim:
+        claim.take()
+        code, _, err = predict(*words)
+    assert (code, len(err)) == (2, 1)
+    assert "a.npy.partial is being written by another process" in err[0]
+    assert os.listdir(tmp_path) == []

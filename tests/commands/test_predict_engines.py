@@ -79,7 +79,6 @@ def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
 
 def test_blocks_are_what_a_runner_says():
     runner = argparse.Namespace(batch_size=4)
-    assert block_of(runner, "torch") == 4
-    assert block_of(runner, "onnx") == 32
+    assert block_of(runner) == 4
     runner.block = 6
-    assert block_of(runner, "onnx") == 6
+    assert block_of(runner) == 6

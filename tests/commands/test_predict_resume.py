@@ -9,6 +9,7 @@ import pytest
 
 from tests.commands.predicting import end_at, ended
 from tests.training.children import Job
+from vit.commands.keeping import Files
 from vit.inference.predictor import Predictor
 
 SIZE = 4
@@ -58,8 +59,13 @@ def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, ho
         "begin again with --overwrite"
     ]
     code, shown, err = predict(*words, "--resume")
-    assert (code, shown, len(err)) == (1, [], 1)
-    assert err[0].startswith(f"vit predict: {len(inputs) - 27} of {len(inputs)} images failed")
+    assert (code, shown, len(err)) == (1, [], 2)
+    assert err[0] == "vit predict: " + (
+        f"going on after {rows} of {len(inputs)} images in {partial}"
+        if rows
+        else f"{partial} held nothing whole: beginning at the first image"
+    )
+    assert err[1].startswith(f"vit predict: {len(inputs) - 27} of {len(inputs)} images failed")
     assert out.read_bytes() == expected
     assert sorted(os.listdir(tmp_path)) == sorted(["bad", name, "log", "whole"])
 
@@ -182,8 +188,6 @@ def test_begin_again_or_from_nothing(predict, inputs, whole, tmp_path, monkeypat
     ]
     assert predict(*words, "--overwrite")[0] == 1
     assert out.read_bytes() == whole("a.jsonl")
-    code, _, err = predict(*words, "--resume")
-    assert (code, err) == (0, [f"vit predict: {out} is complete: {len(inputs)} images"])
     code, _, err = predict(*inputs[1:], "--out", out, "--resume")
     assert (code, len(err)) == (2, 1)
     assert "is complete with 34 rows, and the inputs are 33 pictures" in err[0]
@@ -269,3 +273,119 @@ def test_an_uninterrupted_file_is_what_the_predictor_says(predict, pictures, tin
     expected = Predictor(tiny_run, batch_size=SIZE)(pictures)
     for line, prediction in zip(out.read_text().splitlines(), expected, strict=True):
         assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_what_is_complete_is_read_again(predict, inputs, tmp_path, name):
+    out = tmp_path / name
+    words = ("-b", SIZE, "--out", out, "--resume")
+    assert predict(*inputs, *words)[0] == 1
+    (tmp_path / f"{name}.partial.journal").write_text("{}\n")  # of a kill after the last rename
+    code, _, err = predict(*inputs, *words)
+    assert (code, len(err)) == (1, 2)
+    assert err[0].startswith(f"vit predict: {out} is complete: {len(inputs)} images")
+    assert err[1].startswith(f"vit predict: {len(inputs) - 27} of {len(inputs)} images failed")
+    assert sorted(os.listdir(tmp_path)) == [name, "bad"]
+    others = [inputs[1], inputs[0], *inputs[2:]]
+    for images, more, reason in (
+        (others, [], "row 1 is of another picture"),
+        (inputs, ["--sort-into", tmp_path / "new"], "whether the pictures were sorted"),
+        (inputs, ["--format", "jsonl" if name != "a.jsonl" else "csv"], "is complete"),
+    ):
+        code, _, err = predict(*images, *words, *more)
+        assert (code, len(err)) == (2, 1)
+        assert reason in err[0]
+    out.write_bytes(b"\xff\n" * (len(inputs) + (name != "a.jsonl")))
+    assert predict(*inputs, *words)[0] == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume"]])
+def test_nobody_begins_while_another_finishes(predict, pictures, tmp_path, monkeypatch, more):
+    """Not even between the last row and the last rename."""
+    words = (*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+    said = []
+    finish = Files.finish
+
+    def finishing(files, *arguments):
+        monkeypatch.setattr(Files, "finish", finish)
+        before = sorted(os.listdir(tmp_path))
+        assert before == ["a.csv.partial", "a.csv.partial.journal", "a.csv.partial.lock"]
+        said.append(predict(*words, *more))
+        assert sorted(os.listdir(tmp_path)) == before
+        finish(files, *arguments)
+
+    monkeypatch.setattr(Files, "finish", finishing)
+    assert predict(*words)[0] == 0
+    code, _, err = said[0]
+    assert (code, len(err)) == (2, 1)
+    assert ("is being written by another process" if more else "is unfinished") in err[0]
+    assert os.listdir(tmp_path) == ["a.csv"]
+
+
+def test_what_another_has_finished_in_between_stays(predict, pictures, tmp_path, monkeypatch):
+    out = tmp_path / "a.csv"
+    begin = Files.begin
+
+    def beginning(files, *arguments, **settings):
+        out.write_text("of another")
+        return begin(files, *arguments, **settings)
+
+    monkeypatch.setattr(Files, "begin", beginning)
+    code, _, err = predict(*pictures, "--out", out)
+    assert (code, len(err)) == (2, 1)
+    assert "a.csv exists" in err[0]
+    assert "kept" not in err[0]
+    assert out.read_text() == "of another"
+    assert os.listdir(tmp_path) == ["a.csv"]
+
+
+def test_a_damaged_journal_is_said(predict, pictures, whole, tmp_path, monkeypatch):
+    words = (*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        assert predict(*words)[0] == 2
+    journal = tmp_path / "a.csv.partial.journal"
+    journal.write_bytes(journal.read_bytes().split(b"\n")[0] + b"\nwhat?\n")
+    code, _, err = predict(*words, "--resume")
+    assert (code, len(err)) == (0, 1)
+    assert err[0].endswith("a.csv.partial held nothing whole: beginning at the first image")
+
+
+def test_the_remedy_is_not_what_was_given(predict, pictures, tmp_path, monkeypatch):
+    words = (*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        assert predict(*words)[0] == 2
+    code, _, err = predict(*words, "-k", 1, "--resume", "--overwrite")
+    assert (code, len(err)) == (2, 1)
+    assert err[0].endswith("or begin again with --overwrite and without --resume")
+
+
+def test_a_link_stays_and_leads_to_the_rows(predict, pictures, tmp_path):
+    (tmp_path / "far").mkdir()
+    for name, words in (("a.csv", []), ("b.csv", ["--explain", tmp_path / "drawn"])):
+        link = tmp_path / name
+        link.symlink_to(tmp_path / "far" / name)
+        assert predict(*pictures[:2], "--out", link, *words)[0] == 0
+        assert link.is_symlink()
+        assert len(link.read_text().splitlines()) == 3
+    assert sorted(os.listdir(tmp_path / "far")) == ["a.csv", "b.csv"]
+
+
+@pytest.mark.parametrize("size", [221, 300])
+def test_a_name_that_is_too_long_is_said_at_once(predict, pictures, tmp_path, monkeypatch, size):
+    monkeypatch.setattr("vit.commands.predict.opened", lambda *_: pytest.fail("too late"))
+    code, _, err = predict(*pictures, "--out", tmp_path / f"{'x' * (size - 4)}.csv")
+    assert (code, len(err)) == (2, 1)
+    assert f"the name has {size} bytes; give one of 220 at most" in err[0]
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(
+    predict, pictures, tmp_path, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr("vit.runtime.journal.os.fsync", seen.append)
+    monkeypatch.setattr(Files, "finish", lambda *_: seen.append("finish"))
+    assert predict(*pictures, "--out", tmp_path / "a.csv")[0] == 0
+    assert len(seen) == 4  # of the journal's first line, the rows, the journal
+    assert seen[-1] == "finish"

@@ -14,7 +14,7 @@ from vit.inference.predictor import Predictor
 
 def files_in(folder: Path) -> dict[str, bytes]:
     """Contents of all files, by their path from `folder`."""
-    found = [path for path in folder.rglob("*") if not path.is_dir()]
+    found = [path for path in folder.rglob("[!.]*") if not path.is_dir()]  # no half copies
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
@@ -77,7 +77,8 @@ def test_sorting_goes_on_after_a_kill(predict, pictures, tmp_path, monkeypatch):
     assert predict(*words)[0] == 2
     code, _, err = predict(*words, "--resume")
     assert code == 0
-    assert "27 images sorted" in err[0]
+    assert "going on after 8 of 27 images" in err[0]
+    assert "27 images sorted" in err[1]
     assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
 
@@ -95,3 +96,30 @@ def test_a_folder_with_files_or_inputs_is_one_line(predict, tiny_data, pictures,
         assert reason in err[0]
     assert not (tiny_data / "val" / "new").exists()
     assert os.listdir(tmp_path / "full") == ["file"]
+
+
+def test_pictures_of_an_earlier_sorting_are_said(predict, pictures, best, tmp_path):
+    threshold = repr(best[1])
+    words = (*pictures, "--sort-into", tmp_path / "sorted")
+    assert len(predict(*words, "--threshold", threshold)[2]) == 1
+    code, _, err = predict(*words, "--overwrite")
+    assert (code, len(err)) == (0, 2)
+    assert err[1].startswith("vit predict: 9 of them were there in another folder")
+
+
+def test_going_on_with_nothing_does_not_open_a_folder_with_files(predict, pictures, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    words = (*pictures, "--sort-into", tmp_path / "full", "--out", tmp_path / "a.csv")
+    code, _, err = predict(*words, "--resume")
+    assert (code, len(err)) == (2, 1)
+    assert "has files" in err[0]
+    assert os.listdir(tmp_path) == ["full"]
+
+
+def test_the_usual_way_may_be_named_on_a_resume(predict, pictures, tmp_path, monkeypatch):
+    words = (*pictures, "-b", 4, "--out", tmp_path / "a.csv", "--sort-into", tmp_path / "sorted")
+    with monkeypatch.context() as patch:
+        end_at(2, "fail", patch.setattr)
+        assert predict(*words)[0] == 2
+    assert predict(*words, "--resume", "--sort-with", "copy")[0] == 0

@@ -259,6 +259,15 @@ def test_inputs_of_prediction_keep_their_order(make_tree):
     assert any(".txt 1" in note for note in notes)
 
 
+def test_a_pattern_that_matches_folders_too_lists_each_picture_once(make_tree):
+    root = make_tree({"x": 2, "x/deep": 1, "y": 1})
+    found = list_images([f"{root}/**", f"{root}/y/0.png"])
+    assert [relative(path, root) for path in found] == [
+        *("x/0.png", "x/1.png", "x/deep/0.png", "y/0.png"),
+        "y/0.png",  # given twice
+    ]
+
+
 def test_inputs_that_give_nothing_are_refused(make_tree):
     root = make_tree({"x": 1, "empty": 0})
     with pytest.raises(DataError, match="no pictures in this folder"):

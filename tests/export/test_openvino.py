@@ -51,13 +51,19 @@ def test_what_differs_is_not_written(graph, tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_weights_of_another_file_are_noticed(graph, whole, noise_of, tmp_path):
+def test_weights_that_are_not_its_own_are_noticed(graph, whole, noise_of, tmp_path):
     for name, content in (("one", graph), ("two", whole)):
         convert(content, tmp_path / f"{name}.xml", pictures=list(noise_of(2)))
-    (tmp_path / "one.bin").replace(tmp_path / "two.bin")
-    with pytest.raises(WeightsError, match=r"one\.bin is missing; export both again$"):
+    weights = tmp_path / "one.bin"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    with pytest.raises(WeightsError, match=r"one\.bin does not belong to .*one\.xml; export both"):
         runtime.Session(tmp_path / "one.xml")
-    with pytest.raises(WeightsError, match=r"two\.bin does not belong to .*two\.xml; export both"):
+    (tmp_path / "two.bin").replace(weights)
+    with pytest.raises(WeightsError, match=r"one\.xml"):
+        runtime.Session(tmp_path / "one.xml")
+    with pytest.raises(WeightsError, match=r"two\.bin is missing; export both again$"):
         runtime.Session(tmp_path / "two.xml")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vit.config import Config, DataConfig, ModelConfig
 from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
 from vit.export.answering import Said, by_hand, by_predictor
+from vit.export.causes import _permuted
 from vit.export.pictures import SIZES, draw, pictures_for, scene, spread
 from vit.export.verdict import HAND, LIMITS, Compared
 from vit.export.verification import compare, verify
@@ -173,6 +175,8 @@ def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
     assert found.agrees
     assert found.paths[2].limits == LIMITS["fp16"]
     assert found.paths[1].limits == LIMITS["fp32"]
+    assert found.lines()[-2].strip() == "its limits are those of fp16, as it says"
+    assert found.to_dict()["precision"] == "fp16"
     with pytest.raises(WeightsError, match="precision='fp4' in the metadata: expected fp32, fp16"):
         verified(precision="fp4")
 
@@ -301,3 +305,20 @@ def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
     graph.metadata["source_run"] = "runs/\x1b[31mgone"
     with pytest.raises(RunError, match=r"exported from runs/.x1b\[31mgone, which is not here"):
         verify(None, "fruit.onnx")
+
+
+def test_many_classes_in_another_order_take_little_memory():
+    rng = np.random.default_rng(0)
+    rows = rng.dirichlet(np.ones(1000), size=8)
+    order = rng.permutation(1000)
+    hand, file = ([Said(row) for row in some] for some in (rows, rows[:, order]))
+    tracemalloc.start()
+    try:
+        told = _permuted(hand, file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    moved = int((order != np.arange(1000)).sum())
+    assert told == f"its outputs are in another order: {moved} of 1000 classes changed places"
+    assert peak < 4_000_000  # the square of the classes would be 64 MB
+    assert _permuted(hand, [Said(row[::-1] ** 2) for row in rows]) is None

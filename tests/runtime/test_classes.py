@@ -408,7 +408,7 @@ class TestRunnerLike:
         ("settings", "message"),
         [
             ({"device": "cuda"}, "device='cuda': exported networks are computed by the CPU"),
-            ({"merge_tokens": 0}, "merge_tokens=0: is fixed"),
+            ({"merge_tokens": 1}, "merge_tokens=1: an exported network cannot do that"),
             ({"precision": "bf16"}, "precision='bf16': the exported network computes in fp32"),
             ({"search": Search(beams=2)}, "beams=2: this network writes no captions"),
             ({"engine": "abacus"}, "engine='abacus': choose one of onnx, openvino"),
@@ -454,3 +454,23 @@ def test_the_command_writes_rows_of_an_exported_file(file, pictures, bad_picture
             assert answer.predictions[0][0] in row
     assert main(["predict", str(file), *mixed, "--merge-tokens", "1"]) == 2
     assert "merge_tokens=1: an exported network cannot do that" in capfd.readouterr().err
+
+
+def test_what_is_put_together_depends_on_a_block_alone(tmp_path, monkeypatch):
+    """A list that is gone on with from a block has the batches that it would have had."""
+    sides = np.random.default_rng(0).integers(1, 40, (60, 2))
+    paths = [str(tmp_path / f"{number}.png") for number in range(60)]
+    for path, (width, height) in zip(paths, sides.tolist(), strict=True):
+        Image.new("RGB", (width, height)).save(path)
+    (tmp_path / "30.png").write_bytes((tmp_path / "30.png").read_bytes()[:60])
+    for limit in (200, 900, 1600, 4000):
+        monkeypatch.setattr(reading, "PIXELS", limit)
+
+        def parts(first, limit=limit):
+            found = reading.windows(iter(paths[first:]), np.asarray, workers=2, most=12)
+            return [[path for path, _ in window] for window in found]
+
+        whole = parts(0)
+        for first in range(12, 60, 12):
+            left = parts(first)
+            assert whole[-len(left) :] == left

@@ -1,17 +1,19 @@
 """Whatever a kill or a power failure leaves of the files, what is kept is a number of blocks."""
 
+import os
+
 import pytest
 
 from vit.errors import RunError
 from vit.runtime.journal import Journal, differences, last_whole, marks, read_first
 from vit.runtime.parts import (
+    Claim,
     blocks,
     check_same,
     journal_of,
     lay_together,
     leftovers,
     part,
-    refuse_running,
 )
 
 BLOCKS = [b"head\n", b"one\ntwo\n", b"three\nfour\n", b"five\n"]
@@ -148,16 +150,23 @@ def test_blocks_of_several_processes_come_in_their_order(tmp_path):
     assert [after.errors[0][1] for *_, after in blocks(journals)] == [f"of {p!r}" for p in pieces]
 
 
-def test_two_do_not_write_one_file(tmp_path):
-    path, files = written(tmp_path, BLOCKS[:2], ROWS[:2])
-    journal = Journal(path, files, {}, resume=True)
-    for attempt in (
-        lambda: Journal(path, files, {}, resume=True),
-        lambda: refuse_running(tmp_path / "found.csv"),
-    ):
-        with pytest.raises(RunError, match="is being written by another process"):
-            attempt()
-    journal.write(4, {"rows": BLOCKS[2], "twice": BLOCKS[2] * 2})
-    journal.close()
-    refuse_running(tmp_path / "found.csv")
-    assert kept(path, files) == 3
+def test_two_jobs_do_not_write_one_file(tmp_path):
+    out = tmp_path / "found.csv"
+    with Claim([out]) as first, Claim([out]) as second:
+        first.take()
+        first.take(shared=True)
+        second.take(shared=True)  # of the same job
+        with (
+            Claim([tmp_path / "other.csv", out]) as third,
+            pytest.raises(RunError, match=r"found\.csv\.partial is being written by another"),
+        ):
+            third.take()
+        assert os.listdir(tmp_path) == ["found.csv.partial.lock"]
+        (tmp_path / "found.csv.partial.lock").unlink()
+        with Claim([out]) as fourth:
+            fourth.take()
+            (tmp_path / "found.csv.partial.lock").rename(tmp_path / "moved")
+            with pytest.raises(RunError, match="is being written by another"):
+                fourth.take()
+            (tmp_path / "moved").rename(tmp_path / "found.csv.partial.lock")
+    assert os.listdir(tmp_path) == []

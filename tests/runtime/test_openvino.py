@@ -101,6 +101,7 @@ def test_what_cannot_be_opened_is_refused(content, tmp_path):
         openvino.Session(content, ["TPU"])
     with pytest.raises(WeightsError, match=r"no\.onnx is missing"):
         openvino.Session(tmp_path / "no.onnx")
+    (tmp_path / "noise.bin").write_bytes(b"noise")
     for name in ("noise.onnx", "noise.xml"):
         (tmp_path / name).write_bytes(b"\x00\x01 noise" * 99)
         with pytest.raises(WeightsError, match=name):

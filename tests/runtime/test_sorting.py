@@ -1,6 +1,7 @@
 """Folders for any class and any picture: safe names, no two alike, and originals untouched."""
 
 import os
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -114,12 +115,51 @@ def test_what_is_there_is_never_replaced(tmp_path, pictures, way, kind):
     assert target.read_bytes() == precious.read_bytes() == b"precious"
 
 
-def test_what_a_kill_left_of_a_copy_is_not_written_through(tmp_path, pictures):
-    (tmp_path / "out" / "a%2Fb").mkdir(parents=True)
-    (tmp_path / "out" / "a%2Fb" / ".0.tmp").symlink_to(pictures[1])
+def test_files_beside_a_copy_are_not_written_and_not_removed(tmp_path, pictures):
+    folder = tmp_path / "out" / "a%2Fb"
+    folder.mkdir(parents=True)
+    (folder / ".0.tmp").write_text("precious")
     Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)(0, answers(pictures)[0])
-    assert Path(pictures[1]).read_bytes() == pictures[1].encode()
+    assert (folder / ".0.tmp").read_text() == "precious"
+    assert sorted(os.listdir(folder)) == [".0.tmp", "1.jpg"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_comes_there_during_a_copy_stays(tmp_path, pictures, monkeypatch, links):
+    def copy(source, target):
+        shutil.copyfile(source, target)
+        (tmp_path / "out" / "a%2Fb" / "1.jpg").write_text("of another job")
+
+    def no_link(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("vit.runtime.sorting.shutil.copy2", copy)
+    if not links:
+        monkeypatch.setattr("vit.runtime.sorting.os.link", no_link)
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+    with pytest.raises(RunError, match="is there and is not"):
+        sorter(0, answers(pictures)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
+    assert (tmp_path / "out" / "a%2Fb" / "1.jpg").read_text() == "of another job"
+
+
+def test_a_disk_without_links_takes_copies(tmp_path, pictures, monkeypatch):
+    def no_link(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("vit.runtime.sorting.os.link", no_link)
+    Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)(0, answers(pictures)[0])
+    assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
+
+
+def test_a_picture_in_a_second_folder_is_told(tmp_path, pictures):
+    first, _, unsure = answers(pictures)
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+    assert not sorter(0, first)
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+    assert not sorter(0, first)
+    assert sorter(0, Prediction(pictures[0]))
+    assert not sorter(2, unsure)
 
 
 def test_a_picture_that_has_gone_is_one_line(tmp_path, pictures):
@@ -136,6 +176,9 @@ def test_a_picture_that_has_gone_is_one_line(tmp_path, pictures):
         ("in", ["in"]),
         ("in/out", ["in"]),
         ("in/a/out", ["in/**/*.jpg"]),
+        ("in/out", ["in/*"]),
+        ("in/out", ["in/**"]),
+        ("in/out", ["i?"]),
         ("link/out", ["in"]),
         (".", ["in/a"]),
         ("in", ["in/a/1.jpg"]),
@@ -160,3 +203,8 @@ def test_a_folder_with_files_is_refused_unless_asked(tmp_path, pictures):
     for wrong in (folder, folder / "a", tmp_path / "no" / "folder"):
         with pytest.raises(VitError):
             check_sorting(str(wrong), ["in"], pictures, filled=False)
+
+
+def test_a_folder_that_a_pattern_does_not_match_is_taken(tmp_path, pictures, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_sorting("in/out", ["in/*.jpg"], ["in/a/1.jpg"], filled=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vit.commands.options import search_given
 from vit.commands.output import check_output
 from vit.errors import ConfigError, RunError, VitError, printable, quoted
+from vit.runtime.opening import EXPORTED
 from vit.version import __version__
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 TOP_K = 5
 ENGINES = ("torch", "onnx", "openvino", "ray")
-SUFFIXES = {".onnx": "onnx", ".xml": "openvino"}
 LIBRARIES = {"torch": "torch", "onnx": "onnxruntime", "openvino": "openvino", "ray": "ray"}
 # engine -> endings of what it takes; a folder, or weights by name, has none of them
 TAKES = {
@@ -29,7 +29,6 @@ TAKES = {
     "ray": ("", ".onnx", ".xml"),
 }
 PIECE = 1 << 20
-WINDOW = 8  # batches among which exported networks look for pictures of one size
 
 
 class Answers(Protocol):
@@ -51,8 +50,8 @@ def engine_of(model: str, asked: str | None) -> str:
     Raises:
         ConfigError: The two do not go together.
     """
-    ending = next((end for end in SUFFIXES if model.lower().endswith(end)), "")
-    engine = asked or SUFFIXES.get(ending, "torch")
+    ending = next((end for end in EXPORTED if model.lower().endswith(end)), "")
+    engine = asked or EXPORTED.get(ending, "torch")
     if ending in TAKES[engine]:
         return engine
     name = printable(model)
@@ -107,10 +106,9 @@ def opened(args: argparse.Namespace, engine: str, device: str | None) -> Answers
     return runner
 
 
-def block_of(predictor: Answers, engine: str) -> int:
+def block_of(predictor: Answers) -> int:
     """Pictures of which the answers depend on each other alone, from the start of a list on."""
-    usual = predictor.batch_size * (1 if engine == "torch" else WINDOW)
-    return int(getattr(predictor, "block", usual))
+    return int(getattr(predictor, "block", predictor.batch_size))
 
 
 def width_of(predictor: Any) -> int:
@@ -138,7 +136,7 @@ def asked_for(
         "list_of_pictures": names,
         "pictures": len(images),
         "batch_size": predictor.batch_size,
-        "block": block_of(predictor, engine),
+        "block": block_of(predictor),
         "device": None if device is None else getattr(device, "type", str(device)),
         "precision": str(getattr(predictor, "precision", args.precision)),
         "keep_aspect": args.keep_aspect,
@@ -150,7 +148,7 @@ def asked_for(
         "threshold": args.threshold,
         "embeddings": args.embeddings and os.path.abspath(args.embeddings),
         "sort_into": folder,
-        "sort_with": args.sort_with if folder else None,
+        "sort_with": (args.sort_with or "copy") if folder else None,
     }
 
 

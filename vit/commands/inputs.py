@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from vit.commands.output import say
 from vit.errors import DataError
 
-LISTS = (".parquet", ".jsonl", ".csv")
-
 
 def find_images(inputs: Sequence[str], *, lists: bool = False) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
@@ -23,7 +21,7 @@ def find_images(inputs: Sequence[str], *, lists: bool = False) -> list[str]:
     for word in inputs:
         if word == "-":
             images += read_names()
-        elif lists and word.lower().endswith(LISTS):
+        elif lists and is_list(word):
             from vit.inference.ray_files import read_list
 
             images += read_list(word)
@@ -34,6 +32,13 @@ def find_images(inputs: Sequence[str], *, lists: bool = False) -> list[str]:
     if not images:
         raise DataError("the list on standard input is empty; give one path a line")
     return images
+
+
+def is_list(word: str) -> bool:
+    """Whether it is a file that Ray's workers read names from."""
+    from vit.inference.ray_files import LISTS
+
+    return word.lower().endswith(LISTS)
 
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:

@@ -1,18 +1,21 @@
 """Answers that survive a kill: unfinished files, what they hold, and what they become."""
 
+import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.commands.output import check_output
+from vit.commands.finished import failed_rows
+from vit.commands.output import check_output, resolved
 from vit.data.folders import count
 from vit.errors import RunError, VitError, WeightsError, printable
 from vit.runtime import embeddings
-from vit.runtime.journal import Journal
+from vit.runtime.journal import Journal, last_whole
 from vit.runtime.parts import (
     STOP,
+    Claim,
     blocks,
     check_same,
     journal_of,
@@ -20,7 +23,6 @@ from vit.runtime.parts import (
     leftovers,
     part,
     refuse_leftovers,
-    refuse_running,
     remove,
     rows_held,
 )
@@ -55,6 +57,12 @@ class Files:
     out: Path
     embeddings: Path | None = None
     processes: int = 1
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, processes: int = 1) -> "Files":
+        """Those of a command line; a link stays, and what it leads to is written."""
+        vectors = None if args.embeddings is None else resolved(args.embeddings)
+        return cls(resolved(args.out), vectors, processes)
 
     @property
     def ends(self) -> dict[str, Path]:
@@ -96,45 +104,60 @@ class Files:
                 "replace it when that is finished"
             )
         if self.embeddings is not None:
-            check_output(os.fspath(self.embeddings), overwrite=overwrite or going_on)
+            done = resume and (going_on or self.out.exists())
+            check_output(os.fspath(self.embeddings), overwrite=overwrite or done)
         if not (resume or overwrite):
             for path in self.ends.values():
                 refuse_leftovers(path)
 
-    def complete(self, pictures: int, header: bool) -> bool:
-        """Whether everything is finished: there is nothing to go on with.
+    def complete(self, images: Sequence[str], style: str) -> int | None:
+        """Failures in finished files, of which there is nothing to go on with; None in others.
 
         Raises:
             RunError: There are finished files, and they are of something else.
         """
-        if not self.out.exists() or part_is_there(self.out):
-            return False
-        rows = lines_of(self.out) - header
-        if rows != pictures:
-            raise RunError(
-                f"{printable(self.out)} is complete with {count(rows, 'row')}, and the inputs are "
-                f"{count(pictures, 'picture')}: give another --out, or begin again with --overwrite"
-            )
-        if self.embeddings is not None and not self.embeddings.exists():
-            raise RunError(
-                f"{printable(self.out)} is complete and {printable(self.embeddings)} is not there: "
-                "begin again with --overwrite"
-            )
-        remove(self.left)  # a kill after the last rename may leave a journal
-        return True
+        with Claim([*self.ends.values()]) as claim:
+            claim.take()
+            if not self.out.exists() or part_is_there(self.out):
+                return None
+            failed = failed_rows(self.out, style, images)
+            if self.embeddings is not None and not self.embeddings.exists():
+                raise RunError(
+                    f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
+                    "there: begin again with --overwrite"
+                )
+            remove(self.left)  # a kill after the last rename may leave a journal
+        return failed
 
-    def prepare(self, asked: Mapping[str, Any], *, resume: bool) -> None:
-        """Make way, or check that what is there is of the same work.
+    def begin(
+        self, claim: Claim, asked: Mapping[str, Any], *, resume: bool, overwrite: bool
+    ) -> bool:
+        """Make way, or check that what is there is of the same work; whether there is something.
 
         Raises:
-            RunError: It is not, or another process is at work on it.
+            VitError: It is not, another process is at work on it, or was since `check`.
         """
-        refuse_running(self.out)
-        if resume:
-            check_same(self.out, asked)
-            remove([self.stop])
-        else:
+        claim.take()
+        resume = resume and bool(leftovers(self.out))
+        self.check(resume=resume, overwrite=overwrite)
+        if not resume:
             remove(self.left)
+            return False
+        check_same(self.out, asked)
+        remove([self.stop])
+        self._take_back(asked)
+        return True
+
+    def _take_back(self, asked: Mapping[str, Any]) -> None:
+        """Undo the first rename of `finish`, after which a kill came."""
+        mine, journal = self.unfinished(0), self.journal(0)
+        vectors = mine.get(VECTORS)
+        if self.embeddings is None or vectors is None or vectors.exists() or not journal.exists():
+            return
+        if self.embeddings.is_file() and mine[ROWS].exists():
+            mark, _ = last_whole(journal, mine | {VECTORS: self.embeddings})
+            if mark.rows == asked["pictures"]:
+                self.embeddings.replace(vectors)
 
     def finish(self, images: Sequence[str], dim: int) -> None:
         """Turn what is unfinished and whole into what the user gets; the rows come last.
@@ -159,10 +182,11 @@ class Files:
 
     def kept(self) -> str:
         """What an end before the end leaves, in words; nothing is left where no row is whole."""
-        rows = rows_held(self.out)
+        left, rows = self.left, rows_held(self.out)
+        if not left:
+            return ""
         if not rows:
-            refuse_running(self.out)
-            remove(self.left)
+            remove(left)
             return "no row was whole and nothing is kept"
         name = printable(part(self.out))
         return f"{count(rows, 'row')} {'is' if rows == 1 else 'are'} kept in {name}" + (
@@ -241,19 +265,3 @@ def failures(journals: Sequence[Path]) -> Iterator[tuple[int, str]]:
 def part_is_there(path: Path) -> bool:
     """Whether rows of an unfinished work are beside `path`."""
     return any(not left.name.endswith((".journal", ".tmp", STOP)) for left in leftovers(path))
-
-
-def lines_of(path: Path) -> int:
-    """Line ends in a file.
-
-    Raises:
-        RunError: It cannot be read.
-    """
-    total = 0
-    try:
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 20):
-                total += piece.count(b"\n")
-    except OSError as error:
-        raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
-    return total

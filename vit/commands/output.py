@@ -9,19 +9,24 @@ from typing import Any, TextIO
 
 from vit.errors import VitError, printable
 
+LONGEST = 220  # bytes of a name; file systems take 255, and unfinished files have longer ones
+
 
 def check_output(path: str | None, *, overwrite: bool) -> None:
     """Refuse, before any work is done, a file that could not be written at the end.
 
     Raises:
-        VitError: The file exists and `overwrite` is off, is a folder, or its folder is missing.
+        VitError: The file exists and `overwrite` is off, is a folder, its name is too long, or its
+            folder is missing.
     """
     if path is None or is_device(path):
         return
-    name, folder = printable(path), Path(path).parent
-    if Path(path).is_dir():
+    name, folder = printable(path), resolved(path).parent
+    if os.path.isdir(path):
         raise VitError(f"{name} is a folder; give the name of a file in it")
-    if Path(path).exists() and not overwrite:
+    if (size := len(os.fsencode(resolved(path).name))) > LONGEST:
+        raise VitError(f"{name}: the name has {size} bytes; give one of {LONGEST} at most")
+    if os.path.exists(path) and not overwrite:
         raise VitError(f"{name} exists; choose another name, or add --overwrite")
     if not folder.is_dir():
         raise VitError(f"{name}: there is no folder {printable(folder)}; create it first")
@@ -63,7 +68,7 @@ def open_output(path: str | None) -> Iterator[TextIO]:
         with open(path, "w", encoding="utf-8", newline="") as stream:
             yield stream
     else:
-        with naming(path), whole_file(Path(path)) as stream:
+        with naming(path), whole_file(resolved(path)) as stream:
             yield stream
 
 
@@ -102,7 +107,12 @@ def naming(path: str) -> Iterator[None]:
 
 def is_device(path: str) -> bool:
     """Whether `path` is a pipe, a socket or a device, which no rename may replace."""
-    return Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def resolved(path: str) -> Path:
+    """The file that a rename is to replace: what a link leads to, and not the link."""
+    return Path(os.path.realpath(path) if os.path.islink(path) else path)
 
 
 def say(*words: Any) -> None:

@@ -2,13 +2,11 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vit.commands.combinations import check_processes, check_together, style_of, survives
 from vit.commands.engines import (
     ENGINES,
-    SUFFIXES,
     TOP_K,
     Answers,
     check_ray,
@@ -27,9 +25,10 @@ from vit.commands.options import (
     probability,
     whole_number,
 )
-from vit.commands.output import check_folder, check_output, say
+from vit.commands.output import check_folder, check_output, resolved, say
 from vit.commands.teams import Alone, processes_started, team_here
-from vit.errors import VitError, printable
+from vit.errors import ConfigError, VitError, printable
+from vit.runtime.opening import EXPORTED
 
 if TYPE_CHECKING:
     from vit.inference.processes import Team
@@ -170,7 +169,7 @@ def _add_engines(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; the exit code is 1 where pictures failed."""
-    if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, *SUFFIXES)):
+    if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, *EXPORTED)):
         name = printable(args.model)
         raise VitError(f"{name} is no file of weights: MODEL comes first, then INPUT")
     engine = engine_of(args.model, args.engine)
@@ -179,10 +178,11 @@ def run(args: argparse.Namespace) -> int:
     start_processes_if_asked()
     check_processes(args, engine, processes_started())
     team = team_here()
-    images = team.on_main(lambda: look_before(args, style, engine))
-    if images is None:
+    images, failed = team.on_main(lambda: look_before(args, style, engine))
+    if failed is None:
+        failed = answer(args, team, images, style=style, engine=engine)
+    elif team.rank:
         return 0
-    failed = answer(args, team, images, style=style, engine=engine)
     if failed:
         say(f"vit predict: {failed} of {len(images)} images failed; each has its error in its row")
     return int(failed > 0)
@@ -214,7 +214,8 @@ def opened_alike(
     if args.resume and args.precision == "auto":
         from vit.runtime.parts import begun_with
 
-        args.precision = team.on_main(lambda: begun_with(Path(args.out)).get("precision", "auto"))
+        out = resolved(args.out)
+        args.precision = team.on_main(lambda: begun_with(out).get("precision", "auto"))
 
     def begin() -> Answers:
         predictor = opened(args, engine, team.device(args.device))
@@ -230,8 +231,8 @@ def opened_alike(
     return team.together(lambda: first or begin())
 
 
-def look_before(args: argparse.Namespace, style: str, engine: str) -> list[str] | None:
-    """The pictures, after all checks of files; None where all of them are answered already.
+def look_before(args: argparse.Namespace, style: str, engine: str) -> tuple[list[str], int | None]:
+    """The pictures, after all checks of files; and failures where all are answered already.
 
     Raises:
         VitError: Something cannot be read or written.
@@ -243,7 +244,7 @@ def look_before(args: argparse.Namespace, style: str, engine: str) -> list[str] 
 
         if args.embeddings is not None:
             check_embeddings(args.embeddings)
-        files = Files(Path(args.out), args.embeddings and Path(args.embeddings))
+        files = Files.of(args)
         files.check(resume=args.resume, overwrite=args.overwrite)
     elif engine == "ray":
         check_ray(args.out, style, overwrite=args.overwrite)
@@ -252,13 +253,32 @@ def look_before(args: argparse.Namespace, style: str, engine: str) -> list[str] 
     if args.explain is not None:
         check_folder(args.explain, overwrite=args.overwrite)
     images = find_images(args.inputs, lists=engine == "ray")
+    if files is not None and args.resume and not args.overwrite:
+        failed = files.complete(images, style)
+        if failed is not None:
+            say_complete(args, len(images))
+            return images, failed
     if args.sort_into is not None:
         from vit.runtime.sorting import check_sorting
 
-        filled = args.overwrite or args.resume
+        filled = args.overwrite or (files is not None and bool(files.left))
         check_sorting(args.sort_into, args.inputs, images, filled=filled)
-    going_on = args.resume and not args.overwrite
-    if files is not None and going_on and files.complete(len(images), style != "jsonl"):
-        say(f"vit predict: {printable(args.out)} is complete: {len(images):,} images")
-        return None
-    return images
+    return images, None
+
+
+def say_complete(args: argparse.Namespace, pictures: int) -> None:
+    """Say that there is nothing to do, and how that is known.
+
+    Raises:
+        ConfigError: Pictures were to be sorted.
+    """
+    name = printable(args.out)
+    if args.sort_into is not None:
+        raise ConfigError(
+            f"{name} is complete, and does not say whether the pictures were sorted: leave "
+            "--sort-into out, or begin again with --overwrite"
+        )
+    say(
+        f"vit predict: {name} is complete: {pictures:,} images, in the order of the inputs (which "
+        "model and settings wrote it is not known)"
+    )

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from vit.commands.engines import asked_for, width_of
@@ -17,6 +16,7 @@ from vit.commands.task import Task
 from vit.data.folders import count
 from vit.errors import ConfigError, VitError, printable
 from vit.runtime.journal import differences
+from vit.runtime.parts import Claim, part
 from vit.runtime.results import FORMATS, Prediction, unended_note
 from vit.runtime.sorting import UNSURE
 from vit.training.interruption import Interruption
@@ -31,8 +31,8 @@ def in_blocks(predictions: Iterable[Prediction], size: int) -> Iterator[list[Pre
         yield block
 
 
-def count_in(tally: dict[str, int], prediction: Prediction) -> None:
-    """Add one answer to the totals."""
+def count_in(tally: dict[str, int], prediction: Prediction, *, twice: bool = False) -> None:
+    """Add one answer to the totals; `twice` if its picture is in a second folder too."""
     unsure = prediction.error is None and not prediction.predictions
     unended = sum(not caption.ended for caption in prediction.captions)
     for name, number in (
@@ -40,6 +40,7 @@ def count_in(tally: dict[str, int], prediction: Prediction) -> None:
         ("captions", len(prediction.captions)),
         ("unended", unended),
         ("unsure", int(unsure)),
+        ("twice", int(twice)),
     ):
         tally[name] = tally.get(name, 0) + number
 
@@ -61,10 +62,9 @@ def shown(task: Task) -> int:
     ):
         out.write(header)
         for place, prediction in enumerate(answers):
-            if sorter is not None:
-                sorter(place, prediction)
+            twice = sorter is not None and sorter(place, prediction)
             out.write(line(prediction))
-            count_in(tally, prediction)
+            count_in(tally, prediction, twice=twice)
             progress.update(1)
         seconds = progress.seconds()
     return report(task, tally, done=len(task.images), seconds=seconds)
@@ -78,24 +78,26 @@ def kept(task: Task) -> int:
         VitError: It cannot begin.
     """
     args, team = task.args, task.team
-    vectors = None if args.embeddings is None else Path(args.embeddings)
-    files = Files(Path(args.out), vectors, team.processes)
+    files = Files.of(args, team.processes)
     asked = asked_for(args, task.engine, task.predictor, task.images) | {
         "format": task.style,
         "top_k": task.top_k,
         "processes": team.processes,
     }
     require_alike(team.everyones(asked))
-    team.on_main(lambda: files.prepare(asked, resume=args.resume))
-    dim = 0 if vectors is None else width_of(task.predictor)
-    try:
-        outcome = team.together(lambda: write(task, files, asked, dim))
-        outcomes = team.everyones(outcome)
-        team.on_main(lambda: finish(files, task.images, dim))
-    except VitError as error:
-        if team.rank:
-            raise
-        raise Unfinished(f"{error}; {how_to_go_on(files)}", error.exit_code) from None
+    with Claim([*files.ends.values()]) as claim:
+        found = team.on_main(
+            lambda: files.begin(claim, asked, resume=args.resume, overwrite=args.overwrite)
+        )
+        team.on_main(lambda: claim.take(shared=True))  # or the others could not yet
+        team.together(lambda: claim.take(shared=True))
+        try:
+            outcomes = answered(task, files, asked, found=found)
+        except VitError as error:
+            if team.rank:
+                raise
+            words = "; ".join(some for some in (str(error), how_to_go_on(files)) if some)
+            raise Unfinished(words, error.exit_code) from None
     if team.rank:
         return 0
     totals: Counter[str] = Counter()
@@ -103,6 +105,24 @@ def kept(task: Task) -> int:
         totals.update(tally)
     done, seconds = sum(new for _, new, _ in outcomes), max(took for *_, took in outcomes)
     return report(task, totals, done=done, seconds=seconds)
+
+
+def answered(
+    task: Task, files: Files, asked: dict[str, Any], *, found: bool
+) -> list[tuple[dict[str, int], int, float]]:
+    """Of each process what `write` says, when all is finished; `found` is what to go on with."""
+    team = task.team
+    dim = 0 if files.embeddings is None else width_of(task.predictor)
+    keeper = team.together(lambda: keeper_of(task, files, asked, dim))
+    rows = sum(team.everyones(keeper.rows))
+    if found and team.rank == 0:
+        name = printable(part(files.out))
+        going_on = f"going on after {rows:,} of {count(len(task.images), 'image')} in {name}"
+        nothing = f"{name} held nothing whole: beginning at the first image"
+        say(f"vit predict: {going_on if rows else nothing}")
+    outcomes = team.everyones(team.together(lambda: write(task, files, keeper)))
+    team.on_main(lambda: finish(files, task.images, dim))
+    return outcomes
 
 
 def how_to_go_on(files: Files) -> str:
@@ -127,17 +147,14 @@ def require_alike(asked: Sequence[dict[str, Any]]) -> None:
             raise ConfigError(f"process {rank} differs from process 0: {'; '.join(other)}")
 
 
-def write(
-    task: Task, files: Files, asked: dict[str, Any], dim: int
-) -> tuple[dict[str, int], int, float]:
-    """Answer the pictures of this process; returns totals, how many were new, and the seconds.
+def keeper_of(task: Task, files: Files, asked: dict[str, Any], dim: int) -> Keeper:
+    """What writes the rows of this process.
 
     Raises:
-        VitError: Something ended the work; what is written is kept.
+        VitError: It cannot.
     """
-    echo = ECHO_SECONDS if task.team.processes > 1 else 0.0
-    with naming(task.args.out), Interruption(echo) as signals:
-        keeper = Keeper(
+    with naming(task.args.out):
+        return Keeper(
             files,
             task.team.rank,
             asked,
@@ -146,6 +163,16 @@ def write(
             pictures=len(task.images),
             dim=dim,
         )
+
+
+def write(task: Task, files: Files, keeper: Keeper) -> tuple[dict[str, int], int, float]:
+    """Answer the pictures of this process; returns totals, how many were new, and the seconds.
+
+    Raises:
+        VitError: Something ended the work; what is written is kept.
+    """
+    echo = ECHO_SECONDS if task.team.processes > 1 else 0.0
+    with naming(task.args.out), Interruption(echo) as signals:
         try:
             outcome = write_on(task, keeper, lambda: check_going(files, signals))
             keeper.journal.close(sync=True)
@@ -173,9 +200,8 @@ def write_on(
     with Progress(len(places), done=begun, share=share, quiet=team.rank > 0) as progress:
         for block in in_blocks(answers, task.block):
             for prediction, place in zip(block, following, strict=False):
-                if sorter is not None:
-                    sorter(place, prediction)
-                count_in(tally, prediction)
+                twice = sorter is not None and sorter(place, prediction)
+                count_in(tally, prediction, twice=twice)
             keeper.put(block, tally)
             progress.update(len(block))
             check()
@@ -210,6 +236,11 @@ def report(task: Task, tally: dict[str, int], *, done: int, seconds: float) -> i
             f"vit predict: {count(len(task.images) - failed, 'image')} sorted into "
             f"{printable(task.args.sort_into)}{words}; {failed:,} left where they are"
         )
+        if tally.get("twice"):
+            say(
+                f"vit predict: {tally['twice']:,} of them were there in another folder, where they "
+                "stay as well"
+            )
     if line := summary(len(task.images), done, seconds, failed):
         say(f"vit predict: {line}")
     return failed

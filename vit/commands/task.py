@@ -60,7 +60,7 @@ class Task:
     @property
     def block(self) -> int:
         """Pictures after which the list may be cut, and every digit stays."""
-        return block_of(self.predictor, self.engine)
+        return block_of(self.predictor)
 
     @property
     def layout(self) -> Layout:
@@ -94,18 +94,9 @@ class Task:
             found = explained(self.predictor, images, folder, top_k=self.top_k, say=note)
         elif first and draws(self.args):
             found = self.predictor.stream(images, top_k=max(self.top_k, 1), first=first)
-        elif self.engine == "torch":
-            found = self.predictor.stream(images, top_k=max(self.top_k, 1))
         else:
-            found = self._by_blocks(images)
+            found = self.predictor.stream(images, top_k=max(self.top_k, 1))
         return (above(prediction, self.args.threshold) for prediction in found)
-
-    def _by_blocks(self, images: Sequence[str]) -> Iterator[Prediction]:
-        """A stream for each block: exported networks put pictures of one size together, as many as
-        their pixels allow, so that where one batch ends decides where the next one begins."""
-        for start in range(0, len(images), self.block):
-            some = images[start : start + self.block]
-            yield from self.predictor.stream(some, top_k=max(self.top_k, 1))
 
 
 def note(line: str) -> None:

@@ -170,8 +170,11 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
             raise DataError(f"{printable(given)}: matches no file")
         if given in builtin.SETS and not os.path.lexists(given):
             paths = [str(builtin.SETS[given]() / "val")]
+        listed: list[str] = []
         for path in paths:
-            found += _walked(path, notes) if os.path.isdir(path) else [path]
+            listed += _walked(path, notes) if os.path.isdir(path) else [path]
+        # ** matches folders, and what is in them
+        found += {os.path.normpath(path): path for path in listed}.values() if is_glob else listed
     return found
 
 

@@ -46,15 +46,15 @@ class Spot:
     Args:
         name: Of the tensor.
         readers: Nodes that take it in integers.
+        products: MatMuls with weights that it gets to, as it is or moved; none in attention.
         signed: Symmetric around 0, instead of from its least to its greatest value.
-        products: MatMuls with weights that take it; none in attention.
         channels: Of its last axis where they are measured apart, else 1.
     """
 
     name: str
     readers: list[Any]
+    products: list[Any] = field(default_factory=list)
     signed: bool = False
-    products: bool = True
     channels: int = 1
     low: Array = field(default_factory=lambda: np.zeros(1, np.float32))
     high: Array = field(default_factory=lambda: np.zeros(1, np.float32))
@@ -105,6 +105,8 @@ def quantised(
         _integers_as_they_come(graph, spots)
     else:
         _check(pictures)
+        for spot in spots:
+            _move_back(graph, spot)
         spots += _in_attention(graph, {spot.name for spot in spots})
         _calibrate(graph, spots, pictures)
         _integers(graph, spots, [_smooth(graph, spot) for spot in spots])
@@ -120,7 +122,17 @@ def _before_weights(graph: Graph) -> list[Spot]:
             (name, _), channels = each.input, shape[0]
             spot = found.setdefault(name, Spot(name, [], channels=channels))
             spot.readers.append(each)
+            spot.products.append(each)
     return list(found.values())
+
+
+def _move_back(graph: Graph, spot: Spot) -> None:
+    """To where the tensor is made, so that it is moved in integers, if nobody else takes it."""
+    while len(graph.takers[spot.name]) == len(spot.readers):
+        maker = graph.makers.get(spot.name)
+        if maker is None or maker.op_type not in MOVES:
+            return
+        spot.name, spot.readers, spot.channels = maker.input[0], [maker], 1
 
 
 def _in_attention(graph: Graph, known: set[str]) -> list[Spot]:
@@ -132,14 +144,11 @@ def _in_attention(graph: Graph, known: set[str]) -> list[Spot]:
         mixes = graph.maker(each.input[0], "Softmax") is not None
         if not mixes and not _scores(graph, each):
             continue
-        for name in each.input:
-            reader, signed = each, not mixes or name != each.input[0]
-            while (maker := graph.makers.get(name)) is not None and maker.op_type in MOVES:
-                if graph.only_taker(name) is None:
-                    break
-                reader, name = maker, maker.input[0]
-            if name not in known and graph.only_taker(name) is reader:
-                found.append(Spot(name, [reader], signed=signed, products=False))
+        for place, name in enumerate(each.input):
+            spot = Spot(name, [each], signed=not mixes or place == 1)
+            _move_back(graph, spot)
+            if spot.name not in known and len(graph.takers[spot.name]) == 1:
+                found.append(spot)
     return found
 
 
@@ -191,11 +200,13 @@ def _smooth(graph: Graph, spot: Spot) -> Array:
     """What the rows of weights are multiplied by; the norm in front is divided by it here."""
     factors = np.ones_like(spot.low)
     norm = graph.maker(spot.name, "LayerNormalization")
-    if norm is None or not spot.products or len(graph.takers[spot.name]) != len(spot.readers):
+    if norm is None or spot.readers != spot.products:
+        return factors
+    if len(graph.takers[spot.name]) != len(spot.readers):
         return factors
     if any(graph.shape(name) != factors.shape for name in norm.input[1:]):
         return factors
-    rows = [np.abs(graph.array(each.input[1])).max(axis=1) for each in spot.readers]
+    rows = [np.abs(graph.array(each.input[1])).max(axis=1) for each in spot.products]
     values, weights = np.maximum(-spot.low, spot.high), np.max(rows, axis=0)
     used = (values > SMALLEST) & (weights > SMALLEST)
     factors[used] = values[used] ** SMOOTHING / weights[used] ** (1 - SMOOTHING)
@@ -220,12 +231,12 @@ def _integers(graph: Graph, spots: Sequence[Spot], factors: Sequence[Array]) -> 
             for place, name in enumerate(reader.input):
                 if name == spot.name:
                     reader.input[place] = f"{key}/back"
-            if spot.products:
-                weights = _weights(graph, reader, factor)
-                back = f"{weights[0]}/back"
-                made = before.setdefault(reader.output[0], [])
-                made.append(node("DequantizeLinear", weights, [back], axis=1))
-                reader.input[1] = back
+        for product in spot.products:
+            weights = _weights(graph, product, factor)
+            back = f"{weights[0]}/back"
+            made = before.setdefault(product.output[0], [])
+            made.append(node("DequantizeLinear", weights, [back], axis=1))
+            product.input[1] = back
     graph.nodes = [
         new
         for each in graph.nodes
@@ -240,7 +251,7 @@ def _integers_as_they_come(graph: Graph, spots: Sequence[Spot]) -> None:
         key = f"{spot.name}/int8"
         now = [key, f"{key}/scale", f"{key}/zero"]
         made = [node("DynamicQuantizeLinear", [spot.name], now)]
-        for product in spot.readers:
+        for product in spot.products:
             (output,) = product.output
             weights, scales, zeros = _weights(graph, product, np.ones(1, np.float32))
             whole, floats, scale = (f"{output}/{word}" for word in ("whole", "floats", "scale"))

@@ -93,12 +93,14 @@ class Verification:
         paths: The ways; the first is what the others are compared with.
         failures: Pictures that a way did not answer, each {"image", "path", "error"}.
         causes: What is not as it must be, one sentence each.
+        precision: What the file says that it computes in, which sets its limits; None without one.
     """
 
     images: int
     paths: tuple[Compared, ...]
     failures: tuple[dict[str, str], ...] = ()
     causes: tuple[str, ...] = ()
+    precision: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -122,6 +124,7 @@ class Verification:
             "top1_agreement": self.top1_agreement,
             "max_probability_difference": self.max_probability_difference,
             "agrees": self.agrees,
+            "precision": self.precision,
             "paths": [path.to_dict() for path in self.paths],
             "causes": list(self.causes),
             "failed": list(self.failures),
@@ -134,6 +137,8 @@ class Verification:
         lines = [f"{'images':<{width}}  {self.images}"]
         lines.append(f"{first.name:<{width}}  the saved preprocessing and the network, in float32")
         lines += [f"{printable(path.name):<{width}}  {path.line()}" for path in others]
+        if self.precision is not None:
+            lines.append(f"{'':<{width}}  its limits are those of {self.precision}, as it says")
         return [*lines, "all agree" if self.agrees else "they do not agree"]
 
     def complaints(self) -> list[str]:

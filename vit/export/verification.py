@@ -14,11 +14,10 @@ from vit.export.answering import Answers, Runner, Said, by_file, by_hand, by_pre
 from vit.export.causes import causes, metadata_differences
 from vit.export.pictures import pictures_for
 from vit.export.verdict import HAND, LIMITS, PREDICTOR, Compared, Limits, Verification
-from vit.runtime.opening import runner_like
+from vit.runtime.opening import EXPORTED, runner_like
 from vit.weights.folder import load_run
 
 PathLike = str | os.PathLike[str]
-ENGINES = {".onnx": "onnx", ".xml": "openvino"}
 
 
 def verify(
@@ -51,14 +50,14 @@ def verify(
     with pictures_for(folder, loaded, images, say) as paths:
         ways = {HAND: by_hand(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
         if runner is None:
-            return verdict(paths, ways, LIMITS["fp32"], [])
+            return verdict(paths, ways, None, [])
         file = os.path.basename(os.fspath(exported or ""))
         ways[file] = by_file(runner, paths, loaded.classes)
-        limits = limits_of(runner)
+        precision = precision_of(runner)
         found = metadata_differences(loaded, runner)
-        if not compare(file, paths, ways[HAND], ways[file], limits).agrees:
+        if not compare(file, paths, ways[HAND], ways[file], LIMITS[precision]).agrees:
             found += causes(loaded, runner, paths, ways[HAND], ways[file])
-        return verdict(paths, ways, limits, found)
+        return verdict(paths, ways, precision, found)
 
 
 def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
@@ -68,7 +67,7 @@ def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Ru
         VitError: It cannot be opened.
     """
     suffix = Path(exported).suffix.lower()
-    engine = engine or ENGINES.get(suffix)
+    engine = engine or EXPORTED.get(suffix)
     if engine is None:
         raise WeightsError(
             f"{printable(exported)} is no exported file: give X.onnx or X.xml, or a run folder"
@@ -95,8 +94,8 @@ def source_of(exported: PathLike | None, runner: Runner | None) -> str:
     return source
 
 
-def limits_of(runner: Runner) -> Limits:
-    """What the file may differ by; a captioner is always of float32.
+def precision_of(runner: Runner) -> str:
+    """What the file says that it computes in; a captioner is always of float32.
 
     Raises:
         WeightsError: It computes in what this version does not know.
@@ -107,14 +106,15 @@ def limits_of(runner: Runner) -> Limits:
             f"precision={printable(precision)!r} in the metadata: expected {', '.join(LIMITS)}; "
             "export it again"
         )
-    return LIMITS[precision]
+    return precision
 
 
 def verdict(
-    images: Sequence[str], ways: dict[str, Answers], limits: Limits, found: list[str]
+    images: Sequence[str], ways: dict[str, Answers], precision: str | None, found: list[str]
 ) -> Verification:
-    """All ways compared with the first; the last, where it is that of a file, has `limits`."""
+    """All ways compared with the first; that of a file has the limits of its `precision`."""
     usual = LIMITS["fp32"]
+    limits = LIMITS[precision or "fp32"]
     compared = tuple(
         compare(name, images, ways[HAND], said, usual if name in (HAND, PREDICTOR) else limits)
         for name, said in ways.items()
@@ -127,6 +127,7 @@ def verdict(
         paths=compared,
         failures=failures,
         causes=tuple(found),
+        precision=precision,
     )
 
 

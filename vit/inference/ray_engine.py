@@ -25,7 +25,6 @@ LONGEST_PIECE = 512  # pictures that are answered again when a worker dies
 SHARES = 8  # pieces of each worker, where the list is long enough: none waits long at the end
 ATTEMPTS = 3  # at a piece whose worker dies each time: then it is its pictures that kill
 MOST_THREADS = 8  # of a worker, that read pictures
-EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
 
 
 def predict_with_ray(
@@ -176,13 +175,13 @@ def from_text(image: str, text: str) -> Prediction:
 
 def _opened(model: str, settings: dict[str, Any]) -> Any:
     """A Predictor, or a runner of what vit export wrote."""
+    from vit.runtime.opening import EXPORTED, runner_like
+
     engine = EXPORTED.get(os.path.splitext(model)[1].lower())
     if engine is None:
         from vit.inference.predictor import Predictor
 
         return Predictor(model, **settings)
-    from vit.runtime.opening import runner_like
-
     return runner_like(model, engine=engine, **settings)
 
 

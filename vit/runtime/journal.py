@@ -114,7 +114,6 @@ class Journal:
         self.path, self.mark = path, Mark()
         if not (resume and path.exists()):
             write_first(path, asked)
-        self._lock = locked(path)
         self.mark, end = last_whole(path, files)
         ends = {name: self.mark.ends.get(name, (0, 0)) for name in files}
         self._files = {name: Growing(files[name], *ends[name]) for name in files}
@@ -139,30 +138,6 @@ class Journal:
         """End the writing; the files stay."""
         for file in (*self._files.values(), self._lines):
             file.close(sync=sync)
-        self._lock.close()
-
-
-def locked(path: Path) -> BinaryIO:
-    """A handle that keeps other processes off this journal for as long as it is open.
-
-    Raises:
-        RunError: Another process has it, and is still at work.
-    """
-    try:
-        handle = open(path, "r+b")  # noqa: SIM115
-    except OSError as error:
-        raise not_written(path, error) from None
-    try:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        name = printable(path.with_name(path.name.removesuffix(JOURNAL)))
-        raise RunError(f"{name} is being written by another process: wait, or end it") from None
-    except (ImportError, OSError):
-        pass  # no locks on this system, or on this disk
-    return handle
 
 
 def write_first(path: Path, asked: Mapping[str, Any]) -> None:
@@ -193,7 +168,10 @@ def read_first(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         asked = None
     if not isinstance(asked, dict):
-        raise RunError(f"{printable(path)} is no journal of vit predict; --overwrite begins again")
+        raise RunError(
+            f"{printable(path)} is no journal of vit predict: begin again with --overwrite and "
+            "without --resume"
+        )
     return asked
 
 

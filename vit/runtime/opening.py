@@ -4,14 +4,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vit.errors import ConfigError, printable
-from vit.runtime.classes import ClassRunner
-from vit.runtime.protobuf import metadata_of
-from vit.runtime.reading import PathLike
+from vit.runtime.protobuf import PathLike, metadata_of
 
 if TYPE_CHECKING:
     from vit.runtime.captions import CaptionRunner
+    from vit.runtime.classes import ClassRunner
 
-ENGINES = ("onnx", "openvino")
+EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
+"""Ending of a file -> what computes it, unless another was asked for."""
 
 
 def runner_like(
@@ -39,20 +39,9 @@ def runner_like(
         WeightsError: The file is missing, damaged, or not of vit export.
         VitError: The engine is not installed.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r}: choose one of {', '.join(ENGINES)}")
-    precision, device = settings.pop("precision", None), settings.pop("device", None)
-    if device not in (None, "cpu"):
-        raise ConfigError(
-            f"device={printable(device)!r}: exported networks are computed by the CPU here; leave "
-            "it out, or give the run"
-        )
-    for name, value in settings.items():
-        if value is not None and value is not False and value != "auto":
-            raise ConfigError(
-                f"{name}={value!r}: an exported network cannot do that; give the run it was "
-                "exported from"
-            )
+    if engine not in EXPORTED.values():
+        raise ConfigError(f"engine={engine!r}: choose one of {', '.join(EXPORTED.values())}")
+    precision = _checked(settings)
     captions = engine == "onnx" and metadata_of(path).get("graph") in ("encoder", "decoder")
     if captions:
         _check_precision(precision, "fp32")
@@ -60,6 +49,8 @@ def runner_like(
     if search is not None:
         names = ", ".join(f"{name}={value!r}" for name, value in _chosen(search).items())
         raise ConfigError(f"{names or 'search'}: this network writes no captions; leave it out")
+    from vit.runtime.classes import ClassRunner
+
     runner: ClassRunner
     if engine == "openvino":
         from vit.runtime.openvino import Session  # type: ignore[import-not-found,unused-ignore]
@@ -70,6 +61,23 @@ def runner_like(
         runner = ClassRunner(path, batch_size=batch_size, workers=workers, threads=threads)
     _check_precision(precision, runner.precision)
     return runner
+
+
+def _checked(settings: dict[str, Any]) -> str | None:
+    """The precision that was asked for; refuses what an exported network cannot do."""
+    for name, value in settings.items():
+        if name == "device" and value not in (None, "cpu"):
+            raise ConfigError(
+                f"device={printable(value)!r}: exported networks are computed by the CPU here; "
+                "leave it out, or give the run"
+            )
+        if name not in ("device", "precision") and value not in (None, False, "auto"):
+            raise ConfigError(
+                f"{name}={value!r}: an exported network cannot do that; give the run it was "
+                "exported from"
+            )
+    precision: str | None = settings.get("precision")
+    return precision
 
 
 def _check_precision(asked: str | None, own: str) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vit.data.folders import count
 from vit.errors import RunError, VitError, printable
@@ -18,7 +18,6 @@ from vit.runtime.journal import (
     JOURNAL,
     Mark,
     differences,
-    locked,
     marks,
     not_written,
     read_first,
@@ -26,6 +25,7 @@ from vit.runtime.journal import (
 
 PARTIAL = ".partial"
 STOP = ".stop"
+LOCK = ".lock"
 
 
 def part(path: Path, rank: int = 0, processes: int = 1) -> Path:
@@ -64,15 +64,65 @@ def remove(paths: Sequence[Path]) -> None:
         raise RunError(f"{printable(path)} cannot be removed: {error.strerror}") from None
 
 
-def refuse_running(path: Path) -> None:
-    """Refuse to touch what another process is writing.
+class Claim:
+    """Keeps other jobs off unfinished files: from before anyone looks at them until they are gone.
 
-    Raises:
-        RunError: One is.
+    The first process of a job has it alone until it has made way, then all of them share it, so it
+    lasts as long as one of them lives. The last one removes its files.
+
+    Args:
+        paths: Of what the user gets.
     """
-    for left in leftovers(path):
-        if left.name.endswith(JOURNAL):
-            locked(left).close()
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = [part(path).with_name(part(path).name + LOCK) for path in paths]
+        self._handles: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path, handle in self._handles.items():
+            with handle, suppress(OSError):
+                if _locked(handle) and _is(handle, path):
+                    path.unlink()
+
+    def take(self, *, shared: bool = False) -> None:
+        """Have it, alone or `shared`, until the end of the `with`.
+
+        Raises:
+            RunError: Another job has it, and is still at work.
+        """
+        for path in self._paths:
+            try:
+                handle = self._handles.get(path) or open(path, "ab")  # noqa: SIM115
+            except OSError as error:
+                raise not_written(path, error) from None
+            self._handles[path] = handle
+            if not _locked(handle, shared=shared) or not _is(handle, path):
+                name = printable(path.with_name(path.name.removesuffix(LOCK)))
+                raise RunError(f"{name} is being written by another process: wait, or end it")
+
+
+def _locked(handle: BinaryIO, *, shared: bool = False) -> bool:
+    """Whether the lock is ours now; also on a system, or a disk, that has none."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
+
+
+def _is(handle: BinaryIO, path: Path) -> bool:
+    """Whether `handle` is of the file that is there now, and not of one that was removed."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def rows_held(path: Path) -> int:
@@ -124,7 +174,7 @@ def check_same(path: Path, asked: Mapping[str, Any]) -> None:
             begun = journal.with_name(journal.name.removesuffix(JOURNAL))
             raise RunError(
                 f"{printable(begun)} was begun with {'; '.join(other)}: give the same again, or "
-                "begin again with --overwrite"
+                "begin again with --overwrite and without --resume"
             )
     if not found:
         refuse_leftovers_without_journal(path)
@@ -140,7 +190,7 @@ def refuse_leftovers_without_journal(path: Path) -> None:
     if rows:
         raise RunError(
             f"{printable(rows[0])} has lost its journal, so nothing says what made it: begin again "
-            "with --overwrite"
+            "with --overwrite and without --resume"
         )
 
 

@@ -6,10 +6,12 @@ that is done twice ends as if it were done once.
 
 import errno
 import filecmp
+import fnmatch
 import glob
 import hashlib
 import os
 import shutil
+import tempfile
 import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -122,42 +124,59 @@ class Sorter:
         self.folder, self.way = Path(folder), way
         self.folders = dict(zip(classes, folder_names(classes), strict=True))
         self.names = picture_names(images)
+        self.before = self._there()
 
-    def __call__(self, place: int, prediction: Prediction) -> None:
+    def _there(self) -> dict[str, set[str]]:
+        """Pictures of this list that lie in folders of classes already: name -> the folders."""
+        found: dict[str, set[str]] = {}
+        names = {*self.names}
+        for folder in (*self.folders.values(), UNSURE):
+            with suppress(OSError):
+                for name in names.intersection(os.listdir(self.folder / folder)):
+                    found.setdefault(name, set()).add(folder)
+        return found
+
+    def __call__(self, place: int, prediction: Prediction) -> bool:
         """Put picture number `place` of the list where it belongs; one that failed stays.
+
+        Returns:
+            Whether one of its name lies in another folder, from before.
 
         Raises:
             RunError: It cannot be written, or another file is there.
         """
         if prediction.error is not None:
-            return
+            return False
         best = prediction.predictions[0][0] if prediction.predictions else None
         folder = self.folder / (UNSURE if best is None else self.folders[best])
         target = folder / self.names[place]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if os.path.lexists(target):
+            try:
+                self._put(prediction.image, target)
+            except FileExistsError:
                 self._accept(prediction.image, target)
-            else:
-                self._put(prediction.image, target, place)
         except OSError as error:
             raise self._failure(prediction.image, target, error) from None
+        return bool(self.before.get(target.name, set()) - {folder.name})
 
-    def _put(self, image: str, target: Path, place: int) -> None:
+    def _put(self, image: str, target: Path) -> None:
+        """Raises FileExistsError where something is there, which stays."""
         if self.way == "symlink":
             target.symlink_to(os.path.abspath(image))
         elif self.way == "hardlink":
             os.link(os.path.realpath(image), target)
+        elif os.path.lexists(target):
+            raise FileExistsError
         else:
-            beside = target.with_name(f".{place}.tmp")
-            beside.unlink(missing_ok=True)  # what a kill left must not be written through
+            handle, beside = tempfile.mkstemp(prefix=".sorting-", dir=target.parent)
+            os.close(handle)
             try:
                 shutil.copy2(image, beside)
-                beside.rename(target)
-            except BaseException:
-                with suppress(OSError):
-                    beside.unlink(missing_ok=True)
-                raise
+                _appear(beside, target)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(beside)
 
     def _accept(self, image: str, target: Path) -> None:
         """Let be what an earlier, interrupted run has put there, and nothing else."""
@@ -184,6 +203,18 @@ class Sorter:
         return RunError(f"{what}: {error.strerror}")
 
 
+def _appear(beside: str, target: Path) -> None:
+    """Give a whole file its name, which no other file has."""
+    try:
+        os.link(beside, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a disk without links
+        if os.path.lexists(target):
+            raise FileExistsError from None
+        os.rename(beside, target)
+
+
 def check_sorting(
     folder: str, inputs: Sequence[str], images: Sequence[str], *, filled: bool
 ) -> None:
@@ -201,7 +232,7 @@ def check_sorting(
     path, name = Path(folder), printable(folder)
     here = os.path.realpath(folder)
     for word in inputs:
-        root = _walked(word)
+        root = _walked(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
             raise ConfigError(
                 f"sort_into={name} lies in the input {printable(word)}: the next run would take "
@@ -216,13 +247,17 @@ def check_sorting(
     _check_writable(path, filled=filled)
 
 
-def _walked(word: str) -> str | None:
-    """The folder whose subfolders an input takes pictures from, now and in the next run."""
+def _walked(word: str, here: str) -> str | None:
+    """The folder whose subfolders an input takes pictures from, now and in the next run; None if
+    `here` would not be one of them."""
     if os.path.isdir(word):
         return word
-    root = os.path.dirname(word)
-    if os.path.lexists(word) or not glob.has_magic(root):
+    if os.path.lexists(word) or not glob.has_magic(word):
         return None
+    root, last = os.path.split(word)
+    if not glob.has_magic(root):
+        first, *_ = os.path.relpath(here, os.path.realpath(root)).split(os.sep)
+        return (root or os.curdir) if fnmatch.fnmatch(first, last) else None
     while glob.has_magic(root):
         root = os.path.dirname(root)
     return root or os.curdir
