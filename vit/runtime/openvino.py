@@ -6,7 +6,8 @@ Only its Core is used, which sends nothing to anybody; the converter of OpenVINO
 import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -92,7 +93,7 @@ class Session:
 
 
 def core_of_openvino() -> Any:
-    """What opens and compiles.
+    """What opens and compiles, one for the process.
 
     Raises:
         VitError: OpenVINO is not installed.
@@ -101,7 +102,14 @@ def core_of_openvino() -> Any:
         import openvino
     except ImportError:
         raise VitError(f"openvino is not installed: {LIBRARIES}") from None
-    return openvino.Core()
+    return _core(openvino.Core)
+
+
+@cache
+def _core(make: Callable[[], Any]) -> Any:
+    # Each core gives the main thread a stack for signals and takes it back when it goes; of two
+    # that overlap the second leaves one that is freed, and the next signal ends the process.
+    return make()
 
 
 def read(core: Any, source: str | os.PathLike[str] | bytes) -> Any:
