@@ -2,7 +2,7 @@
 
 check: test lint    ## everything that must pass before a commit
 
-test:               ## the default tests, in about six minutes
+test:               ## the default tests, on all cores
 	python -m pytest -n auto
 
 slow:               ## the tests that take longer

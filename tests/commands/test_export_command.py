@@ -136,6 +136,12 @@ def test_places_that_cannot_be_written_are_known_first(run, tmp_path, capsys, na
     assert message in said(capsys)
 
 
+@pytest.mark.parametrize("name", ["a.pt2", "a.xml"])
+def test_the_ending_says_what_is_written(run, tmp_path, capsys, name):
+    assert export(run, "--out", tmp_path / name) == 2
+    assert "writes captions, and becomes onnx alone" in said(capsys)
+
+
 def test_no_run_is_said(tmp_path, capsys):
     assert export(tmp_path / "none", "--out", tmp_path / "a.onnx") == 2
     assert "is not there" in said(capsys)

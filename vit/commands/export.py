@@ -11,21 +11,26 @@ from vit.errors import VitError, printable
 PASSED = ("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop")
 
 
+ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(to=None)
     add = parser.add_argument
     add("run", metavar="RUN", help="a run folder, or of a classifier any weights with a head")
     add(
         "--out",
         required=True,
-        metavar="NAME.onnx",
+        metavar="NAME.onnx|.xml|.pt2",
         help="the file to write; with a captioner NAME.decoder.onnx, which writes the words, comes "
         "beside it",
     )
     add(
         "--to",
-        choices=["onnx", "openvino", "torch"],
-        default="onnx",
-        help="what runs it: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2",
+        choices=[*ENDINGS],
+        default=argparse.SUPPRESS,
+        help="what runs it: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2 (default: "
+        "by the ending of --out)",
     )
     add(
         "--precision",
@@ -56,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
+
+    if args.to is None:
+        wanted = [to for to, ending in ENDINGS.items() if args.out.lower().endswith(ending)]
+        args.to = wanted[0] if wanted else "onnx"
 
     from vit.export.targets import export
     from vit.export.verification import verify
