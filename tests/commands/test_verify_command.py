@@ -131,7 +131,7 @@ def test_a_run_alone(check, tiny_run, pictures):
 def test_pictures_that_cannot_be_read_are_named(check, tiny_run, pictures, bad_pictures, tmp_path):
     code, out, err = check(tiny_run, *pictures, *bad_pictures[:2], "--json", tmp_path / "a.json")
     assert code == 1
-    assert out.endswith("all agree\n")
+    assert out.endswith(f"{len(pictures)} agree, and 2 could not be compared\n")
     assert err == [
         f"vit verify: {bad_pictures[0]}: an empty file (0 bytes)",
         f"vit verify: {bad_pictures[1]}: not a readable picture (text)",

@@ -163,7 +163,7 @@ def test_classes_in_another_order_are_told(verified):
     )
     assert not found.paths[2].agrees
     found = verified(metadata={"classes": json.dumps(["apple", "pear", "class2"])})
-    assert "its metadata name other classes" in found.causes[0]
+    assert "its metadata name other classes: number 1 is pear, in the run" in found.causes[0]
 
 
 def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):

@@ -8,7 +8,9 @@ from vit.commands.output import say
 from vit.errors import DataError
 
 
-def find_images(inputs: Sequence[str], *, lists: bool = False) -> list[str]:
+def find_images(
+    inputs: Sequence[str], *, lists: bool = False, command: str = "predict"
+) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
 
     With `lists`, a .parquet, .jsonl or .csv file is replaced by its column `image`.
@@ -28,7 +30,7 @@ def find_images(inputs: Sequence[str], *, lists: bool = False) -> list[str]:
         else:
             images += expand(word, notes, alone=len(inputs) == 1)
     for note in notes:
-        say(f"vit predict: {note}")
+        say(f"vit {command}: {note}")
     if not images:
         raise DataError("the list on standard input is empty; give one path a line")
     return images

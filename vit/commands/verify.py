@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if folder and value is not None:
             raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
     check_output(args.json, overwrite=True)
-    images = find_images(args.images) if args.images else None
+    images = find_images(args.images, command="verify") if args.images else None
 
     from vit.export.verification import verify
     from vit.runtime.results import to_json

@@ -52,11 +52,12 @@ def _plain(value: Any) -> str:
 
 
 def _classes(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    if sorted(ours) != sorted(theirs):
+    if len(ours) != len(theirs):
         return f"its metadata name other classes: {len(theirs)} of them, the run {len(ours)}"
+    how = "the classes in another order" if sorted(ours) == sorted(theirs) else "other classes"
     place = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if len(set(pair)) > 1)
     return (
-        f"its metadata name the classes in another order: number {place} is "
+        f"its metadata name {how}: number {place} is "
         f"{printable(theirs[place])}, in the run {printable(ours[place])}"
     )
 

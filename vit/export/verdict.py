@@ -139,7 +139,17 @@ class Verification:
         lines += [f"{printable(path.name):<{width}}  {path.line()}" for path in others]
         if self.precision is not None:
             lines.append(f"{'':<{width}}  its limits are those of {self.precision}, as it says")
-        return [*lines, "all agree" if self.agrees else "they do not agree"]
+        return [*lines, self.conclusion]
+
+    @property
+    def conclusion(self) -> str:
+        """The last line: what somebody reads who reads one."""
+        if not self.agrees:
+            return "they do not agree"
+        left_out = len({failure["image"] for failure in self.failures})
+        if left_out:
+            return f"{self.images} agree, and {left_out} could not be compared"
+        return "all agree"
 
     def complaints(self) -> list[str]:
         """What is wrong, a line each: which way, by how much, where; then likely causes."""
