@@ -1,9 +1,12 @@
-"""How fast captions are written: ours with a cache, ours without, and the same in transformers.
+r"""How fast captions are written: ours with a cache, ours without, and the same in transformers.
 
     python benchmarks/captioning.py [--dim 192] [--blocks 4] [--batch-sizes 1 16] [--rounds 9]
+    python benchmarks/captioning.py --dim 96 --heads 4 --depth 3 --blocks 3 --image-size 64 \
+        --patch-size 8 --vocab-size 329 --tokens 12        configs/shapes_caption.yaml
 
-A ViT of 12 blocks (224 px, patches of 16) and a decoder with cross-attention, beside transformers'
-VisionEncoderDecoderModel of ViT and GPT-2 with the same sizes; the decoder's weights are the same,
+A ViT of 12 blocks (224 px, patches of 16), or as told, and a decoder with cross-attention, beside
+transformers' VisionEncoderDecoderModel of ViT and GPT-2 with the same sizes; the decoder's weights
+are the same,
 so all write the same words. Always the likeliest word, `--tokens` of them, and no end; ours tells
 their log probability too. On one thread, by the processor's time; the ways take turns within a
 round, so that a busy machine disturbs all alike: a ratio is the median over rounds. `decoder alone`
@@ -40,8 +43,9 @@ Writer = Callable[[Tensor], Tensor]
 def ours(args: argparse.Namespace) -> Captioner:
     """Our encoder and decoder, untrained."""
     encoder = ModelConfig(
-        dim=args.dim, num_heads=args.dim // 64, num_classes=0, pooling="none", norm_eps=EPS
-    )
+        dim=args.dim, depth=args.depth, num_heads=args.heads, num_classes=0, pooling="none",
+        image_size=args.image_size, patch_size=args.patch_size, norm_eps=EPS,
+    )  # fmt: skip
     decoder = DecoderConfig(
         decoder_depth=args.blocks,
         decoder_activation="gelu_tanh",
@@ -56,15 +60,17 @@ def ours(args: argparse.Namespace) -> Captioner:
 
 def theirs(args: argparse.Namespace) -> VisionEncoderDecoderModel:
     """The same sizes in transformers."""
-    heads = args.dim // 64
     encoder = ViTModel(
-        ViTConfig(hidden_size=args.dim, num_attention_heads=heads, intermediate_size=4 * args.dim),
+        ViTConfig(
+            hidden_size=args.dim, num_hidden_layers=args.depth, num_attention_heads=args.heads,
+            intermediate_size=4 * args.dim, image_size=args.image_size, patch_size=args.patch_size,
+        ),
         add_pooling_layer=False,
-    )
+    )  # fmt: skip
     decoder = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=args.vocab_size, n_positions=args.tokens + 1, n_embd=args.dim,
-            n_layer=args.blocks, n_head=heads, add_cross_attention=True,
+            n_layer=args.blocks, n_head=args.heads, add_cross_attention=True,
             bos_token_id=BEGIN, eos_token_id=0, pad_token_id=0,
         )
     )  # fmt: skip
@@ -170,7 +176,11 @@ def compare(ways: dict[str, Writer], inputs: Tensor, rounds: int) -> dict[str, l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dim", type=int, default=192)
-    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--depth", type=int, default=12, help="blocks of the encoder")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of the decoder")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--patch-size", type=int, default=16)
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--tokens", type=int, default=30)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
@@ -187,7 +197,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for size in args.batch_sizes:
         with torch.inference_mode():
-            images = torch.randn(size, 3, 224, 224)
+            images = torch.randn(size, 3, args.image_size, args.image_size)
             starts = {"image to words": images, "decoder alone": model.see(images)[1]}
         for start, ways in writers(model, other, args.tokens).items():
             if start == "decoder alone":

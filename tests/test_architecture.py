@@ -54,7 +54,7 @@ ONLY = {
     "accelerate": {"vit/training", "vit/inference/processes.py"},
     "fsspec": {"vit/inference/ray_files.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
-    "onnx": {"vit/export/graph.py", "vit/export/rewriting.py"},
+    "onnx": {"vit/export/graph.py"},
     "onnxruntime": {"vit/runtime/session.py", "vit/export/halves.py"},
     "onnxscript": {"vit/export/graph.py"},
     "pyarrow": {

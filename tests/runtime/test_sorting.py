@@ -207,4 +207,6 @@ def test_a_folder_with_files_is_refused_unless_asked(tmp_path, pictures):
 
 def test_a_folder_that_a_pattern_does_not_match_is_taken(tmp_path, pictures, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    check_sorting("in/out", ["in/*.jpg"], ["in/a/1.jpg"], filled=False)
+    with pytest.raises(VitError):
+        check_sorting("in/out", ["in/*"], ["in/a/1.jpg"], filled=False)
+    assert check_sorting("in/out", ["in/*.jpg"], ["in/a/1.jpg"], filled=False) is None

@@ -25,7 +25,8 @@ import numpy as np
 
 from vit.errors import ConfigError, DataError
 from vit.export.apart import take_apart
-from vit.export.rewriting import MOVES, Graph, node, onnx
+from vit.export.graph import libraries
+from vit.export.rewriting import MOVES, Graph, node
 from vit.runtime.greedy import Array
 from vit.runtime.session import Session
 
@@ -187,7 +188,7 @@ def _calibrate(graph: Graph, spots: Sequence[Spot], pictures: Sequence[Array]) -
         for end in ("Min", "Max"):
             taken = [f"{key}/rows", first]
             measured.nodes.append(node(f"Reduce{end}", taken, [f"{key}/{end}"], keepdims=0))
-            value = onnx().helper.make_tensor_value_info(f"{key}/{end}", 1, [spot.channels])
+            value = libraries().helper.make_tensor_value_info(f"{key}/{end}", 1, [spot.channels])
             measured.proto.graph.output.append(value)
     session = Session(measured.finish({}))
     for picture in pictures:

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from vit.errors import VitError
+from vit.export.graph import libraries
 from vit.runtime.greedy import Array
-from vit.runtime.session import LIBRARIES
 
 FLOAT = 1  # of onnx.TensorProto
 MOVES = ("Reshape", "Transpose")
@@ -25,7 +24,7 @@ class Graph:
     """
 
     def __init__(self, content: bytes) -> None:
-        self.proto = onnx().load_from_string(content)
+        self.proto = libraries().load_from_string(content)
         self.constants = {value.name: value for value in self.proto.graph.initializer}
         self.nodes: list[Any] = [*self.proto.graph.node]
         self.look_up()
@@ -57,12 +56,14 @@ class Graph:
 
     def array(self, name: str) -> Array:
         """The constant `name`."""
-        value: Array = onnx().numpy_helper.to_array(self.constants[name])
+        value: Array = libraries().numpy_helper.to_array(self.constants[name])
         return value
 
     def constant(self, name: str, value: Array) -> str:
         """Add a constant; its name."""
-        self.constants[name] = onnx().numpy_helper.from_array(np.ascontiguousarray(value), name)
+        self.constants[name] = libraries().numpy_helper.from_array(
+            np.ascontiguousarray(value), name
+        )
         return name
 
     def finish(self, metadata: dict[str, str]) -> bytes:
@@ -76,15 +77,15 @@ class Graph:
         graph.node.extend(self.nodes)
         self.look_up()
         graph.initializer.extend(x for name, x in self.constants.items() if name in self.takers)
-        onnx().helper.set_model_props(self.proto, dict(sorted(metadata.items())))
-        onnx().checker.check_model(self.proto, full_check=True)
+        libraries().helper.set_model_props(self.proto, dict(sorted(metadata.items())))
+        libraries().checker.check_model(self.proto, full_check=True)
         content: bytes = self.proto.SerializeToString()
         return content
 
 
 def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> Any:
     """A node that is called like its first output."""
-    return onnx().helper.make_node(kind, inputs, outputs, name=outputs[0], **attributes)
+    return libraries().helper.make_node(kind, inputs, outputs, name=outputs[0], **attributes)
 
 
 def inner(node: Any) -> Iterator[Any]:
@@ -98,17 +99,4 @@ def inner(node: Any) -> Iterator[Any]:
 def attribute(node: Any, name: str) -> Any:
     """Value of an attribute, or None."""
     values = {value.name: value for value in node.attribute}
-    return onnx().helper.get_attribute_value(values[name]) if name in values else None
-
-
-def onnx() -> Any:
-    """The library.
-
-    Raises:
-        VitError: It is not installed.
-    """
-    try:
-        import onnx
-    except ImportError:
-        raise VitError(f"onnx is not installed: {LIBRARIES}") from None
-    return onnx
+    return libraries().helper.get_attribute_value(values[name]) if name in values else None

@@ -53,7 +53,7 @@ def runner_like(
 
     runner: ClassRunner
     if engine == "openvino":
-        from vit.runtime.openvino import Session  # type: ignore[import-not-found,unused-ignore]
+        from vit.runtime.openvino import Session
 
         graph = Session(path) if threads is None else Session(path, threads=threads)
         runner = ClassRunner(graph, batch_size=batch_size, workers=workers)
