@@ -13,9 +13,21 @@ class DataConfig(Section):
     """Which pictures, and how they are read, batched and evaluated."""
 
     data: str = ""
-    """A folder of images, or the name of a built-in set."""
+    """A folder of images, a list (CSV, JSON lines), tar shards, or the name of a known set."""
     images: str | None = None
-    """Captions: folder that file names of a list are relative to; the list's when left empty."""
+    """Folder that file names of a list are relative to; the list's when left empty."""
+    image_column: str | None = None
+    """Column of a list that names the pictures; found by its usual names when left empty."""
+    label_column: str | None = None
+    """Column of a list that has the classes; found by its usual names when left empty."""
+    group: str | None = None
+    """Column of a list, or regular expression over paths, whose equals stay on one side."""
+    folds: int | None = None
+    """Parts of a cross-validation: a training for each, which validates on it."""
+    fold: int | None = None
+    """The only one of the folds to train, from 1; all when left empty."""
+    cache: Literal["none", "ram", "disk"] = "none"
+    """Keep decoded pictures, at the size that is needed, from the first epoch on."""
     val_share: float = 0.2
     """Share of each class held out for validation where the data has no split of its own."""
     on_bad_image: Literal["stop", "skip"] = "stop"
@@ -41,6 +53,10 @@ class DataConfig(Section):
         self.check_least(1, "batch_size")
         if self.workers is not None:
             self.check_least(0, "workers")
+        if self.folds is not None:
+            self.check_least(2, "folds")
+        if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
+            self.refuse("fold", f"must be from 1 to folds={self.folds}")
         if not 0 < self.val_share < 1:
             self.refuse("val_share", "must be between 0 and 1, both excluded")
         if not 0 < self.crop_share <= 1:
@@ -76,14 +92,18 @@ class AugmentConfig(Section):
     """Largest random shift, as a share of the picture's side."""
     color_jitter: float = 0.0
     """Strength of random brightness, contrast and saturation."""
-    auto_augment: Literal["none", "randaugment", "trivialaugment"] = setting("none", "--aa")
-    """A policy of random operations (arXiv:1909.13719, arXiv:2103.10158)."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment", "augmix", "three"] = setting(
+        "none", "--aa"
+    )
+    """A policy of random operations; three is the 3-Augment of DeiT III (arXiv:2204.07118)."""
     randaugment_layers: int = 2
     """Operations on a picture under randaugment."""
     randaugment_magnitude: int = 9
     """Strength of each operation under randaugment, from 0 to 30."""
     erase: float = setting(0.0, "--reprob")
     """Probability of erasing a random rectangle (arXiv:1708.04896)."""
+    repeats: int = setting(1, "--aug-repeats")
+    """How often a batch holds a picture, each time augmented otherwise (arXiv:1901.09335)."""
     mixup: float = 0.0
     """Alpha of MixUp's Beta distribution (arXiv:1710.09412); 0 is off."""
     cutmix: float = 0.0
@@ -94,7 +114,7 @@ class AugmentConfig(Section):
     def __post_init__(self) -> None:
         self.check_share("hflip", "vflip", "translate", "erase", "mix_probability", one=True)
         self.check_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
-        self.check_least(1, "crop_ratio", "randaugment_layers")
+        self.check_least(1, "crop_ratio", "randaugment_layers", "repeats")
         if not 0 < self.min_crop <= 1:
             self.refuse("min_crop", "must be more than 0 and at most 1")
         if self.randaugment_magnitude > 30:

@@ -14,8 +14,8 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 class TrainingConfig(Section):
     """What is trained, for how long, and by which optimiser."""
 
-    task: Literal["classify", "caption", "classify,caption"] = "classify"
-    """What the network learns: classes, captions, or both from one encoder."""
+    task: Literal["classify", "multilabel", "caption", "classify,caption"] = "classify"
+    """What the network learns: one class a picture, any number of them, captions, or two tasks."""
     model: str = "vit_tiny_patch16_224"
     """Preset that gives the model settings not set otherwise; `vit models` lists them."""
     epochs: int = 30
@@ -42,6 +42,8 @@ class TrainingConfig(Section):
     """Largest norm of the gradient of all parameters; 0 is off."""
     smoothing: float = 0.1
     """Share of a label that is spread over all classes."""
+    balance: Literal["none", "loss", "sampler", "logit-adjust"] = "none"
+    """Unequal classes: weigh the loss, draw rare ones more often, or shift logits by frequency."""
     balance_loss: float = 0.01
     """Experts: weight of the loss that keeps them equally used (Switch, arXiv:2101.03961)."""
     router_z_loss: float = 0.001

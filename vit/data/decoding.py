@@ -24,6 +24,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
+from vit.data.containers import open_member
 from vit.errors import BadImage
 
 # Only parsers of formats that people keep pictures in; the common ones first.
@@ -116,6 +117,8 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[ImageFile.ImageFile]:
             if width * height > MAX_PIXELS:
                 raise _RefusedError(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
             yield image
+    except BadImage:
+        raise
     except _RefusedError as refusal:
         raise BadImage(name, str(refusal)) from None
     except Image.DecompressionBombError:
@@ -140,6 +143,8 @@ def _regular_file(name: str) -> BinaryIO:
         raise _RefusedError(
             "a link to a missing file" if os.path.islink(name) else "no such file"
         ) from None
+    except NotADirectoryError:
+        return open_member(name)
     except PermissionError:
         raise _RefusedError("no permission to read it") from None
     except OSError as error:
@@ -177,7 +182,7 @@ def _identified(file: BinaryIO) -> ImageFile.ImageFile:
 
 def _check_png(file: IO[bytes]) -> None:
     """Refuse a PNG whose pixel data reach beyond the end of the file."""
-    size, position = os.fstat(file.fileno()).st_size, 8
+    size, position = file.seek(0, os.SEEK_END), 8
     for _ in range(PNG_CHUNKS):
         file.seek(position)
         header = file.read(8)

@@ -1,23 +1,52 @@
 """What every source of pictures gives: samples, and classes by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vit.data.tokenizer import Tokenizer
 
 NO_LABEL = -1
-"""Of a picture without a class."""
+"""Of a picture without a class, or with several."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A file, the number of its class, and what people said of it."""
+    """A picture, the number of its class, and what people said of it."""
 
     path: str
+    """Of a file, or of something inside a file; see vit.data.containers."""
     label: int
     captions: tuple[str, ...] = ()
+    labels: tuple[int, ...] = ()
+    """Numbers of all its classes, sorted, maybe none, where a picture may have several."""
+
+
+class Item(NamedTuple):
+    """A picture as a source names it, before there is a list of all classes."""
+
+    path: str
+    labels: tuple[str, ...]
+    """Names of its classes: one, unless the source has pictures with several."""
+    group: str = ""
+    """Pictures of one group stay on one side of a split; empty: it is alone."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a source holds, before classes are matched and validation pictures are chosen."""
+
+    root: Path
+    """Folder that names in a split are relative to."""
+    splits: dict[str, list[Item]]
+    """Pictures by split: train, val... or all under the empty name where it has none."""
+    where: dict[str, str]
+    """What a message calls each split: its folder, list or shards."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know; safe on a terminal."""
+    several: bool = False
+    """Whether a picture may have several classes, or none."""
 
 
 @dataclass(frozen=True)
@@ -36,5 +65,7 @@ class Splits:
     """Whether the validation pictures were chosen by us."""
     root: Path
     """Folder that holds all of them."""
+    several: bool = False
+    """Whether a picture may have several classes, or none: `Sample.labels` has them."""
     tokenizer: "Tokenizer | None" = None
     """Of the captions, where they are to be learned."""
