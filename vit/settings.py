@@ -96,7 +96,10 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
     """
     chosen = checked(values)
     model = chosen.get("model", _default_model())
-    chosen = {**preset(model), **usual_of_task(chosen.get("task")), **chosen}
+    usual = usual_of_task(chosen.get("task"))
+    if chosen.get("random_crop") == "simple":  # which keeps all of the short side
+        usual.pop("min_crop", None)
+    chosen = {**preset(model), **usual, **chosen}
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in chosen.items():
         sections[all_settings()[name].section][name] = value

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from timm.data.mixup import Mixup
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
@@ -126,3 +127,17 @@ def test_an_empty_batch_and_an_odd_one(batch):
     assert images.shape == (0, 3, 12, 16)
     images, _ = mix(*(part[:5] for part in batch), plan)
     assert torch.equal(images[4], batch[0][4])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_the_share_of_cutmix_is_timms_switch(share):
+    config = AugmentConfig(mixup=0.8, cutmix=1.0, cutmix_share=share)
+    plans = [draw_plan(config, seed=0, epoch=0, step=step, batch_size=BATCH) for step in range(100)]
+    ours = np.mean([plan.cut.mean() for plan in plans])
+    reference = Mixup(0.8, 1.0, switch_prob=share, mode="elem")
+    np.random.seed(0)
+    theirs = reference._params_per_elem(800)[1].mean()
+    assert ours == pytest.approx(theirs, abs=0.06)
+    other = AugmentConfig(mixup=0.8, cutmix=1.0, cutmix_share=share, mix_probability=0.5)
+    plan = draw_plan(other, seed=0, epoch=0, step=0, batch_size=2000)
+    assert np.mean(plan.lam == 1) == pytest.approx(0.5, abs=0.06)

@@ -13,12 +13,12 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from tests.inference.captioners import save_captioner
+from vit.data import lettering
+from vit.data.lettering import draw_line, lines_of, spelled
 from vit.errors import ConfigError, RunError
 from vit.generation.search import Search
-from vit.inference import lettering
 from vit.inference.drawing import TILE, drawing_name, explained, looks, overlay, sheet
 from vit.inference.explanation import relevance
-from vit.inference.lettering import draw_line, lines_of, spelled
 from vit.inference.predictor import Predictor
 from vit.inference.word_maps import SeenWord
 from vit.weights.folder import load_run

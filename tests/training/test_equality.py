@@ -149,4 +149,5 @@ def test_each_validation_picture_is_counted_once(
         assert other.each("epoch", "val_images") == [each * 3]
         theirs = pytest.approx(one.each("epoch", "val_loss"), rel=1e-5)
         assert other.each("epoch", "val_loss") == theirs
-        assert other.each("epoch", "val_top1") == one.each("epoch", "val_top1")
+        for name in ("val_top1", "val_balanced_accuracy"):
+            assert other.each("epoch", name) == one.each("epoch", name)

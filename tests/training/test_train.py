@@ -65,7 +65,8 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
     assert found[0].keys() == {
-        "event", "epoch", "step", "train_loss", "val_loss", "val_top1", "val_images", "lr",
+        "event", "epoch", "step", "train_loss", "val_loss", "val_top1",
+        "val_balanced_accuracy", "val_images", "lr",
         "images_per_second", "data_wait", "seconds",
     }  # fmt: skip
     assert found[-1]["train_loss"] < found[0]["train_loss"]

@@ -7,7 +7,8 @@ from typing import Any
 
 from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import add_setting, settings_given
-from vit.config import SECTIONS
+from vit.commands.output import check_output, resolved
+from vit.config import SECTIONS, Config
 from vit.errors import ConfigError, printable
 from vit.settings import all_settings, checked, default_folder, make_config, read_settings
 
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="delete the run that is in --out first"
     )
+    parser.add_argument(
+        "--show-batch",
+        metavar="FILE",
+        help="draw the first batch as the network will see it (.png, .jpg, .webp), and train "
+        "nothing; --overwrite replaces FILE alone",
+    )
     for section in SECTIONS:
         group = parser.add_argument_group(TITLES[section])
         for setting in all_settings().values():
@@ -60,9 +67,11 @@ def run(args: argparse.Namespace) -> int:
             "DATA is missing: give a folder of images, a built-in set (digits, shapes), or "
             "--resume with the --out of a run"
         )
+    given = checked(values)
+    if args.show_batch is not None:
+        return show(args, config, [*given])
     from vit.training.train import train
 
-    given = checked(values)
     result = train(
         config,
         args.out,
@@ -72,6 +81,27 @@ def run(args: argparse.Namespace) -> int:
         began=began,
     )
     return int(bool(result.failed))
+
+
+def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
+    """Draw the first batch; no run is begun, and none is touched.
+
+    Raises:
+        VitError: The drawing cannot be made or written, or a run was asked for too.
+    """
+    for flag in ("out", "resume"):
+        if getattr(args, flag):
+            raise ConfigError(
+                f"--show-batch trains nothing, so --{flag} has no meaning: leave one of them out"
+            )
+    from vit.data.contact import sheet_format
+
+    sheet_format(args.show_batch)
+    check_output(args.show_batch, overwrite=args.overwrite)
+    from vit.training.showing import show_batch
+
+    show_batch(config, resolved(args.show_batch), given=given)
+    return 0
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:

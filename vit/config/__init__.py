@@ -48,6 +48,8 @@ class Config:
                 f"keep_best={self.run.keep_best}: a soup is made of several epochs; say how many"
             )
         self._check_captions()
+        self._check_balance()
+        self._check_repeats()
         if isinstance(self.model, ChosenModel):
             if self.finetune.weights is not None:
                 return
@@ -84,6 +86,27 @@ class Config:
         if self.augment.mixes:
             raise ConfigError(
                 "mixup and cutmix mix labels, and captions cannot be mixed: leave them out"
+            )
+
+    def _check_balance(self) -> None:
+        balance, task = self.training.balance, self.training.task
+        if balance != "none" and task != "classify":
+            raise ConfigError(
+                f"balance={balance}: task={task} has no one class a picture to balance; leave it "
+                "out, or use --task classify"
+            )
+
+    def _check_repeats(self) -> None:
+        repeats, batch_size = self.augment.repeats, self.data.batch_size
+        if batch_size % repeats:
+            raise ConfigError(
+                f"batch_size={batch_size} is no multiple of repeats={repeats}: a batch holds each "
+                f"of its pictures {repeats} times; choose another of the two"
+            )
+        if batch_size == repeats > 1 and self.augment.mixes:
+            raise ConfigError(
+                f"repeats={repeats} fills batch_size={batch_size} with one picture, and MixUp and "
+                "CutMix mix different ones; use fewer repeats"
             )
 
     def _check_start_size(self) -> None:

@@ -78,6 +78,8 @@ class DataConfig(Section):
 class AugmentConfig(Section):
     """How training pictures are varied."""
 
+    random_crop: Literal["resized", "simple"] = "resized"
+    """A part of any size and aspect, resized; or all of the short side at a random place."""
     min_crop: float = 0.08
     """Smallest share of a picture's area that a random crop keeps; 1 switches crops off."""
     crop_ratio: float = 4 / 3
@@ -91,7 +93,7 @@ class AugmentConfig(Section):
     translate: float = 0.0
     """Largest random shift, as a share of the picture's side."""
     color_jitter: float = 0.0
-    """Strength of random brightness, contrast and saturation."""
+    """Strength of random brightness, contrast and saturation; 0 is 0.3 under three, else off."""
     auto_augment: Literal["none", "randaugment", "trivialaugment", "augmix", "three"] = setting(
         "none", "--aa"
     )
@@ -110,15 +112,24 @@ class AugmentConfig(Section):
     """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
     mix_probability: float = setting(1.0, "--mixup-prob")
     """Probability that a pair of pictures is mixed at all, where mixup or cutmix is on."""
+    cutmix_share: float = setting(0.5, "--mixup-switch-prob")
+    """Share of the mixed pairs that CutMix takes, where mixup and cutmix are both on."""
 
     def __post_init__(self) -> None:
-        self.check_share("hflip", "vflip", "translate", "erase", "mix_probability", one=True)
+        shares = ("hflip", "vflip", "translate", "erase", "mix_probability", "cutmix_share")
+        self.check_share(*shares, one=True)
         self.check_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
         self.check_least(1, "crop_ratio", "randaugment_layers", "repeats")
         if not 0 < self.min_crop <= 1:
             self.refuse("min_crop", "must be more than 0 and at most 1")
         if self.randaugment_magnitude > 30:
             self.refuse("randaugment_magnitude", "must be at most 30")
+        if self.cutmix_share != AugmentConfig.cutmix_share and not (self.mixup and self.cutmix):
+            self.refuse("cutmix_share", "has a meaning where mixup and cutmix are both on")
+        if self.random_crop == "simple":
+            for name in ("min_crop", "crop_ratio"):
+                if getattr(self, name) != getattr(AugmentConfig, name):
+                    self.refuse(name, "random_crop=simple has no use for it; leave it out")
 
     @property
     def mixes(self) -> bool:

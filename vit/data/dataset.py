@@ -1,7 +1,8 @@
 """Reads, varies and stacks the pictures of one micro-batch.
 
-The augmentation of a picture is drawn from (seed, "augment", epoch, index): it depends neither on
-the loader process nor on what was loaded before.
+The augmentation of a picture is drawn from (seed, "augment", epoch, index), and where an epoch has
+it again from (..., repetition) too: it depends neither on the loader process nor on what was loaded
+before.
 """
 
 import os
@@ -124,7 +125,7 @@ class ImageDataset(Dataset[Batch]):
         if self.seed is None:
             return 0
         assert self.words is not None
-        drawn = random_seed(self.seed, "caption", key.epoch, key.sample)
+        drawn = random_seed(self.seed, "caption", *counters(key))
         return drawn % self.words.count(key.sample)
 
     def _transform(self, epoch: int) -> Transform:
@@ -143,12 +144,17 @@ class ImageDataset(Dataset[Batch]):
         state = generator.get_state()
         try:
             if self.seed is not None:
-                generator.manual_seed(random_seed(self.seed, "augment", key.epoch, key.sample))
+                generator.manual_seed(random_seed(self.seed, "augment", *counters(key)))
             return transform(image)
         except Exception as error:  # loader processes report no file names by themselves
             raise RuntimeError(f"{printable(path)}: the transform failed: {error}") from error
         finally:
             generator.set_state(state)
+
+
+def counters(key: Key) -> tuple[int, ...]:
+    """What the draws of a picture depend on, besides the seed of the run and their name."""
+    return (key.epoch, key.sample, *([key.repetition] if key.repetition else []))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def draw_plan(
     words = divmod(random_seed(seed, "mix", epoch, step), 2**32)
     random = np.random.RandomState(words)
     mixed = random.random_sample(pairs) < config.mix_probability
-    cut = random.random_sample(pairs) < (0.5 if all(alphas) else float(config.cutmix > 0))
+    share = config.cutmix_share if all(alphas) else float(config.cutmix > 0)
+    cut = random.random_sample(pairs) < share
     lams = [random.beta(alpha, alpha, pairs) if alpha else np.ones(pairs) for alpha in alphas]
     centre = random.random_sample((pairs, 2))
     return MixPlan(np.where(mixed, np.where(cut, lams[1], lams[0]), 1.0), cut, centre)

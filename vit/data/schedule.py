@@ -6,13 +6,22 @@
 
 So a run resumes anywhere with nothing saved but the step, and a step sees the same pictures on any
 number of devices.
+
+Repeated augmentation: a batch has batch_size / repeats different pictures, all of them once, then
+all of them again, so that devices and neighbours, which MixUp pairs, have different ones. An epoch
+keeps its steps, and sees 1 / repeats of the pictures: Hoffer et al., arXiv:1901.09335; epochs as in
+Berman et al., section 3.2, arXiv:1902.05509.
+
+Balanced classes: an epoch has as many pictures of each class. Those of a class follow each other in
+random order, all of them before one comes again.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vit.data.seeding import random_seed
 from vit.errors import DataError
@@ -24,6 +33,8 @@ class Key(NamedTuple):
     epoch: int
     sample: int
     position: int
+    repetition: int = 0
+    """How often the epoch had the picture before; each time it is augmented otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,8 @@ class Schedule:
         accumulate: Micro-batches of one step on one device.
         rank: Number of this device, from 0.
         world_size: Number of devices.
+        repeats: How often a batch has each of its pictures.
+        balanced: Classes of the samples, (count,), where all are to come equally often.
 
     Raises:
         DataError: The batch is larger than the data, or does not split evenly.
@@ -48,8 +61,14 @@ class Schedule:
     accumulate: int = 1
     rank: int = 0
     world_size: int = 1
+    repeats: int = 1
+    balanced: Tensor | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.batch_size % self.repeats:
+            raise DataError(
+                f"batch_size={self.batch_size} is no multiple of repeats={self.repeats}; choose one"
+            )
         parts = self.accumulate * self.world_size
         if self.batch_size % parts:
             raise DataError(
@@ -73,14 +92,60 @@ class Schedule:
         Those of micro-batch 0 over all devices come first in the batch of a step, then those of
         micro-batch 1.
         """
-        generator = torch.Generator().manual_seed(random_seed(self.seed, "order", epoch))
-        order = torch.randperm(self.count, generator=generator)
+        order = self.order(epoch)
+        again = repetitions(order)
         size = self.batch_size // (self.accumulate * self.world_size)
         for number in range(start, self.steps_per_epoch * self.accumulate):
             step, micro = divmod(number, self.accumulate)
             first = (micro * self.world_size + self.rank) * size
-            samples = order[step * self.batch_size + first :][:size].tolist()
-            yield [Key(epoch, sample, first + place) for place, sample in enumerate(samples)]
+            here = slice(step * self.batch_size + first, step * self.batch_size + first + size)
+            pairs = zip(order[here].tolist(), again[here].tolist(), strict=True)
+            yield [Key(epoch, sample, first + at, n) for at, (sample, n) in enumerate(pairs)]
+
+    def order(self, epoch: int) -> Tensor:
+        """The samples of all batches of an epoch, one batch after the other, int64."""
+        generator = torch.Generator().manual_seed(random_seed(self.seed, "order", epoch))
+        if self.balanced is None:
+            drawn = torch.randperm(self.count, generator=generator)
+        else:
+            drawn = balanced_order(self.balanced, generator)
+        if self.repeats == 1:
+            return drawn
+        different = drawn[: self.steps_per_epoch * (self.batch_size // self.repeats)]
+        batches = different.view(self.steps_per_epoch, 1, -1)
+        return batches.expand(-1, self.repeats, -1).flatten()
+
+
+def balanced_order(classes: Tensor, generator: torch.Generator) -> Tensor:
+    """As many samples as there are, of each class that has some as many as of the others, mixed.
+
+    Where that does not come out even, classes drawn at random have one more.
+
+    Args:
+        classes: Of the samples, (count,).
+        generator: Draws.
+    """
+    present, places = torch.unique(classes, return_inverse=True)
+    members = torch.split(places.argsort(stable=True), torch.bincount(places).tolist())
+    each, more = divmod(len(classes), len(present))
+    lucky = torch.randperm(len(present), generator=generator) < more
+    drawn = []
+    for own, one_more in zip(members, lucky.tolist(), strict=True):
+        wanted = each + one_more
+        rounds = -(-wanted // len(own))
+        orders = [torch.randperm(len(own), generator=generator) for _ in range(rounds)]
+        drawn.append(own[torch.cat(orders)[:wanted]])
+    return torch.cat(drawn)[torch.randperm(len(classes), generator=generator)]
+
+
+def repetitions(order: Tensor) -> Tensor:
+    """How often each entry of `order`, (entries,), came before, int64."""
+    by_sample = order.argsort(stable=True)
+    _, counts = torch.unique_consecutive(order[by_sample], return_counts=True)
+    starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    again = torch.empty_like(order)
+    again[by_sample] = torch.arange(len(order)) - starts
+    return again
 
 
 class Stream:
@@ -103,7 +168,7 @@ def fitting_batch_size(count: int, batch_size: int, parts: int) -> int:
     Args:
         count: Number of training pictures.
         batch_size: Pictures of one step, as wanted.
-        parts: Micro-batches of one step over all devices.
+        parts: Micro-batches of one step over all devices, or a multiple of it.
 
     Raises:
         DataError: There are fewer pictures than parts.
@@ -111,6 +176,6 @@ def fitting_batch_size(count: int, batch_size: int, parts: int) -> int:
     if count < parts:
         raise DataError(
             f"{count} training pictures are too few for {parts} micro-batches a step; "
-            f"use fewer devices or a smaller accumulate"
+            f"use fewer devices, a smaller accumulate or fewer repeats"
         )
     return batch_size if batch_size <= count else count // parts * parts

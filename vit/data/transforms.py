@@ -4,21 +4,24 @@ Every draw comes from torch's global generator, which the dataset seeds for each
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from vit.config import AugmentConfig
-from vit.data.preprocessing import RESAMPLING, Preprocessing, to_bytes
+from vit.data.policies import operations
+from vit.data.preprocessing import RESAMPLING, WHOLE_LIMIT, Preprocessing, to_bytes
 
 Box = tuple[float, float, float, float]
 TRIES = 10
 ERASED = (0.02, 1 / 3)
 """Smallest and largest share of a picture that is erased."""
 ERASED_RATIO = 10 / 3
+PADDED = 4
+"""Pixels that a simple random crop may lie outside, where the picture is reflected."""
 
 
 class Transform(Protocol):
@@ -50,7 +53,7 @@ class TrainingTransform:
         self.config = config
         self.preprocessing = preprocessing
         self.image_size = preprocessing.image_size
-        self.operations = _operations(config, preprocessing.mean_colour)
+        self.operations = operations(config, preprocessing.mean_colour)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """RGB picture -> its bytes, (3, height, width)."""
@@ -65,9 +68,11 @@ class TrainingTransform:
         return pixels
 
     def _cropped(self, image: Image.Image) -> Image.Image:
+        height, width = self.image_size
+        if self.config.random_crop == "simple":
+            return simple_crop(image, width, height, RESAMPLING[self.preprocessing.interpolation])
         if self.config.min_crop == 1:
             return self.preprocessing.fit(image)
-        height, width = self.image_size
         box = random_box(*image.size, self.config.min_crop, self.config.crop_ratio)
         return image.resize((width, height), RESAMPLING[self.preprocessing.interpolation], box=box)
 
@@ -111,6 +116,37 @@ def random_box(width: int, height: int, min_area: float, max_ratio: float) -> Bo
     return left, top, left + box_width, top + box_height
 
 
+def simple_crop(
+    image: Image.Image, width: int, height: int, resample: Image.Resampling
+) -> Image.Image:
+    """A crop of `width` x `height` anywhere in the picture, resized to just cover that.
+
+    It may lie up to 4 pixels outside, where the picture is reflected.
+
+    Source: "simple random crop" of Touvron et al., DeiT III, section 4.1, arXiv:2204.07118.
+    """
+    if width * image.height > height * image.width:
+        full = width, int(image.height * width / image.width)
+    else:
+        full = int(image.width * height / image.height), height
+    right, down = _draw(2)
+    left = int(right * (full[0] - width + 2 * PADDED + 1)) - PADDED
+    top = int(down * (full[1] - height + 2 * PADDED + 1)) - PADDED
+    box = (max(left, 0), max(top, 0), min(left + width, full[0]), min(top + height, full[1]))
+    size = box[2] - box[0], box[3] - box[1]
+    if full[0] * full[1] <= WHOLE_LIMIT:
+        inside = image.resize(full, resample).crop(box)
+    else:
+        x, y = image.width / full[0], image.height / full[1]
+        inside = image.resize(size, resample, box=(box[0] * x, box[1] * y, box[2] * x, box[3] * y))
+    missing = (
+        (box[1] - top, top + height - box[3]),
+        (box[0] - left, left + width - box[2]),
+        (0, 0),
+    )
+    return Image.fromarray(np.pad(np.asarray(inside), missing, mode="reflect"))
+
+
 def erase(pixels: Tensor, colour: tuple[int, int, int]) -> None:
     """Paint one random rectangle of `pixels`, (3, height, width), in place.
 
@@ -127,30 +163,6 @@ def erase(pixels: Tensor, colour: tuple[int, int, int]) -> None:
             fill = torch.tensor(colour, dtype=pixels.dtype)[:, None, None]
             pixels[:, top : top + rows, left : left + cols] = fill
             return
-
-
-def _operations(
-    config: AugmentConfig, fill: tuple[int, int, int]
-) -> list[Callable[[Image.Image], Image.Image]]:
-    """torchvision's random operations on colour and shape that `config` asks for."""
-    if config.auto_augment == "none" and not config.color_jitter:
-        return []
-    from torchvision.transforms import v2  # two seconds of import, paid only where it is used
-
-    bilinear = v2.InterpolationMode.BILINEAR
-    policies: dict[str, Callable[[], Any]] = {
-        "none": v2.Identity,
-        "randaugment": lambda: v2.RandAugment(
-            config.randaugment_layers,
-            config.randaugment_magnitude,
-            interpolation=bilinear,
-            fill=list(fill),
-        ),
-        "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=bilinear, fill=list(fill)),
-    }
-    strength = config.color_jitter
-    jitter = v2.ColorJitter(strength, strength, strength) if strength else v2.Identity()
-    return [policies[config.auto_augment](), jitter]
 
 
 def _draw(count: int) -> list[float]:

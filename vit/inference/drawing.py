@@ -19,10 +19,10 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.data.lettering import LINE, draw_line, lines_of
 from vit.errors import ConfigError, RunError, printable
 from vit.inference.class_maps import class_maps, class_record, closing_line, seen_lines
 from vit.inference.deletion import Deletion
-from vit.inference.lettering import LINE, draw_line, lines_of
 from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.inference.word_maps import SeenWord, word_maps
 from vit.model.merging import MergingBlock

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from vit.config import Config
 from vit.data.caption_ids import CaptionIds
 from vit.data.loading import EvaluationLoader, Schedule, TrainingLoader
@@ -27,12 +29,28 @@ class TransformFor:
         return training_transform(self.config.augment, sized)
 
 
-def make_schedule(config: Config, count: int, *, rank: int = 0, processes: int = 1) -> Schedule:
+def make_schedule(
+    config: Config,
+    count: int,
+    *,
+    rank: int = 0,
+    processes: int = 1,
+    samples: Sequence[Sample] | None = None,
+) -> Schedule:
     """Which of `count` samples make which step.
+
+    Args:
+        config: Settings.
+        count: How many samples there are.
+        rank: Number of this process, from 0.
+        processes: Number of processes.
+        samples: They themselves, where more than the number of steps is asked for.
 
     Raises:
         DataError: The batch is larger than the data, or does not split evenly.
     """
+    draws = samples is not None and config.training.balance == "sampler"
+    balanced = torch.tensor([sample.label for sample in samples or ()]) if draws else None
     return Schedule(
         count=count,
         seed=config.training.seed,
@@ -40,6 +58,8 @@ def make_schedule(config: Config, count: int, *, rank: int = 0, processes: int =
         accumulate=config.data.micro_batches,
         rank=rank,
         world_size=processes,
+        repeats=config.augment.repeats,
+        balanced=balanced,
     )
 
 
@@ -50,7 +70,7 @@ def training_loader(run: Training, samples: Sequence[Sample]) -> TrainingLoader:
     return TrainingLoader(
         samples,
         TransformFor(config, run.preprocessing),
-        make_schedule(config, len(samples), rank=rank, processes=processes),
+        make_schedule(config, len(samples), rank=rank, processes=processes, samples=samples),
         epochs=config.training.epochs,
         workers=config.data.workers,
         on_bad_image="skip",  # collected; the loop decides, on all processes alike

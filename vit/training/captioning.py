@@ -27,7 +27,7 @@ from vit.generation.writing import write
 from vit.model.captioner import Captioner, Said
 from vit.training.agreement import everyones, on_main
 from vit.training.losses import smoothed_cross_entropy
-from vit.training.tasks import judged
+from vit.training.tasks import balanced_accuracy, classes_of, judged, judged_by_class
 
 if TYPE_CHECKING:
     from vit.training.loop import Training
@@ -78,8 +78,10 @@ class CaptionTally:
 
     def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
         self.task, self.samples = task, samples
-        # losses and words with the right picture and with another, class loss, right answers, count
-        self.sums = torch.zeros(7, dtype=torch.float64)
+        self.classes = classes_of(samples) if task.classifies else 0
+        # losses and words with the right picture and with another, class loss, right answers, right
+        # answers and pictures of each class, count
+        self.sums = torch.zeros(7 + 2 * self.classes, dtype=torch.float64)
         self.written: list[tuple[int, str]] = []
 
     def add(self, run: "Training", batch: Batch, images: Tensor) -> None:
@@ -96,22 +98,25 @@ class CaptionTally:
             seen = memory[few.to(images.device)]
             sentences = write(network.decoder, seen, task.tokenizer, Search())
             losses = losses_beside(network.decoder, memory, words, others, task.tokenizer.pad)
-        judgement = torch.zeros(3, dtype=torch.float64)
+        judgement = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
-            judgement = judged(classes.to(run.dtype).cpu(), batch.labels)
-        judgement[2] = len(images)
+            logits = classes.to(run.dtype).cpu()
+            judgement[:2] = judged(logits, batch.labels)[:2]
+            judgement[2:-1] = judged_by_class(logits, batch.labels, self.classes)
+        judgement[-1] = len(images)
         self.sums += torch.cat([losses.sum(dim=1), judgement])
         texts = [best[0].text for best in sentences]
         self.written += zip(batch.indices[few].tolist(), texts, strict=True)
 
     def scores(self, run: "Training", totals: Sequence[float]) -> dict[str, Any]:
         """Mean losses of a word, and the captions' scores against all references."""
-        right, words, wrong, others, class_loss, correct, count = totals
+        right, words, wrong, others, class_loss, correct, *each, count = totals
         found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
         if self.task.classifies:
             found["val_caption_loss"] = found["val_loss"]
             found["val_loss"] += class_loss / count
             found["val_top1"] = correct / count
+            found["val_balanced_accuracy"] = balanced_accuracy(each)
         captions = sorted(everyones(self.written))
         if not captions:
             most = run.config.training.caption_samples

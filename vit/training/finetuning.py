@@ -40,7 +40,7 @@ NOT_OF_A_PROBE = (
     *("epochs", "time", "lr", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "betas"),
     *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
-    *("router_jitter", "balance_loss", "router_z_loss"),
+    *("router_jitter", "balance_loss", "router_z_loss", "balance"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
 # What changes nothing under a method: of linear, the routers do not learn.
@@ -66,6 +66,8 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     method = config.finetune.method or "full"
     first = config.finetune.probe_first
     found: dict[str, Any] = {**dataclasses.asdict(source.config), **DEFAULTS[method]}
+    if config.augment.random_crop == "simple":  # which keeps all of the short side
+        found.pop("min_crop", None)
     found["num_classes"] = config.model.num_classes
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}

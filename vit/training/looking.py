@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from math import lcm
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -46,7 +47,8 @@ def look_at_data(
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
     batch_size, images = config.data.batch_size, len(splits.train)
     probing = config.finetune.method == "probe"  # which sees all of them, once
-    if not probing and (lost := images % batch_size / images) > 0.1:
+    once = config.augment.repeats == 1 and config.training.balance != "sampler"
+    if once and not probing and (lost := images % batch_size / images) > 0.1:
         say(
             f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
             f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
@@ -135,7 +137,8 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
     """
     data, parts = config.data, processes * config.data.micro_batches
     unit = 2 * parts if parts > 1 and config.augment.mixes else parts
-    batch_size = fitting_batch_size(images, data.batch_size, unit)
+    # what is too large shrinks to whole parts that also hold whole repetitions
+    batch_size = fitting_batch_size(images, data.batch_size, lcm(unit, config.augment.repeats))
     if batch_size % unit and not batch_size % parts:
         raise ConfigError(
             f"batch_size={batch_size} is {batch_size // parts} pictures in each of {parts} parts, "

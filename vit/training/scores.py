@@ -9,18 +9,22 @@ Event = Mapping[str, Any]
 
 ENOUGH = 100
 """Validation pictures of which CIDEr tells one epoch from another."""
+MUCH = 0.05
+"""By how much balanced accuracy differs from accuracy where a person should know it."""
 
 
 def rank(event: Event) -> tuple[float, float]:
     """What a better epoch has more of: accuracy or CIDEr, then the lower loss.
 
+    Where classes are balanced, accuracy is balanced accuracy: the event says so.
     With both tasks, and where CIDEr is that of a few pictures, the loss alone.
     """
     loss = -float(event["val_loss"])
     few = event.get("val_images", ENOUGH) < ENOUGH
     if "val_cider" in event and ("val_top1" in event or few):
         return loss, 0.0
-    return float(event["val_cider"] if "val_cider" in event else event["val_top1"]), loss
+    name = "val_cider" if "val_cider" in event else event.get("chosen_by", "val_top1")
+    return float(event[name]), loss
 
 
 def told(event: Event) -> str:
@@ -28,6 +32,9 @@ def told(event: Event) -> str:
     parts = []
     if "val_top1" in event:
         parts.append(f"val top-1 {event['val_top1']:.2%}")
+        balanced = event.get("val_balanced_accuracy", event["val_top1"])
+        if "chosen_by" in event or abs(balanced - event["val_top1"]) >= MUCH:
+            parts.append(f"balanced {balanced:.2%}")
     if "val_cider" in event:
         own = event.get("val_caption_loss")
         parts += [] if own is None else [f"captions {own:.3f}"]

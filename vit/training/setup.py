@@ -20,6 +20,7 @@ from vit.model.build import build_classifier
 from vit.model.build_captioner import build_captioner
 from vit.model.captioner import Captioner
 from vit.model.classifier import VisionTransformer
+from vit.training.balance import Balance, notes
 from vit.training.captioning import Captioning
 from vit.training.devices import arithmetic
 from vit.training.ema import MovingAverage
@@ -153,7 +154,9 @@ def make_training(
 def make_task(config: Config, splits: Splits | None) -> Task:
     """What the network learns."""
     if not config.training.captions:
-        return Classification()
+        if config.training.balance == "none" or splits is None:
+            return Classification()
+        return Classification(Balance.of(config, splits.train))
     assert splits is not None, "captions are learned from data"
     assert splits.tokenizer is not None, "the data have no tokenizer"
     assert config.decoder.caption_tokens is not None, "the data completes it"
@@ -217,4 +220,5 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
         f"{size} parameters{sharded}, {config.model.image_size} px, "
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
         f"{total_steps:,} steps in {config.training.epochs} epochs",
+        *notes(config, splits),
     ]

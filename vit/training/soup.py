@@ -37,7 +37,7 @@ def make_soup(best: BestEpochs, measure: Measure) -> tuple[Event, dict[str, Tens
         WeightsError: Weights of an epoch are missing or damaged, or of another network.
     """
     members, chosen = [best.first["epoch"]], best.load(best.first["epoch"])
-    event = {name: best.first[name] for name in best.first if name.startswith("val_")}
+    event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}
     for candidate in best.events[1:]:
         tried = [*members, candidate["epoch"]]
         parts = [best.load(epoch) for epoch in tried]

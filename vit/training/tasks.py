@@ -3,6 +3,7 @@
 The loop, checkpoints and processes know nothing of it: they ask `Training.task`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from vit.data.loading import Batch
 from vit.data.mixing import draw_plan, mix
 from vit.data.samples import Sample
+from vit.training.balance import Balance
 from vit.training.losses import smoothed_cross_entropy
 
 if TYPE_CHECKING:
@@ -50,44 +52,81 @@ class Task(Protocol):
 
 
 class Classification:
-    """Classes, maybe of mixed pictures: cross-entropy with smoothed labels."""
+    """Classes, maybe of mixed pictures: cross-entropy with smoothed labels.
+
+    Args:
+        balance: How unequal classes are treated; as they are where left out.
+    """
+
+    def __init__(self, balance: Balance | None = None) -> None:
+        self.balance = balance
 
     def loss(self, run: "Training", batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
         targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
-        plan = draw_plan(
-            config.augment,
-            seed=config.training.seed,
-            epoch=epoch,
-            step=run.step,
-            batch_size=config.data.batch_size,
-        )
-        images, targets = mix(images, targets, batch.positions, plan)
+        images, targets = mixed(run, batch, images, targets, epoch)
         logits = forward(run, images)
-        smoothing = config.training.smoothing
-        return smoothed_cross_entropy(logits, targets, smoothing=smoothing).view(1)
+        loss = smoothed_cross_entropy if self.balance is None else self.balance.loss
+        return loss(logits, targets, smoothing=config.training.smoothing).view(1)
 
-    def tally(self, samples: Sequence[Sample]) -> Tally:  # noqa: ARG002
+    def tally(self, samples: Sequence[Sample]) -> Tally:
         """Begins a validation."""
-        return ClassTally()
+        return ClassTally(classes_of(samples))
 
 
 class ClassTally:
-    """Loss, right answers and pictures."""
+    """Loss, right answers and pictures; right answers and pictures of each class.
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64)
+    Args:
+        classes: Number of the classes.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: "Training", batch: Batch, images: Tensor) -> None:
         """Count one batch."""
-        self.sums += judged(forward(run, images).to(run.dtype).cpu(), batch.labels)
+        logits = forward(run, images).to(run.dtype).cpu()
+        loss, correct, count = judged(logits, batch.labels).unsqueeze(1)
+        each = judged_by_class(logits, batch.labels, self.classes)
+        self.sums += torch.cat([loss, correct, each, count])
 
-    def scores(self, run: "Training", totals: Sequence[float]) -> dict[str, Any]:  # noqa: ARG002
-        """Mean loss and share of right answers."""
-        loss, correct, count = totals
-        return {"val_loss": loss / count, "val_top1": correct / count}
+    def scores(self, run: "Training", totals: Sequence[float]) -> dict[str, Any]:
+        """Mean loss, share of right answers, and its mean over classes that have pictures."""
+        loss, correct, *each, count = totals
+        found: dict[str, Any] = {
+            "val_loss": loss / count,
+            "val_top1": correct / count,
+            "val_balanced_accuracy": balanced_accuracy(each),
+        }
+        if run.config.training.balance != "none":
+            found["chosen_by"] = "val_balanced_accuracy"
+        return found
+
+
+def mixed(
+    run: "Training", batch: Batch, images: Tensor, targets: Tensor, epoch: int
+) -> tuple[Tensor, Tensor]:
+    """Normalised `images` and their `targets` after MixUp and CutMix, as the step of `run` has it.
+
+    Args:
+        run: What is trained.
+        batch: The micro-batch.
+        images: Its pictures.
+        targets: Shares of the classes, (batch, classes).
+        epoch: Number of the epoch, from 0.
+    """
+    plan = draw_plan(
+        run.config.augment,
+        seed=run.config.training.seed,
+        epoch=epoch,
+        step=run.step,
+        batch_size=run.config.data.batch_size,
+    )
+    return mix(images, targets, batch.positions, plan)
 
 
 def judged(logits: Tensor, labels: Tensor) -> Tensor:
@@ -95,6 +134,25 @@ def judged(logits: Tensor, labels: Tensor) -> Tensor:
     loss = F.cross_entropy(logits, labels, reduction="sum")
     correct = (logits.argmax(dim=1) == labels).sum()
     return torch.stack([loss.double(), correct.double(), torch.tensor(len(logits)).double()])
+
+
+def classes_of(samples: Sequence[Sample]) -> int:
+    """Number of the classes up to the last that one of `samples` has."""
+    return 1 + max((sample.label for sample in samples), default=-1)
+
+
+def judged_by_class(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Right answers of each class, then pictures of each, float64, (2 * classes,)."""
+    right = labels[logits.argmax(dim=1) == labels]
+    counts = [torch.bincount(some, minlength=classes) for some in (right, labels)]
+    return torch.cat(counts).double()
+
+
+def balanced_accuracy(each: Sequence[float]) -> float:
+    """Mean share of right answers of the classes that have pictures, from `judged_by_class`."""
+    half = len(each) // 2
+    recalls = [right / seen for right, seen in zip(each[:half], each[half:], strict=True) if seen]
+    return math.fsum(recalls) / len(recalls)
 
 
 def forward(run: "Training", images: Tensor) -> Tensor:

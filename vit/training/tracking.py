@@ -34,6 +34,7 @@ NAMES = {
     "epoch": {
         "val_loss": "val/loss",
         "val_top1": "val/top1",
+        "val_balanced_accuracy": "val/balanced_accuracy",
         "val_loss_shuffled": "val/loss_shuffled",
         "val_bleu4": "val/bleu4",
         "val_cider": "val/cider",

@@ -93,9 +93,12 @@ def best_event(run: Path) -> dict[str, Any] | None:
         events = [json.loads(line) for line in lines]
         soups = [event for event in events if event["event"] == "soup" and event["better"]]
         epochs = [event for event in events if event["event"] == "epoch"]
-        best: dict[str, Any] = (
-            soups or [max(epochs, key=lambda event: (event["val_top1"], -event["val_loss"]))]
-        )[-1]
+        best: dict[str, Any] = (soups or [max(epochs, key=_worth)])[-1]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return best
+
+
+def _worth(event: dict[str, Any]) -> tuple[float, float]:
+    """What the best epoch of a run has most of; the event names another score than top-1."""
+    return event[event.get("chosen_by", "val_top1")], -event["val_loss"]

@@ -1,0 +1,133 @@
+"""`vit train --show-batch FILE`: the first batch drawn, and nothing trained."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.commands.main import main
+from vit.data.contact import MARGIN, TILE, contact_sheet, wrapped
+from vit.data.decoding import read_image
+from vit.data.preprocessing import Preprocessing
+from vit.training.showing import class_lines
+
+TINY = (
+    *("--image-size", "16", "--patch-size", "8", "--dim", "32", "--depth", "1", "--num-heads", "2"),
+    *("--device", "cpu"),
+)
+
+
+@pytest.fixture
+def show(tmp_path, monkeypatch, capfd):
+    """Runs the command in an empty folder; gives exit code and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(data, *words):
+        code = main(["train", str(data), *TINY, *map(str, words)])
+        return code, capfd.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def colours(tiny_data):
+    """A folder of classes, from which we hold out some ourselves."""
+    return tiny_data / "val"
+
+
+def tiles(path) -> list[np.ndarray]:
+    """The first row of pictures of 16 x 16 on a sheet, as they were before they were enlarged."""
+    sheet, scale = np.asarray(Image.open(path)), TILE // 16
+    side = 16 * scale
+    count = (sheet.shape[1] - MARGIN) // (side + MARGIN)
+    lefts = [MARGIN + at * (side + MARGIN) for at in range(count)]
+    return [sheet[MARGIN : MARGIN + side : scale, left : left + side : scale] for left in lefts]
+
+
+def test_it_draws_what_the_loader_gives_and_trains_nothing(show, colours, tmp_path):
+    plain = ("-b", "6", "--min-crop", "1", "--hflip", "0")
+    code, said = show(colours, *plain, "--show-batch", "batch.png")
+    assert code == 0, said
+    assert "batch.png: 6 pictures of the first batch, 16x16 pixels; nothing was trained" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.png"]
+    whole = Preprocessing(image_size=(16, 16))
+    found = {whole(read_image(str(p))).numpy().tobytes() for p in colours.rglob("*.*")}
+    shown = tiles("batch.png")
+    assert len(shown) == 6
+    assert all(np.ascontiguousarray(one.transpose(2, 0, 1)).tobytes() in found for one in shown)
+    show(colours, *plain, "--mixup", "1", "--show-batch", "mixed.png")
+    mixed = tiles("mixed.png")
+    sums = [[int(each.astype(int).sum()) for each in row] for row in (shown, mixed)]
+    assert all(not np.array_equal(one, other) for one, other in zip(shown, mixed, strict=True))
+    # both of a pair have one weight: their sum stays, up to rounding
+    for at in range(0, 6, 2):
+        assert sum(sums[0][at : at + 2]) == pytest.approx(
+            sum(sums[1][at : at + 2]), abs=16 * 16 * 6
+        )
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "webp"])
+def test_other_formats_and_files_that_are_there(show, colours, suffix):
+    name = f"batch.{suffix}"
+    assert show(colours, "-b", "4", "--show-batch", name)[0] == 0
+    with Image.open(name) as image:
+        assert image.format == {"jpg": "JPEG", "webp": "WEBP"}[suffix]
+    code, said = show(colours, "-b", "4", "--show-batch", name)
+    assert code == 2
+    assert f"{name} exists; choose another name, or add --overwrite" in said
+    assert show(colours, "-b", "4", "--show-batch", name, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--show-batch", "batch.gif"), "batch.gif: a drawing ends in .png, .jpg, .jpeg, .webp"),
+        (("--show-batch", "no/batch.png"), "there is no folder no; create it first"),
+        (("--show-batch", "b.png", "--out", "run"), "so --out has no meaning"),
+        (("--show-batch", "b.png", "--resume"), "so --resume has no meaning"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(show, colours, tmp_path, words, reason):
+    code, said = show(colours, *words)
+    assert code == 2
+    assert reason in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_captions_stand_below_the_pictures(show, colours, tmp_path):
+    rows = [f"{path},a picture of something called {path.stem}" for path in colours.rglob("*.*")]
+    (tmp_path / "list.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
+    code, said = show(
+        "list.csv", "--task", "caption", "--decoder-dim", "32", "--decoder-depth", "1",
+        "--decoder-heads", "2", "-b", "4", "--show-batch", "captions.png",
+    )  # fmt: skip
+    assert code == 0, said
+    assert "4 pictures of the first batch" in said
+    with Image.open(tmp_path / "captions.png") as sheet:
+        below = np.asarray(sheet)[MARGIN + TILE :]
+        assert sheet.height > TILE + 40  # a caption takes several lines
+    assert (below < 128).any()
+
+
+def test_lines_end_between_words():
+    assert wrapped("a small green circle left of it", 120) == ["a small green", "circle left of it"]
+    long = wrapped("x" * 60, 100)
+    assert len(long) > 2
+    assert "".join(long) == "x" * 60
+    assert wrapped("", 100) == [""]
+
+
+def test_classes_with_their_shares():
+    names = ["cat", "dog", "owl"]
+    assert class_lines(torch.tensor([0.0, 1.0, 0.0]), names) == ["dog"]
+    assert class_lines(torch.tensor([0.25, 0.75, 0.001]), names) == ["dog 75%", "cat 25%"]
+    assert class_lines(torch.tensor([1.0, 0.0, 1.0]), names) == ["cat, owl"]
+    assert class_lines(torch.zeros(3), names) == ["(no class)"]
+
+
+def test_a_sheet_of_many_or_large_pictures_stays_small():
+    many = torch.zeros(70, 3, 500, 250, dtype=torch.uint8)
+    sheet = contact_sheet(many, [["a\nb" * 200], *[["c"]] * 69])
+    assert sheet.width == MARGIN + 8 * (88 + MARGIN)
+    assert sheet.height < 8 * (TILE + MARGIN + 20 * 40)

@@ -1,0 +1,145 @@
+"""Policies against timm's and torchvision's: which operations, how often, and of what strength."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from timm.data.auto_augment import auto_augment_transform
+from torchvision.transforms import v2
+
+from vit.config import AugmentConfig
+from vit.data import policies
+from vit.data.policies import THREE_JITTER, operations, three_augment
+from vit.data.preprocessing import Preprocessing
+from vit.data.transforms import simple_crop, training_transform
+from vit.errors import ConfigError
+from vit.settings import make_config
+
+GREY = (128, 128, 128)
+DRAWS = 300
+
+
+def kinds(image: Image.Image, augment) -> tuple[dict[str, int], list[float]]:
+    """How often `augment` makes grey, solarised and blurred pictures, and how sharp the last are"""
+    grey = {image.convert("L").convert("RGB").tobytes()}
+    # timm desaturates by blending with the grey picture, which is the same
+    solarised = ImageOps.solarize(image, 128).tobytes()
+    found, sharpness = {"grey": 0, "solarised": 0, "blurred": 0}, []
+    for _ in range(DRAWS):
+        made = augment(image)
+        pixels = np.asarray(made).astype(int)
+        if made.tobytes() == solarised:
+            found["solarised"] += 1
+        elif made.tobytes() in grey or not np.ptp(pixels, axis=2).any():
+            found["grey"] += 1
+        else:
+            found["blurred"] += 1
+            sharpness.append(float(np.abs(np.diff(pixels, axis=0)).mean()))
+    return found, sharpness
+
+
+def test_three_augment_equals_timms_in_operations_and_distribution():
+    noise = np.random.RandomState(0).randint(0, 256, (24, 20, 3)).astype(np.uint8)
+    image = Image.fromarray(noise)
+    torch.manual_seed(0)
+    ours, our_sharpness = kinds(image, three_augment())
+    random.seed(0)
+    np.random.seed(0)
+    theirs, their_sharpness = kinds(image, auto_augment_transform("3a", {}))
+    for name in ours:  # 100 of 300 with a deviation of 8.2
+        assert abs(ours[name] - 100) < 30
+        assert abs(theirs[name] - 100) < 30
+    ends = [[min(s), np.median(s), max(s)] for s in (our_sharpness, their_sharpness)]
+    assert ends[0] == pytest.approx(ends[1], rel=0.35)
+
+
+def test_the_jitter_of_three_augment_is_its_papers_unless_another_is_chosen():
+    for chosen, expected in ((0.0, THREE_JITTER), (0.1, 0.1)):
+        config = AugmentConfig(auto_augment="three", color_jitter=chosen)
+        *_, jitter = operations(config, GREY)
+        theirs = v2.ColorJitter(expected, expected, expected)
+        for name in ("brightness", "contrast", "saturation", "hue"):
+            assert getattr(jitter, name) == getattr(theirs, name)
+    assert THREE_JITTER == 0.3
+    assert operations(AugmentConfig(), GREY) == []
+
+
+def test_augmix_is_torchvisions_with_the_papers_operations(picture):
+    (ours,) = operations(AugmentConfig(auto_augment="augmix"), GREY)
+    theirs = v2.AugMix(3, 3, -1, 1.0, all_ops=False, fill=list(GREY))
+    for seed in range(5):
+        results = []
+        for augment in (ours, theirs):
+            torch.manual_seed(seed)
+            results.append(augment(picture(40, 30)).tobytes())
+        assert results[0] == results[1]
+    overlapping = {"Brightness", "Color", "Contrast", "Sharpness"}
+    space = ours._AUGMENTATION_SPACE if ours.all_ops else ours._PARTIAL_AUGMENTATION_SPACE
+    assert not overlapping & space.keys()
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 30), (30, 40), (24, 32), (5, 7)])
+def test_a_simple_crop_is_a_window_of_torchvisions_padded_picture(picture, width, height):
+    image = picture(width, height)
+    whole = v2.Resize(24, v2.InterpolationMode.BICUBIC)(image)
+    padded = np.asarray(v2.Pad(4, padding_mode="reflect")(whole))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (24, 24, 3))[:, :, 0]
+    seen = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        crop = np.asarray(simple_crop(image, 24, 24, Image.Resampling.BICUBIC))
+        rows, cols = np.nonzero((windows == crop).all(axis=(2, 3, 4)))
+        assert len(rows) >= 1
+        seen.add((int(rows[0]), int(cols[0])))
+    assert len(seen) > 25
+    assert {row for row, _ in seen} >= {0, windows.shape[0] - 1} or windows.shape[0] > 9
+    assert max(row for row, _ in seen) > windows.shape[0] - 3
+
+
+def test_a_simple_crop_of_a_very_long_picture_is_made_of_the_crop_alone(picture):
+    image = picture(1, 300).resize((1, 60_000))
+    config = AugmentConfig(random_crop="simple")
+    transform = training_transform(config, Preprocessing(image_size=(224, 224)))
+    torch.manual_seed(0)
+    assert transform(image).shape == (3, 224, 224)
+
+
+def test_three_augment_draws_from_torchs_generator_alone(picture):
+    config = AugmentConfig(auto_augment="three", random_crop="simple")
+    transform = training_transform(config, Preprocessing(image_size=(24, 24)))
+    state = random.getstate(), np.random.get_state()[1].tolist()
+    made = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        made.append(transform(picture(40, 30)))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"random_crop": "simple", "min_crop": 0.5}, "min_crop=0.5: random_crop=simple"),
+        ({"random_crop": "simple", "crop_ratio": 2}, "crop_ratio=2.0: random_crop=simple"),
+        ({"cutmix_share": 0.3, "mixup": 0.2}, "cutmix_share=0.3: has a meaning"),
+        ({"auto_augment": "augmax"}, "did you mean augmix"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        make_config(settings)
+
+
+def test_a_simple_crop_replaces_the_usual_crop_of_captions():
+    usual = make_config({"task": "caption"}).augment.min_crop
+    assert usual != AugmentConfig.min_crop
+    simple = make_config({"task": "caption", "random_crop": "simple"})
+    assert simple.augment.min_crop == AugmentConfig.min_crop
+
+
+def test_every_policy_of_the_settings_is_known():
+    for name in ("randaugment", "trivialaugment", "augmix", "three"):
+        assert len(policies._policy(AugmentConfig(auto_augment=name), GREY)) == 1
