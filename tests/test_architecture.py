@@ -24,7 +24,10 @@ ALLOWED = {
     "vit.precision": {"torch", "vit.errors"},
     "vit.operators": {"torch"},
     "vit.model": {"torch", "einops", "vit.operators", *LEVEL_0},
-    "vit.data": {*NUMERIC, "torchvision", "PIL", "einops", "tokenizers", *LEVEL_0},
+    "vit.data": {
+        *NUMERIC, "torchvision", "PIL", "einops", "tokenizers", "datasets", "fsspec", "pyarrow",
+        *LEVEL_0,
+    },
     "vit.weights": {
         *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
         "PIL", "yaml", *LEVEL_0, *LEVEL_1,
@@ -52,12 +55,15 @@ ALLOWED = {
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimization.py"},
     "accelerate": {"vit/training", "vit/inference/processes.py"},
-    "fsspec": {"vit/inference/ray_files.py"},
+    "datasets": {"vit/data/hub_datasets.py"},
+    "fsspec": {"vit/inference/ray_files.py", "vit/data/remote_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/graph.py"},
     "onnxruntime": {"vit/runtime/session.py", "vit/export/halves.py"},
     "onnxscript": {"vit/export/graph.py"},
     "pyarrow": {
+        "vit/data/arrow_rows.py",
+        "vit/data/hub_datasets.py",
         "vit/runtime/embeddings.py",
         "vit/inference/ray_engine.py",
         "vit/inference/ray_files.py",

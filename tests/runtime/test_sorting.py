@@ -133,7 +133,7 @@ def test_what_comes_there_during_a_copy_stays(tmp_path, pictures, monkeypatch, l
     def no_link(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("vit.runtime.sorting.shutil.copy2", copy)
+    monkeypatch.setattr("vit.data.containers.shutil.copy2", copy)
     if not links:
         monkeypatch.setattr("vit.runtime.sorting.os.link", no_link)
     sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)

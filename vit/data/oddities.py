@@ -2,14 +2,15 @@
 
 import contextlib
 import hashlib
-import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from vit.data.classes import Pictures
+from vit.data.containers import open_binary, relative, size_of
 from vit.data.folders import count, some
-from vit.errors import printable
+from vit.errors import BadImage, printable
 
 IMBALANCE = 10
 """Times the smallest class from which on the largest one is worth a note."""
@@ -63,7 +64,7 @@ def equal_notes(train: Pictures, val: Pictures, root: str) -> list[str]:
         others = [path for path in group if where[path] != where[first]]
         if not others:
             continue
-        pair = " = ".join(printable(os.path.relpath(path, root)) for path in (first, others[0]))
+        pair = " = ".join(printable(relative(path, Path(root))) for path in (first, others[0]))
         (leaks if len(kinds) > 1 else twins).append(pair)
     notes = []
     if leaks:
@@ -85,24 +86,24 @@ def equal_files(paths: Iterable[str]) -> list[list[str]]:
 def _grouped(paths: list[str], kind: Callable[[str], object]) -> list[list[str]]:
     by_kind: dict[object, list[str]] = defaultdict(list)
     for path in paths:
-        with contextlib.suppress(OSError):  # reported when its header is checked
+        with contextlib.suppress(OSError, BadImage):  # reported when its header is checked
             by_kind[kind(path)].append(path)
     return [group for group in by_kind.values() if len(group) > 1]
 
 
 def _size(path: str) -> int:
-    return os.path.getsize(path)
+    return size_of(path)
 
 
 def _tail(path: str) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(max(os.path.getsize(path) - TAIL, 0))
+    with open_binary(path) as file:
+        file.seek(max(size_of(path) - TAIL, 0))
         return hashlib.blake2b(file.read(TAIL)).digest()
 
 
 def _digest(path: str) -> bytes:
     digest = hashlib.blake2b()
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         while block := file.read(2**20):
             digest.update(block)
     return digest.digest()

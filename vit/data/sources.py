@@ -1,4 +1,4 @@
-"""Opens a data set: an image folder, with or without a split of its own, or a built-in set.
+"""Opens a data set: an image folder, with or without a split of its own, shards, a named set...
 
     DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg      (or valid, validation, test)
     DATA/CLASS/*.jpg                                     we hold out a share of each class
@@ -10,7 +10,7 @@ wrong is in the notes.
 import glob
 import os
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from vit.data import builtin
 from vit.data.classes import (
@@ -23,26 +23,68 @@ from vit.data.classes import (
     read_classes,
     split_folders,
 )
+from vit.data.containers import relative
 from vit.data.folders import FOREIGN, SUFFIXES, Walk, count, some
+from vit.data.listed import labelled_listed, splits_of
 from vit.data.oddities import count_notes, equal_notes, name_notes
-from vit.data.samples import Sample, Splits
+from vit.data.opened import open_listed
+from vit.data.samples import Item, Listed, Sample, Splits
 from vit.data.seeding import random_seed
 from vit.errors import DataError, printable
 
 __all__ = ["Sample", "Splits", "list_images", "open_labelled", "open_splits", "relative"]
 
 
-def open_splits(data: str, *, val_share: float, seed: int) -> Splits:
+def open_source(
+    data: str, *, image_column: str | None = None, label_column: str | None = None
+) -> Listed:
+    """All pictures of any source, by split.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    listed = open_listed(data, image_column=image_column, label_column=label_column)
+    if listed is not None:
+        return listed
+    root, notes = resolve(data)
+    walk = Walk(str(root))
+    folders, _ = split_folders(root, walk)
+    splits = {
+        name: [Item(path, (label,)) for label, paths in read.items() for path in paths]
+        for name, place in (folders or {"": root}).items()
+        for read in [read_classes(place, walk)]
+    }
+    where = {name: printable(folders.get(name, root)) for name in splits}
+    return Listed(root, splits, where, notes + walk.notes())
+
+
+def open_splits(
+    data: str,
+    *,
+    val_share: float,
+    seed: int,
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> Splits:
     """Open `data` for training.
 
     Args:
-        data: A folder, or the name of a built-in set.
+        data: A folder, shards, or the name of a set.
         val_share: Share of each class held out where the data have no validation folder.
         seed: Decides which ones.
+        image_column: Column of the pictures in a table; found when left empty.
+        label_column: Column of the classes in a table; found when left empty.
 
     Raises:
         DataError: It cannot be trained on as it is.
     """
+    listed = open_listed(data, image_column=image_column, label_column=label_column)
+    if listed is not None:
+        return splits_of(listed, data, val_share=val_share, seed=seed, hold_out=hold_out)
+    return _open_folder(data, val_share=val_share, seed=seed)
+
+
+def _open_folder(data: str, *, val_share: float, seed: int) -> Splits:
     root, notes = resolve(data)
     walk = Walk(str(root))
     folders, beside = split_folders(root, walk)
@@ -110,6 +152,8 @@ def open_labelled(
     Raises:
         DataError: There is no such split, or it has a class that the model does not have.
     """
+    if (listed := open_listed(data)) is not None:
+        return labelled_listed(listed, data, split, classes, held_out)
     root, notes = resolve(data)
     walk = Walk(str(root))
     folders, _ = split_folders(root, walk)
@@ -172,10 +216,18 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
             paths = [str(builtin.SETS[given]() / "val")]
         listed: list[str] = []
         for path in paths:
-            listed += _walked(path, notes) if os.path.isdir(path) else [path]
+            listed += _pictures_of(path, notes)
         # ** matches folders, and what is in them
         found += {os.path.normpath(path): path for path in listed}.values() if is_glob else listed
     return found
+
+
+def _pictures_of(path: str, notes: list[str] | None) -> list[str]:
+    if not os.path.isdir(path) and (listed := open_listed(path)) is not None:
+        if notes is not None:
+            notes += [f"{printable(path)}: {note}" for note in listed.notes]
+        return [item.path for items in listed.splits.values() for item in items]
+    return _walked(path, notes) if os.path.isdir(path) else [path]
 
 
 def _walked(folder: str, notes: list[str] | None) -> list[str]:
@@ -197,6 +249,9 @@ def resolve(data: str) -> tuple[Path, list[str]]:
     """
     if not data:
         raise DataError(f"no data given; {LAYOUT}")
+    listed = open_listed(data)
+    if listed is not None:
+        return listed.root, listed.notes
     root = Path(data)
     if root.is_dir():
         here = f"{data} is the folder ./{data} here, not the built-in set of that name"
@@ -229,8 +284,3 @@ def hold_out(
         kept[name] = [path for path in paths if path not in chosen]
         held[name] = [path for path in paths if path in chosen]
     return kept, held
-
-
-def relative(path: str, root: Path) -> str:
-    """`path` inside the data set `root`, with forward slashes, as a split is recorded."""
-    return PurePath(os.path.relpath(path, root)).as_posix()

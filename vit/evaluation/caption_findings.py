@@ -1,7 +1,6 @@
 """What a captioner says: what it says most, how long, and picture by picture."""
 
 import math
-import os
 import random
 import statistics
 from collections import Counter
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vit.data.containers import relative
 from vit.errors import printable
 from vit.evaluation.captions import plain, rouge_l
 from vit.evaluation.findings import thumbnail
@@ -217,7 +217,7 @@ def _wall(title: str, chosen: Sequence[Captioned], fits: Mapping[int, float], ro
             f"ROUGE-L {fits[id(one)]:.2f}, score {one.score:.2f}",
             *told,
             tag("br"),
-            tag("span", called(os.path.relpath(one.path, root)), class_="soft"),
+            tag("span", called(relative(one.path, root)), class_="soft"),
         )
         figures.append(tag("figure", picture, caption))
     wall = tag("div", *figures, class_="wall", style=WALL)

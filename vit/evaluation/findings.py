@@ -2,12 +2,12 @@
 
 import base64
 import io
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.data.containers import relative
 from vit.data.decoding import read_image
 from vit.errors import BadImage
 from vit.evaluation.charts import Confusion, heat_table
@@ -149,7 +149,7 @@ def mistakes(outcomes: Outcomes, paths: Sequence[str], classes: Sequence[str], r
             called(true),
             f" ({percent(float(outcomes.likelihoods[at]), 1)})",
             tag("br"),
-            tag("span", called(os.path.relpath(paths[at], root)), class_="soft"),
+            tag("span", called(relative(paths[at], root)), class_="soft"),
         )
         figures.append(tag("figure", picture, caption))
     if not wrong:

@@ -5,12 +5,10 @@ that is done twice ends as if it were done once.
 """
 
 import errno
-import filecmp
 import fnmatch
 import glob
 import hashlib
 import os
-import shutil
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -18,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from vit.data.containers import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError, VitError, printable
 from vit.runtime.results import Prediction
 
@@ -162,6 +161,11 @@ class Sorter:
 
     def _put(self, image: str, target: Path) -> None:
         """Raises FileExistsError where something is there, which stays."""
+        if self.way != "copy" and is_inside(image):
+            raise RunError(
+                f"{printable(image)} is inside of a file, to which nothing can be linked; take "
+                "--sort-with copy"
+            )
         if self.way == "symlink":
             target.symlink_to(os.path.abspath(image))
         elif self.way == "hardlink":
@@ -172,7 +176,7 @@ class Sorter:
             handle, beside = tempfile.mkstemp(prefix=".sorting-", dir=target.parent)
             os.close(handle)
             try:
-                shutil.copy2(image, beside)
+                copy_out(image, beside)
                 _appear(beside, target)
             finally:
                 with suppress(FileNotFoundError):
@@ -186,7 +190,7 @@ class Sorter:
             same = not target.is_symlink() and os.path.samefile(image, target)
         else:
             same = target.is_file() and not target.is_symlink()
-            same = same and filecmp.cmp(image, target, shallow=False)
+            same = same and same_bytes(image, target)
         if not same:
             raise RunError(
                 f"{printable(target)} is there and is not {printable(image)}; nothing is "

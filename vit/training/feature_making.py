@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from vit.data.containers import is_inside, open_binary
 from vit.data.decoding import MAX_BYTES, check_header, read_image
 from vit.data.loading import default_workers
 from vit.data.preprocessing import Preprocessing
@@ -206,11 +207,10 @@ class FeatureMaker:
 def key_of(path: str) -> bytes | BadImage:
     """SHA-256 of the file `path`, or why it is no picture."""
     total = hashlib.sha256()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, BadImage):
         # a pipe would block, a device never end
-        status = os.stat(path)
-        if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES:
-            with open(path, "rb") as file:
+        if is_inside(path) or _is_readable(os.stat(path)):
+            with open_binary(path) as file:
                 while piece := file.read(PIECE):
                     total.update(piece)
             return total.digest()
@@ -219,3 +219,7 @@ def key_of(path: str) -> bytes | BadImage:
     except BadImage as bad:
         return BadImage(bad.path, bad.reason)
     return BadImage(path, "cannot be read")
+
+
+def _is_readable(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES

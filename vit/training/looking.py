@@ -64,7 +64,13 @@ def open_data(config: Config) -> Splits:
     """
     data, training = config.data, config.training
     if not training.captions:
-        return open_splits(data.data, val_share=data.val_share, seed=training.seed)
+        return open_splits(
+            data.data,
+            val_share=data.val_share,
+            seed=training.seed,
+            image_column=data.image_column,
+            label_column=data.label_column,
+        )
     return open_captions(
         data.data,
         images=data.images,

@@ -1,0 +1,206 @@
+"""`vit data` writes any source as a folder or as shards, and the pictures stay what they are."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit.commands.data import bytes_of
+from vit.commands.main import main
+from vit.data import copying
+from vit.data.containers import open_binary, relative
+from vit.data.samples import Item, Listed
+from vit.data.sources import open_source, open_splits
+from vit.data.writing import MARK, Names, class_folders, safe_part
+from vit.errors import ConfigError
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def written(source, to: str, out: Path, *more: str) -> Path:
+    assert main(["data", str(source), "--to", to, "--out", str(out), *more]) == 0
+    return out
+
+
+def seen(data) -> list:
+    splits = open_splits(str(data), val_share=0.25, seed=0)
+    found = []
+    for sample in (*splits.train, None, *splits.val):
+        if sample is not None:
+            with open_binary(sample.path) as file:
+                found.append((file.read(), splits.classes[sample.label]))
+        else:
+            found.append(None)
+    return found
+
+
+@pytest.fixture
+def photos(tiny_data, tmp_path) -> Path:
+    """train/ and val/, with a folder in a class folder."""
+    root = tmp_path / "photos"
+    for split in ("train", "val"):
+        for path in (tiny_data / "val").rglob("*.*"):
+            deeper = "deep" if path.stem == "3" else ""
+            place = root / split / path.parent.name / deeper / path.name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(path.read_bytes() + split.encode())  # behind the end of the picture
+    return root
+
+
+def test_there_and_back_again(photos, tmp_path, capsys):
+    shards = written(photos, "shards", tmp_path / "shards")
+    assert {path.name for path in shards.iterdir()} == {
+        MARK, "train-000000.tar", "val-000000.tar",
+    }  # fmt: skip
+    back = written(shards, "folder", tmp_path / "back")
+    assert files_of(back) == files_of(photos)
+    assert seen(shards) == seen(photos) == seen(back)
+    told = capsys.readouterr().err
+    assert f"vit data: wrote 54 pictures in 2 shards to {shards}\n" in told
+    again = written(back, "shards", tmp_path / "again")
+    assert files_of(again) == files_of(shards)
+    with tarfile.open(shards / "train-000000.tar") as tar:
+        members = tar.getmembers()
+    assert [m.name for m in members][:2] == ["apple/0.png", "apple/1.jpg"]
+    assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
+
+
+def test_without_a_split_the_same_pictures_are_held_out(photos, tmp_path):
+    shards = written(photos / "train", "shards", tmp_path / "shards")
+    assert [path.name for path in shards.glob("*.tar")] == ["pictures-000000.tar"]
+    assert seen(shards) == seen(photos / "train")
+
+
+def test_shards_have_their_size(photos, tmp_path):
+    noise = Image.effect_noise((700, 700), 99)
+    for number in range(6):
+        noise.save(photos / "train/apple" / f"large{number}.png")
+    shards = written(photos, "shards", tmp_path / "shards", "--shard-size", "1MB")
+    sizes = [path.stat().st_size for path in sorted(shards.glob("train-*.tar"))]
+    assert len(sizes) >= 3
+    assert max(sizes) <= 10**6 + 20480  # tar fills its last block
+    assert seen(shards) == seen(photos)
+
+
+def test_several_labels_have_lists(tmp_path):
+    for number in range(3):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    items = [Item(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
+    listed = Listed(tmp_path, {"train": items}, {"train": "here"}, several=True)
+    made = {
+        kind: copying.copy(listed, "x", tmp_path / kind, to=kind, most=10**9, told=lambda _: None)
+        for kind in ("shards", "folder")
+    }
+    assert made["folder"].pictures == 3
+    again = open_source(str(tmp_path / "shards"))
+    assert again.several
+    assert [item.labels for item in again.splits["train"]] == [(), ("b",), ("b", "a")]
+    lines = (tmp_path / "folder/labels.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines][2] == {
+        "image": "images/train/2.png", "labels": ["b", "a"], "split": "train",
+    }  # fmt: skip
+    assert (tmp_path / "folder/images/train/2.png").is_file()
+
+
+def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_path, capsys):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number, label in enumerate(("T-shirt/top", "..", "T-shirt_top", "train")):
+            content = io.BytesIO()
+            Image.new("RGB", (4, 4), (number, 0, 0)).save(content, "PNG")
+            for name, raw in ((".png", content.getvalue()), (".cls", label.encode())):
+                about = tarfile.TarInfo(f"{number}{name}")
+                about.size = len(raw)
+                tar.addfile(about, io.BytesIO(raw))
+    shards = written(tmp_path / "x.tar", "shards", tmp_path / "shards")
+    labels = [item.labels[0] for item in open_source(str(shards)).splits[""]]
+    assert labels == ["T-shirt/top", "..", "T-shirt_top", "train"]
+    folder = written(tmp_path / "x.tar", "folder", tmp_path / "folder")
+    assert {path.name for path in folder.iterdir()} - {MARK} == {
+        "T-shirt_top", "T-shirt_top-2", "_", "train_",
+    }  # fmt: skip
+    told = capsys.readouterr().err
+    assert "classes whose name no folder can have: " in told
+    assert ".. is _," in told
+
+
+def test_pictures_that_cannot_be_read_are_named(photos, tmp_path, bad_pictures, capsys):
+    (photos / "train/apple/bad.jpg").write_bytes(b"this is no picture")
+    whole = (photos / "train/apple/1.jpg").read_bytes()
+    (photos / "train/apple/cut.jpg").write_bytes(whole[:-30])
+    assert main(["data", str(photos), "--to", "folder", "--out", str(tmp_path / "o")]) == 1
+    told = capsys.readouterr().err
+    assert "left out " in told
+    assert "bad.jpg: not a readable picture (text)" in told
+    assert (tmp_path / "o/train/apple/cut.jpg").read_bytes() == whole[:-30]
+    assert not (tmp_path / "o/train/apple/bad.jpg").exists()
+
+
+def refused(capsys, *words) -> str:
+    assert main(["data", *map(str, words)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, told
+    return told
+
+
+def test_what_is_there_is_never_lost(photos, tmp_path, capsys):
+    folder = ["--to", "folder", "--out"]
+    before = files_of(photos)
+    assert "holds the data" in refused(capsys, photos, *folder, tmp_path, "--overwrite")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").write_text("mine")
+    assert "has files" in refused(capsys, photos, *folder, other)
+    assert "was not written by vit data" in refused(capsys, photos, *folder, other, "--overwrite")
+    assert "is a file" in refused(capsys, photos, *folder, other / "mine.txt")
+    out = written(photos, "folder", tmp_path / "out")
+    (out / "train/apple/0.png").unlink()
+    written(photos, "folder", out, "--overwrite")
+    assert files_of(out) == before == files_of(photos)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_settings_that_have_no_use_are_refused(photos, tmp_path, capsys):
+    out = ["--out", tmp_path / "o"]
+    assert "a folder has no shards" in refused(
+        capsys, photos, "--to", "folder", *out, "--shard-size", "1GB"
+    )
+    assert "streaming: only from hf:NAME" in refused(
+        capsys, photos, "--to", "shards", *out, "--streaming"
+    )
+    assert "must be at least 1MB" in refused(
+        capsys, photos, "--to", "shards", *out, "--shard-size", "3"
+    )
+    assert "no such folder" in refused(capsys, tmp_path / "none", "--to", "shards", *out)
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [("256MB", 256 * 10**6), ("1.5 gib", 3 * 2**29), ("2M", 2 * 10**6)]
+)
+def test_sizes(size, number):
+    assert bytes_of(size) == number
+
+
+@pytest.mark.parametrize("size", ["", "MB", "-1MB", "1TB", "1e9", "0MB"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(ConfigError, match="shard_size="):
+        bytes_of(size)
+
+
+def test_names_are_safe_and_distinct():
+    for name in ("", ".", "..", ".hidden", "a/b", "a\x00b", "x" * 999, "__MACOSX", "a:b", "x.tar"):
+        safe = safe_part(name)
+        assert safe
+        assert not {"/", "\0", ":"} & {*safe}
+        assert not safe.startswith(".")
+        assert len(safe) <= 200
+        assert safe_part(safe) == safe
+    names = Names()
+    assert [names.distinct("a.png") for _ in range(3)] == ["a.png", "a-2.png", "a-3.png"]
+    assert class_folders(["a/b", "a_b"], split=True) == {"a_b": "a_b", "a/b": "a_b-2"}
+    assert relative("/d/x/1.png", Path("/d")) == "x/1.png"

@@ -1,0 +1,230 @@
+"""`hf:` data sets: the pictures and classes that the library `datasets` itself reads."""
+
+import io
+import multiprocessing
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from vit.commands.main import main
+from vit.data.containers import open_binary, open_member, relative, size_of
+from vit.data.decoding import check_header, read_image
+from vit.data.hub_datasets import read_dataset
+from vit.data.sources import open_source, open_splits
+from vit.errors import BadImage, DataError
+
+datasets = pytest.importorskip("datasets")
+TREE = {"train/cat": 6, "train/dog": 5, "validation/cat": 2, "validation/dog": 3}
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch, tmp_path):
+    """A cache of its own, no network, and no bars."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+
+def write(path: Path, columns: dict, features=None) -> Path:
+    """A Parquet file of datasets' own making."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = datasets.Dataset.from_dict(columns, features=features)
+    made.to_parquet(str(path))
+    return path
+
+
+def cells(folder: Path) -> dict[str, list]:
+    """Pictures and labels of an image folder, as columns."""
+    paths = sorted(folder.rglob("*.png"))
+    return {
+        "image": [{"bytes": path.read_bytes(), "path": path.name} for path in paths],
+        "label": [("cat", "dog").index(path.parent.name) for path in paths],
+    }
+
+
+def typed(**features):
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    return datasets.Features(kinds | features)
+
+
+@pytest.fixture
+def parquet(make_tree, tmp_path) -> tuple[Path, Path]:
+    """The same pictures as a folder and as Parquet files of a hub."""
+    root, out = make_tree(TREE), tmp_path / "parquet"
+    for split in ("train", "validation"):
+        write(out / f"data/{split}-00000-of-00001.parquet", cells(root / split), typed())
+    return root, out
+
+
+def seen(samples) -> list[tuple[bytes, int]]:
+    found = []
+    for sample in samples:
+        with open_binary(sample.path) as file:
+            found.append((file.read(), sample.label))
+    return found
+
+
+def opened(data):
+    return open_splits(str(data), val_share=0.25, seed=0)
+
+
+def test_parquet_gives_the_samples_of_the_folder(parquet):
+    root, out = parquet
+    folder, splits = opened(root), opened(f"hf:{out}")
+    assert splits.classes == folder.classes == ("cat", "dog")
+    assert seen(splits.train) == seen(folder.train)
+    assert seen(splits.val) == seen(folder.val)
+    assert not splits.made
+    assert relative(splits.train[0].path, splits.root) == "cat/0.png"
+    path = splits.train[0].path
+    assert size_of(path) == len(seen(splits.train)[0][0])
+    check_header(path)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(size_of, [path]) == [size_of(path)]
+
+
+def test_the_library_itself_reads_the_same(parquet):
+    listed = read_dataset(f"hf:{parquet[1]}", None, None)
+    for split, name in (("train", "train"), ("validation", "val")):
+        rows = datasets.load_dataset(str(parquet[1]), split=split)
+        items = listed.splits[name]
+        assert len(rows) == len(items)
+        for row, item in zip(rows, items, strict=True):
+            assert (rows.features["label"].int2str(row["label"]),) == item.labels
+            assert row["image"].convert("RGB").tobytes() == read_image(item.path).tobytes()
+
+
+def test_one_parquet_file_holds_out_what_its_folder_does(parquet):
+    root, out = parquet
+    folder = opened(root / "train")
+    splits = opened(f"hf:{out}/data/train-00000-of-00001.parquet")
+    assert splits.made
+    assert seen(splits.train) == seen(folder.train)
+    assert seen(splits.val) == seen(folder.val)
+
+
+def test_an_image_folder_stays_files(make_tree):
+    root = make_tree(TREE)
+    splits, folder = opened(f"hf:{root}"), opened(root)
+    assert seen(splits.train) == seen(folder.train)
+    assert {Path(sample.path).is_file() for sample in splits.train} == {True}
+    assert [relative(s.path, splits.root) for s in splits.train] == [
+        relative(s.path, folder.root) for s in folder.train
+    ]
+
+
+def png(value: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("L", (4, 4), value).save(content, "PNG")
+    return content.getvalue()
+
+
+def test_tables_of_others_without_types(tmp_path):
+    pictures = [png(value) for value in range(8)]
+    table = pa.table({"png": pictures, "id": [*range(8)], "class": ["b", "a"] * 4})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
+    listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
+    assert [item.labels[0] for item in listed.splits[""]] == ["b", "a"] * 4
+    contents = [open_member(item.path).read() for item in listed.splits[""]]
+    assert contents == pictures
+    assert relative(listed.splits[""][3].path, listed.root) == "a/000000003"
+    named = read_dataset(f"hf:{tmp_path}/x.parquet", "png", "id")
+    assert [item.labels[0] for item in named.splits[""]] == [str(row) for row in range(8)]
+
+
+@pytest.mark.parametrize("kind", ["numbers", "names"])
+def test_lists_of_labels_are_several(tmp_path, kind):
+    label = datasets.ClassLabel(names=["cat", "dog"])
+    inner = label if kind == "numbers" else datasets.Value("string")
+    columns = {"image": [{"bytes": png(n), "path": None} for n in range(3)]}
+    columns["label"] = [[0, 1], [], [1]] if kind == "numbers" else [["cat", "dog"], [], ["dog"]]
+    write(tmp_path / "x.parquet", columns, typed(label=datasets.List(inner)))
+    listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
+    assert listed.several
+    assert [item.labels for item in listed.splits[""]] == [("cat", "dog"), (), ("dog",)]
+
+
+def test_a_split_without_labels_is_left_out(parquet):
+    columns = cells(parquet[0] / "validation")
+    columns["label"] = [-1] * 5
+    write(parquet[1] / "data/test-00000-of-00001.parquet", columns, typed())
+    listed = read_dataset(f"hf:{parquet[1]}", None, None)
+    assert {*listed.splits} == {"train", "val"}
+    assert listed.notes == ["left out 5 pictures of test: they have no labels"]
+
+
+def refused(capsys, *words: str) -> str:
+    assert main([*words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, told
+    return told
+
+
+def test_what_cannot_be_opened_is_one_line(parquet, tmp_path, capsys):
+    table = f"hf:{parquet[1]}"
+    out = ["--out", str(tmp_path / "r")]
+    told = refused(capsys, "train", table, *out, "--label-column", "lable")
+    assert "no column lable (label_column); it has image, label" in told
+    assert "column label has no pictures" in refused(
+        capsys, "train", table, *out, "--image-column", "label"
+    )
+    assert "cannot be loaded" in refused(capsys, "train", "hf:nobody/nothing-here", *out)
+    assert "no such file" in refused(capsys, "train", "hf:/none/x.parquet", *out)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table PAR1")
+    assert "cannot be loaded" in refused(capsys, "train", f"hf:{tmp_path}/bad.parquet", *out)
+
+
+def test_columns_that_may_be_meant_are_named(tmp_path):
+    columns = {"image": [{"bytes": png(0), "path": None}], "fine": [0], "coarse": [0]}
+    kind = datasets.ClassLabel(names=["a"])
+    path = write(
+        tmp_path / "x.parquet",
+        columns,
+        datasets.Features({"image": datasets.Image(), "fine": kind, "coarse": kind}),
+    )
+    with pytest.raises(DataError, match=r"several columns of classes \(fine, coarse\)"):
+        read_dataset(f"hf:{path}", None, None)
+    assert read_dataset(f"hf:{path}", None, "coarse").splits[""][0].labels == ("a",)
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "y.parquet")
+    with pytest.raises(DataError, match=r"no column of pictures \(text\); say which: image_column"):
+        read_dataset(f"hf:{tmp_path}/y.parquet", None, None)
+
+
+def test_rows_without_a_picture_are_bad_pictures(tmp_path):
+    columns = {"image": [{"bytes": png(0), "path": None}, None], "label": [0, 1]}
+    write(tmp_path / "x.parquet", columns, typed())
+    items = read_dataset(f"hf:{tmp_path}/x.parquet", None, None).splits[""]
+    with pytest.raises(BadImage, match="the row has no picture"):
+        read_image(items[1].path)
+    file = items[0].path.split(".arrow/")[0] + ".arrow"
+    for inside in ("image/2/x", "nothing/0/x", "image/x/x", "image"):
+        with pytest.raises(BadImage, match="no such row"):
+            read_image(f"{file}/{inside}")
+
+
+def test_rows_that_name_files_elsewhere_are_refused(make_tree, tmp_path, capsys):
+    outside = make_tree({"secret": 1}) / "secret/0.png"
+    for path in (str(outside), f"../{outside.relative_to(tmp_path)}"):
+        columns = {"image": [{"bytes": None, "path": path}] * 2, "label": [0, 1]}
+        table = pa.table(columns)
+        (tmp_path / "t").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "t/x.parquet")
+        out = ["--to", "shards", "--out", str(tmp_path / "o")]
+        for more in ([], ["--streaming"]):
+            told = refused(capsys, "data", f"hf:{tmp_path}/t/x.parquet", *out, *more)
+            assert f"a row names a file outside of it: {outside}" in told
+
+
+def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
+    source, out = f"hf:{parquet[1]}", tmp_path / "shards"
+    assert main(["data", source, "--to", "shards", "--out", str(out), "--streaming"]) == 0
+    assert [*(tmp_path / "hf").rglob("*.arrow")] == []  # nothing of the source is kept
+    streamed, kept = open_source(str(out)), open_source(source)
+    assert {*streamed.splits} == {"train", "val"}
+    for split, items in kept.splits.items():
+        found = {open_member(item.path).read(): item.labels for item in streamed.splits[split]}
+        assert found == {open_member(item.path).read(): item.labels for item in items}

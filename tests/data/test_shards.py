@@ -1,0 +1,475 @@
+"""Tar shards: the same as folders, whatever wrote them; and what is refused, in one line."""
+
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vit.commands.main import main
+from vit.data import containers
+from vit.data.containers import is_inside, open_binary, open_member, relative, size_of
+from vit.data.decoding import check_header, read_image
+from vit.data.oddities import equal_files
+from vit.data.shard_names import expand_braces, is_shards, split_of
+from vit.data.shards import read_shards
+from vit.data.sources import list_images, open_labelled, open_splits
+from vit.data.tar_index import read_index
+from vit.errors import BadImage, DataError, RunError
+from vit.runtime.results import Prediction
+from vit.runtime.sorting import Sorter
+
+TREE = {"train/a": 9, "train/b": 5, "train/b/deep": 2, "val/a": 3, "val/b": 2}
+
+
+def pack(path: Path, members: dict[str, bytes], style: int = tarfile.GNU_FORMAT) -> Path:
+    """A tar with these members, written by Python."""
+    with tarfile.open(path, "w", format=style, encoding="utf-8") as tar:
+        for name, content in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def pair(make_tree, tmp_path) -> tuple[Path, Path]:
+    """The same pictures as a folder, and as shards: three of train, one of val."""
+    root, out = make_tree(TREE), tmp_path / "shards"
+    out.mkdir()
+    train = list(files_of(root / "train").items())
+    for number in range(3):
+        pack(out / f"train-{number:04d}.tar", dict(train[number::3]))
+    pack(out / "val-0000.tar", files_of(root / "val"))
+    return root, out
+
+
+def seen(samples) -> list[tuple[bytes, int]]:
+    found = []
+    for sample in samples:
+        with open_binary(sample.path) as file:
+            found.append((file.read(), sample.label))
+    return found
+
+
+def opened(data):
+    return open_splits(str(data), val_share=0.25, seed=3)
+
+
+def test_shards_give_the_samples_of_the_folder(pair):
+    root, shards = pair
+    folder, packed = opened(root), opened(shards)
+    assert packed.classes == folder.classes == ("a", "b")
+    assert seen(packed.train) == seen(folder.train)
+    assert seen(packed.val) == seen(folder.val)
+    assert not packed.made
+    assert [relative(s.path, packed.root) for s in packed.val] == [
+        relative(s.path, folder.root).removeprefix("val/") for s in folder.val
+    ]
+    for way in ("{train-{0000..0002},val-0000}.tar", "*.tar"):
+        assert seen(opened(f"{shards}/{way}").train) == seen(folder.train)
+
+
+def test_shards_without_a_split_hold_out_what_the_folder_does(pair, tmp_path):
+    root, shards = pair[0] / "train", tmp_path / "x.tar"
+    pack(shards, files_of(root))
+    folder, packed = opened(root), opened(shards)
+    assert packed.made
+    assert folder.made
+    assert seen(packed.train) == seen(folder.train)
+    assert seen(packed.val) == seen(folder.val)
+    held = [relative(sample.path, packed.root) for sample in packed.val]
+    assert held == [relative(sample.path, folder.root) for sample in folder.val]
+    samples, notes = open_labelled(str(shards), split="val", classes=("a", "b"), held_out=held)
+    assert seen(samples) == seen(packed.val)
+    assert any("that training held out" in note for note in notes)
+
+
+@pytest.mark.parametrize("above", ["", "photos/"])
+def test_a_packed_folder_is_that_folder(pair, tmp_path, above):
+    root = pair[0]
+    packed = pack(tmp_path / "p.tar", {above + k: v for k, v in files_of(root).items()})
+    folder, splits = opened(root), opened(packed)
+    assert seen(splits.train) == seen(folder.train)
+    assert seen(splits.val) == seen(folder.val)
+    assert [relative(s.path, splits.root) for s in splits.train] == [
+        relative(s.path, folder.root) for s in folder.train
+    ]
+
+
+def test_gnu_tar_itself_is_read(pair, tmp_path):
+    name = "n" * 92
+    long = pair[0] / "train/a" / f"{name}.png"
+    shutil.copy(pair[0] / "train/a/0.png", long)
+    for style in ("gnu", "ustar", "posix"):
+        path = tmp_path / f"{style}.tar"
+        subprocess.run(
+            ["tar", f"--format={style}", "-cf", path, "-C", pair[0], "./train"], check=True
+        )
+        index = read_index(str(path))
+        assert {*index} == {f"train/{name}" for name in files_of(pair[0] / "train")}
+        assert open_member(f"{path}/train/a/{name}.png").read() == long.read_bytes()
+
+
+@pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_places_are_those_of_tarfile(tmp_path, style):
+    names = ["a/1.jpg", "ü/é.jpg", "d/" * 40 + "x.jpg", "empty.jpg", "a/2.tar/3.jpg"]
+    path = pack(tmp_path / "x.tar", {name: name.encode() * 99 for name in names}, style)
+    index = read_index(str(path))
+    with tarfile.open(path) as tar:
+        for member in tar:
+            assert index.find(member.name) == (member.offset_data, member.size)
+    assert [*index] == names
+    assert index.find("a/3.jpg") is None
+
+
+def test_an_address_is_read_like_a_file(pair):
+    root, shards = pair
+    path, inside = f"{root}/val/a/1.png", f"{shards}/val-0000.tar/a/1.png"
+    assert is_inside(inside)
+    assert not is_inside(path)
+    assert size_of(inside) == size_of(path) == os.path.getsize(path)
+    assert np.array_equal(read_image(inside), read_image(path))
+    check_header(inside)
+    assert equal_files([path, inside, f"{root}/val/a/0.png"]) == [[path, inside]]
+    for name in ("val-0000.tar/a/99.png", "val-0000.tar/", "none.tar/a/1.png"):
+        with pytest.raises(BadImage, match="no such"):
+            read_image(f"{shards}/{name}")
+
+
+def test_a_shard_is_read_by_many_threads_and_processes(pair, monkeypatch):
+    monkeypatch.setattr(containers, "MOST_OPEN", 2)
+    paths = [sample.path for sample in opened(pair[1]).train] * 20
+    expected = [open_member(path).read() for path in paths]
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(lambda path: open_member(path).read(), paths)] == expected
+    assert len(containers._OPEN) <= 3
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(size_of, paths[:9]) == [*map(len, expected[:9])]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(_forked, paths).result()
+    assert found == [*map(len, expected)]
+
+
+def _forked(paths: list[str]) -> list[int]:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(_length, paths)
+
+
+def _length(path: str) -> int:
+    return len(open_member(path).read())
+
+
+def test_a_shard_that_was_written_anew_is_read_anew(tmp_path):
+    path = pack(tmp_path / "x.tar", {"a/1.jpg": b"one", "a/2.jpg": b"two"})
+    assert open_member(f"{path}/a/2.jpg").read() == b"two"
+    pack(path, {"a/2.jpg": b"other"})
+    assert open_member(f"{path}/a/2.jpg").read() == b"other"
+
+
+def labelled(tmp_path, members: dict[str, bytes], **beside: str):
+    for name, text in beside.items():
+        (tmp_path / f"classes.{name}").write_text(text)
+    found = read_shards(str(pack(tmp_path / "x.tar", members)))
+    return [item.labels for item in found.splits[""]], found
+
+
+def test_labels_beside_pictures_as_webdataset_has_them(tmp_path):
+    names, _ = labelled(tmp_path, {"1.jpg": b"x", "1.cls": b"7\n", "2.jpg": b"x", "2.cls": b"cat"})
+    assert names == [("7",), ("cat",)]
+    names, _ = labelled(
+        tmp_path, {"1.left.jpg": b"x", "1.cls": b"1", "2.jpg": b"x", "2.cls": b"0"}, txt="no\nyes\n"
+    )
+    assert names == [("yes",), ("no",)]
+    members = {"1.json": b'{"label": "b"}', "1.jpg": b"x", "classes.json": b'{"b": 0, "a": 1}'}
+    (tmp_path / "classes.txt").unlink()
+    names, found = labelled(tmp_path, members | {"2.jpg": b"x", "2.json": b'{"label": 1}'})
+    assert names == [("b",), ("a",)]
+    assert not found.several
+    members = {"1.json": b'{"labels": ["b", "a"]}', "1.jpg": b"x", "1.txt": b"a cat"}
+    names, found = labelled(tmp_path, members | {"2.jpg": b"x", "2.json": b'{"labels": []}'})
+    assert names == [("b", "a"), ()]
+    assert found.several
+    assert found.notes == ["left out 1 text (.txt): captions are no classes"]
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    members = {"a/1.jpg": b"x", "b/2.jpg": b"x", "b/3.heic": b"x", "a/._1.jpg": b"x", "m.json": b""}
+    path = pack(tmp_path / "x.tar", members)
+    with tarfile.open(path, "a") as tar:
+        for name, kind in (("a/l.jpg", tarfile.SYMTYPE), ("a/p.jpg", tarfile.FIFOTYPE)):
+            about = tarfile.TarInfo(name)
+            about.type, about.linkname = kind, "/etc/passwd"
+            tar.addfile(about)
+    found = read_shards(str(path))
+    assert sum(map(len, found.splits.values())) == 2
+    assert found.notes == [
+        "left out 1 member not taken for pictures: .heic 1; convert them to JPEG or PNG",
+        "left out what is no file in the shards: 1 device, 1 link",
+        "left out hidden and system names: ._1.jpg",
+        "left out 1 file .json beside no picture",
+    ]
+
+
+def test_names_that_clash_have_their_shard_in_front(tmp_path):
+    for number in range(2):
+        pack(tmp_path / f"{number}.tar", {f"{c}/{n}.jpg": b"x" for c in "ab" for n in range(4)})
+    splits = opened(tmp_path)
+    names = [relative(sample.path, splits.root) for sample in (*splits.train, *splits.val)]
+    assert len({*names}) == 16
+    assert "0.tar/a/1.jpg" in names
+
+
+def test_a_tar_beside_class_folders_is_no_shard(make_tree):
+    root = make_tree({"a": 3, "b": 3})
+    pack(root / "backup.tar", {"c/1.jpg": b"x"})
+    assert not is_shards(str(root))
+    assert opened(root).classes == ("a", "b")
+
+
+def test_predict_takes_a_shard_for_its_pictures(pair):
+    assert len(list_images([f"{pair[1]}/val-0000.tar"])) == 5
+
+
+def test_pictures_are_sorted_out_of_shards_as_copies(pair, tmp_path):
+    image = f"{pair[1]}/val-0000.tar/a/1.png"
+    prediction = Prediction(image, (("a", 1.0),))
+    for _ in range(2):  # what is there already is let be
+        Sorter(str(tmp_path / "sorted"), "copy", ["a"], [image])(0, prediction)
+    assert (tmp_path / "sorted/a/1.png").read_bytes() == (pair[0] / "val/a/1.png").read_bytes()
+    with pytest.raises(RunError, match="is inside of a file, to which nothing can be linked"):
+        Sorter(str(tmp_path / "other"), "symlink", ["a"], [image])(0, prediction)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("x.tar", ["x.tar"]),
+        ("{08..11}.tar", ["08.tar", "09.tar", "10.tar", "11.tar"]),
+        ("{8..10}", ["8", "9", "10"]),
+        ("{a,b{1..2}}-{x,y}", ["a-x", "a-y", "b1-x", "b1-y", "b2-x", "b2-y"]),
+    ],
+)
+def test_braces_are_those_of_a_shell(pattern, names):
+    assert expand_braces(pattern) == names
+    shell = subprocess.run(["bash", "-c", f"echo {pattern}"], capture_output=True, text=True)
+    assert shell.stdout.split() == names
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("/d/train-0000.tar", "train"),
+        ("/d/imagenet-validation-07.tar", "validation"),
+        ("/d/val/0000.tar", "val"),
+        ("/d/trainer.tar", ""),
+    ],
+)
+def test_the_split_of_a_shard(path, split):
+    assert split_of(path) == split
+
+
+GOOD = {"a/1.jpg": b"x" * 700, "b/2.jpg": b"y" * 700}
+
+
+def damaged(tmp_path: Path, kind: str) -> str:
+    path = pack(tmp_path / "x.tar", GOOD)
+    whole = path.read_bytes()
+    end = 4 * 1024 - 1024
+    changed = {
+        "empty": b"",
+        "text": b"no tar at all " * 99,
+        "cut in a member": whole[:2500],
+        "cut in a header": whole[:1600],
+        "cut behind a member": whole[:end],
+        "a flipped byte": whole[:1540] + b"\xff" + whole[1541:],
+        "two tars": whole + whole,
+    }
+    path.write_bytes(changed[kind])
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("empty", "an empty file, not a tar"),
+        ("text", "not a tar file"),
+        ("cut in a member", r"member b/2\.jpg: cut short: it needs 2,\d+ bytes"),
+        ("cut in a header", r"cut short: it has no end mark after a/1\.jpg"),
+        ("cut behind a member", r"cut short: it has no end mark after b/2\.jpg"),
+        ("a flipped byte", r"damaged at byte 1,536, after a/1\.jpg"),
+        ("two tars", "more behind its end mark, such as a second tar"),
+    ],
+)
+def test_damaged_shards_are_refused(tmp_path, kind, what):
+    path = damaged(tmp_path, kind)
+    with pytest.raises(DataError, match=what) as refused:
+        read_shards(path)
+    assert str(refused.value).startswith(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("../x.jpg", r"member \.\./x\.jpg: not a name inside"),
+        ("a/../../x.jpg", "not a name inside"),
+        ("/etc/x.jpg", "member /etc/x.jpg: not a name inside"),
+        ("a/\x1b[31m.jpg", r"member a/\\x1b\[31m\.jpg: has control characters"),
+        ("a/1.jpg", "is there twice"),
+        ("./a//1.jpg", "is there twice"),
+    ],
+)
+def test_hostile_members_are_refused(tmp_path, name, what):
+    path = pack(tmp_path / "x.tar", {"a/1.jpg": b"x"})
+    with tarfile.open(path, "a") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(DataError, match=what):
+        read_shards(str(path))
+
+
+def test_sizes_that_lie_and_holes_are_refused(tmp_path):
+    path = tmp_path / "x.tar"
+    about = tarfile.TarInfo("a/1.jpg")
+    about.size = 2**40
+    path.write_bytes(about.tobuf(tarfile.GNU_FORMAT) + b"x" * 512)
+    with pytest.raises(DataError, match=r"cut short: it needs 1,099,511,6\d\d,\d+ bytes"):
+        read_shards(str(path))
+    about.size, about.type = 0, tarfile.GNUTYPE_SPARSE
+    path.write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(DataError, match=r"a/1\.jpg: is sparse"):
+        read_shards(str(path))
+    about = tarfile.TarInfo("x")
+    about.type, about.size = tarfile.XHDTYPE, 2**35
+    path.write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(DataError, match="an extended header of 34,359,738,368 bytes"):
+        read_shards(str(path))
+
+
+def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
+    whole = bytearray(pack(tmp_path / "x.tar", GOOD).read_bytes()[:4096])
+    random = np.random.default_rng(0)
+    for trial in range(300):
+        broken = bytearray(whole)
+        for at in random.integers(0, len(whole), size=3):
+            broken[at] = random.integers(256)
+        path = tmp_path / f"{trial}.tar"
+        path.write_bytes(broken[: random.integers(1, 4096)] if trial % 3 == 0 else broken)
+        try:
+            places = [read_index(str(path)).find(name) for name in GOOD]
+        except DataError:
+            continue
+        assert all(place is None or place.size == 700 for place in places)
+
+
+@pytest.mark.parametrize(
+    ("members", "what"),
+    [
+        ({"readme.md": b""}, "no pictures in 1 shard"),
+        ({"1.jpg": b"x"}, r"1 picture without a class, such as .*x\.tar/1\.jpg; expected CLASS/"),
+        ({"1.jpg": b"x", "1.cls": b"1", "2.jpg": b"x"}, r"1 picture without \.cls beside"),
+        ({"1.jpg": b"x", "1.cls": b""}, r"1\.jpg: its \.cls is not the name or number"),
+        ({"1.jpg": b"x", "1.cls": b"\xff\xfe"}, r"1\.cls: not UTF-8 text"),
+        ({"1.jpg": b"x", "1.json": b'{"label": [1.5]}'}, r'1\.jpg: its \.json has no "label"'),
+        ({"1.jpg": b"x", "1.json": b"{"}, r"1\.json: no JSON"),
+        ({"1.jpg": b"x", "1.json": b"[" * 99999}, r"1\.json: no JSON"),
+        ({"1.jpg": b"x", "1.cls": b"3", "classes.txt": b"a\nb"}, "label '3' is none of the 2"),
+        ({"1.jpg": b"x", "1.cls": b"0", "classes.txt": b"a\na"}, "not the names of classes"),
+    ],
+)
+def test_labels_that_are_wrong_are_refused(tmp_path, members, what):
+    with pytest.raises(DataError, match=what):
+        read_shards(str(pack(tmp_path / "x.tar", members)))
+
+
+def one_line(capsys, *words: str) -> str:
+    assert main([*words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, told
+    return told
+
+
+@pytest.mark.parametrize("ending", ["tar.gz", "tar", "tgz"])
+def test_the_command_refuses_compressed_shards(tmp_path, capsys, ending):
+    with tarfile.open(tmp_path / f"x.{ending}", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("a/1.jpg"))
+    told = one_line(capsys, "train", str(tmp_path / f"x.{ending}"), "--out", str(tmp_path / "r"))
+    assert "compressed with gzip" in told
+    assert "unpack it once with gunzip" in told
+
+
+def test_the_command_names_shards_that_are_missing(tmp_path, capsys):
+    pack(tmp_path / "0000.tar", {"a/1.jpg": b"x"})
+    told = one_line(capsys, "train", f"{tmp_path}/{{0000..0002}}.tar", "--out", f"{tmp_path}/r")
+    assert "no such shard" in told
+    assert "0001.tar, " in told
+    assert "a brace is not closed" in one_line(capsys, "train", f"{tmp_path}/{{0.tar")
+    assert "none.tar" in one_line(capsys, "train", f"{tmp_path}/none.tar")
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    """fsspec's file system in memory, and an empty cache."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    system = fsspec.filesystem("memory")
+    yield system
+    for name in system.find("/"):
+        system.rm(name)
+
+
+def test_remote_shards_are_copied_once(pair, memory, tmp_path, capsys):
+    for path in pair[1].iterdir():
+        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
+    expected = seen(opened(pair[1]).train)
+    for data in ("memory://bucket/{train-{0000..0002},val-0000}.tar", "memory://bucket"):
+        splits = opened(data)
+        assert seen(splits.train) == expected
+        assert relative(splits.train[0].path, splits.root) == "a/0.png"
+    told = capsys.readouterr().err
+    assert told.count("copying shard") == 4
+    places = sorted((tmp_path / "cache/vit-toolkit/shards").rglob("*.tar"))
+    assert {place.name for place in places} == {path.name for path in pair[1].iterdir()}
+    assert len(places) == 4
+    memory.pipe("/bucket/val-0000.tar", (pair[1] / "val-0000.tar").read_bytes() + bytes(512))
+    opened("memory://bucket")
+    assert capsys.readouterr().err.count("copying shard") == 1
+
+
+def test_a_copy_that_breaks_leaves_nothing(pair, memory, tmp_path, monkeypatch):
+    content = (pair[1] / "train-0000.tar").read_bytes()
+    memory.pipe("/b/train-0000.tar", content)
+    real = type(memory).info
+    monkeypatch.setattr(
+        type(memory), "info", lambda *a, **k: real(*a, **k) | {"size": len(content) + 1}
+    )
+    with pytest.raises(DataError, match="bytes came"):
+        opened("memory://b/train-0000.tar")
+    left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != ".lock"]
+    assert left == []
+
+
+def test_remote_shards_that_are_not_there(memory, capsys):
+    assert "no such shard" in one_line(capsys, "train", "memory://bucket/none.tar")
+    assert "cannot be reached" in one_line(capsys, "train", "nothing://bucket/x.tar")
+    assert "compressed" in one_line(capsys, "train", "memory://bucket/x.tar.gz")
+
+
+def test_an_index_is_json_free_and_small(tmp_path):
+    """A million names in a dict would be copied into every loader process."""
+    path = pack(tmp_path / "x.tar", {f"a/{number:06d}.jpg": b"" for number in range(500)})
+    index = read_index(str(path))
+    held = index.keys.nbytes + index.order.nbytes + index.places.nbytes + index.ends.nbytes
+    assert held + len(index.blob) < 60 * 500
+    assert json.dumps([*index])[:10] == '["a/000000'

@@ -1,0 +1,121 @@
+"""`torchvision:NAME`: what torchvision's own classes give, kept without loss."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from torchvision import datasets
+
+from vit.commands.main import main
+from vit.data.containers import open_binary
+from vit.data.decoding import read_image
+from vit.data.sources import open_splits
+from vit.data.torchvision_sets import read_torchvision
+from vit.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vit-toolkit/torchvision"
+
+
+def write_mnist(folder: Path) -> None:
+    """Files in MNIST's own format, with 30 and 10 pictures."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for name, count in (("train", 30), ("t10k", 10)):
+        pixels = random.integers(0, 256, size=(count, 28, 28), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            header = struct.pack(f">{1 + array.ndim}I", 2048 + array.ndim, *array.shape)
+            content = header + array.tobytes()
+            (folder / f"{name}-{kind}-ubyte").write_bytes(content)
+            (folder / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+
+
+@pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
+def test_arrays_are_kept_without_loss(cache, name):
+    write_mnist(cache / name / "raw")
+    splits = open_splits(f"torchvision:{name}", val_share=0.2, seed=0)
+    assert not splits.made
+    assert (len(splits.train), len(splits.val)) == (30, 10)
+    own = getattr(datasets, name)(str(cache), train=True)
+    assert {*splits.classes} == {*own.classes}  # "T-shirt/top" too, which is no folder's name
+    found = sorted((splits.classes[s.label], read_image(s.path).tobytes()) for s in splits.train)
+    assert found == sorted((own.classes[y], x.convert("RGB").tobytes()) for x, y in own)
+    again = open_splits(f"torchvision:{name}", val_share=0.2, seed=0)
+    assert again.train == splits.train
+
+
+class Drawn(datasets.VisionDataset):
+    """A set of files with a split that torchvision calls trainval."""
+
+    classes = ("b b", "a")
+
+    def __init__(self, root, split="trainval", transform=None, download=False):
+        super().__init__(root, transform=transform)
+        if split not in ("trainval", "test"):
+            raise ValueError(f"Unknown value {split!r} for argument split.")
+        assert download
+        folder = Path(root) / "drawn" / split
+        folder.mkdir(parents=True, exist_ok=True)
+        self._images = [folder / f"{number}.png" for number in range(6)]
+        self._labels = [number % 2 for number in range(6)]
+        for number, path in enumerate(self._images):
+            Image.new("RGB", (5, 5), (40 * number, len(split), 0)).save(path)
+
+    def __len__(self):
+        return len(self._images)
+
+    def __getitem__(self, index):
+        return Image.open(self._images[index]), self._labels[index]
+
+
+def test_files_stay_where_they_are(monkeypatch, cache):
+    monkeypatch.setattr(datasets, "Drawn", Drawn, raising=False)
+    splits = open_splits("torchvision:Drawn", val_share=0.2, seed=0)
+    assert splits.classes == ("a", "b b")
+    assert not splits.made
+    names = [Path(sample.path).relative_to(cache / "drawn").as_posix() for sample in splits.train]
+    assert names == [f"trainval/{number}.png" for number in (1, 3, 5, 0, 2, 4)]
+    assert [sample.label for sample in splits.val] == [0, 0, 0, 1, 1, 1]
+    assert not (cache / "png").exists()
+    with open_binary(splits.val[0].path) as file:
+        assert file.read(4) == b"\x89PNG"
+
+
+def test_what_cannot_be_had_is_one_line(monkeypatch, tmp_path, capsys):
+    def offline(*_args, **_settings):
+        raise RuntimeError("Error downloading train-images:\nTried https://...")
+
+    for name, what in (
+        ("CIFAR", r"no set of that name; is it torchvision:CIFAR10?"),
+        ("FakeData", "torchvision does not download this set"),
+        ("os", "no set of that name"),
+    ):
+        assert main(["train", f"torchvision:{name}", "--out", str(tmp_path / "r")]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert what in told
+    monkeypatch.setattr(datasets.CIFAR10, "download", offline)
+    with pytest.raises(DataError, match=r"cannot be downloaded \(Error downloading .*go online"):
+        read_torchvision("torchvision:CIFAR10")
+
+
+def test_a_set_that_breaks_while_it_is_written_leaves_nothing(monkeypatch, cache):
+    write_mnist(cache / "MNIST" / "raw")
+    real = datasets.MNIST.__getitem__
+
+    def breaks(self, index):
+        if index == 20:
+            raise OSError(28, "No space left on device")
+        return real(self, index)
+
+    monkeypatch.setattr(datasets.MNIST, "__getitem__", breaks)
+    with pytest.raises(DataError, match="cannot be written"):
+        read_torchvision("torchvision:MNIST")
+    assert [*(cache / "png").iterdir()] == []
