@@ -13,7 +13,7 @@ from vit.commands.main import main
 from vit.data import copying
 from vit.data.containers import open_binary, relative
 from vit.data.samples import Item, Listed
-from vit.data.sources import open_source, open_splits
+from vit.data.sources import Asked, open_splits, read_source
 from vit.data.writing import MARK, Names, class_folders, safe_part
 from vit.errors import ConfigError
 
@@ -98,7 +98,7 @@ def test_several_labels_have_lists(tmp_path):
         for kind in ("shards", "folder")
     }
     assert made["folder"].pictures == 3
-    again = open_source(str(tmp_path / "shards"))
+    again = read_source(Asked(str(tmp_path / "shards"), everything=True))
     assert again.several
     assert [item.labels for item in again.splits["train"]] == [(), ("b",), ("b", "a")]
     lines = (tmp_path / "folder/labels.jsonl").read_text().splitlines()
@@ -118,7 +118,9 @@ def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_pat
                 about.size = len(raw)
                 tar.addfile(about, io.BytesIO(raw))
     shards = written(tmp_path / "x.tar", "shards", tmp_path / "shards")
-    labels = [item.labels[0] for item in open_source(str(shards)).splits[""]]
+    labels = [
+        item.labels[0] for item in read_source(Asked(str(shards), everything=True)).splits[""]
+    ]
     assert labels == ["T-shirt/top", "..", "T-shirt_top", "train"]
     folder = written(tmp_path / "x.tar", "folder", tmp_path / "folder")
     assert {path.name for path in folder.iterdir()} - {MARK} == {

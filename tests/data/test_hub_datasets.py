@@ -13,7 +13,7 @@ from vit.commands.main import main
 from vit.data.containers import open_binary, open_member, relative, size_of
 from vit.data.decoding import check_header, read_image
 from vit.data.hub_datasets import read_dataset
-from vit.data.sources import open_source, open_splits
+from vit.data.sources import Asked, open_splits, read_source
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -223,7 +223,10 @@ def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
     source, out = f"hf:{parquet[1]}", tmp_path / "shards"
     assert main(["data", source, "--to", "shards", "--out", str(out), "--streaming"]) == 0
     assert [*(tmp_path / "hf").rglob("*.arrow")] == []  # nothing of the source is kept
-    streamed, kept = open_source(str(out)), open_source(source)
+    streamed, kept = (
+        read_source(Asked(str(out), everything=True)),
+        read_source(Asked(source, everything=True)),
+    )
     assert {*streamed.splits} == {"train", "val"}
     for split, items in kept.splits.items():
         found = {open_member(item.path).read(): item.labels for item in streamed.splits[split]}

@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(0, unit="image", results_on_terminal=False) as bar:
             copied = stream(args.source, out, most=most, told=bar.update, **columns)
     else:
-        from vit.data.sources import open_source
+        from vit.data.sources import Asked, read_source
 
-        listed = open_source(args.source, **columns)
+        listed = read_source(Asked(args.source, everything=True, **columns))
         total = sum(map(len, listed.splits.values()))
         with progress_bar(total, unit="image", results_on_terminal=False) as bar:
             copied = copy(listed, args.source, out, to=args.to, most=most, told=bar.update)

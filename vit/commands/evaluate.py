@@ -18,7 +18,7 @@ WEAKEST = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=None, images=None)
+    parser.set_defaults(json=None, images=None, image_column=None, label_column=None)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -27,15 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="a folder of labelled images, or the name of a built-in set; for a captioner a list "
-        "of captions, or a folder with one",
+        help="a folder of labelled images, a list of them (.csv, .jsonl), or the name of a "
+        "built-in set; for a captioner a list of captions, or a folder with one",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     parser.add_argument(
         "--images",
         metavar="DIR",
         default=argparse.SUPPRESS,
-        help="folder that file names in a list of captions are relative to (default: found by us)",
+        help="folder that file names in a list are relative to (default: found by us)",
+    )
+    for name, what in (("image", "names the pictures"), ("label", "has the classes")):
+        parser.add_argument(
+            f"--{name}-column",
+            metavar="NAME",
+            default=argparse.SUPPRESS,
+            help=f"column of a list that {what} (default: that of the training, or the usual)",
+        )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="take pictures of a list that lie outside of its folder, or of --images",
     )
     parser.add_argument(
         "--json",
@@ -53,15 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
+    from vit.data.asked import Asked
     from vit.inference.evaluate import evaluate
     from vit.runtime.results import to_json
 
+    asked = Asked(
+        args.data,
+        args.images,
+        args.image_column,
+        args.label_column,
+        allow_outside=args.allow_outside,
+        split=args.split,
+    )
     with progress_bar(0, unit="image", results_on_terminal=False) as bar:
         scores = evaluate(
             args.model,
-            args.data,
-            split=args.split,
-            images=args.images,
+            asked,
             device=args.device,
             batch_size=args.batch_size,
             precision=args.precision,

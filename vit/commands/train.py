@@ -1,7 +1,10 @@
 """`vit train DATA [settings]`: settings from a preset, a YAML file and flags -> a run folder."""
 
 import argparse
+import json
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import add_setting, settings_given
 from vit.commands.output import check_output, resolved
 from vit.config import SECTIONS, Config
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError, RunError, printable
 from vit.settings import all_settings, checked, default_folder, make_config, read_settings
 
 TITLES = {
@@ -23,6 +26,16 @@ TITLES = {
 }
 
 
+FOLDS_FILE = "folds.json"
+SCORES = {
+    "top1": "top-1",
+    "balanced_accuracy": "balanced accuracy",
+    "map": "mAP",
+    "loss": "loss",
+}
+"""What is printed of a cross-validation; folds.json has all."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """DATA, what happens to the run folder, and a flag for every setting."""
     parser.usage = "vit train DATA [--config FILE] [--out RUN] [--resume] [settings...]"
@@ -30,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data",
         nargs="?",
         metavar="DATA",
-        help="a folder of images, a list of captions (with --task caption), or a built-in set: "
-        "digits, shapes",
+        help="a folder of images, a list of them (.csv, .jsonl; of captions with --task caption), "
+        "or a built-in set: digits, shapes",
     )
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument(
@@ -70,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     given = checked(values)
     if args.show_batch is not None:
         return show(args, config, [*given])
+    if config.data.folds is not None and config.data.fold is None:
+        return run_folds(config, args, [*given])
     from vit.training.train import train
 
     result = train(
@@ -104,6 +119,41 @@ def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
     return 0
 
 
+def run_folds(config: Config, args: argparse.Namespace, given: list[str]) -> int:
+    """Train every fold, and print what they say together."""
+    from vit.inference.evaluate import evaluate
+    from vit.training.folds import train_folds
+
+    def measure(folder: Path) -> dict[str, Any]:
+        """Scores of a fold on the pictures that it held out, as `vit evaluate` has them."""
+        return evaluate(folder, config.data.data, device=config.run.device)
+
+    record = train_folds(
+        config,
+        args.out,
+        measure=measure,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        given=given,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print(told_folds(record), flush=True)
+    return int(bool(record["failed"]))
+
+
+def told_folds(record: Mapping[str, Any]) -> str:
+    """The scores of all folds for reading."""
+    rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
+    names = [name for name in SCORES if name in record["mean"]]
+    lines = ["         " + "".join(f"{SCORES[name]:>20}" for name in names)]
+    for title, scores in [*rows, ("mean", record["mean"])]:
+        lines.append(f"{title:<9}" + "".join(f"{scores[name]:>20.4f}" for name in names))
+    ends = [record["interval"][name] for name in names]
+    cells = "".join(f"{f'{low:.4f} to {high:.4f}':>20}" for low, high in ends)
+    lines.append(f"{record['level']:<9.0%}" + cells)
+    return "\n".join([*lines, f"({record['level']:.0%} interval: {record['method']})"])
+
+
 def gather(args: argparse.Namespace) -> dict[str, Any]:
     """Settings as given, the flags over the file.
 
@@ -115,7 +165,10 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     flags = checked(flags)
     source = args.config
     if source is None and args.resume and (args.out or args.data):
-        stored = Path(args.out or default_folder(args.data)) / "config.yaml"
+        folder = Path(args.out or default_folder(args.data))
+        if (folder / FOLDS_FILE).is_file():
+            return {**checked(settings_of_folds(folder / FOLDS_FILE)), **flags}
+        stored = folder / "config.yaml"
         source = stored if stored.is_file() else None
     if source is None:
         return flags
@@ -125,3 +178,15 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
         where = printable(source)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
     return {**values, **flags}
+
+
+def settings_of_folds(path: Path) -> dict[str, Any]:
+    """The settings that a cross-validation was begun with.
+
+    Raises:
+        RunError: Its record is damaged.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None

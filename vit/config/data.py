@@ -20,6 +20,8 @@ class DataConfig(Section):
     """Column of a list that names the pictures; found by its usual names when left empty."""
     label_column: str | None = None
     """Column of a list that has the classes; found by its usual names when left empty."""
+    allow_outside: bool = False
+    """Take pictures of a list that lie outside of its folder, or of images."""
     group: str | None = None
     """Column of a list, or regular expression over paths, whose equals stay on one side."""
     folds: int | None = None

@@ -9,7 +9,6 @@
 The content tells which it is; a name's ending only where the content is damaged.
 """
 
-import csv
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from vit.data.caption_columns import EXPECTED, Columns, Row, choose_columns, find_columns
 from vit.data.caption_json import coco_rows, json_rows
 from vit.data.folders import some
+from vit.data.tables import check_width, fields, read_table
 from vit.data.text_files import beginning, text_lines, wrong
 from vit.errors import DataError, printable
 
@@ -51,7 +51,7 @@ def is_list(path: str) -> bool:
         return bool(re.search(r'"(images|annotations)"\s*:', start))
     if kind == "JSON lines":
         return find_columns(_keys(first)).whole
-    return kind == "token file" or any(find_columns(_fields(first, d)).whole for d in DELIMITERS)
+    return kind == "token file" or any(find_columns(fields(first, d)).whole for d in DELIMITERS)
 
 
 def format_of(path: str) -> str:
@@ -94,39 +94,16 @@ def _keys(line: str) -> list[str]:
 
 def _delimiter(header: str) -> str | None:
     """The one that gives a column of pictures or captions, best of both."""
-    found = [d for d in DELIMITERS if find_columns(_fields(header, d)).known]
-    both = [d for d in found if find_columns(_fields(header, d)).whole]
+    found = [d for d in DELIMITERS if find_columns(fields(header, d)).known]
+    both = [d for d in found if find_columns(fields(header, d)).whole]
     return next(iter(both + found), None)
 
 
-def _fields(header: str, delimiter: str) -> list[str]:
-    return next(csv.reader([header.rstrip("\r\n")], delimiter=delimiter), [])
-
-
 def _table(path: str, notes: list[str]) -> Iterator[Row]:
-    lines = text_lines(path)
-    line, header = next((n, text) for n, text in enumerate(lines, 1) if text.strip())
-    try:
-        delimiter = _delimiter(header) or ","
-        names = _fields(header, delimiter)
-        columns = choose_columns(names, path, line, notes)
-        reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
-        above, line = line, line + 1
-        for cells in reader:
-            if cells:
-                _check_width(cells, names, path, line)
-                yield _row_of_cells(cells, columns, path, line)
-            line = above + reader.line_num + 1  # where the next row begins: one may take several
-    except csv.Error as error:
-        raise wrong(
-            path, f"not CSV ({error}); a quote inside a quoted cell is doubled", line
-        ) from None
-
-
-def _check_width(cells: list[str], names: list[str], path: str, line: int) -> None:
-    if len(cells) != len(names):
-        advice = "a cell with commas needs quotes around it"
-        raise wrong(path, f"{len(cells)} cells, but {len(names)} in the header; {advice}", line)
+    table = read_table(path, lambda header: _delimiter(header) or ",")
+    columns = choose_columns(table.names, path, table.line, notes)
+    for line, cells in table.rows:
+        yield _row_of_cells(cells, columns, path, line)
 
 
 def _row_of_cells(cells: list[str], columns: Columns, path: str, line: int) -> Row:
@@ -154,7 +131,7 @@ def _bars(path: str, notes: list[str]) -> Iterator[Row]:
             # One line of Flickr30k's well-known file lacks its second bar.
             cells = [cells[0], *re.split(r"(?<=\d)\s+", cells[1].lstrip(), maxsplit=1)]
             mended.append(f"{line}")
-        _check_width(cells, names, path, line)
+        check_width(cells, len(names), path, line)
         yield _row_of_cells(cells, columns, path, line)
     if mended:
         notes.append(f"{printable(path)}: no bar after the number in line {some(mended)}; read so")

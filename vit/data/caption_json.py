@@ -1,11 +1,11 @@
 """Reads captions in JSON: an object a line, or a file of COCO's."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from vit.data.caption_columns import EXPECTED, Columns, Row, choose_columns
-from vit.data.text_files import text_lines, whole_text, wrong
+from vit.data.tables import json_kind, json_records, parse_json
+from vit.data.text_files import whole_text, wrong
 from vit.errors import printable
 
 
@@ -16,12 +16,7 @@ def json_rows(path: str, notes: list[str]) -> Iterator[Row]:
         DataError: A line is no such object.
     """
     known: dict[tuple[str, ...], Columns] = {}
-    for line, text in enumerate(text_lines(path), 1):
-        if not text.strip():
-            continue
-        record = _json(text, path, line)
-        if not isinstance(record, dict):
-            raise wrong(path, f"{_kind(record)}; expected an object in each line", line)
+    for line, record in json_records(path):
         keys = tuple(record)
         if keys not in known:
             known[keys] = choose_columns(keys, path, line, [] if known else notes)
@@ -33,7 +28,7 @@ def _row_of_record(
 ) -> Row:
     name = record[keys[columns.image]]
     if not isinstance(name, str):
-        raise wrong(path, f"{keys[columns.image]} is {_kind(name)}; expected a file name", line)
+        raise wrong(path, f"{keys[columns.image]} is {json_kind(name)}; expected a file name", line)
     captions: list[str] = []
     for at in columns.captions:
         value = record[keys[at]]
@@ -41,29 +36,13 @@ def _row_of_record(
             if not isinstance(caption, str | None):
                 where = f"{keys[at]} {'holds' if isinstance(value, list) else 'is'}"
                 raise wrong(
-                    path, f"{where} {_kind(caption)}; expected a text or a list of texts", line
+                    path, f"{where} {json_kind(caption)}; expected a text or a list of texts", line
                 )
             captions.append(caption or "")
     label = record[keys[columns.label]] if columns.label is not None else ""
     if isinstance(label, bool) or not isinstance(label, str | int | None):
-        raise wrong(path, f"the label is {_kind(label)}; expected a name or a number", line)
+        raise wrong(path, f"the label is {json_kind(label)}; expected a name or a number", line)
     return Row(line, name, captions, "" if label is None else str(label).strip())
-
-
-def _json(text: str, path: str, line: int = 0) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = line or error.lineno
-        raise wrong(path, f"not JSON ({error.msg}, column {error.colno})", at) from None
-    except (ValueError, RecursionError) as error:
-        raise wrong(path, f"not JSON ({type(error).__name__})", line) from None
-
-
-def _kind(value: object) -> str:
-    """What a JSON value is, in a word or two."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
-    return kinds.get(type(value), "null" if value is None else "a number")
 
 
 def coco_rows(path: str) -> Iterator[Row]:
@@ -72,9 +51,9 @@ def coco_rows(path: str) -> Iterator[Row]:
     Raises:
         DataError: It is no such file.
     """
-    data = _json(whole_text(path), path)
+    data = parse_json(whole_text(path), path)
     if not isinstance(data, dict):
-        raise wrong(path, f"{_kind(data)}; {EXPECTED}")
+        raise wrong(path, f"{json_kind(data)}; {EXPECTED}")
     for part in ("images", "annotations"):
         if not isinstance(data.get(part), list):
             has = ", ".join(printable(key) for key in [*data][:5]) or "nothing"
@@ -97,12 +76,12 @@ def coco_rows(path: str) -> Iterator[Row]:
 def _two(record: object, key: str, text: str, where: str, path: str) -> tuple[int | str, str]:
     """The number and the text of one entry."""
     if not isinstance(record, dict):
-        raise wrong(path, f"{where} is {_kind(record)}; expected an object")
+        raise wrong(path, f"{where} is {json_kind(record)}; expected an object")
     for name, kinds in ((key, (int, str)), (text, (str,))):
         value = record.get(name)
         if name not in record:
             hint = "; expected captions, not boxes or outlines" if name == "caption" else ""
             raise wrong(path, f"{where} has no {name}{hint}")
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise wrong(path, f"{where}: {name} is {_kind(value)}")
+            raise wrong(path, f"{where}: {name} is {json_kind(value)}")
     return record[key], record[text]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from vit.data.asked import resolve
 from vit.data.caption_files import is_list, read_rows
 from vit.data.classes import SPLIT_NAMES
 from vit.data.folders import Walk, some
-from vit.data.sources import resolve
 from vit.errors import DataError, printable
 
 LIST_SUFFIXES = frozenset((".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".token"))

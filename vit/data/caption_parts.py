@@ -1,8 +1,6 @@
 """Collects what lists of captions say, picture by picture."""
 
 import os
-import posixpath
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +8,10 @@ from dataclasses import dataclass, field
 from vit.data.caption_columns import Row
 from vit.data.caption_files import read_rows
 from vit.data.caption_lists import METADATA, pictures_folder
-from vit.data.folders import Walk, count, some
+from vit.data.folders import count, some
+from vit.data.list_names import check_text, common_folders, tidy_name, unlisted_notes
 from vit.data.text_files import wrong
 from vit.errors import DataError, printable
-
-DRIVE = re.compile("[A-Za-z]:/")
 
 
 @dataclass
@@ -47,7 +44,9 @@ class _OneList:
     def add(self, row: Row, *, absolute: bool) -> None:
         name = self.names.get(row.name)
         if name is None:
-            name = self.names[row.name] = tidy_name(row, self.path, absolute=absolute)
+            name = self.names[row.name] = tidy_name(
+                row.name, self.path, row.line, absolute=absolute
+            )
         said = self.captions.setdefault(name, [])
         for text in row.captions:
             caption = tidy_caption(text, self.path, row.line)
@@ -83,7 +82,7 @@ def read_part(paths: Sequence[str], images: str | None, *, above: str) -> Part:
         if not read.captions:
             raise wrong(path, "no captions in it")
         base = _base(path, read.captions, images, notes)
-        folders += _common(base, read.captions)
+        folders += common_folders(base, read.captions)
         empty += read.empty
         for name, said in read.captions.items():
             captions.setdefault(os.path.join(base, name), []).extend(said)
@@ -119,50 +118,11 @@ def tidy_caption(text: str, path: str, line: int) -> str:
         DataError: It is no text that can be written as UTF-8, or has a NUL.
     """
     if not text.isascii():
-        _check_text(text, path, line)
+        check_text(text, path, line)
         text = unicodedata.normalize("NFC", text)
     if "\0" in text:
         raise wrong(path, "a caption with a NUL character", line)
     return " ".join(text.split())
-
-
-def tidy_name(row: Row, path: str, *, absolute: bool) -> str:
-    """The file name in `row` with forward slashes and without detours.
-
-    Args:
-        row: Of a list.
-        path: The list.
-        absolute: Whether the name may be absolute.
-
-    Raises:
-        DataError: It is empty, a web address, or leads out of the folder.
-    """
-    name = row.name.strip()
-    if not name:
-        raise wrong(path, "no file name", row.line)
-    _check_text(name, path, row.line)
-    if "\0" in name:
-        raise wrong(path, "a file name with a NUL character", row.line)
-    if "://" in name:
-        raise wrong(path, f"{name} is a web address; download the pictures first", row.line)
-    if os.path.isabs(name):
-        if absolute:
-            return os.path.normpath(name)
-        raise wrong(path, f"{name} is absolute; expected a name inside images", row.line)
-    tidy = posixpath.normpath(name.replace("\\", "/"))
-    if DRIVE.match(tidy) or tidy.startswith("/"):
-        raise wrong(path, f"{name} is a place on another computer; expected a file here", row.line)
-    if tidy == ".." or tidy.startswith("../"):
-        advice = "give the folder that holds the pictures as images"
-        raise wrong(path, f"{name} leads out of the folder; {advice}", row.line)
-    if tidy == ".":
-        raise wrong(path, f"{name} is a folder; expected a picture", row.line)
-    return tidy
-
-
-def _check_text(text: str, path: str, line: int) -> None:
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise wrong(path, f"half a character (a lone surrogate) in {text[:40]!a}", line)
 
 
 def _base(path: str, names: Iterable[str], images: str | None, notes: list[str]) -> str:
@@ -170,24 +130,7 @@ def _base(path: str, names: Iterable[str], images: str | None, notes: list[str])
     return pictures_folder(path, within, images, notes)
 
 
-def _common(base: str, names: Iterable[str]) -> list[str]:
-    """The deepest folder that holds all of the pictures, unless one has an absolute name."""
-    folders = {os.path.dirname(name) for name in names}
-    if any(os.path.isabs(folder) for folder in folders):
-        return []
-    common = os.path.commonpath(folders) if "" not in folders else ""
-    return [os.path.join(base, common) if common else base]
-
-
 def unnamed_notes(parts: Sequence[Part], root: str) -> list[str]:
     """How many pictures lie beside those of `parts` that no list names."""
     named = {path for part in parts for path in (*part.captions, *part.silent)}
-    walk = Walk(root)
-    extra = []
-    for folder in dict.fromkeys(folder for part in parts for folder in part.folders):
-        if os.path.isdir(folder):
-            extra += [path for path in walk.pictures(folder) if path not in named]
-    if not extra:
-        return []
-    names = some([walk.name(path) for path in extra], 3)
-    return [f"left out {count(len(extra), 'picture')} that no line of a list names: {names}"]
+    return unlisted_notes(named, [folder for part in parts for folder in part.folders], root)

@@ -2,7 +2,7 @@
 
 import difflib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from vit.data.folders import Walk, count, some
@@ -79,29 +79,58 @@ def matched(
     Raises:
         DataError: A class is not in `classes`.
     """
-    equal = {unicodedata.normalize("NFC", name): name for name in classes}
+    there = [name for name, paths in pictures.items() if paths]
+    targets, notes = matched_names(there, classes, where=where, owner=owner)
     found: Pictures = {name: [] for name in classes}
+    for name, target in targets.items():
+        found[target] = found[target] + pictures[name]
+    return found, notes + missing_notes(found, where)
+
+
+def matched_names(
+    names: Collection[str],
+    classes: Sequence[str],
+    *,
+    where: str,
+    owner: str,
+    remedy: str = "rename or remove the folders",
+) -> tuple[dict[str, str], list[str]]:
+    """The class that each of `names` stands for, and notes for the user.
+
+    Args:
+        names: Of classes of a split other than the training's.
+        classes: The only names that count.
+        where: The split, for messages.
+        owner: Whose names `classes` are.
+        remedy: What to do about others.
+
+    Raises:
+        DataError: One of `names` is not in `classes`.
+    """
+    known = set(classes)
+    equal = {unicodedata.normalize("NFC", name): name for name in classes}
+    targets: dict[str, str] = {}
     notes, unknown = [], []
-    for name, paths in pictures.items():
-        target = name if name in found else equal.get(unicodedata.normalize("NFC", name))
+    for name in names:
+        target = name if name in known else equal.get(unicodedata.normalize("NFC", name))
         if target is None:
-            unknown += [name] if paths else []
+            unknown.append(name)
             continue
         if target != name:
             notes.append(f"{where}/{printable(name)} is class {target!a}, in other Unicode")
-        found[target] = found[target] + paths
+        targets[name] = target
     if unknown:
         near = difflib.get_close_matches(unknown[0], classes, n=1)
         hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
         names = some([printable(name) for name in unknown])
-        raise DataError(
-            f"{where} has classes that {owner} does not have: {names}{hint}; "
-            f"rename or remove the folders"
-        )
-    missing = [printable(name) for name, paths in found.items() if not paths]
-    if missing:
-        notes.append(f"{where} has no pictures of class {some(missing)}")
-    return found, notes
+        raise DataError(f"{where} has classes that {owner} does not have: {names}{hint}; {remedy}")
+    return targets, notes
+
+
+def missing_notes(pictures: Pictures, where: str) -> list[str]:
+    """Which classes have no pictures, if any."""
+    missing = [printable(name) for name, paths in pictures.items() if not paths]
+    return [f"{where} has no pictures of class {some(missing)}"] if missing else []
 
 
 def labelled(pictures: Pictures, classes: Sequence[str]) -> tuple[Sample, ...]:

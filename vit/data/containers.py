@@ -133,6 +133,11 @@ def relative(path: str, root: Path) -> str:
         _, dot, inside = f"{root}/".partition(f"{SHARD}/")
         if dot:
             return member.removeprefix(inside)
+    above = f"{root}{os.sep}"
+    if path.startswith(above) and os.sep == "/":
+        below = path[len(above) :]  # what relpath gives, in a tenth of its time
+        if not below.startswith((".", "/")) and "/." not in below and "//" not in below:
+            return below
     return PurePath(os.path.relpath(path, root)).as_posix()
 
 

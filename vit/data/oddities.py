@@ -34,10 +34,10 @@ def name_notes(classes: Sequence[str]) -> list[str]:
     ]
 
 
-def count_notes(train: Pictures) -> list[str]:
-    """Too few pictures, or very unequal classes."""
+def count_notes(train: Pictures, total: int | None = None) -> list[str]:
+    """Too few pictures, or very unequal classes; `total` of them where some have several."""
     counts = {name: len(paths) for name, paths in train.items()}
-    total = sum(counts.values())
+    total = sum(counts.values()) if total is None else total
     least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
     notes = []
     if total < FEW * len(counts):

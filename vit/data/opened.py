@@ -1,34 +1,54 @@
 """Sources whose pictures are inside of files, or come from elsewhere, by what their name says."""
 
+import dataclasses
 from collections.abc import Callable
 
 from vit.data import hub_datasets, torchvision_sets
+from vit.data.asked import Asked
 from vit.data.remote_shards import is_remote, read_remote
 from vit.data.samples import Listed
 from vit.data.shard_names import is_shards
 from vit.data.shards import read_shards
+from vit.errors import ConfigError, printable
 
-TABLE: tuple[tuple[Callable[[str], bool], Callable[[str], Listed]], ...] = (
-    (torchvision_sets.is_named, torchvision_sets.read_torchvision),
-    (is_remote, read_remote),
-    (is_shards, read_shards),
+Reader = Callable[[Asked], Listed]
+COLUMNS = ("image_column", "label_column")
+
+
+def _reading(read: Callable[[str], Listed]) -> Reader:
+    """A reader of what has no columns."""
+
+    def reader(asked: Asked) -> Listed:
+        _refuse(asked, "images", *COLUMNS)
+        return _wanted(read(asked.data), asked)
+
+    return reader
+
+
+def _read_dataset(asked: Asked) -> Listed:
+    _refuse(asked, "images")
+    listed = hub_datasets.read_dataset(asked.data, asked.image_column, asked.label_column)
+    return _wanted(listed, asked)
+
+
+def _wanted(listed: Listed, asked: Asked) -> Listed:
+    splits = {name: listed.splits[name] for name in asked.needed(listed.splits)}
+    return dataclasses.replace(listed, splits=splits, part="split")
+
+
+def _refuse(asked: Asked, *names: str) -> None:
+    for name in names:
+        if (value := getattr(asked, name)) is not None:
+            raise ConfigError(
+                f"{name}={value!r}: {printable(asked.data)} is no list; leave it out, or give a "
+                "list (.csv, .jsonl)"
+            )
+
+
+PACKED: tuple[tuple[Callable[[str], bool], Reader], ...] = (
+    (hub_datasets.is_named, _read_dataset),
+    (torchvision_sets.is_named, _reading(torchvision_sets.read_torchvision)),
+    (is_remote, _reading(read_remote)),
+    (is_shards, _reading(read_shards)),
 )
-"""A source is the first whose test says so. `hf:` comes before them: it has settings."""
-
-
-def open_listed(
-    data: str, *, image_column: str | None = None, label_column: str | None = None
-) -> Listed | None:
-    """What `data` holds, where it is one of these sources; None where it is not.
-
-    Args:
-        data: As the user gives it.
-        image_column: Column of the pictures in a table; found when left empty.
-        label_column: Column of the classes in a table; found when left empty.
-
-    Raises:
-        DataError: It cannot be used as it is.
-    """
-    if hub_datasets.is_named(data):
-        return hub_datasets.read_dataset(data, image_column, label_column)
-    return next((read(data) for fits, read in TABLE if fits(data)), None)
+"""Which data each reader takes, the first one that does."""

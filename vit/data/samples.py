@@ -47,6 +47,10 @@ class Listed:
     """What the user should know; safe on a terminal."""
     several: bool = False
     """Whether a picture may have several classes, or none."""
+    grouped: bool = False
+    """Whether the source itself knows the groups that were asked for."""
+    part: str = "folder"
+    """What holds the pictures of one split, in messages."""
 
 
 @dataclass(frozen=True)

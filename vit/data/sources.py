@@ -1,150 +1,140 @@
-"""Opens a data set: an image folder, with or without a split of its own, shards, a named set...
+"""Opens a data set: whatever holds the pictures, they come out as samples with classes by name.
 
-    DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg      (or valid, validation, test)
-    DATA/CLASS/*.jpg                                     we hold out a share of each class
-
-Classes are matched by name, and the training's list is the only one. What was left out or looks
-wrong is in the notes.
+A reader lists the pictures and the names of their classes; what is done with them afterwards is
+the same for all: classes are matched by name, and the training's list of them is the only one;
+validation pictures are held out where there are none; what was left out or looks wrong is in the
+notes.
 """
 
-import glob
-import os
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
-from vit.data import builtin
-from vit.data.classes import (
-    LAYOUT,
-    VAL_NAMES,
-    Pictures,
-    check_classes,
-    labelled,
-    matched,
-    read_classes,
-    split_folders,
-)
+from vit.data.asked import Asked, resolve
+from vit.data.classes import LAYOUT, VAL_NAMES, Pictures, matched_names, missing_notes
 from vit.data.containers import relative
-from vit.data.folders import FOREIGN, SUFFIXES, Walk, count, some
-from vit.data.listed import labelled_listed, splits_of
+from vit.data.dividing import divided
+from vit.data.folders import count, some
+from vit.data.image_folder import read_folder
+from vit.data.inputs import list_images
+from vit.data.label_lists import is_list
+from vit.data.list_source import lines_of, read_lists
 from vit.data.oddities import count_notes, equal_notes, name_notes
-from vit.data.opened import open_listed
-from vit.data.samples import Item, Listed, Sample, Splits
-from vit.data.seeding import random_seed
-from vit.errors import DataError, printable
+from vit.data.opened import PACKED
+from vit.data.samples import NO_LABEL, Item, Listed, Sample, Splits
+from vit.data.splitting import Fold, hold_out
+from vit.errors import ConfigError, DataError, printable
 
-__all__ = ["Sample", "Splits", "list_images", "open_labelled", "open_splits", "relative"]
+__all__ = [
+    "Asked",
+    "Fold",
+    "Sample",
+    "Splits",
+    "hold_out",
+    "list_images",
+    "named_at",
+    "open_labelled",
+    "open_splits",
+    "read_source",
+    "relative",
+    "require",
+    "resolve",
+]
+
+READERS: tuple[tuple[Callable[[str], bool], Callable[[Asked], Listed]], ...] = (
+    *PACKED,
+    (is_list, read_lists),
+    (lambda _: True, read_folder),
+)
+"""Which data each reader takes, the first one that does; the last are folders and built-in sets."""
 
 
-def open_source(
-    data: str, *, image_column: str | None = None, label_column: str | None = None
-) -> Listed:
-    """All pictures of any source, by split.
+def read_source(asked: Asked) -> Listed:
+    """The pictures of any source.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: There is no such source, or it cannot be read.
+        ConfigError: A setting is not for this kind of source.
     """
-    listed = open_listed(data, image_column=image_column, label_column=label_column)
-    if listed is not None:
-        return listed
-    root, notes = resolve(data)
-    walk = Walk(str(root))
-    folders, _ = split_folders(root, walk)
-    splits = {
-        name: [Item(path, (label,)) for label, paths in read.items() for path in paths]
-        for name, place in (folders or {"": root}).items()
-        for read in [read_classes(place, walk)]
-    }
-    where = {name: printable(folders.get(name, root)) for name in splits}
-    return Listed(root, splits, where, notes + walk.notes())
+    read = next(read for takes, read in READERS if takes(asked.data))
+    if asked.allow_outside and read is not read_lists:
+        raise ConfigError(f"allow_outside: {printable(asked.data)} is no list; leave it out")
+    listed = read(asked)
+    if listed.several and asked.several is False:
+        raise DataError(
+            f"{printable(asked.data)}: pictures with several classes, or none; "
+            "--task multilabel learns them"
+        )
+    return dataclasses.replace(listed, several=listed.several or bool(asked.several))
 
 
 def open_splits(
-    data: str,
-    *,
-    val_share: float,
-    seed: int,
-    image_column: str | None = None,
-    label_column: str | None = None,
+    data: str | Asked, *, val_share: float, seed: int, fold: Fold | None = None
 ) -> Splits:
     """Open `data` for training.
 
     Args:
-        data: A folder, shards, or the name of a set.
-        val_share: Share of each class held out where the data have no validation folder.
+        data: A folder, a list, the name of a built-in set; or that, and how it is to be read.
+        val_share: Share of each class held out where the data have no validation pictures.
         seed: Decides which ones.
-        image_column: Column of the pictures in a table; found when left empty.
-        label_column: Column of the classes in a table; found when left empty.
+        fold: The part of a cross-validation that is held out instead.
 
     Raises:
         DataError: It cannot be trained on as it is.
+        ConfigError: A setting is not for this kind of data.
     """
-    listed = open_listed(data, image_column=image_column, label_column=label_column)
-    if listed is not None:
-        return splits_of(listed, data, val_share=val_share, seed=seed, hold_out=hold_out)
-    return _open_folder(data, val_share=val_share, seed=seed)
-
-
-def _open_folder(data: str, *, val_share: float, seed: int) -> Splits:
-    root, notes = resolve(data)
-    walk = Walk(str(root))
-    folders, beside = split_folders(root, walk)
-    if folders and "train" not in folders:
-        raise DataError(f"{printable(root)} has {some(list(folders))} but no train; {LAYOUT}")
-    if beside:
-        names = some([printable(name) for name in beside])
-        notes.append(f"left out folders beside train: {names}")
-    train = read_classes(folders.get("train", root), walk)
-    check_classes(train, folders.get("train", root))
-    notes += walk.notes()
-    val_name = next((name for name in VAL_NAMES if name in folders), None)
-    if val_name is None:
-        train, val = hold_out(train, val_share=val_share, seed=seed, root=root)
-        notes += _hold_out_notes(val, val_share)
-    else:
-        val, more = _read_val(folders[val_name], root, tuple(train))
-        notes += more
-        if val_name == "test":
-            notes.append("no val folder: validates on test, so keep other pictures for the end")
-    if not any(val.values()):
-        raise DataError(f"{printable(root)}: no pictures left to validate on; add some")
-    notes += name_notes(tuple(train)) + count_notes(train) + equal_notes(train, val, str(root))
+    asked = Asked(data) if isinstance(data, str) else data
+    listed = read_source(asked)
+    pictures = listed.splits.get("train", listed.splits.get("", []))
+    if not pictures:
+        there = some([*listed.where]) or "nothing"
+        raise DataError(f"{printable(asked.data)} has {there} but no pictures for train")
+    classes = tuple(sorted({label for item in pictures for label in item.labels}))
+    _check_classes(listed, classes)
+    notes = [*listed.notes]
+    train, val, more = divided(listed, asked, val_share=val_share, seed=seed, fold=fold)
+    made = all(name not in listed.splits for name in VAL_NAMES) or fold is not None
+    notes += more
+    if not made:
+        name = next(name for name in VAL_NAMES if name in listed.splits)
+        val, more = _matched(val, classes, listed, listed.where[name], owner="train")
+        notes += [*more, *_shared_notes(train, val, listed.root)]
+        if name == "test":
+            notes.append(
+                f"no val {listed.part}: validates on test, so keep other pictures for the end"
+            )
+    if not val:
+        raise DataError(f"{printable(listed.root)}: no pictures left to validate on; add some")
+    total = len(train) if listed.several else None
+    notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
+    notes += equal_notes(_by_labels(train), _by_labels(val), str(listed.root))
     return Splits(
-        classes=tuple(train),
-        train=labelled(train, tuple(train)),
-        val=labelled(val, tuple(train)),
+        classes=classes,
+        train=_samples(train, classes, listed),
+        val=_samples(val, classes, listed),
         notes=tuple(notes),
-        made=val_name is None,
-        root=root,
+        made=made,
+        root=listed.root,
+        several=listed.several,
     )
 
 
-def _hold_out_notes(val: Pictures, val_share: float) -> list[str]:
-    pictures = count(sum(map(len, val.values())), "picture")
-    notes = [f"no validation folder: held out {pictures}, {val_share:.0%} of each class"]
-    single = [printable(name) for name, paths in val.items() if not paths]
-    if single:
-        notes.append(f"held out none of class {some(single)}, which has only one picture")
-    return notes
-
-
-def _read_val(folder: Path, root: Path, classes: tuple[str, ...]) -> tuple[Pictures, list[str]]:
-    walk = Walk(str(root))  # its own: a validation folder may well be a link to another one
-    found = read_classes(folder, walk)
-    val, notes = matched(found, classes, where=printable(folder), owner="train")
-    return val, walk.notes() + notes
-
-
 def open_labelled(
-    data: str, *, split: str, classes: Sequence[str], held_out: Collection[str] = ()
+    data: str | Asked,
+    *,
+    split: str,
+    classes: Sequence[str],
+    held_out: Collection[str] | Callable[[Path], Collection[str]] = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """Open one split of `data` for evaluation; a label is an index into `classes`.
 
     Args:
-        data: A folder, or the name of a built-in set.
-        split: `train`, `test`..., or `val` for the first validation folder there is.
+        data: As in `open_splits`.
+        split: `train`, `test`..., or `val` for the first validation pictures there are.
         classes: Names of the classes of the model.
-        held_out: The validation pictures of a split that we made, as `relative` names. Where the
-            data have no validation folder, only these are taken, if there are any of them.
+        held_out: The validation pictures of a split that we made, as `relative` names, or what
+            gives them, asked with the folder that names are relative to. Where the data have no
+            validation pictures, only these are taken, if there are any of them.
 
     Returns:
         Samples, and notes for the user.
@@ -152,135 +142,134 @@ def open_labelled(
     Raises:
         DataError: There is no such split, or it has a class that the model does not have.
     """
-    if (listed := open_listed(data)) is not None:
-        return labelled_listed(listed, data, split, classes, held_out)
-    root, notes = resolve(data)
-    walk = Walk(str(root))
-    folders, _ = split_folders(root, walk)
+    asked = Asked(data) if isinstance(data, str) else data
+    listed = read_source(dataclasses.replace(asked, split=split))
     wanted = VAL_NAMES if split == "val" else (split,)
-    name = next((name for name in wanted if name in folders), None)
-    if name is None and (split != "val" or folders.keys() - {"train"}):
-        there = some(list(folders)) or "class folders only"
-        hint = "; leave the split out for held-out pictures" if not folders else ""
-        raise DataError(f"{printable(root)}: no {printable(split)} folder; it has {there}{hint}")
-    place = folders[name] if name else folders.get("train", root)
-    found = read_classes(place, walk)
-    if name is None:
-        found, note = _without_training(found, held_out, root)
-        notes.append(note)
+    name = next((name for name in wanted if name in listed.splits), None)
+    ours = name is None
+    there = listed.where.keys() - {""}
+    if name is None and (split != "val" or there - {"train"}):
+        has = some([*listed.where]) if there else f"class {listed.part}s only"
+        hint = "" if there else "; leave the split out for held-out pictures"
+        raise DataError(
+            f"{printable(listed.root)}: no {printable(split)} {listed.part}; it has {has}{hint}"
+        )
+    name = name or ("train" if "train" in listed.splits else "")
+    notes = [*listed.notes]
+    items: Sequence[Item] = listed.splits[name]
+    names = held_out(listed.root) if callable(held_out) else held_out
+    if ours:
+        items, note = _without_training(items, names, listed)
+        notes = [note, *notes]
     elif name != split:
-        notes.append(f"measured on {name}/")
-    found, more = matched(found, tuple(classes), where=printable(place), owner="the model")
-    samples = labelled(found, tuple(classes))
-    if not samples:
-        raise DataError(f"{printable(place)}: no pictures; {LAYOUT}")
-    return samples, tuple(notes + more + walk.notes())
+        notes.append(f"measured on {name}" + ("/" if listed.part == "folder" else ""))
+    items, more = _matched(items, tuple(classes), listed, listed.where[name], owner="the model")
+    if not items:
+        raise DataError(f"{listed.where[name]}: no pictures; {LAYOUT}")
+    return _samples(items, tuple(classes), listed), tuple(notes + more)
 
 
-def _without_training(
-    pictures: Pictures, held_out: Collection[str], root: Path
-) -> tuple[Pictures, str]:
-    """Only the pictures that training held out, where they are from this folder."""
-    names = set(held_out)
-    kept = {
-        label: [path for path in paths if relative(path, root) in names]
-        for label, paths in pictures.items()
-    }
-    if any(kept.values()):
-        held = count(sum(map(len, kept.values())), "picture")
-        return kept, f"no validation folder: took the {held} that training held out"
-    return pictures, f"no validation folder: took all {sum(map(len, pictures.values())):,} pictures"
+def _check_classes(listed: Listed, classes: Sequence[str]) -> None:
+    """Refuse what leaves nothing to tell apart."""
+    names = some([printable(name) for name in classes])
+    if len(classes) < 1 + (not listed.several):
+        what = f"only one class ({names}), nothing to tell apart" if names else "no classes"
+        raise DataError(f"{printable(listed.root)}: {what}; add pictures of others")
 
 
-def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:
-    """Files to predict: each input is a file, a folder (walked) or a glob; their order is kept.
+def _matched(
+    items: Sequence[Item], classes: Sequence[str], listed: Listed, where: str, *, owner: str
+) -> tuple[list[Item], list[str]]:
+    """`items` under the names in `classes`, and notes for the user."""
+    names = dict.fromkeys(label for item in items for label in item.labels)
+    remedy = f"rename or remove {'the folders' if listed.part == 'folder' else 'them'}"
+    targets, notes = matched_names([*names], classes, where=where, owner=owner, remedy=remedy)
+    if any(name != target for name, target in targets.items()):
+        items = [i._replace(labels=tuple(targets[label] for label in i.labels)) for i in items]
+    return [*items], notes + missing_notes(_by_class(items, classes), where)
 
-    The name of a built-in set stands for its validation pictures, where no file has that name.
 
-    A file that is missing or no picture stays in the list, so that it is reported at its place.
-
-    Args:
-        inputs: What the user gave.
-        notes: Receives what was left out of folders.
-
-    Raises:
-        DataError: A folder has no pictures, or a glob matches nothing.
-    """
-    found: list[str] = []
-    for given in inputs:
-        is_glob = glob.has_magic(given) and not os.path.lexists(given)
-        paths = sorted(glob.glob(given, recursive=True)) if is_glob else [given]
-        if not paths:
-            raise DataError(f"{printable(given)}: matches no file")
-        if given in builtin.SETS and not os.path.lexists(given):
-            paths = [str(builtin.SETS[given]() / "val")]
-        listed: list[str] = []
-        for path in paths:
-            listed += _pictures_of(path, notes)
-        # ** matches folders, and what is in them
-        found += {os.path.normpath(path): path for path in listed}.values() if is_glob else listed
+def _by_class(items: Iterable[Item], classes: Sequence[str]) -> Pictures:
+    """The pictures of each class; one of several is in each of them."""
+    found: Pictures = {name: [] for name in classes}
+    for item in items:
+        for label in item.labels:
+            found[label].append(item.path)
     return found
 
 
-def _pictures_of(path: str, notes: list[str] | None) -> list[str]:
-    if not os.path.isdir(path) and (listed := open_listed(path)) is not None:
-        if notes is not None:
-            notes += [f"{printable(path)}: {note}" for note in listed.notes]
-        return [item.path for items in listed.splits.values() for item in items]
-    return _walked(path, notes) if os.path.isdir(path) else [path]
+def _by_labels(items: Iterable[Item]) -> Pictures:
+    """The pictures by all that is said of them."""
+    found: Pictures = {}
+    for item in items:
+        found.setdefault(" | ".join(sorted(item.labels)), []).append(item.path)
+    return found
 
 
-def _walked(folder: str, notes: list[str] | None) -> list[str]:
-    # Pictures of foreign formats are listed too: each gets its error record, and none is lost.
-    walk = Walk(folder, suffixes=SUFFIXES | FOREIGN)
-    pictures = walk.pictures(folder)
-    if not pictures:
-        raise DataError(f"{printable(folder)}: no pictures in this folder")
-    if notes is not None:
-        notes += [f"{printable(folder)}: {note}" for note in walk.notes()]
-    return pictures
+def _samples(items: Sequence[Item], classes: Sequence[str], listed: Listed) -> tuple[Sample, ...]:
+    """Samples in the order of `classes`, then of their names; of names alone with several classes.
+
+    So the same pictures make the same training, whatever brought them.
+    """
+    number = {name: label for label, name in enumerate(classes)}
+    ordered = sorted(
+        (
+            NO_LABEL if listed.several else number[item.labels[0]],
+            relative(item.path, listed.root).split("/"),
+            at,
+        )
+        for at, item in enumerate(items)
+    )
+    return tuple(
+        Sample(
+            items[at].path,
+            label,
+            labels=tuple(sorted(number[n] for n in items[at].labels)) if listed.several else (),
+        )
+        for label, _, at in ordered
+    )
 
 
-def resolve(data: str) -> tuple[Path, list[str]]:
-    """The folder that `data` names, and a note where it is also the name of a built-in set.
+def _shared_notes(train: Sequence[Item], val: Sequence[Item], root: Path) -> list[str]:
+    """Pictures that are on both sides.
 
     Raises:
-        DataError: There is neither.
+        DataError: All validation pictures are.
     """
-    if not data:
-        raise DataError(f"no data given; {LAYOUT}")
-    listed = open_listed(data)
-    if listed is not None:
-        return listed.root, listed.notes
-    root = Path(data)
-    if root.is_dir():
-        here = f"{data} is the folder ./{data} here, not the built-in set of that name"
-        return root, [here] if data in builtin.SETS else []
-    if data in builtin.SETS:
-        return builtin.SETS[data](), []
-    if root.exists():
+    known = {item.path for item in train}
+    shared = [item.path for item in val if item.path in known]
+    if shared and len(shared) == len(val):
         raise DataError(
-            f"{printable(data)} is a file, not a folder; {LAYOUT}; or, for a list of captions, "
-            "--task caption"
+            f"all {count(len(shared), 'validation picture')} are training pictures too; give "
+            "others, or leave them out and we hold some out"
         )
-    names = ", ".join(builtin.SETS)
-    raise DataError(f"{printable(data)}: no such folder, and no built-in set ({names})")
+    names = some([printable(relative(path, root)) for path in shared], 3)
+    pictures = count(len(shared), "picture")
+    return [f"{pictures} in training and in validation (leak): {names}"] if shared else []
 
 
-def hold_out(
-    train: Pictures, *, val_share: float, seed: int, root: Path
-) -> tuple[Pictures, Pictures]:
-    """Split each class in training and validation pictures, at least one each where it has two.
+def _without_training(
+    items: Sequence[Item], held_out: Collection[str], listed: Listed
+) -> tuple[Sequence[Item], str]:
+    """Only the pictures that training held out, where they are from this data set."""
+    names = set(held_out)
+    kept = [item for item in items if relative(item.path, listed.root) in names]
+    lack = f"no validation {listed.part}"
+    if kept:
+        return kept, f"{lack}: took the {count(len(kept), 'picture')} that training held out"
+    return items, f"{lack}: took all {len(items):,} pictures"
 
-    Each picture's place in the draw depends on the seed and its own name only, so that a few more
-    pictures change the split of the others little.
+
+def require(data: str) -> None:
+    """Refuse what is no source, before anything costs time.
+
+    Raises:
+        DataError: It is not.
     """
-    kept: Pictures = {}
-    held: Pictures = {}
-    for name, paths in train.items():
-        share = min(max(round(len(paths) * val_share), 1), len(paths) - 1)
-        drawn = sorted(paths, key=lambda path: random_seed(seed, "split", relative(path, root)))
-        chosen = set(drawn[:share])
-        kept[name] = [path for path in paths if path not in chosen]
-        held[name] = [path for path in paths if path in chosen]
-    return kept, held
+    if next(read for takes, read in READERS if takes(data)) is read_folder:
+        resolve(data)
+
+
+def named_at(asked: Asked, paths: Collection[str]) -> dict[str, str]:
+    """The list and the line that name each of these pictures, of those that a list names."""
+    return lines_of(asked, paths) if is_list(asked.data) else {}

@@ -8,7 +8,7 @@ import numpy as np
 
 from vit.data.decoding import check_header, read_image
 from vit.data.samples import Sample
-from vit.data.sources import list_images, open_labelled
+from vit.data.sources import Asked, list_images, open_labelled
 from vit.errors import BadImage, DataError, printable
 from vit.export.options import SAMPLES, Options
 from vit.inference.evaluate import labelled
@@ -51,7 +51,7 @@ def validation_samples(
     """
     if data is None:
         return ()
-    return labelled(run, data, "val", None, classes, say)
+    return labelled(run, Asked(data, split="val"), classes, say)
 
 
 def calibration_pictures(

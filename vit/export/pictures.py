@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image
 
+from vit.data.asked import Asked
 from vit.data.samples import Sample
 from vit.errors import DataError, VitError, printable
 from vit.inference.evaluate import captioned, labelled
@@ -64,8 +65,8 @@ def validation_pictures(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...
     """
     data = make_config(read_settings(folder / "config.yaml"), complete=True).data
     find = labelled if run.tokenizer is None else captioned
-    images = None if run.tokenizer is None else data.images
-    return find(folder, data.data, "val", images, run.classes, lambda _note: None), data.data
+    asked = Asked(data.data, data.images, split="val")
+    return find(folder, asked, run.classes, lambda _note: None), data.data
 
 
 def spread(count: int, most: int) -> list[int]:

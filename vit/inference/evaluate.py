@@ -4,6 +4,7 @@ So the top-1 of `vit evaluate` is exactly the one counted from `vit predict` on 
 the captions that it scores are those that `vit predict` writes.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -14,14 +15,16 @@ import torch
 
 from vit.data.caption_lists import find_lists
 from vit.data.captions import open_captioned
+from vit.data.label_lists import is_list
 from vit.data.samples import Sample
-from vit.data.sources import open_labelled, relative, resolve
+from vit.data.sources import Asked, open_labelled, relative, resolve
 from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.generation.search import Search
 from vit.inference.evaluate_captions import measure_captions
 from vit.inference.network import Views
 from vit.inference.predictor import Answer, PathLike, Predictor
+from vit.settings import make_config, read_settings
 from vit.weights.folder import LoadedRun
 
 SPLIT_FILE = "split.json"
@@ -29,7 +32,7 @@ SPLIT_FILE = "split.json"
 
 def evaluate(
     model: PathLike | LoadedRun,
-    data: str,
+    data: str | Asked,
     *,
     split: str = "val",
     images: str | None = None,
@@ -52,9 +55,8 @@ def evaluate(
 
     Args:
         model: A run folder or any other source of weights with a head, or one that is loaded.
-        data: A folder of labelled pictures, for a captioner captions, or a built-in set.
-        split: Which of its parts; `val` is the first validation folder or list there is.
-        images: Folder that the file names in lists of captions are relative to.
+        data: A folder or list of labelled pictures or captions, a built-in set, or an Asked.
+        split, images: As for Asked, which has them as well; `val` is the first validation part.
         device, batch_size and so on, up to compile: As for Predictor.
         say, progress: Receive notes; and the pictures done and of how many, after each batch.
 
@@ -75,22 +77,20 @@ def evaluate(
         compile=compile,
         say=say,
     )
-    samples = find_samples(predictor, model, data, split=split, images=images, say=say)
-    return measured(predictor, samples, say, progress, where=data)
+    asked = data if isinstance(data, Asked) else Asked(data, images, split=split)
+    samples = find_samples(predictor, model, asked, say)
+    return measured(predictor, samples, say, progress, where=asked.data)
 
 
 def find_samples(
     predictor: Predictor,
     model: PathLike | LoadedRun,
-    data: str,
-    *,
-    split: str,
-    images: str | None,
+    asked: Asked,
     say: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The pictures that the network of `predictor` is measured on; arguments as for `evaluate`."""
+    """The pictures that the network of `predictor` is measured on."""
     find = labelled if predictor.speaker is None else captioned
-    return find(model, data, split, images, predictor.classes, say)
+    return find(model, asked, predictor.classes, say)
 
 
 def measured(
@@ -126,19 +126,25 @@ def measured(
 
 def captioned(
     model: PathLike | LoadedRun,
-    data: str,
-    split: str,
-    images: str | None,
+    asked: Asked,
     classes: tuple[str, ...],
     say: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The pictures that a captioner is measured on; `say` receives notes about them."""
+    """The pictures that a captioner is measured on; `say` receives notes about them.
+
+    Raises:
+        ConfigError: A setting is one of lists of classes.
+    """
+    for name in ("image_column", "label_column", "allow_outside"):
+        if value := getattr(asked, name):
+            raise ConfigError(f"{name}={value!r}: not for lists of captions; leave it out")
+    data, images = asked.data, asked.images
     held_out: list[str] = []
     if not isinstance(model, LoadedRun) and (folder_of(model) / SPLIT_FILE).is_file():
         root = find_lists(data).root if images is None else Path(images)
         held_out = held_out_pictures(folder_of(model), data, root)
     samples, notes = open_captioned(
-        data, split=split, images=images, held_out=held_out, classes=classes
+        data, split=asked.split or "val", images=images, held_out=held_out, classes=classes
     )
     for note in notes:
         say(note)
@@ -147,24 +153,46 @@ def captioned(
 
 def labelled(
     model: PathLike | LoadedRun,
-    data: str,
-    split: str,
-    images: str | None,
+    asked: Asked,
     classes: tuple[str, ...],
     say: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The pictures that a classifier is measured on; `say` receives notes about them.
+    """The pictures that a classifier is measured on; `say` receives notes about them."""
 
-    Raises:
-        ConfigError: `images` is given: there is no list whose names it could explain.
-    """
-    if images is not None:
-        raise ConfigError(f"images={images!r}: a classifier reads no lists; leave it out")
-    held_out = () if isinstance(model, LoadedRun) else held_out_pictures(folder_of(model), data)
-    samples, notes = open_labelled(data, split=split, classes=classes, held_out=held_out)
+    def held_out(root: Path) -> list[str]:
+        ours = None if isinstance(model, LoadedRun) else folder_of(model)
+        return [] if ours is None else held_out_pictures(ours, asked.data, root)
+
+    full = as_trained(asked, None if isinstance(model, LoadedRun) else folder_of(model))
+    samples, notes = open_labelled(
+        full, split=asked.split or "val", classes=classes, held_out=held_out
+    )
     for note in notes:
         say(note)
     return samples
+
+
+def as_trained(asked: Asked, run: Path | None) -> Asked:
+    """`asked` with what the training of the run folder `run` said of its data, where left out.
+
+    Which folder the pictures are in, and that they may lie outside of it, is true of its own list.
+    """
+    path = None if run is None else run / "config.yaml"
+    if path is None or not path.is_file():
+        return dataclasses.replace(asked, several=bool(asked.several))
+    config = make_config(read_settings(path), complete=True)
+    data = config.data
+    asked = dataclasses.replace(asked, several="multilabel" in config.training.tasks)
+    if not is_list(asked.data):
+        return asked
+    own = os.path.realpath(data.data) == os.path.realpath(asked.data)
+    return dataclasses.replace(
+        asked,
+        images=asked.images or (data.images if own else None),
+        image_column=asked.image_column or data.image_column,
+        label_column=asked.label_column or data.label_column,
+        allow_outside=asked.allow_outside or (own and data.allow_outside),
+    )
 
 
 def none_measured(failed: list[dict[str, str]]) -> str:

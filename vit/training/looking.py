@@ -12,13 +12,16 @@ from vit.data.captions import open_captions
 from vit.data.checking import check_samples, without
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
-from vit.data.sources import open_splits
+from vit.data.sources import Asked, Fold, named_at, open_splits
 from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, ConfigError
 from vit.training.agreement import on_main
 from vit.training.words import complete_words
 
 Say = Callable[[str], None]
+
+OF_CLASSES = ("image_column", "label_column", "allow_outside", "group", "folds")
+"""Settings of data that captions do not take."""
 
 
 def look_at_data(
@@ -64,13 +67,14 @@ def open_data(config: Config) -> Splits:
     """
     data, training = config.data, config.training
     if not training.captions:
-        return open_splits(
-            data.data,
-            val_share=data.val_share,
-            seed=training.seed,
-            image_column=data.image_column,
-            label_column=data.label_column,
-        )
+        if data.folds is not None and data.fold is None:
+            raise ConfigError(f"folds={data.folds}: one training is of one fold; say which")
+        fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
+        asked = Asked.of(data, several="multilabel" in training.tasks)
+        return open_splits(asked, val_share=data.val_share, seed=training.seed, fold=fold)
+    for name in OF_CLASSES:
+        if value := getattr(data, name):
+            raise ConfigError(f"{name}={value!r}: lists of captions have no such choice; omit it")
     return open_captions(
         data.data,
         images=data.images,
@@ -126,9 +130,12 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
+        classes = not config.training.captions
+        where = named_at(Asked.of(config.data), [bad[0].path]) if classes else {}
+        line = f" ({where[bad[0].path]})" if where else ""
         raise BadImage(
             bad[0].path,
-            f"{bad[0].reason}{more}; mend or delete, or leave such files out with "
+            f"{bad[0].reason}{line}{more}; mend or delete, or leave such files out with "
             "--on-bad-image skip",
         )
     return bad

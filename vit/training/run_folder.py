@@ -175,6 +175,9 @@ def write_start(folder: Path, config: Config, splits: Splits) -> None:
             "root": str(Path(splits.root).resolve()),
             "seed": config.training.seed,
             "val_share": config.data.val_share,
+            "group": config.data.group,
+            "folds": config.data.folds,
+            "fold": config.data.fold,
             "val": [relative(sample.path, splits.root) for sample in splits.val],
         }
         write_text(folder / "split.json", json.dumps(record, indent=1) + "\n")

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.data.samples import Splits
-from vit.data.sources import resolve
+from vit.data.sources import require
 from vit.data.tokenizer import Tokenizer
 from vit.errors import RunError, VitError, printable
 from vit.settings import changed_settings, default_folder
@@ -156,7 +156,7 @@ def look_at_weights(
     if where is None or begun is not None:
         return config, None
     if not config.training.captions:
-        resolve(config.data.data)  # a mistake in DATA is told before anything is fetched
+        require(config.data.data)  # a mistake in DATA is told before anything is fetched
     # a preset beside its own dim is a name that some run was given, not the network of a bare file
     model = config.training.model if "model" in given and "dim" not in given else None
     on_main(accelerator, lambda: locate(where))  # one process downloads, the others find the files

@@ -1,0 +1,307 @@
+"""Lists of pictures and their classes: CSV, TSV, lines of JSON, alone or one for each split."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from vit.data.checking import check_samples
+from vit.data.sources import Asked, list_images, named_at, open_labelled, open_splits, relative
+from vit.errors import ConfigError, DataError
+
+NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
+ROWS = [(name, name[0]) for name in NAMES]
+
+
+@pytest.fixture
+def pictures(make_tree):
+    """Ten pictures in a/, ten in b/."""
+    return make_tree({"a": 10, "b": 10})
+
+
+@pytest.fixture
+def write(pictures):
+    """Writes a list beside the pictures."""
+
+    def write(content, name="list.csv", **options):
+        path = pictures / name
+        path.write_text(content, encoding="utf-8", **options)
+        return str(path)
+
+    return write
+
+
+def table(rows=ROWS, header="image,label", end="\n"):
+    return end.join([header, *(",".join(row) for row in rows)]) + end
+
+
+def opened(path, **asked):
+    return open_splits(Asked(str(path), **asked), val_share=0.2, seed=0)
+
+
+def noted(splits, text):
+    return any(text in note for note in splits.notes)
+
+
+def labels_by_name(splits):
+    return {
+        relative(sample.path, splits.root): [splits.classes[n] for n in sample.labels]
+        for sample in (*splits.train, *splits.val)
+    }
+
+
+def records(rows, image="image", label="label"):
+    return "".join(json.dumps({image: name, label: said}) + "\n" for name, said in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("list.csv", table()),
+        ("list.csv", "\ufeff" + table(end="\r\n", header='"File_Name","Class"')),
+        ("list.csv", "\n".join(["path;category", *(f'"{n}";{label}' for n, label in ROWS)])),
+        ("list.tsv", "\n".join(["image\ttags", *("\t".join(row) for row in ROWS)])),
+        ("list.jsonl", records(ROWS, "file_name", "labels")),
+        ("list.ndjson", records([(n, [label]) for n, label in ROWS], "img", "target")),
+    ],
+)
+def test_every_form_gives_what_the_folder_gives(pictures, write, name, content):
+    folder = open_splits(str(pictures), val_share=0.2, seed=0)
+    splits = opened(write(content, name))
+    assert (splits.classes, splits.train, splits.val) == (
+        folder.classes,
+        folder.train,
+        folder.val,
+    )
+    assert splits.made
+    assert not splits.several
+    assert splits.root == pictures
+
+
+def test_columns_may_be_named(write):
+    rows = [(name, "x", label) for name, label in ROWS]
+    path = write(table(rows, "photo,label,breed"))
+    splits = opened(path, image_column="photo", label_column="breed")
+    assert splits.classes == ("a", "b")
+    assert noted(splits, "classes from breed; not used: label")
+
+
+@pytest.mark.parametrize(
+    ("header", "asked", "message"),
+    [
+        ("picture,kind", {}, "line 1: no column of pictures among picture, kind; expected file_"),
+        ("image,kind", {}, "no column of classes among image, kind; expected label, labels"),
+        ("image,caption", {}, "for captions, --task caption"),
+        ("image,label", {"label_column": "lable"}, "lable: no such column.*did you mean label?"),
+        ("image,label", {"image_column": "imag"}, "image_column=imag: .*did you mean image?"),
+        ("image,image", {}, "two columns are called image"),
+    ],
+)
+def test_wrong_columns_are_told_with_those_there(write, header, asked, message):
+    with pytest.raises(DataError, match=message):
+        opened(write(table(header=header)), **asked)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("http://x.org/1.jpg,a", "line 22: .*is a web address; download"),
+        ("../1.jpg,a", "line 22: ../1.jpg leads out of the folder; .*--images.*--allow-outside"),
+        ("a/../../1.jpg,a", "line 22: .*leads out of the folder"),
+        ("/etc/passwd,a", "line 22: /etc/passwd lies outside of .*--images.*--allow-outside"),
+        ("C:\\x\\1.jpg,a", "line 22: .*another computer"),
+        ("a/9.png,b", "line 22: a/9.png has two labels, a and b, the first in line 11"),
+        ("a/99.png,", "line 22: no label; give it one"),
+        ("a/99.png,a|b", "line 22: several labels; --task multilabel"),
+        ("a/99.png,a,b", "line 22: 3 cells, but 2 in the header"),
+        (",a", "line 22: no file name"),
+        ("a/\0.png,a", "line 22: has a NUL byte"),
+        ('"a/1.png,a', "not CSV"),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number(write, line, message):
+    with pytest.raises(DataError, match=message):
+        opened(write(table() + line + "\n"), several=False)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ('{"image": 3, "label": "a"}', "line 21: image: expected a file name"),
+        ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
+        ('{"image": "x.png", "label": 0.5}', "line 21: the label is a number"),
+        ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
+        ('{"image": "x.png"}', "line 21: no label"),
+        ("[1]", "line 21: a list; expected an object"),
+        ("{", "line 21: not JSON"),
+        ('{"image": "x\\u0000.png", "label": "a"}', "line 21: a file name with a NUL"),
+    ],
+)
+def test_a_bad_record_is_told_with_its_line(write, record, message):
+    with pytest.raises(DataError, match=message):
+        opened(write(records(ROWS) + record + "\n", "list.jsonl"))
+
+
+@pytest.mark.parametrize("content", ["", "\n", "image,label\n", "[]", "\xff\x00"])
+def test_nothing_and_damage_are_one_line(write, content):
+    with pytest.raises(DataError) as caught:
+        opened(write(content))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_picture_named_twice_alike_is_taken_once(write):
+    splits = opened(write(table([*ROWS, ROWS[3], ("./a/4.png", "a")])))
+    assert len(splits.train) + len(splits.val) == 20
+    assert noted(splits, "left out 2 lines that name a picture again")
+
+
+def test_numbers_are_names(write):
+    rows = [(name, int(label == "b") * 10) for name, label in ROWS]
+    assert opened(write(records(rows), "list.jsonl")).classes == ("0", "10")
+    rows = [(name, float(label == "b")) for name, label in ROWS]
+    assert opened(write(records(rows), "list.jsonl")).classes == ("0", "1")
+
+
+@pytest.mark.parametrize("mark", ["|", ";", " | "])
+def test_cells_of_several_labels_make_a_set_of_several(write, mark):
+    rows = [*ROWS[:18], (NAMES[18], f"a{mark}b"), (NAMES[19], "")]
+    splits = opened(write(table(rows)))
+    assert splits.several
+    found = labels_by_name(splits)
+    assert found[NAMES[18]] == ["a", "b"]
+    assert found[NAMES[19]] == []
+    assert found[NAMES[0]] == ["a"]
+    assert {sample.label for sample in splits.train} == {-1}
+    same = opened(
+        write(records([(n, said.replace(" ", "").split(mark.strip())) for n, said in rows[:19]]))
+    )
+    assert labels_by_name(same) == {n: f for n, f in found.items() if n != NAMES[19]}
+
+
+def test_a_text_in_json_is_one_label(write):
+    rows = [*ROWS[:18], (NAMES[18], "a|b"), (NAMES[19], "a|b")]
+    assert opened(write(records(rows), "list.jsonl")).classes == ("a", "a|b", "b")
+
+
+def test_one_line_a_label_is_several_where_asked(write):
+    content = table([*ROWS, (NAMES[0], "b")])
+    splits = opened(write(content), several=True)
+    assert labels_by_name(splits)[NAMES[0]] == ["a", "b"]
+    with pytest.raises(DataError, match="two labels, a and b"):
+        opened(write(content))
+    with pytest.raises(DataError, match="several labels; --task multilabel"):
+        opened(write(table([*ROWS, ("a/99.png", "a|b")])), several=False)
+
+
+def test_a_column_splits_in_any_case(write):
+    words = ["Train"] * 7 + ["VALID", "test", "unseen"]
+    rows = [(name, label, words[n % 10]) for n, (name, label) in enumerate(ROWS)]
+    path = write(table(rows, "image,label,split"))
+    splits = opened(path)
+    assert not splits.made
+    assert [relative(s.path, splits.root) for s in splits.val] == ["a/7.png", "b/7.png"]
+    assert len(splits.train) == 14
+    for split, number in (("test", 8), ("unseen", 9), ("valid", 7), ("val", 7)):
+        samples, _ = open_labelled(path, split=split, classes=["b", "a"])
+        assert [relative(s.path, splits.root) for s in samples] == [
+            f"b/{number}.png",
+            f"a/{number}.png",
+        ]
+    with pytest.raises(DataError, match="no validation split; it has train, valid, test"):
+        open_labelled(path, split="validation", classes=["a", "b"])
+    bad = write(table([*rows, ("a/99.png", "a", "trian")], "image,label,split"))
+    with pytest.raises(DataError, match=r"line 22: split is 'trian'; .*did you mean train"):
+        opened(bad)
+
+
+def test_lists_of_a_folder_split(write, pictures):
+    write(table(ROWS[:8] + ROWS[10:18]), "train.csv")
+    write(records(ROWS[8:9] + ROWS[18:19]), "val.jsonl")
+    write("id,a\n1,2\n", "sample_submission.csv")
+    splits = opened(pictures)
+    assert not splits.made
+    assert (len(splits.train), len(splits.val)) == (16, 2)
+    assert noted(splits, "read the lists train.csv, val.jsonl")
+    assert noted(splits, "left out lists without a split in their name, or classes: sample_sub")
+    assert noted(splits, "left out 2 pictures that no line of a list names: a/9.png, b/9.png")
+    samples, _ = open_labelled(str(pictures), split="val", classes=splits.classes)
+    assert samples == splits.val
+
+
+def test_class_folders_in_train_go_before_lists(make_tree):
+    root = make_tree({"train/a": 3, "train/b": 3, "val/a": 1, "val/b": 1})
+    (root / "train.csv").write_text(table([("train/a/0.png", "x"), ("train/a/1.png", "y")]))
+    assert opened(root).classes == ("a", "b")
+
+
+def test_the_same_picture_on_both_sides(write, pictures):
+    rows = [(n, label, "val" if "/9" in n else "train") for n, label in ROWS]
+    with pytest.raises(
+        DataError, match=r"line 22: a/9\.png is in two splits, val \(line 11\) and tr"
+    ):
+        opened(write(table([*rows, ("a/9.png", "a", "train")], "image,label,split")))
+    write(table(), "train.csv")
+    write(table([ROWS[0], ("b/../x.png", "b")]), "val.csv")
+    splits = opened(pictures)
+    assert noted(splits, "1 picture in training and in validation (leak): a/0.png")
+
+
+def test_pictures_are_found_beside_the_list_or_where_said(make_tree, tmp_path):
+    root = make_tree({"images/a": 5, "images/b": 5})
+    rows = [(f"{c}/{n}.png", c) for c in "ab" for n in range(5)]
+    path = root / "list.csv"
+    path.write_text(table(rows))
+    found = opened(path)
+    assert found.root == root / "images"
+    far = tmp_path / "far.csv"
+    far.write_text(table(rows))
+    assert opened(far, images=str(root / "images")).train == found.train
+    with pytest.raises(DataError, match="no such folder of images"):
+        opened(far, images=str(root / "nowhere"))
+
+
+def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(write, pictures):
+    here = opened(write(table()))
+    absolute = table([(f"{pictures}/{name}", label) for name, label in ROWS])
+    assert opened(write(absolute)).train == here.train
+    outside = pictures.parent / "outside.png"
+    Image.new("RGB", (4, 4)).save(outside)
+    for name in (str(outside), "../outside.png"):
+        path = write(table([*ROWS, (name, "a")]))
+        splits = opened(path, allow_outside=True)
+        paths = {sample.path for sample in (*splits.train, *splits.val)}
+        assert str(outside) in paths
+        with pytest.raises(DataError, match="--allow-outside"):
+            opened(path)
+    with pytest.raises(ConfigError, match=r"allow_outside: .* is no list"):
+        opened(pictures, allow_outside=True)
+    with pytest.raises(ConfigError, match=r"label_column=.x.: .* is a folder of class folders"):
+        opened(pictures, label_column="x")
+
+
+def test_a_missing_file_is_told_with_its_line(write):
+    path = write(table([*ROWS, ("a/none.png", "a")]))
+    splits = opened(path)
+    bad = check_samples([*splits.train, *splits.val])
+    assert [image.reason for image in bad] == ["no such file"]
+    assert named_at(Asked(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
+
+
+def test_evaluation_takes_what_training_held_out(write):
+    path = write(table())
+    splits = opened(path)
+    held_out = [relative(sample.path, splits.root) for sample in splits.val]
+    samples, notes = open_labelled(
+        path, split="val", classes=splits.classes, held_out=lambda _: held_out
+    )
+    assert samples == splits.val
+    assert "took the 4 pictures that training held out" in notes[0]
+    with pytest.raises(DataError, match="classes that the model does not have: b; rename or rem"):
+        open_labelled(path, split="val", classes=["a"])
+
+
+def test_prediction_takes_the_pictures_of_a_list(write, pictures):
+    path = write(table([("a/3.png", "a"), ("b/1.png", ""), ("a/none.png", "?")]))
+    paths = [str(pictures / name) for name in ("a/3.png", "b/1.png", "a/none.png")]
+    assert list_images([path]) == paths
+    assert list_images([write("path\na/3.png\n", "bare.csv")]) == paths[:1]

@@ -1,0 +1,175 @@
+"""Which pictures are held out: shares of each class, groups on one side, folds."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from vit.data.dividing import divided
+from vit.data.samples import Item, Listed
+from vit.data.sources import Asked, Fold, open_splits, relative
+from vit.data.splitting import deal, find_groups, hold_out, make_units
+from vit.errors import ConfigError, DataError
+
+
+def made(items, val_share=0.2, seed=0, fold=None, group=None, several=False, root="/x", **splits):
+    """(train, val, notes) of items without a split of their own."""
+    parts = splits or {"": items}
+    listed = Listed(root, parts, dict.fromkeys(parts, "x"), several=several, grouped=bool(group))
+    asked = Asked("x", group=group)
+    return divided(listed, asked, val_share=val_share, seed=seed, fold=fold)
+
+
+def drawn(number, labels, seed=0, groups=0):
+    """Items with random sets of labels, unequally frequent, and maybe groups of unequal size."""
+    random = np.random.default_rng(seed)
+    odds = np.geomspace(0.5, 0.02, labels)
+    sizes = random.geometric(0.3, groups) if groups else ()
+    names = np.repeat([f"g{n}" for n in range(groups)], sizes)[:number] if groups else ()
+    return [
+        Item(
+            f"/x/{at}.png",
+            tuple(f"c{n}" for n in np.flatnonzero(random.random(labels) < odds)),
+            str(names[at]) if at < len(names) else "",
+        )
+        for at in range(number)
+    ]
+
+
+def shares(items, part):
+    all_of, here = (Counter(label for i in some for label in i.labels) for some in (items, part))
+    return {label: (here[label], number) for label, number in all_of.items()}
+
+
+def test_each_of_several_labels_gets_its_share():
+    items = drawn(500, 12)
+    train, val, notes = made(items, several=True)
+    assert len(train) + len(val) == 500
+    assert {*train}.isdisjoint(val)
+    for held, number in shares(items, val).values():
+        assert abs(held - 0.2 * number) <= 2
+    none = [item for item in val if not item.labels]
+    assert abs(len(none) - 0.2 * sum(not item.labels for item in items)) <= 2
+    # a draw that does not look at the labels is further off, or this tests nothing
+    apart = np.random.default_rng(1).permutation(500)[:100]
+    blind = shares(items, [items[at] for at in apart])
+    assert max(abs(held - 0.2 * number) for held, number in blind.values()) > 3
+    assert made(items, several=True)[1] == val
+    assert made(items[::-1], several=True)[1] == val[::-1]
+    assert made(items, several=True, seed=1)[1] != val
+    assert notes == [f"no validation folder: held out {len(val)} pictures, 20% of each class"]
+
+
+def test_what_is_there_once_is_learned():
+    items = [Item(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
+    train, val, notes = made(items, several=True)
+    assert {label for item in train for label in item.labels} == {
+        "all",
+        *map("c{}".format, range(40)),
+    }
+    assert len(val) >= 1
+    assert any("held out none of class c1, c10" in note for note in notes)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_groups_stay_on_one_side(several):
+    items = drawn(600, 6, groups=150)
+    if not several:
+        items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
+    train, val, notes = made(items, group="patient", several=several)
+    sides = [{item.group for item in part} - {""} for part in (train, val)]
+    assert not sides[0] & sides[1]
+    assert all(sides)
+    for held, number in shares(items, val).values():
+        assert 0.1 < held / number < 0.34
+    alone = sum(not item.group for item in items)
+    assert any(f"{alone} pictures without a group (patient): each is alone" == n for n in notes)
+    assert made(items, group="patient", several=several)[1] == val
+
+
+def test_uneven_classes_and_lost_ones_are_said():
+    items = [Item(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
+    _, val, notes = made(items, group="g")
+    assert len(val) == 30
+    assert "classes that are held out unevenly, not 20%: c0 50%, c1 50%" in notes
+    items += [Item(f"/x/z{n}.png", ("c2",), "alone") for n in range(9)]
+    train, _, notes = made(items, group="g")
+    assert {"c2"} <= {label for item in train for label in item.labels}
+    assert "held out none of class c2, which is in one picture or group" in notes
+
+
+def test_groups_of_a_pattern():
+    names = ["a/p1_x.png", "b/p1_y.png", "a/p22_z.png", "a/odd.png"]
+    assert find_groups(names, r"p(\d+)_") == ["1", "1", "22", ""]
+    assert find_groups(names, r"p\d+") == ["p1", "p1", "p22", ""]
+    units = make_units([Item(n, ("a",)) for n in names], find_groups(names, "p."), names)
+    assert [unit.members for unit in units] == [(0, 1), (2,), (3,)]
+    with pytest.raises(ConfigError, match="no column of the data, and no regular expression"):
+        find_groups(names, "(")
+    with pytest.raises(DataError, match=r"matches none of 4 paths such as a/p1_x\.png"):
+        find_groups(names, "patient")
+
+
+def test_a_pattern_groups_a_folder(make_tree):
+    root = make_tree({"a": 20, "b": 20})
+    splits = open_splits(Asked(str(root), group=r"/(\d)"), val_share=0.25, seed=0)
+    digits = [{relative(s.path, root)[2] for s in part} for part in (splits.train, splits.val)]
+    assert not digits[0] & digits[1]
+    assert {sample.label for sample in splits.val} == {0, 1}
+
+
+def test_a_group_on_both_sides_of_the_datas_own_split_is_refused():
+    train = [Item(f"/x/t{n}.png", ("a",), f"g{n}") for n in range(4)]
+    val = [Item("/x/v.png", ("a",), "g3"), Item("/x/w.png", ("a",), "")]
+    with pytest.raises(DataError, match=r"x: 1 group \(patient\) in training too: g3; move"):
+        made([], group="patient", train=train, val=val)
+    assert made([], group="patient", train=train[:3], val=val)[1] == val
+
+
+@pytest.mark.parametrize("kind", ["one", "several", "groups"])
+def test_every_picture_is_in_one_fold(kind):
+    items = drawn(300, 5, groups=80 if kind == "groups" else 0)
+    if kind != "several":
+        items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
+    options = {"several": kind == "several", "group": "g" if kind == "groups" else None}
+    parts = [made(items, fold=Fold(n, 5), **options) for n in range(1, 6)]
+    assert sorted(item for _, val, _ in parts for item in val) == sorted(items)
+    for train, val, notes in parts:
+        assert sorted([*train, *val]) == sorted(items)
+        assert abs(len(val) - 60) <= (8 if kind == "groups" else 3)
+        for held, number in shares(items, val).values():
+            assert abs(held - number / 5) <= (0.12 * number + 2 if kind == "groups" else 2)
+        assert "of 5: validates on" in notes[0]
+    if kind == "groups":
+        assert (
+            max(Counter(g for _, val, _ in parts for g in {i.group for i in val} - {""}).values())
+            == 1
+        )
+
+
+def test_folds_that_cannot_be_are_refused():
+    items = [Item(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
+    with pytest.raises(ConfigError, match="the data have validation pictures"):
+        made([], fold=Fold(1, 2), train=items, val=items)
+    with pytest.raises(DataError, match="folds=7: only 6 pictures or groups"):
+        made(items, fold=Fold(1, 7))
+    with pytest.raises(DataError, match="only one picture or group of class c"):
+        made([*items, Item("/x/c.png", ("c",))], fold=Fold(1, 2))
+    train, val, notes = made([], fold=Fold(1, 2), train=items, test=items)
+    assert len(train) == len(val) == 3
+    assert "left out test: no fold sees it; measure on it at the end" in notes
+
+
+def test_dealing_is_as_even_as_it_can_be():
+    items = [Item(f"/x/{n}.png", (f"c{n % 3}",)) for n in range(35)]
+    units = make_units(items, None, [item.path for item in items])
+    counts = Counter(zip(deal(units, (0.25,) * 4, seed=0), [i.labels for i in items], strict=True))
+    assert set(counts.values()) <= {2, 3}
+
+
+def test_a_share_of_one_class_each_is_the_one_of_captions(make_tree):
+    root = make_tree({"a": 10, "b": 5})
+    splits = open_splits(str(root), val_share=0.2, seed=0)
+    tree = {c: [str(root / f"{c}/{n}.png") for n in range(k)] for c, k in (("a", 10), ("b", 5))}
+    _, held = hold_out(tree, val_share=0.2, seed=0, root=root)
+    assert [sample.path for sample in splits.val] == held["a"] + held["b"]

@@ -1,0 +1,118 @@
+"""Cross-validation: every picture is measured once, and what all folds say together."""
+
+import json
+import math
+
+import pytest
+from scipy import stats
+
+from vit.commands.main import main
+from vit.errors import ConfigError, RunError
+from vit.training.folds import interval, t_quantile, train_folds
+from vit.training.train import train
+
+SETTINGS = {"folds": 3, "epochs": 1, "warmup_epochs": 0}
+
+
+@pytest.fixture
+def config(tiny_config, colour_data):
+    return lambda **more: tiny_config(data=str(colour_data / "train"), **{**SETTINGS, **more})
+
+
+def measured(folder):
+    """What the fold in `folder` validated on, as if it were a score."""
+    record = json.loads((folder / "split.json").read_text())
+    return {"count": len(record["val"]), "top1": record["fold"] / 10, "loss": 1.0, "per_class": []}
+
+
+def test_folds_are_runs_of_their_own(config, tmp_path):
+    out = tmp_path / "all"
+    record = train_folds(config(), out, measure=measured)
+    runs = [out / f"fold-{n}" for n in (1, 2, 3)]
+    held = [json.loads((run / "split.json").read_text())["val"] for run in runs]
+    assert sorted(name for names in held for name in names) == sorted(
+        f"{colour}/{n}.png" for colour in ("blue", "green", "red") for n in range(12)
+    )
+    assert all((run / "model.safetensors").is_file() for run in runs)
+    written = json.loads((out / "folds.json").read_text())
+    assert {key: record[key] for key in written} == written
+    assert written["scores"]["2"] == {"count": 12, "top1": 0.2, "loss": 1.0}
+    assert written["mean"] == pytest.approx({"top1": 0.2, "loss": 1.0})
+    assert written["interval"]["top1"] == interval([0.1, 0.2, 0.3], share=True)
+    # each is what `--fold` alone gives
+    alone = train(config(fold=2), tmp_path / "alone")
+    assert (alone.folder / "model.safetensors").read_bytes() == (
+        runs[1] / "model.safetensors"
+    ).read_bytes()
+
+
+def test_finished_folds_are_left_out(config, tmp_path):
+    seen = []
+
+    def stopping(folder):
+        seen.append(folder.name)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return measured(folder)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_folds(config(), tmp_path, measure=stopping)
+    with pytest.raises(RunError, match=r"folds\.json exists: --resume continues it"):
+        train_folds(config(), tmp_path, measure=stopping)
+    with pytest.raises(ConfigError, match=r"lr=0\.1 differs from 0\.003"):
+        train_folds(config(lr=0.1), tmp_path, measure=stopping, resume=True)
+    before = (tmp_path / "fold-1/model.safetensors").stat().st_mtime_ns
+    record = train_folds(config(), tmp_path, measure=stopping, resume=True)
+    assert seen == ["fold-1", "fold-2", "fold-2", "fold-3"]
+    assert list(record["scores"]) == ["1", "2", "3"]
+    assert (tmp_path / "fold-1/model.safetensors").stat().st_mtime_ns == before
+    (tmp_path / "folds.json").write_text("{")
+    with pytest.raises(RunError, match=r"folds\.json is damaged"):
+        train_folds(config(), tmp_path, measure=stopping, resume=True)
+
+
+def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match="time=5m: it would be that of each fold; give --epochs"):
+        train_folds(config(time="5m"), tmp_path / "a", measure=measured)
+    with pytest.raises(ConfigError, match="not for captions"):
+        train_folds(config(task="caption", mixup=0.0, cutmix=0.0), tmp_path / "b", measure=measured)
+    with pytest.raises(ConfigError, match="the data have validation pictures"):
+        train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
+    with pytest.raises(ConfigError, match="one training is of one fold"):
+        train(config(), tmp_path / "d")
+    with pytest.raises(ConfigError, match="fold=4: must be from 1 to folds=3"):
+        config(fold=4)
+
+
+def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
+    out, flags = str(tmp_path), ["--folds", "2", "--group", r"(\d+)\.png", "--epochs", "1"]
+    flags += ["--image-size", "16", "--patch-size", "8", "--dim", "16", "--depth", "1"]
+    flags += ["--num-heads", "2", "--batch-size", "6", "--device", "cpu", "-j", "0"]
+    assert main(["train", str(colour_data / "train"), "--out", out, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[1:]] == [
+        *("fold", "fold", "mean", "95%", "(95%"),
+    ]
+    assert "Nadeau and Bengio" in printed
+    assert main(["train", "--resume", "--out", out]) == 0
+    again = capsys.readouterr()
+    assert again.out == printed
+    assert "fold 2 of 2 is finished" in again.err
+    sides = [json.loads((tmp_path / f"fold-{n}/split.json").read_text())["val"] for n in (1, 2)]
+    numbers = [{name.split("/")[1] for name in side} for side in sides]
+    assert not numbers[0] & numbers[1]
+
+
+@pytest.mark.parametrize("freedom", range(1, 12))
+def test_students_quantiles_are_scipys(freedom):
+    for share in (0.6, 0.95, 0.975, 0.9995):
+        assert t_quantile(share, freedom) == pytest.approx(stats.t.ppf(share, freedom), rel=1e-9)
+
+
+def test_the_interval_is_that_of_nadeau_and_bengio():
+    # k = 5: t(0.975, 4) = 2.776; s = 0.1581; sqrt(1/5 + 1/4) = 0.6708
+    low, high = interval([0.3, 0.4, 0.5, 0.6, 0.7])
+    assert high - 0.5 == pytest.approx(2.7764451 * math.sqrt(0.025) * math.sqrt(0.45), rel=1e-6)
+    assert low + high == pytest.approx(1.0)
+    assert interval([0.9, 1.0], share=True) == [0.0, 1.0]
+    assert interval([0.9]) is None
