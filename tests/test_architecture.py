@@ -25,8 +25,8 @@ ALLOWED = {
     "vit.operators": {"torch"},
     "vit.model": {"torch", "einops", "vit.operators", *LEVEL_0},
     "vit.data": {
-        *NUMERIC, "torchvision", "PIL", "einops", "tokenizers", "datasets", "fsspec", "pyarrow",
-        *LEVEL_0,
+        *NUMERIC, "torchvision", "PIL", "einops", "simplejpeg", "tokenizers",
+        "datasets", "fsspec", "pyarrow", *LEVEL_0,
     },
     "vit.weights": {
         *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
@@ -70,6 +70,7 @@ ONLY = {
     },
     "ray": {"vit/inference/ray_engine.py", "vit/inference/ray_cluster.py"},
     "openvino": {"vit/export/openvino.py", "vit/runtime/openvino.py"},
+    "simplejpeg": {"vit/data/jpeg.py"},
     "sacrebleu": {"vit/evaluation/captions.py"},
     "tokenizers": {"vit/data/tokenizer.py", "vit/data/vocabulary.py"},
     "transformers": {"vit/weights/parity.py"},

@@ -30,12 +30,16 @@ class DataConfig(Section):
     """The only one of the folds to train, from 1; all when left empty."""
     cache: Literal["none", "ram", "disk"] = "none"
     """Keep decoded pictures, at the size that is needed, from the first epoch on."""
+    cache_folder: str | None = None
+    """Where cache=disk keeps them; in the user's cache folder when left empty."""
+    decode: Literal["fast", "exact"] = "fast"
+    """Training crops by torch from JPEGs as small as suffices, or by Pillow from whole ones."""
     val_share: float = 0.2
     """Share of each class held out for validation where the data has no split of its own."""
     on_bad_image: Literal["stop", "skip"] = "stop"
     """What a picture that cannot be read does: stop the run, or be left out and counted."""
     workers: int | None = setting(None, "-j")
-    """Loader processes per device; one a core, at most 8, when left empty."""
+    """Loader processes per device; found by measuring how pictures are read when left empty."""
     batch_size: int = setting(128, "-b")
     """Pictures in one optimiser step, over all devices; auto only finds what accumulate fits."""
     accumulate: int | None = setting(1, "--grad-accum-steps")
@@ -53,6 +57,8 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         self.check_least(1, "batch_size")
+        if self.cache_folder is not None and self.cache != "disk":
+            self.refuse("cache_folder", f"is for cache=disk, and cache={self.cache}")
         if self.workers is not None:
             self.check_least(0, "workers")
         if self.folds is not None:

@@ -8,6 +8,7 @@ before.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vit.data.decoding import read_image
+from vit.data.decoding import read_image, read_pixels
 from vit.data.samples import Sample
 from vit.data.schedule import Key
 from vit.data.seeding import random_seed
-from vit.data.transforms import Transform
+from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import BadImage, printable
 
 if TYPE_CHECKING:
+    from vit.data.cache import Cache
     from vit.data.caption_ids import CaptionIds
 
 
@@ -54,6 +56,7 @@ class ImageDataset(Dataset[Batch]):
         seed: Seed of the run; None where the transform draws nothing.
         words: Tokens of the samples' captions, where they are wanted. In training each epoch draws
             one of a picture's captions; else it is the first.
+        cache: Decoded pictures of the same samples, for a TrainingTransform.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class ImageDataset(Dataset[Batch]):
         *,
         seed: int | None = None,
         words: "CaptionIds | None" = None,
+        cache: "Cache | None" = None,
     ) -> None:
+        self.cache = cache
         # One block of bytes: a list of strings would be copied, page by page, into each process.
         names = [os.fsencode(sample.path) for sample in samples]
         self.names = b"".join(names)
@@ -135,21 +140,29 @@ class ImageDataset(Dataset[Batch]):
 
     def _read(self, key: Key, transform: Transform) -> Tensor | BadImage:
         path = self.path(key.sample)
-        try:
-            image = read_image(path)
-        except BadImage as bad:
-            return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         # Only the CPU's generator: torch.manual_seed would also reset the accelerator's.
         generator = torch.default_generator
         state = generator.get_state()
         try:
             if self.seed is not None:
                 generator.manual_seed(random_seed(self.seed, "augment", *counters(key)))
-            return transform(image)
+            return self._varied(key.sample, path, transform)
+        except BadImage as bad:
+            return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except Exception as error:  # loader processes report no file names by themselves
             raise RuntimeError(f"{printable(path)}: the transform failed: {error}") from error
         finally:
             generator.set_state(state)
+
+    def _varied(self, sample: int, path: str, transform: Transform) -> Tensor:
+        if not isinstance(transform, TrainingTransform):
+            return transform(read_image(path))
+        kept = None if self.cache is None else self.cache.pixels(sample)
+        if kept is not None:
+            return transform.of(lambda _least: kept)
+        if transform.quick:
+            return transform.of(partial(read_pixels, path))
+        return transform(read_image(path))
 
 
 def counters(key: Key) -> tuple[int, ...]:

@@ -12,11 +12,8 @@ half picture, no exception of a parser. What a picture means:
 
 import errno
 import os
-import re
 import stat
 import struct
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, BinaryIO
@@ -25,7 +22,13 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from vit.data.containers import open_member
+from vit.data.jpeg import SCANNED_PIXELS, Pixels, count_scans, decode_jpeg
+from vit.data.silence import QUIET
+from vit.data.strangers import guessed
 from vit.errors import BadImage
+
+Least = Callable[[int, int], tuple[int, int]]
+"""Told (width, height) of a picture, how large (width, height) it must at least be decoded."""
 
 # Only parsers of formats that people keep pictures in; the common ones first.
 FORMATS = (
@@ -47,21 +50,9 @@ UPRIGHT: dict[object, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# What is often found under a picture's name: pattern of the first bytes, what to call it.
-STRANGERS = (
-    (rb"\A....ftyp(hei|hev|mif1|msf1)", "a HEIC picture: convert it to JPEG or PNG"),
-    (rb"\A....ftypavi", "a damaged AVIF picture, or AVIF is missing in this Pillow"),
-    (rb"\A....ftyp", "a video"),
-    (rb"\A(\xff\x0a|\0\0\0\x0cJXL )", "a JPEG XL picture: convert it to JPEG or PNG"),
-    (rb"\A\s*<(!doctype html|html|head)", "a web page, maybe a failed download"),
-    (rb"\A\s*<(\?xml|svg)", "XML or SVG: convert it to PNG"),
-    (rb"\Aversion https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
-    (rb"\A%PDF", "a PDF document"),
-    (rb"\APK\x03\x04", "a ZIP archive: unpack it"),
-    (rb"\A\s*\{", "JSON, maybe a failed download"),
-    (rb"\A(\xff\xd8\xff|\x89PNG|GIF8|RIFF|BM|II\*|MM\0\*)", "damaged from its first bytes on"),
-    (rb"\A[\t\n\r -~]*\Z", "text"),
-)
+ACROSS = {UPRIGHT[number] for number in (5, 6, 7, 8)}
+"""Turns that swap width and height."""
+JPEGS = {"JPEG", "MPO"}
 
 
 def read_image(
@@ -78,10 +69,49 @@ def read_image(
     """
     with _opened(path) as image:
         admit(image.width * image.height)
-        image.load()
+        pixels = _jpeg(image, None)
+        if pixels is None:
+            image.load()
         turn = UPRIGHT.get(_orientation(image))
-        colour = to_rgb(image)
+        colour = to_rgb(image) if pixels is None else Image.fromarray(pixels)
         return colour if turn is None else colour.transpose(turn)
+
+
+def read_pixels(path: str | os.PathLike[str], least: Least) -> Pixels:
+    """The picture in the file `path` as (height, width, 3) bytes: its first frame, upright, RGB.
+
+    Args:
+        path: Of the file.
+        least: Asked before a JPEG is decoded; where that is quicker and no smaller than this, it
+            is decoded at a half, a quarter or an eighth of its size.
+
+    Raises:
+        BadImage: As in `read_image`.
+    """
+    with _opened(path) as image:
+        pixels = None
+        if image.format in JPEGS:
+            turn = UPRIGHT.get(_orientation(image))
+            wide = turn in ACROSS
+            wanted = least(*image.size[::-1]) if wide else least(*image.size)
+            pixels = _jpeg(image, wanted[::-1] if wide else wanted)
+        if pixels is None:
+            image.load()
+            turn = UPRIGHT.get(_orientation(image))
+        elif turn is None:
+            return pixels
+        colour = to_rgb(image) if pixels is None else Image.fromarray(pixels)
+        return np.array(colour if turn is None else colour.transpose(turn))
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of the file `path`, which is not looked into.
+
+    Raises:
+        BadImage: It is no regular file, too long, or cannot be read.
+    """
+    with _named(path) as name, _regular_file(name) as file:
+        return file.read(MAX_BYTES)
 
 
 def count_pixels(path: str | os.PathLike[str]) -> int:
@@ -90,8 +120,18 @@ def count_pixels(path: str | os.PathLike[str]) -> int:
     Raises:
         BadImage: As in `check_header`.
     """
+    width, height = read_size(path)
+    return width * height
+
+
+def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """(width, height) of the picture in `path` as its header says, before it is turned upright.
+
+    Raises:
+        BadImage: As in `check_header`.
+    """
     with _opened(path) as image:
-        return image.width * image.height
+        return image.size
 
 
 def check_header(path: str | os.PathLike[str]) -> None:
@@ -108,15 +148,21 @@ def check_header(path: str | os.PathLike[str]) -> None:
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[ImageFile.ImageFile]:
     """The picture in `path` with its header read; whatever fails inside becomes a BadImage."""
+    with _named(path) as name, QUIET, _regular_file(name) as file, _identified(file) as image:
+        width, height = image.size
+        if width < 1 or height < 1:
+            raise _RefusedError(f"has no pixels: {width} x {height}")
+        if width * height > MAX_PIXELS:
+            raise _RefusedError(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
+        yield image
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The name of `path`; whatever fails inside becomes a BadImage of that name."""
     name = os.fsdecode(path)
     try:
-        with _QUIET, _regular_file(name) as file, _identified(file) as image:
-            width, height = image.size
-            if width < 1 or height < 1:
-                raise _RefusedError(f"has no pixels: {width} x {height}")
-            if width * height > MAX_PIXELS:
-                raise _RefusedError(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
-            yield image
+        yield name
     except BadImage:
         raise
     except _RefusedError as refusal:
@@ -175,9 +221,24 @@ def _identified(file: BinaryIO) -> ImageFile.ImageFile:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         file.seek(0)
-        start = file.read(512)
-        names = (name for pattern, name in STRANGERS if re.match(pattern, start, re.I | re.S))
-        raise _RefusedError(f"not a readable picture ({next(names, 'unknown content')})") from None
+        what = guessed(file.read(512))
+        raise _RefusedError(f"not a readable picture ({what})") from None
+
+
+def _jpeg(image: ImageFile.ImageFile, least: tuple[int, int] | None) -> Pixels | None:
+    """The pixels of an RGB or grey JPEG without a flaw, not yet upright; None for Pillow to read.
+
+    Raises:
+        _RefusedError: It has so many scans that reading it might never end.
+    """
+    if image.format not in JPEGS or image.fp is None:
+        return None
+    image.fp.seek(0)
+    data = image.fp.read(MAX_BYTES)
+    scans = count_scans(data)
+    if scans * image.width * image.height > SCANNED_PIXELS and scans > 1:
+        raise _RefusedError(f"{scans:,} scans of {image.width} x {image.height} pixels: too many")
+    return decode_jpeg(data, least) if image.mode in ("RGB", "L") else None
 
 
 def _check_png(file: IO[bytes]) -> None:
@@ -229,33 +290,3 @@ def _scaled(grey: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         raise _RefusedError(f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}")
     scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))
     return np.asarray(scaled, dtype=np.uint8)
-
-
-class _Quiet:
-    """Silences Pillow's warnings while any thread reads; catch_warnings alone is not for threads.
-
-    They tell of damage that is either harmless or reported as a BadImage, and with `-W error`
-    they would refuse good pictures.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.readers = 0
-        self.filters = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.readers:
-                self.filters = warnings.catch_warnings()
-                self.filters.__enter__()
-                warnings.filterwarnings("ignore", module=r"PIL\.")
-            self.readers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.readers -= 1
-            if not self.readers:
-                self.filters.__exit__(None, None, None)
-
-
-_QUIET = _Quiet()

@@ -25,6 +25,7 @@ from vit.data.transforms import Transform
 from vit.errors import BadImage, DataError
 
 if TYPE_CHECKING:
+    from vit.data.cache import Cache
     from vit.data.caption_ids import CaptionIds
 
 __all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
@@ -49,6 +50,7 @@ class TrainingLoader:
         on_bad_image: `stop` raises a BadImage; `skip` leaves it out and names it in `failed`.
         pin_memory: Put batches where a GPU can fetch them by itself.
         words: Tokens of the samples' captions, where they are wanted.
+        cache: Decoded pictures of the same samples.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class TrainingLoader:
         on_bad_image: OnBadImage = "stop",
         pin_memory: bool = False,
         words: "CaptionIds | None" = None,
+        cache: "Cache | None" = None,
     ) -> None:
         self.schedule = schedule
         self.stream = Stream(schedule, epochs)
         self.feed = Feed(
-            ImageDataset(samples, transform_for, seed=schedule.seed, words=words),
+            ImageDataset(samples, transform_for, seed=schedule.seed, words=words, cache=cache),
             self.stream,
             workers=default_workers(schedule.world_size) if workers is None else workers,
             on_bad_image=on_bad_image,

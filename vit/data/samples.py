@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from vit.data.cache import Cache
     from vit.data.tokenizer import Tokenizer
 
 NO_LABEL = -1
@@ -73,3 +74,5 @@ class Splits:
     """Whether a picture may have several classes, or none: `Sample.labels` has them."""
     tokenizer: "Tokenizer | None" = None
     """Of the captions, where they are to be learned."""
+    cache: "Cache | None" = None
+    """The training pictures decoded, where they are kept so."""

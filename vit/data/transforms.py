@@ -12,10 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config import AugmentConfig
+from vit.data.crops import Box, Crop, Source
 from vit.data.policies import operations
 from vit.data.preprocessing import RESAMPLING, WHOLE_LIMIT, Preprocessing, to_bytes
 
-Box = tuple[float, float, float, float]
 TRIES = 10
 ERASED = (0.02, 1 / 3)
 """Smallest and largest share of a picture that is erased."""
@@ -35,9 +35,11 @@ class Transform(Protocol):
         """RGB picture -> its bytes, (3, height, width)."""
 
 
-def training_transform(config: AugmentConfig, preprocessing: Preprocessing) -> Transform:
+def training_transform(
+    config: AugmentConfig, preprocessing: Preprocessing, *, quick: bool = False
+) -> "TrainingTransform":
     """The random version of `preprocessing`: same size, same interpolation, same mean colour."""
-    return TrainingTransform(config, preprocessing)
+    return TrainingTransform(config, preprocessing, quick=quick)
 
 
 class TrainingTransform:
@@ -47,9 +49,13 @@ class TrainingTransform:
         config: Which of them, and how strong.
         preprocessing: Gives the size, the interpolation, the fill colour, and the geometry where
             crops are off (`min_crop` 1).
+        quick: Crop the quick way, which rounds otherwise; see vit.data.crops.
     """
 
-    def __init__(self, config: AugmentConfig, preprocessing: Preprocessing) -> None:
+    def __init__(
+        self, config: AugmentConfig, preprocessing: Preprocessing, *, quick: bool = False
+    ) -> None:
+        self.quick = quick and config.min_crop < 1 and config.random_crop == "resized"
         self.config = config
         self.preprocessing = preprocessing
         self.image_size = preprocessing.image_size
@@ -57,15 +63,42 @@ class TrainingTransform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """RGB picture -> its bytes, (3, height, width)."""
-        image = self._flipped(self._cropped(image))
+        image = self._varied(self._flipped(self._cropped(image)))
+        return self._erased(to_bytes(image))
+
+    def of(self, source: Source) -> Tensor:
+        """The same draws on the picture of `source` -> its bytes, (3, height, width).
+
+        Args:
+            source: Gives the pixels, once it knows how many of them are needed.
+        """
+        if not self.quick:
+            return self(Image.fromarray(source(lambda width, height: (width, height))))
+        config, size = self.config, self.preprocessing
+        pixels = Crop(self.image_size, size.interpolation, self._box)(source)
+        if config.hflip and _draw(1)[0] < config.hflip:
+            pixels = pixels.flip(2)
+        if config.vflip and _draw(1)[0] < config.vflip:
+            pixels = pixels.flip(1)
+        if config.rotate or config.translate or self.operations:
+            image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+            pixels = to_bytes(self._varied(image))
+        return self._erased(pixels)
+
+    def _varied(self, image: Image.Image) -> Image.Image:
         if self.config.rotate or self.config.translate:
             image = self._moved(image)
         for operation in self.operations:
             image = operation(image)
-        pixels = to_bytes(image)
+        return image
+
+    def _erased(self, pixels: Tensor) -> Tensor:
         if self.config.erase and _draw(1)[0] < self.config.erase:
             erase(pixels, self.preprocessing.mean_colour)
         return pixels
+
+    def _box(self, width: int, height: int) -> Box:
+        return random_box(width, height, self.config.min_crop, self.config.crop_ratio)
 
     def _cropped(self, image: Image.Image) -> Image.Image:
         height, width = self.image_size
@@ -73,8 +106,8 @@ class TrainingTransform:
             return simple_crop(image, width, height, RESAMPLING[self.preprocessing.interpolation])
         if self.config.min_crop == 1:
             return self.preprocessing.fit(image)
-        box = random_box(*image.size, self.config.min_crop, self.config.crop_ratio)
-        return image.resize((width, height), RESAMPLING[self.preprocessing.interpolation], box=box)
+        resample = RESAMPLING[self.preprocessing.interpolation]
+        return image.resize((width, height), resample, box=self._box(*image.size))
 
     def _flipped(self, image: Image.Image) -> Image.Image:
         if self.config.hflip and _draw(1)[0] < self.config.hflip:

@@ -26,7 +26,8 @@ class TransformFor:
     def __call__(self, epoch: int) -> Transform:
         side = picture_side(self.config, epoch, self.config.training.epochs)
         sized = dataclasses.replace(self.preprocessing, image_size=(side, side))
-        return training_transform(self.config.augment, sized)
+        quick = self.config.data.decode == "fast"
+        return training_transform(self.config.augment, sized, quick=quick)
 
 
 def make_schedule(
@@ -72,23 +73,29 @@ def training_loader(run: Training, samples: Sequence[Sample]) -> TrainingLoader:
         TransformFor(config, run.preprocessing),
         make_schedule(config, len(samples), rank=rank, processes=processes, samples=samples),
         epochs=config.training.epochs,
-        workers=config.data.workers,
+        workers=workers_of(run),
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
         words=words_of(run, samples),
+        cache=run.cache,
     )
+
+
+def workers_of(run: Training) -> int | None:
+    """Loader processes: as chosen, or as measured."""
+    return run.workers if run.config.data.workers is None else run.config.data.workers
 
 
 def evaluation_loader(run: Training, samples: Sequence[Sample]) -> EvaluationLoader:
     """This process's share of the validation pictures."""
-    config, accelerator = run.config, run.accelerator
+    accelerator = run.accelerator
     return EvaluationLoader(
         samples,
         run.preprocessing,
         batch_size=micro_batch_size(run),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        workers=config.data.workers,
+        workers=workers_of(run),
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
         words=words_of(run, samples),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.config import Config
+from vit.data.cache import Cache
 from vit.data.loading import Batch
 from vit.data.preprocessing import Preprocessing
 from vit.data.seeding import random_seed
@@ -49,6 +50,10 @@ class Training:
     task: Task = field(default_factory=Classification)
     tokenizer: Tokenizer | None = None
     """Of the captions, where they are learned."""
+    cache: Cache | None = None
+    """The training pictures decoded, where they are kept so."""
+    workers: int | None = None
+    """Loader processes, where nobody chose their number."""
     step: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Pictures left out while training, and why."""

@@ -10,6 +10,7 @@ from vit.settings import flatten
 from vit.training.agreement import on_main
 from vit.training.loop import Step, Training
 from vit.training.progress import Progress, say
+from vit.training.reading import waiting
 from vit.training.routing import unevenness
 from vit.training.run_folder import Metrics, clean_leftovers
 from vit.training.scores import blindness, told, verdict
@@ -29,7 +30,7 @@ class Records:
         self.run = run
         self.folder = folder
         self.main = run.accelerator.is_main_process
-        self.blind = False
+        self.blind = self.waited = False
         self.metrics: Metrics | None = None
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
@@ -107,6 +108,10 @@ class Records:
         if note is not None and not self.blind:  # once, until it looks
             self.tell(note)
         self.blind = note is not None
+        note = waiting(event, self.run.config.data)
+        if note is not None and not self.waited:
+            self.tell(note)
+            self.waited = True
 
     def soup(self, event: dict[str, Any]) -> None:
         """An average of epochs that has been measured."""

@@ -33,6 +33,7 @@ LOCK = ".lock"
 # settings that change how a run goes on, not what it computes
 FREE = {
     *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
+    "cache_folder",
     *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
 }
 

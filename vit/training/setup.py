@@ -148,6 +148,7 @@ def make_training(
         lr_at=schedule,
         task=make_task(config, splits),
         tokenizer=None if splits is None else splits.tokenizer,
+        cache=None if splits is None else splits.cache,
     )
 
 

@@ -29,6 +29,7 @@ from vit.training.interruption import Interruption
 from vit.training.looking import look_at_data
 from vit.training.memory import fit_memory
 from vit.training.progress import teller
+from vit.training.reading import measured_workers, with_cache
 from vit.training.result import TrainingResult
 from vit.training.run_folder import (
     claim_folder,
@@ -91,6 +92,7 @@ def train(
         steps = steps_of_epoch(config, splits, accelerator)
         run = make_training(config, accelerator, config.training.epochs * steps, network, splits)
         run.failed, run.interruption = failed, signals
+        run.workers = measured_workers(run, splits.train)
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
         probed = start_from_probe(run, splits) if fresh and probes(config) else None
         session = Session(run, folder, splits, steps)
@@ -203,6 +205,7 @@ def complete_settings(
     config, splits, failed = look_at_data(config, given, accelerator, tell, begun, known)
     if begun is not None:
         require_same_settings(config, begun)
+    splits = with_cache(config, splits, accelerator, tell)
     with mendable():
         config = fit_memory(config, accelerator, tell, splits)
         config = fit_time(config, splits, accelerator, tell, began=began)

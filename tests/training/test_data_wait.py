@@ -1,0 +1,96 @@
+"""A cache changes nothing about resuming; processes are counted; waiting is told once."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from vit.config import DataConfig
+from vit.errors import ConfigError
+from vit.training import loop, reading
+from vit.training.interruption import Interrupted
+from vit.training.reading import waiting
+from vit.training.train import train
+
+
+def losses(folder) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+@pytest.mark.parametrize("min_crop", [0.3, 1.0])
+def test_a_run_with_a_cache_trains_and_repeats(tiny_config, tmp_path, capsys, min_crop):
+    settings = {"cache": "disk", "cache_folder": str(tmp_path / "cache"), "min_crop": min_crop}
+    config = tiny_config(epochs=2, **settings)
+    train(config, tmp_path / "one")
+    assert "cache: 36 pictures" in capsys.readouterr().err
+    train(config, tmp_path / "two")
+    assert "cache: 36 pictures" not in capsys.readouterr().err
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+
+
+def test_an_interrupted_run_with_a_cache_ends_like_one_that_was_not(
+    tiny_config, tmp_path, monkeypatch
+):
+    def config(workers: int):
+        folder = str(tmp_path / "cache")
+        return tiny_config(
+            epochs=2, cache="disk", cache_folder=folder, min_crop=0.3, workers=workers
+        )
+
+    train(config(0), tmp_path / "whole")
+    steps, original = [], loop.set_lr
+
+    def set_lr(optimizer, lr):
+        steps.append(lr)
+        if len(steps) == 4:  # the first of the second epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(optimizer, lr)
+
+    monkeypatch.setattr(loop, "set_lr", set_lr)
+    with pytest.raises(Interrupted):
+        train(config(0), tmp_path / "parts")
+    train(config(2), tmp_path / "parts", resume=True)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+    with pytest.raises(ConfigError, match="cache='none' differs"):
+        train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
+
+
+def test_a_cache_that_nothing_reads_is_refused(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match="cache_folder='x': is for cache=disk"):
+        tiny_config(cache_folder="x")
+
+
+def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reading, "time_reading", lambda *_: (0.003, 0.001))
+    monkeypatch.setattr(reading, "default_workers", lambda _: 1)
+    train(tiny_config(epochs=2, workers=None), tmp_path / "run")
+    told = capsys.readouterr().err
+    assert "loading: 4.0 ms a picture, 75% of it for its file to come: 4 loader processes" in told
+
+
+def event(share: float, seconds: float) -> dict[str, float]:
+    return {"data_wait": share, "seconds": seconds}
+
+
+def test_waiting_has_advice_that_fits_the_settings():
+    assert waiting(event(0.1, 100), DataConfig()) is None
+    assert waiting(event(0.9, 1), DataConfig()) is None
+    told = waiting(event(0.4, 100), DataConfig())
+    assert told is not None
+    assert told.startswith("note: 40% of the epoch was spent waiting for pictures: --cache ram")
+    for kind in ("disk", "ram"):
+        told = waiting(event(0.4, 100), DataConfig(cache=kind))
+        assert told is not None
+        assert "--cache disk" not in told
+
+
+def test_the_advice_comes_once(tiny_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(reading, "MUCH", -1.0)
+    monkeypatch.setattr(reading, "LEAST_SECONDS", -1.0)
+    train(tiny_config(epochs=2), tmp_path / "run")
+    assert capsys.readouterr().err.count("waiting for pictures") == 1

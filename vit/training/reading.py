@@ -1,0 +1,127 @@
+"""How the training pictures come to the device in time: a cache, processes, and what is said."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from vit.config import Config, DataConfig
+from vit.data.cache import open_cache, side_for
+from vit.data.dataset import ImageDataset
+from vit.data.decoding import read_bytes
+from vit.data.loading import default_workers
+from vit.data.samples import Sample, Splits
+from vit.data.schedule import Key
+from vit.errors import BadImage, ConfigError
+from vit.training.batches import TransformFor
+from vit.training.loop import Training
+from vit.training.progress import teller
+
+PROBED = 32
+"""Pictures that are enough to see how they are read."""
+PROBE_SECONDS = 1.0
+MOST_TIMES = 4
+"""Loader processes of a core at most, however long files take to come."""
+MUCH = 0.15
+"""Share of an epoch spent waiting for data above which there is advice."""
+LEAST_SECONDS = 2.0
+
+
+def with_cache(
+    config: Config, splits: Splits, accelerator: Accelerator, say: Callable[[str], None]
+) -> Splits:
+    """`splits` with its training pictures in a cache, where the settings ask for one.
+
+    All processes of a machine share it: one builds it, and the others wait.
+
+    Raises:
+        DataError: There is no room for it, or it cannot be written.
+        ConfigError: Nothing would be read from it.
+    """
+    data = config.data
+    if data.cache == "none":
+        return splits
+    if config.finetune.method == "probe":
+        raise ConfigError(f"cache={data.cache}: method=probe reads each picture once; leave it out")
+    paths = [sample.path for sample in splits.train]
+    visible = accelerator.is_local_main_process
+    with tqdm(
+        desc="cache", total=len(paths), unit="img", disable=None if visible else True, leave=False
+    ) as bar:
+        cache = open_cache(
+            paths,
+            side=side_for(config.model.image_size, config.augment.min_crop),
+            kind=data.cache,
+            folder=None if data.cache_folder is None else Path(data.cache_folder).expanduser(),
+            threads=max(data.workers or default_workers(1), 1),
+            say=say,
+            advance=bar.update,
+        )
+    accelerator.wait_for_everyone()
+    if data.cache == "ram":
+        cache.forget()
+    return dataclasses.replace(splits, cache=cache)
+
+
+def measured_workers(run: Training, samples: Sequence[Sample]) -> int | None:
+    """Loader processes of this device, from how long some pictures take; None where chosen.
+
+    One a core of its share, and more where they wait for files to come.
+    """
+    if run.config.data.workers is not None or run.config.finetune.method == "probe":
+        return None
+    share = default_workers(run.processes)
+    if run.cache is not None:
+        return share
+    fetch, rest = time_reading(run, samples)
+    workers = share if not rest else min(math.ceil(share * (1 + fetch / rest)), MOST_TIMES * share)
+    if fetch + rest:
+        teller(run.accelerator)(
+            f"loading: {1000 * (fetch + rest):.1f} ms a picture, {fetch / (fetch + rest):.0%} of "
+            f"it for its file to come: {workers} loader processes a device (-j chooses others)"
+        )
+    return workers
+
+
+def time_reading(run: Training, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds that a training picture takes: its file to come, and all that follows."""
+    transform = TransformFor(run.config, run.preprocessing)
+    some = samples[:: max(len(samples) // PROBED, 1)][:PROBED]
+    dataset = ImageDataset(some, transform, seed=0)
+    fetch, rest, done, began = 0.0, 0.0, 0, time.perf_counter()
+    for index, sample in enumerate(some):
+        start = time.perf_counter()
+        if start - began > PROBE_SECONDS:
+            break
+        try:
+            read_bytes(sample.path)
+        except BadImage:  # the run itself will meet it, and say so
+            continue
+        middle = time.perf_counter()
+        dataset[Key(0, index, 0)]
+        if index:  # the first one also imports what it needs
+            fetch, rest, done = (
+                fetch + middle - start,
+                rest + time.perf_counter() - middle,
+                done + 1,
+            )
+    return fetch / max(done, 1), rest / max(done, 1)
+
+
+def waiting(event: Mapping[str, Any], data: DataConfig) -> str | None:
+    """What to do about an epoch that spent much of its time waiting for data, or None."""
+    share, seconds = event["data_wait"], event["seconds"]
+    if share <= MUCH or share * seconds < LEAST_SECONDS:
+        return None
+    ways = {
+        "none": "--cache ram or --cache disk keeps pictures decoded; more loader processes (-j) "
+        "help where cores are idle, and smaller files on a nearer disk where they are not",
+        "disk": "--cache ram is nearer; more loader processes (-j) help where cores are idle",
+        "ram": "more loader processes (-j) help where cores are idle, or fewer augmentations",
+    }
+    return f"note: {share:.0%} of the epoch was spent waiting for pictures: {ways[data.cache]}"
