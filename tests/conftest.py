@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.config import Config, ModelConfig
+from vit.config import Config, ModelConfig, TrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
 from vit.weights.folder import save_model
+from vit.weights.run_config import set_thresholds
 
 # Tensors are tiny here: a second thread waits more than it works, six times as long where cores are
 # shared. Commands that tests start read the variable.
@@ -93,3 +94,48 @@ def png_bomb(side: int) -> bytes:
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     parts = chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
+SEVERAL = 32  # pictures, of 0 to 3 colours each
+
+
+@pytest.fixture(scope="session")
+def several_list(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """list.csv of pictures with bars of any of three colours, or of none; not to be written to."""
+    root, random = tmp_path_factory.mktemp("several"), np.random.default_rng(0)
+    rows = ["image,labels"]
+    for number in range(SEVERAL):
+        pixels = np.full((18, 18, 3), 120) + random.integers(-20, 20, size=(18, 18, 3))
+        names = [name for place, name in enumerate(COLOURS) if number >> place & 1]
+        for place, name in enumerate(COLOURS):
+            if name in names:
+                pixels[:, 6 * place : 6 * place + 6] = COLOURS[name]
+        Image.fromarray(pixels.astype(np.uint8)).save(root / f"{number:02d}.png")
+        rows.append(f"{number:02d}.png,{'|'.join(names)}")
+    (root / "list.csv").write_text("\n".join(rows) + "\n")
+    return root / "list.csv"
+
+
+@pytest.fixture(scope="session")
+def several_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of an untrained network whose pictures may have several classes."""
+    settings = ModelConfig(
+        image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(COLOURS)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build_classifier(settings).eval()
+        torch.nn.init.normal_(model.head.weight, std=0.2)
+        torch.nn.init.constant_(model.head.bias, 0.5)
+    folder = tmp_path_factory.mktemp("runs") / "several"
+    folder.mkdir()
+    save_model(
+        folder,
+        model,
+        config=Config(model=settings, training=TrainingConfig(task="multilabel")),
+        classes=tuple(COLOURS),
+        preprocessing=Preprocessing(image_size=(16, 16)),
+    )
+    set_thresholds(folder, [0.3, 0.5, 0.7])
+    return folder

@@ -144,14 +144,14 @@ def test_missing_files_are_named(run, tmp_path):
 
 def forge(run: Path, change) -> None:
     """Rewrite config.json and sign the weights for it, as an ill-willed writer would."""
-    from vit.weights.folder import CONFIG_DIGEST, _sha256
+    from vit.weights.run_config import CONFIG_DIGEST, sha256
     from vit.weights.tensorfile import read_tensors, write_tensors
 
     content = json.loads((run / "config.json").read_text())
     content = change(content) or content
     (run / "config.json").write_text(json.dumps(content))
     tensors, notes = read_tensors(run / "model.safetensors")
-    notes[CONFIG_DIGEST] = _sha256((run / "config.json").read_bytes())
+    notes[CONFIG_DIGEST] = sha256((run / "config.json").read_bytes())
     write_tensors(run / "model.safetensors", tensors, notes)
 
 

@@ -18,7 +18,6 @@ from vit.version import __version__
 if TYPE_CHECKING:
     from vit.runtime.results import Prediction
 
-TOP_K = 5
 ENGINES = ("torch", "onnx", "openvino", "ray")
 LIBRARIES = {"torch": "torch", "onnx": "onnxruntime", "openvino": "openvino", "ray": "ray"}
 # engine -> endings of what it takes; a folder, or weights by name, has none of them

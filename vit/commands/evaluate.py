@@ -114,6 +114,8 @@ def bar_to(bar: Any, done: int, total: int) -> None:
 
 def told(scores: dict[str, Any]) -> str:
     """The numbers for reading: of captions, of classes, or of both."""
+    if "map" in scores:
+        return several_summary(scores)
     if "bleu4" not in scores:
         return summary(scores)
     captions = caption_summary(scores)
@@ -144,6 +146,35 @@ def caption_summary(scores: dict[str, Any]) -> str:
             f"    says       {printable(row['caption'])}",
             f"    reference  {printable(row['reference'])}",
         ]
+    return "\n".join(lines)
+
+
+def several_summary(scores: dict[str, Any]) -> str:
+    """The numbers of pictures with several classes, with those of lowest average precision last."""
+    interval = scores["map_interval"]
+    between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%})" if interval else ""
+    lines = [
+        f"images             {scores['count']}",
+        f"mAP                {scores['map']:.2%}{between}",
+        f"macro F1           {scores['macro_f1']:.4f}  (each class from its threshold on)",
+        f"micro F1           {scores['micro_f1']:.4f}",
+        f"all classes right  {scores['subset_accuracy']:.2%}",
+        f"wrong decisions    {scores['hamming']:.2%}",
+        f"loss               {scores['loss']:.4f}",
+        f"calibration error  {scores['ece']:.4f}  (mean gap between probability and share of yes)",
+    ]
+    present = [row for row in scores["per_class"] if row["count"]]
+    weakest = sorted(present, key=lambda row: row["average_precision"])[:WEAKEST]
+    width = max([13, *(len(printable(row["label"])) for row in weakest)])
+    lines += ["", f"{'weakest classes':<{width}}  images      AP  precision  recall      f1"]
+    lines += [
+        f"  {printable(row['label']):<{width}}{row['count']:>6}  {row['average_precision']:.4f}  "
+        f"{row['precision']:>9.4f}  {row['recall']:>6.4f}  {row['f1']:.4f}"
+        for row in weakest
+    ]
+    absent = len(scores["per_class"]) - len(present)
+    if absent:
+        lines.append(f"{absent} of the model's classes have no image here")
     return "\n".join(lines)
 
 

@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--validation",
         metavar="DATA",
-        help="labelled pictures on which top-1 of run and file are compared (default: those of "
-        "--calibration)",
+        help="labelled pictures on which top-1 (or mAP) of run and file are compared (default: "
+        "those of --calibration)",
     )
     add(
         "--max-drop",
         type=float,
         metavar="SHARE",
-        help="write no file that loses more of top-1 than this (default: 0.01)",
+        help="write no file that loses more of top-1, or of mAP, than this (default: 0.01)",
     )
     add("--json", metavar="FILE", help="where all that was measured is written as well")
     add("--overwrite", action="store_true", help="replace files that exist")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from vit.commands.combinations import check_processes, check_together, style_of, survives
 from vit.commands.engines import (
     ENGINES,
-    TOP_K,
     Answers,
     check_ray,
     engine_of,
@@ -29,6 +28,7 @@ from vit.commands.output import check_folder, check_output, resolved, say
 from vit.commands.teams import Alone, processes_started, team_here
 from vit.errors import ConfigError, VitError, printable
 from vit.runtime.opening import EXPORTED
+from vit.runtime.results import TOP_K
 
 if TYPE_CHECKING:
     from vit.inference.processes import Team
@@ -79,14 +79,16 @@ def _add_rows(group: Any) -> None:
         *("-k", "--top-k", "--topk"),
         type=whole_number,
         metavar="K",
-        text=f"most probable classes to name (default: {TOP_K})",
+        text=f"most probable classes to name (default: {TOP_K}; where a picture may have several, "
+        "all above their thresholds)",
     )
     _add(
         group,
         "--threshold",
         type=probability,
         metavar="P",
-        text="name no class that is less probable (default: name them all)",
+        text="name no class that is less probable (default: name them all; where a picture may "
+        "have several, each from its own threshold on)",
     )
     _add(
         group,

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from vit.commands.engines import TOP_K, Answers, block_of
+from vit.commands.engines import Answers, block_of
 from vit.commands.output import say
 from vit.commands.teams import Alone
 from vit.errors import ConfigError, printable
-from vit.runtime.results import Layout, Prediction
+from vit.runtime.results import TOP_K, Layout, Prediction
 from vit.runtime.sorting import Sorter, Way
 
 if TYPE_CHECKING:
@@ -55,7 +55,17 @@ class Task:
                     f"{flag}={printable(value)}: this network writes captions and names no "
                     f"classes; {remedy}"
                 )
-        return min(self.args.top_k or TOP_K, len(classes))
+        if self.several and self.args.sort_into is not None:
+            raise ConfigError(
+                f"sort_into={printable(self.args.sort_into)}: this network may name several "
+                "classes of a picture, or none, so no folder is its own; leave it out"
+            )
+        return min(self.args.top_k or (len(classes) if self.several else TOP_K), len(classes))
+
+    @property
+    def several(self) -> bool:
+        """Whether a picture may have several classes, or none, by thresholds of their own."""
+        return getattr(self.predictor, "thresholds", None) is not None
 
     @property
     def block(self) -> int:
@@ -66,7 +76,7 @@ class Task:
     def layout(self) -> Layout:
         """What rows look like."""
         predictor = self.predictor
-        return Layout(self.top_k, predictor.classes, self.images, predictor.n_best)
+        return Layout(self.top_k, predictor.classes, self.images, predictor.n_best, self.several)
 
     def sorter(self) -> Sorter | None:
         """What puts pictures into folders, if anything does."""
@@ -84,6 +94,7 @@ class Task:
 
     def answers(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Of `images`, of which the first has the number `first` in the list."""
+        more = {"threshold": self.args.threshold} if self.several else {}
         if self.args.explain is not None:
             from vit.inference.drawing import check_drawable, explained
             from vit.inference.predictor import Predictor
@@ -91,11 +102,11 @@ class Task:
             assert isinstance(self.predictor, Predictor), "an exported network explains nothing"
             check_drawable(self.predictor)
             folder = self.args.explain
-            found = explained(self.predictor, images, folder, top_k=self.top_k, say=note)
+            found = explained(self.predictor, images, folder, top_k=self.top_k, say=note, **more)
         elif first and draws(self.args):
             found = self.predictor.stream(images, top_k=max(self.top_k, 1), first=first)
         else:
-            found = self.predictor.stream(images, top_k=max(self.top_k, 1))
+            found = self.predictor.stream(images, top_k=max(self.top_k, 1), **more)
         return (above(prediction, self.args.threshold) for prediction in found)
 
 

@@ -50,6 +50,7 @@ class Config:
         self._check_captions()
         self._check_balance()
         self._check_repeats()
+        self._check_probe()
         if isinstance(self.model, ChosenModel):
             if self.finetune.weights is not None:
                 return
@@ -79,10 +80,6 @@ class Config:
                             f"{name}={chosen!r}: captions alone read it; add --task caption"
                         )
             return
-        if self.finetune.method == "probe" or self.finetune.probe_first:
-            name = "method" if self.finetune.method == "probe" else "probe_first"
-            value = getattr(self.finetune, name)
-            raise ConfigError(f"{name}={value}: a probe fits classes; use method=linear or full")
         if self.augment.mixes:
             raise ConfigError(
                 "mixup and cutmix mix labels, and captions cannot be mixed: leave them out"
@@ -108,6 +105,16 @@ class Config:
                 f"repeats={repeats} fills batch_size={batch_size} with one picture, and MixUp and "
                 "CutMix mix different ones; use fewer repeats"
             )
+
+    def _check_probe(self) -> None:
+        """Refuse the fit of a head to classes where no head, or another kind, is learned."""
+        if self.training.task == "classify":
+            return
+        if self.finetune.method == "probe" or self.finetune.probe_first:
+            name = "method" if self.finetune.method == "probe" else "probe_first"
+            value = getattr(self.finetune, name)
+            why = "one class a picture" if self.training.several else "classes"
+            raise ConfigError(f"{name}={value}: a probe fits {why}; use method=linear or full")
 
     def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size

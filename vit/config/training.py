@@ -94,7 +94,12 @@ class TrainingConfig(Section):
     @property
     def classifies(self) -> bool:
         """Whether the network learns classes."""
-        return "classify" in self.tasks
+        return self.several or "classify" in self.tasks
+
+    @property
+    def several(self) -> bool:
+        """Whether a picture may have several classes, or none."""
+        return self.task == "multilabel"
 
     @property
     def seconds(self) -> float | None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from vit.data.decoding import check_header
 from vit.data.folders import count, some
 from vit.data.samples import Sample, Splits
+from vit.data.several import labels_of
 from vit.errors import BadImage, DataError, printable
 
 THREADS = 8
@@ -39,7 +40,7 @@ def without(splits: Splits, bad: Sequence[BadImage]) -> Splits:
         tuple(sample for sample in part if sample.path not in paths)
         for part in (splits.train, splits.val)
     )
-    left = {sample.label for sample in train}
+    left = {label for sample in train for label in labels_of(sample)}
     gone = [printable(name) for label, name in enumerate(splits.classes) if label not in left]
     if gone:
         raise DataError(f"no training picture of class {some(gone)} can be read: {names}")

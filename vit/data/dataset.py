@@ -20,6 +20,7 @@ from vit.data.decoding import read_image, read_pixels
 from vit.data.samples import Sample
 from vit.data.schedule import Key
 from vit.data.seeding import random_seed
+from vit.data.several import MultiHot, labels_of
 from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import BadImage, printable
 
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
     images: Tensor
     """Bytes, (batch, 3, height, width)."""
     labels: Tensor
-    """Classes, (batch,)."""
+    """Classes, (batch,); where a picture may have several, bytes of 0 and 1, (batch, classes)."""
     indices: Tensor
     """Which samples, (batch,)."""
     positions: Tensor
@@ -57,6 +58,8 @@ class ImageDataset(Dataset[Batch]):
         words: Tokens of the samples' captions, where they are wanted. In training each epoch draws
             one of a picture's captions; else it is the first.
         cache: Decoded pictures of the same samples, for a TrainingTransform.
+        classes: How many there are, where a picture may have several or none; labels are then rows
+            of 0 and 1.
     """
 
     def __init__(
@@ -67,13 +70,18 @@ class ImageDataset(Dataset[Batch]):
         seed: int | None = None,
         words: "CaptionIds | None" = None,
         cache: "Cache | None" = None,
+        classes: int | None = None,
     ) -> None:
         self.cache = cache
         # One block of bytes: a list of strings would be copied, page by page, into each process.
         names = [os.fsencode(sample.path) for sample in samples]
         self.names = b"".join(names)
         self.ends = np.cumsum([0, *map(len, names)])
-        self.labels = torch.tensor([sample.label for sample in samples])
+        self.labels: Tensor | MultiHot = (
+            torch.tensor([sample.label for sample in samples])
+            if classes is None
+            else MultiHot(map(labels_of, samples), classes)
+        )
         self.transform_for = transform_for
         self.seed = seed
         self.words = words

@@ -51,6 +51,7 @@ class TrainingLoader:
         pin_memory: Put batches where a GPU can fetch them by itself.
         words: Tokens of the samples' captions, where they are wanted.
         cache: Decoded pictures of the same samples.
+        classes: How many there are, where a picture may have several; as for `ImageDataset`.
     """
 
     def __init__(
@@ -65,11 +66,19 @@ class TrainingLoader:
         pin_memory: bool = False,
         words: "CaptionIds | None" = None,
         cache: "Cache | None" = None,
+        classes: int | None = None,
     ) -> None:
         self.schedule = schedule
         self.stream = Stream(schedule, epochs)
         self.feed = Feed(
-            ImageDataset(samples, transform_for, seed=schedule.seed, words=words, cache=cache),
+            ImageDataset(
+                samples,
+                transform_for,
+                seed=schedule.seed,
+                words=words,
+                cache=cache,
+                classes=classes,
+            ),
             self.stream,
             workers=default_workers(schedule.world_size) if workers is None else workers,
             on_bad_image=on_bad_image,
@@ -124,6 +133,7 @@ class EvaluationLoader:
         on_bad_image: As in `TrainingLoader`.
         pin_memory: As in `TrainingLoader`.
         words: As in `TrainingLoader`.
+        classes: As in `TrainingLoader`.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class EvaluationLoader:
         on_bad_image: OnBadImage = "skip",
         pin_memory: bool = False,
         words: "CaptionIds | None" = None,
+        classes: int | None = None,
     ) -> None:
         self.samples = samples
         self.rounds = math.ceil(len(range(0, len(samples), world_size)) / batch_size)
@@ -146,7 +157,7 @@ class EvaluationLoader:
         keys = [Key(0, sample, place) for place, sample in enumerate(samples_here)]
         self.keys = [keys[at : at + batch_size] for at in range(0, len(keys), batch_size)]
         workers = default_workers(world_size) if workers is None else workers
-        dataset = ImageDataset(samples, Always(preprocessing), words=words)
+        dataset = ImageDataset(samples, Always(preprocessing), words=words, classes=classes)
         self.empty = dataset.empty(preprocessing)
         """A batch without pictures, for a device that has run out of them."""
         self.feed = Feed(

@@ -109,9 +109,7 @@ def headline(
     name: str, facts: RunFacts, scores: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]
 ) -> Html:
     """The one number, what it was counted on, and what produced it."""
-    model, training = facts.config.model, facts.config.training
     low, high = scores["top1_interval"]
-    seconds = sum(event["seconds"] for event in epochs)
     tiles = {
         f"best of {plural(len(epochs), 'epoch')}": facts.epoch,
         **({"soup of epochs": ", ".join(map(str, facts.soup))} if facts.soup else {}),
@@ -124,17 +122,7 @@ def headline(
     }
     return join(
         tag("h1", called(name)),
-        tag(
-            "p",
-            f"Vision Transformer of {magnitude(facts.parameters)} parameters (preset "
-            f"{training.model}): pictures of {model.image_size} px in patches of "
-            f"{model.patch_size}, {model.depth} blocks of width {model.dim} with "
-            f"{plural(model.num_heads, 'head')}. Trained on "
-            f"{plural(facts.train_images, 'picture')} of ",
-            tag("code", called(facts.config.data.data)),
-            f" for {plural(len(epochs), 'epoch')}, {duration(seconds)} on {facts.machine}.",
-            class_="soft",
-        ),
+        trained(facts, epochs),
         tag(
             "div",
             tag("b", percent(scores["top1"])),
@@ -147,6 +135,23 @@ def headline(
             class_="tiles",
         ),
         caution(facts, scores),
+    )
+
+
+def trained(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
+    """What network it is, and what it was trained on, for how long."""
+    model, training = facts.config.model, facts.config.training
+    seconds = sum(event["seconds"] for event in epochs)
+    return tag(
+        "p",
+        f"Vision Transformer of {magnitude(facts.parameters)} parameters (preset "
+        f"{training.model}): pictures of {model.image_size} px in patches of "
+        f"{model.patch_size}, {model.depth} blocks of width {model.dim} with "
+        f"{plural(model.num_heads, 'head')}. Trained on "
+        f"{plural(facts.train_images, 'picture')} of ",
+        tag("code", called(facts.config.data.data)),
+        f" for {plural(len(epochs), 'epoch')}, {duration(seconds)} on {facts.machine}.",
+        class_="soft",
     )
 
 
@@ -174,26 +179,38 @@ def caution(facts: RunFacts, scores: Mapping[str, Any]) -> Html:
     )
 
 
-def learning(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
-    """Curves over epochs, and the numbers behind them."""
+def learning(
+    facts: RunFacts,
+    epochs: Sequence[Mapping[str, Any]],
+    score: tuple[str, str] = ("val_top1", "Top-1"),
+) -> Html:
+    """Curves over epochs of the losses and of a score, by its key and name; and their numbers."""
+    key, name = score
     numbers_of = [int(event["epoch"]) for event in epochs]
     loss = [
         Curve("training", "train", [event["train_loss"] for event in epochs]),
         Curve("validation", "val", [event["val_loss"] for event in epochs]),
     ]
-    top1 = [Curve("validation", "val", [event["val_top1"] for event in epochs])]
+    shares = [Curve("validation", "val", [event[key] for event in epochs])]
     rows = [
         numbers(
             event["epoch"],
             f"{event['train_loss']:.4f}",
             f"{event['val_loss']:.4f}",
-            percent(event["val_top1"]),
+            percent(event[key]),
             f"{event['lr']:.2e}",
             f"{event['images_per_second']:,.0f}",
         )
         for event in epochs
     ]
-    heads = ("epoch", "training loss", "validation loss", "top-1", "lr", "pictures/s")
+    heads = (
+        "epoch",
+        "training loss",
+        "validation loss",
+        name[0].lower() + name[1:],
+        "lr",
+        "pictures/s",
+    )
     head = [tag("th", text, class_="n") for text in heads]
     return tag(
         "section",
@@ -201,7 +218,7 @@ def learning(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
         tag(
             "div",
             tag("figure", curves("Loss", numbers_of, loss, best=facts.epoch)),
-            tag("figure", curves("Top-1", numbers_of, top1, best=facts.epoch, unit="%")),
+            tag("figure", curves(name, numbers_of, shares, best=facts.epoch, unit="%")),
             class_="pair",
         ),
         tag(

@@ -1,8 +1,10 @@
-"""What a file loses: top-1 of the run and of the file on the same labelled pictures."""
+"""What a file loses: top-1 of the run and of the file on the same labelled pictures.
+
+Where a picture may have several classes it is the mean average precision.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,9 @@ from PIL import Image
 
 from vit.data.decoding import read_image
 from vit.data.samples import Sample
+from vit.data.several import MultiHot, labels_of
 from vit.errors import BadImage, DataError, VitError, printable
+from vit.evaluation.several_metrics import average_precisions, mean_of_known
 from vit.runtime.greedy import Array
 from vit.runtime.session import Session
 from vit.weights.folder import LoadedRun
@@ -23,10 +27,11 @@ class Accuracy:
     Args:
         count: Pictures that could be read.
         failed: Pictures that could not.
-        before: Top-1 of the run.
-        after: Top-1 of the file.
-        agreement: Share of pictures for which both say the same class.
+        before: Top-1 of the run, or what `score` says.
+        after: The same of the file.
+        agreement: Share of pictures for which both say the same class, or the same classes.
         difference: Largest difference of two probabilities.
+        score: What was measured: top-1 or mAP.
     """
 
     count: int
@@ -35,10 +40,11 @@ class Accuracy:
     after: float
     agreement: float
     difference: float
+    score: str = "top-1"
 
     @property
     def drop(self) -> float:
-        """Share of top-1 that the file loses."""
+        """Share of the score that the file loses."""
         return self.before - self.after
 
     def check(self, max_drop: float, name: str) -> None:
@@ -47,10 +53,12 @@ class Accuracy:
         Raises:
             VitError: It does.
         """
-        lost = round(self.drop * self.count) / self.count  # as a share of whole pictures
+        lost = self.drop
+        if self.score == "top-1":
+            lost = round(self.drop * self.count) / self.count  # as a share of whole pictures
         if lost > max_drop:
             raise VitError(
-                f"{printable(name)} would lose {lost:.2%} of top-1 ({self.before:.2%} to "
+                f"{printable(name)} would lose {lost:.2%} of {self.score} ({self.before:.2%} to "
                 f"{self.after:.2%} on {self.count} pictures), more than max_drop={max_drop:g}; "
                 "nothing was written; calibrate with more pictures, or choose another precision"
             )
@@ -58,9 +66,10 @@ class Accuracy:
     def line(self) -> str:
         """For people."""
         left_out = f"; {self.failed} could not be read" if self.failed else ""
+        answer = "class" if self.score == "top-1" else "classes"
         return (
-            f"top-1: run {self.before:.2%}, file {self.after:.2%}, on {self.count} pictures "
-            f"(same class on {self.agreement:.2%}, probabilities within {self.difference:.2g}"
+            f"{self.score}: run {self.before:.2%}, file {self.after:.2%}, on {self.count} pictures "
+            f"(same {answer} on {self.agreement:.2%}, probabilities within {self.difference:.2g}"
             f"{left_out})"
         )
 
@@ -72,7 +81,7 @@ def compare(run: LoadedRun, session: Session, samples: Sequence[Sample]) -> Accu
         DataError: Not one picture can be read.
         VitError: The file gives numbers that are none.
     """
-    rows: list[tuple[Any, Any, int]] = []
+    rows: list[tuple[Array, Array, Sample]] = []
     for sample, image in readable(samples):
         theirs = session({"images": np.asarray(image)[None]})[0][0]
         if not np.isfinite(theirs).all():
@@ -80,20 +89,46 @@ def compare(run: LoadedRun, session: Session, samples: Sequence[Sample]) -> Accu
                 f"{printable(sample.path)}: the exported network overflows; nothing was written; "
                 "choose precision fp32"
             )
-        rows.append((probabilities(run, image), theirs, sample.label))
+        rows.append((probabilities(run, image), theirs, sample))
     if not rows:
         raise DataError(f"none of {len(samples)} pictures can be read; choose other data")
-    ours, theirs = (np.stack([row[side] for row in rows]) for side in (0, 1))
-    labels = np.array([row[2] for row in rows])
-    said = ours.argmax(1), theirs.argmax(1)
+    ours = np.stack([row[0] for row in rows])
+    theirs = np.stack([row[1] for row in rows])
+    seen = [row[2] for row in rows]
+    score = right if run.thresholds is None else precision
+    said = [answers(side, run.thresholds) for side in (ours, theirs)]
     return Accuracy(
         count=len(rows),
         failed=len(samples) - len(rows),
-        before=float((said[0] == labels).mean()),
-        after=float((said[1] == labels).mean()),
-        agreement=float((said[0] == said[1]).mean()),
+        before=score(ours, seen),
+        after=score(theirs, seen),
+        agreement=float((said[0] == said[1]).all(axis=1).mean()),
         difference=float(np.abs(ours - theirs).max()),
+        score="top-1" if run.thresholds is None else "mAP",
     )
+
+
+def answers(probabilities: Array, thresholds: tuple[float, ...] | None) -> Array:
+    """The best class of each picture, (pictures, 1), or which it has, (pictures, classes)."""
+    said: Array = (
+        probabilities.argmax(1)[:, None]
+        if thresholds is None
+        else probabilities >= np.array(thresholds)
+    )
+    return said
+
+
+def right(probabilities: Array, samples: Sequence[Sample]) -> float:
+    """Top-1."""
+    labels = np.array([sample.label for sample in samples])
+    return float((probabilities.argmax(1) == labels).mean())
+
+
+def precision(probabilities: Array, samples: Sequence[Sample]) -> float:
+    """Mean average precision."""
+    targets = MultiHot(map(labels_of, samples), probabilities.shape[1])
+    every = targets[torch.arange(len(samples))]
+    return mean_of_known(average_precisions(torch.from_numpy(probabilities), every))
 
 
 def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:
@@ -110,5 +145,6 @@ def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:
 def probabilities(run: LoadedRun, image: Image.Image) -> Array:
     """What torch says of one picture, in float32."""
     floats = run.preprocessing.normalise(run.preprocessing(image).unsqueeze(0))
-    said: Array = run.model(floats).softmax(dim=1)[0].numpy()
+    logits = run.model(floats)
+    said: Array = (logits.softmax(1) if run.thresholds is None else logits.sigmoid())[0].numpy()
     return said

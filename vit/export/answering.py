@@ -31,17 +31,27 @@ class Said:
         probabilities: Of the run's classes, (classes,) float64; of none from a mere captioner.
         caption: What it writes, or None.
         likelihood: The probability of the caption, by the network.
+        thresholds: From which a class is named, where a picture may have several; or None.
     """
 
     probabilities: Array
     caption: str | None = None
     likelihood: float = 1.0
+    thresholds: tuple[float, ...] | None = None
 
-    def agrees(self, other: "Said") -> bool:
-        """Whether both name the same class first, and write the same."""
+    def agreement(self, other: "Said") -> float:
+        """1 where both name the same class first, and write the same; else 0.
+
+        Where a picture may have several classes, the share that both name of those that one does.
+        """
         first, second = (one.probabilities for one in (self, other))
-        return self.caption == other.caption and (
-            not len(first) or bool(first.argmax() == second.argmax())
+        if self.thresholds is not None and other.thresholds is not None:
+            ours, theirs = first >= self.thresholds, second >= other.thresholds
+            named = (ours | theirs).sum()
+            return float((ours & theirs).sum() / named) if named else 1.0
+        return float(
+            self.caption == other.caption
+            and (not len(first) or bool(first.argmax() == second.argmax()))
         )
 
     def difference(self, other: "Said") -> float:
@@ -84,34 +94,54 @@ def _see(run: LoadedRun, pixels: Tensor) -> Said | str:
         ((caption, *_),) = write(model.decoder, memory, run.tokenizer, Search())
     else:
         logits = model(batch)
-    probabilities = logits[0].double().softmax(dim=0).numpy()
+    exact = logits[0].double()
+    probabilities = (exact.softmax(dim=0) if run.thresholds is None else exact.sigmoid()).numpy()
     if not np.isfinite(probabilities).all():
         return "the network overflowed in float32"
     if caption is None:
-        return Said(probabilities)
+        return Said(probabilities, thresholds=run.thresholds)
     return Said(probabilities, caption.text, math.exp(caption.score))
 
 
 def by_predictor(run: LoadedRun, images: Sequence[str]) -> Answers:
     """What `vit predict` with the run says, in float32."""
     predictor = Predictor(run, device="cpu", precision="fp32")
-    return _named(predictor.stream(images, top_k=max(1, len(run.classes))), run.classes)
+    said = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=0.0)
+    return _named(said, run.classes, predictor.thresholds)
 
 
 def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Answers:
     """What an exported file says of the run's `classes`; nothing of one that it does not know."""
-    return _named(runner.stream(images, top_k=max(1, len(runner.classes))), classes)
+    top_k = max(1, len(runner.classes))
+    if isinstance(runner, CaptionRunner):
+        return _named(runner.stream(images, top_k=top_k), classes, None)
+    said = runner.stream(images, top_k=top_k, threshold=0.0)
+    return _named(said, classes, thresholds_of(runner, classes))
 
 
-def _named(predictions: Iterable[Prediction], classes: Sequence[str]) -> Answers:
-    return [_said(prediction, classes) for prediction in predictions]
+def thresholds_of(runner: ClassRunner, classes: Sequence[str]) -> tuple[float, ...] | None:
+    """Those of the file for `classes`; 1 for one that it does not know."""
+    if runner.thresholds is None:
+        return None
+    own = dict(zip(runner.classes, runner.thresholds, strict=True))
+    return tuple(own.get(name, 1.0) for name in classes)
 
 
-def _said(prediction: Prediction, classes: Sequence[str]) -> Said | str:
+def _named(
+    predictions: Iterable[Prediction],
+    classes: Sequence[str],
+    thresholds: tuple[float, ...] | None,
+) -> Answers:
+    return [_said(prediction, classes, thresholds) for prediction in predictions]
+
+
+def _said(
+    prediction: Prediction, classes: Sequence[str], thresholds: tuple[float, ...] | None
+) -> Said | str:
     if prediction.error is not None:
         return prediction.error
     scores = dict(prediction.predictions)
     probabilities = np.array([scores.get(name, 0.0) for name in classes], dtype=np.float64)
     if prediction.score is None:
-        return Said(probabilities)
+        return Said(probabilities, thresholds=thresholds)
     return Said(probabilities, prediction.caption, math.exp(prediction.score))

@@ -12,6 +12,7 @@ from vit.data.sources import Asked, list_images, open_labelled
 from vit.errors import BadImage, DataError, printable
 from vit.export.options import SAMPLES, Options
 from vit.inference.evaluate import labelled
+from vit.inference.evaluate_several import check_kind
 from vit.runtime.greedy import Array
 
 
@@ -43,15 +44,22 @@ def validation_samples(
     data: str | None,
     classes: tuple[str, ...],
     say: Callable[[str], object],
+    *,
+    thresholds: tuple[float, ...] | None = None,
 ) -> tuple[Sample, ...]:
     """The pictures that `vit evaluate` would measure the run on; none without data.
 
+    `thresholds` are those of its classes, where a picture may have several.
+
     Raises:
         DataError: There are data, but no such pictures in them.
+        ConfigError: They have several classes, and the run gives each picture one.
     """
     if data is None:
         return ()
-    return labelled(run, Asked(data, split="val"), classes, say)
+    samples = labelled(run, Asked(data, split="val"), classes, say)
+    check_kind(thresholds, samples, data)
+    return samples
 
 
 def calibration_pictures(

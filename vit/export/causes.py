@@ -41,6 +41,7 @@ def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
     for name, value in ours.items():
         if theirs[name] != value:
             found.append(f"its metadata say {name} {_plain(theirs[name])}, the run {_plain(value)}")
+    found += _thresholds(run.thresholds, getattr(runner, "thresholds", None))
     if runner.classes != run.classes:
         found.append(_classes(run.classes, runner.classes))
     return found
@@ -49,6 +50,14 @@ def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
 def _plain(value: Any) -> str:
     listed = isinstance(value, list | tuple)
     return ", ".join(f"{number:g}" for number in value) if listed else printable(value)
+
+
+def _thresholds(ours: tuple[float, ...] | None, theirs: tuple[float, ...] | None) -> Iterator[str]:
+    if (ours is None) != (theirs is None):
+        own, other = ("one class" if of is None else "several classes" for of in (ours, theirs))
+        yield f"its metadata say {other} a picture, the run {own}"
+    elif ours != theirs:
+        yield "its metadata say other thresholds of the classes than the run"
 
 
 def _classes(ours: Sequence[str], theirs: Sequence[str]) -> str:

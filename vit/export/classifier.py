@@ -41,11 +41,15 @@ class Answer(nn.Module):
     Args:
         model: The network.
         preprocessing: Its normalisation.
+        several: Whether a picture may have several classes: sigmoids instead of one softmax.
     """
 
-    def __init__(self, model: VisionTransformer, preprocessing: Preprocessing) -> None:
+    def __init__(
+        self, model: VisionTransformer, preprocessing: Preprocessing, *, several: bool = False
+    ) -> None:
         super().__init__()
         self.model, self.preprocessing = model, preprocessing
+        self.activation = nn.Sigmoid() if several else nn.Softmax(dim=1)
 
     def floats(self, pictures: Tensor) -> Tensor:
         """Bytes (batch, height, width, 3) -> normalised, (batch, 3, height, width)"""
@@ -54,7 +58,7 @@ class Answer(nn.Module):
     def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
         """Bytes (batch, height, width, 3) -> probabilities (batch, classes)"""
         tokens, places = self.model.encode(self.floats(pictures), attend=attend_plainly)
-        return (self.model.head(self.model.pool(tokens, places)).softmax(dim=1),)
+        return (self.activation(self.model.head(self.model.pool(tokens, places))),)
 
 
 class AnswerWithTokens(Answer):
@@ -81,7 +85,7 @@ class AnswerWithTokens(Answer):
             weights[:, prefix:].mean(dim=1) if model.cls_token is None else weights[:, 0]
             for weights in maps
         ]
-        probabilities = model.head(embedding).softmax(dim=1)
+        probabilities = self.activation(model.head(embedding))
         return probabilities, tokens, embedding, torch.stack(rows, dim=1)
 
 
@@ -108,7 +112,7 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     answer = AnswerWithTokens if tokens else Answer
     return Part(
         name="classifier",
-        module=answer(run.model, run.preprocessing).eval(),
+        module=answer(run.model, run.preprocessing, several=run.thresholds is not None).eval(),
         inputs={FITTED: batch},
         outputs=outputs,
         examples=[
@@ -132,8 +136,10 @@ def with_pixels(proto: Any, preprocessing: Preprocessing) -> None:
 
 def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> dict[str, str]:
     """What a file says of itself; `calibration` is filled in by what quantises."""
+    several = {"activation": "sigmoid", "thresholds": json.dumps(run.thresholds)}
     return {
         "graph": "classifier",
+        **({"activation": "softmax"} if run.thresholds is None else several),
         "classes": json.dumps(list(run.classes), ensure_ascii=False),
         "preprocessing": json.dumps(run.preprocessing.to_dict()),
         "vit_version": __version__,

@@ -116,7 +116,9 @@ def classifier_file(
     if external and data_beside(path).exists() and not overwrite:
         name = printable(data_beside(path))
         raise RunError(f"{name} exists; choose another name, or add --overwrite")
-    samples = validation_samples(source, asked.measured_on, run.classes, hear)
+    samples = validation_samples(
+        source, asked.measured_on, run.classes, hear, thresholds=run.thresholds
+    )
     pictures = calibration_pictures(asked, run.classes, samples)
     proto = made(part, run, source, asked, pictures)
     with staged(path, proto, external=external) as checked:

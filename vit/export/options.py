@@ -26,7 +26,8 @@ class Options:
         dynamic: int8 whose ranges of activations are found anew for each batch.
         validation: Labelled data on which the file is compared with the run; those of
             `calibration` when left out.
-        max_drop: Share of top-1 that the file may lose there.
+        max_drop: Share of top-1 (mAP where a picture may have several classes) that the file
+            may lose there.
         external_data: Keep weights in NAME.onnx.data beside the file, where else only those of
             2 GB or more are.
 

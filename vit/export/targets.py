@@ -65,7 +65,7 @@ def export_torch(
 
     Its input is bytes (batch, height, width, 3) of the network's own size: `Preprocessing.fit`
     stays outside, and what it needs is in the file's extra files preprocessing.json and
-    classes.json.
+    classes.json; thresholds.json is there where a picture may have several classes.
 
     Args:
         run, overwrite, say: As for `export_onnx`.
@@ -91,6 +91,8 @@ def export_torch(
             for x in part.examples
         )
     said = {"preprocessing.json": json.dumps(loaded.preprocessing.to_dict())}
+    if loaded.thresholds is not None:
+        said["thresholds.json"] = json.dumps(loaded.thresholds)
     said["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
 
     def save(beside: Path) -> None:

@@ -32,7 +32,8 @@ class Compared:
     Args:
         name: Of the way.
         images: Pictures that both have answered.
-        top1_agreement: Share of them with the same first class, and the same caption.
+        top1_agreement: Share of them with the same first class, and the same caption. Where a
+            picture may have several classes, the mean share that both name of those that one does.
         max_probability_difference: The largest difference of two probabilities.
         worst: The picture of that difference, or None where there is none.
         limits: What is allowed.

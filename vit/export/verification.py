@@ -141,7 +141,7 @@ def compare(
         DataError: There is none.
     """
     rows = [
-        (one.agrees(other), one.difference(other), path)
+        (one.agreement(other), one.difference(other), path)
         for path, one, other in zip(images, hand, said, strict=True)
         if isinstance(one, Said) and isinstance(other, Said)
     ]

@@ -34,16 +34,30 @@ class Answer:
     embedding: Tensor | None = None
 
 
-def named(answers: Sequence[Answer], classes: Sequence[str], top_k: int) -> list[Prediction]:
-    """What people are told of each answer, with the names of its `top_k` best classes."""
+def named(
+    answers: Sequence[Answer],
+    classes: Sequence[str],
+    top_k: int,
+    thresholds: Sequence[float] | None = None,
+) -> list[Prediction]:
+    """What people are told of each answer, with the names of its `top_k` best classes.
+
+    With `thresholds`, one a class, those below them are not named.
+    """
     rows = [a.probabilities for a in answers if a.probabilities is not None]
     pairs: Iterator[tuple[list[int], list[float]]] = iter(())
     if rows:
         table = torch.stack(rows)
         best = ranking(table)[:, :top_k]
         pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
+    least = [0.0] * len(classes) if thresholds is None else thresholds
     told = (
-        tuple((classes[index], score) for index, score in zip(*pair, strict=True)) for pair in pairs
+        tuple(
+            (classes[index], score)
+            for index, score in zip(*pair, strict=True)
+            if score >= least[index]
+        )
+        for pair in pairs
     )
     return [
         Prediction(a.image, error=a.error)

@@ -4,6 +4,7 @@ All is computed in float32 of the picture as the network saw it: resized and cut
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from vit.inference.explanation import relevance
 from vit.inference.predictor import Answer, Predictor
 
 EXPLAINED = 2  # classes: the best and the one that it was nearly
+MOST_EXPLAINED = 5  # of those that a picture has
 DIGITS = 6
 
 
@@ -49,12 +51,15 @@ class SeenClass:
 def class_maps(predictor: Predictor, answer: Answer) -> list[SeenClass]:
     """What speaks for the two best classes of `answer`, the best first; one if it has no other.
 
+    Where a picture may have several classes, for those that are named, at most five; for the best
+    one where none is.
+
     Raises:
         RunError: The network overflowed.
     """
     assert answer.probabilities is not None, "an answer without an error has probabilities"
     assert answer.picture is not None, "an answer without an error has a picture"
-    classes = ranking(answer.probabilities.unsqueeze(0))[0, :EXPLAINED].tolist()
+    classes = explained_classes(answer.probabilities, predictor.thresholds)
     picture = answer.picture.to(predictor.device)
     image = predictor.preprocessing.normalise(picture)
     found = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
@@ -67,11 +72,21 @@ def class_maps(predictor: Predictor, answer: Answer) -> list[SeenClass]:
         classes,
         batch_size=predictor.batch_size,
         seed=zlib.crc32(answer.picture.numpy().tobytes()),  # the same picture, the same numbers
+        several=predictor.thresholds is not None,
     )
     return [
         SeenClass(predictor.classes[index], _shares(weights.cpu()), deletion)
         for index, weights, deletion in zip(classes, found, tested, strict=True)
     ]
+
+
+def explained_classes(probabilities: Tensor, thresholds: Sequence[float] | None) -> list[int]:
+    """The classes of which something is drawn, the best first; at least one."""
+    order: list[int] = ranking(probabilities.unsqueeze(0))[0].tolist()
+    if thresholds is None:
+        return order[:EXPLAINED]
+    named = [index for index in order if probabilities[index] >= thresholds[index]]
+    return named[:MOST_EXPLAINED] or order[:1]
 
 
 def _shares(weights: Tensor) -> Tensor:

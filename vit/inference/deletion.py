@@ -8,13 +8,15 @@ chance does, and the order reversed what is lost last.
 Source: Petsiuk et al., "RISE", arXiv:1806.07421 (the deletion metric).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import repeat
 from torch import Tensor
 
+from vit.inference.network import probabilities
 from vit.model.classifier import VisionTransformer
 
 STEPS = 10  # in which all patches are deleted
@@ -88,6 +90,7 @@ def deletions(
     *,
     batch_size: int,
     seed: int,
+    several: bool = False,
 ) -> list[Deletion]:
     """What deleting says of each of `maps`; the network is shown `passes` pictures.
 
@@ -98,11 +101,13 @@ def deletions(
         classes: The class of each map.
         batch_size: Pictures in one pass.
         seed: Of the random orders, which all maps share.
+        several: Whether a picture may have several classes.
     """
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)
     counts = steps(orders.shape[1])
-    found = _probabilities(model, image, orders, counts, grid, batch_size)
+    asked = partial(probabilities, several=several)
+    found = _probabilities(model, image, orders, counts, grid, batch_size, asked)
     shares = tuple(count / orders.shape[1] for count in counts)
 
     def curve(order: int, wanted: int) -> Curve:
@@ -146,6 +151,7 @@ def _probabilities(
     counts: list[int],
     grid: tuple[int, int],
     batch_size: int,
+    answers: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Of all classes, float64 on the CPU, (orders, steps, classes).
 
@@ -167,7 +173,7 @@ def _probabilities(
             height=height,
             width=width,
         )
-        parts.append(model(image * pixels).float().cpu().double().softmax(dim=1))
+        parts.append(answers(model(image * pixels)))
     found = torch.cat(parts)
     between = found[2:].view(*kept.shape[:2], found.shape[1])
     whole, empty = found[:2, None, None].expand(-1, len(orders), 1, -1)

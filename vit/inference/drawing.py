@@ -74,7 +74,8 @@ def explained(
     images: Iterable[PathLike],
     folder: PathLike,
     *,
-    top_k: int = 5,
+    top_k: int | None = None,
+    threshold: float | None = None,
     say: Callable[[str], object] = lambda _note: None,
 ) -> Iterator[Prediction]:
     """Predictions as from `Predictor.stream`; each is also drawn, into `folder`.
@@ -86,7 +87,7 @@ def explained(
         predictor: Of a captioner, whose captions are drawn, or of a classifier.
         images: Paths of pictures.
         folder: Made where it is missing; a drawing of the same name is replaced.
-        top_k: As for `stream`.
+        top_k, threshold: As for `stream`.
         say: Receives one line at the end: for how many pictures the map of the best class was
             better than chance. Captions have none.
 
@@ -108,7 +109,7 @@ def explained(
                 _write_caption(predictor, answer, path)
             elif answer.error is None and predictor.speaker is None:
                 tested.append(_write_classes(predictor, answer, path))
-            yield predictor.name(answer, top_k)
+            yield predictor.name(answer, top_k, threshold)
     if tested:
         say(closing_line(tested))
 

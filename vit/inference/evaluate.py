@@ -22,6 +22,7 @@ from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.generation.search import Search
 from vit.inference.evaluate_captions import measure_captions
+from vit.inference.evaluate_several import check_kind, measure_several
 from vit.inference.network import Views
 from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.settings import make_config, read_settings
@@ -90,7 +91,10 @@ def find_samples(
 ) -> tuple[Sample, ...]:
     """The pictures that the network of `predictor` is measured on."""
     find = labelled if predictor.speaker is None else captioned
-    return find(model, asked, predictor.classes, say)
+    samples = find(model, asked, predictor.classes, say)
+    if predictor.speaker is None:
+        check_kind(predictor.thresholds, samples, asked.data)
+    return samples
 
 
 def measured(
@@ -104,15 +108,17 @@ def measured(
     """Scores of the pictures that can be read.
 
     Returns:
-        What `summarise` says, and `failed`: the pictures that cannot be read, which it leaves out.
-        Of a captioner `count`, `loss` and `loss_shuffled` (of a word of the captions), what
-        `caption_scores` says, `examples` and `failed`; and with classes what `summarise` says,
-        where its loss is `class_loss`.
+        What `summarise` or `summarise_several` says, and `failed`: the pictures that cannot be
+        read, which it leaves out. Of a captioner `count`, `loss` and `loss_shuffled` (of a word of
+        the captions), what `caption_scores` says, `examples` and `failed`; and with classes what
+        `summarise` says, where its loss is `class_loss`.
 
     Raises:
         DataError: No picture can be read, or no caption suits the decoder.
     """
-    if predictor.speaker is None:
+    if predictor.thresholds is not None:
+        scores, failed = measure_several(predictor, samples, progress)
+    elif predictor.speaker is None:
         parts, failed = measure(predictor, samples, progress)
         scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
     else:

@@ -50,6 +50,7 @@ class Network:
             crops, ten in all.
         embeddings: Whether what the head reads is wanted too.
         compiled: Whether torch.compile is used.
+        several: Whether a picture may have several classes: each has a probability of its own.
 
     Raises:
         ConfigError: It cannot be run so.
@@ -62,6 +63,7 @@ class Network:
     tta: Views | None = None
     embeddings: bool = False
     compiled: bool = False
+    several: bool = False
     run: Callable[[Tensor], Any] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class Network:
         for view in views:
             with autocast(precision, self.device):
                 outputs = self._outputs(view)
-            sums.append(outputs.logits.float().cpu().double().softmax(dim=1))
+            sums.append(probabilities(outputs.logits, several=self.several))
             if outputs.pooled is not None:
                 pooled.append(outputs.pooled.float().cpu())
             memories = outputs.memories
@@ -150,6 +152,12 @@ class Network:
     def _floats(self, images: Tensor) -> Tensor:
         """uint8 (..., channels, height, width) -> normalised, on the device"""
         return self.preprocessing.normalise(images.to(self.device))
+
+
+def probabilities(logits: Tensor, *, several: bool) -> Tensor:
+    """(batch, classes) -> float64 on the CPU; of classes apart where there are `several`."""
+    exact = logits.float().cpu().double()
+    return exact.sigmoid() if several else exact.softmax(dim=1)
 
 
 def views_of(images: Sequence[Tensor], tta: Views | None) -> list[Sequence[Tensor]]:

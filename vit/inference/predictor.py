@@ -1,4 +1,4 @@
-"""A trained network answers for pictures: read, prepare, normalise, network, softmax or words.
+"""A trained network answers for pictures: read, prepare, normalise, network, scores or words.
 
 Evaluation goes the same way (vit/inference/evaluate.py), so both give the same numbers.
 """
@@ -22,6 +22,7 @@ from vit.inference.reading import Reader
 from vit.inference.speaking import speaker_of
 from vit.model.captioner import lay_out
 from vit.precision import autocast, may_choose, resolve_device, resolve_precision
+from vit.runtime.reading import check_top_k, how_many
 from vit.runtime.results import Prediction
 from vit.weights.folder import LoadedRun
 from vit.weights.loading import load_model, tell
@@ -105,9 +106,10 @@ class Predictor:
         if self.speaker is not None and self.device.type == "cpu" and run is not loaded:
             lay_out(self.speaker.decoder)  # not in a network that somebody else may save
         self.keep_aspect = keep_aspect
-        self.network = Network(
-            self.model, self.preprocessing, self.device, keep_aspect, tta, embeddings, compile
-        )
+        self.thresholds = loaded.thresholds
+        """Of each class, from which on it is named, where a picture may have several; or None."""
+        about = (self.model, self.preprocessing, self.device, keep_aspect, tta, embeddings, compile)
+        self.network = Network(*about, several=self.thresholds is not None)
         size = self.model.patch_embed.patch_size if keep_aspect else None
         self.read = Reader(self.preprocessing, patch_size=size, crops=tta == "crops")
         captions = self.speaker is not None
@@ -116,8 +118,8 @@ class Predictor:
         self.say = say
         self.choice: Choice | None = None
         if precision == "auto" and may_choose(self.device) and self.classes and not captions:
-            about = {"keep_aspect": keep_aspect, "compiled": compile}
-            self.choice = Choice(loaded.config, about, usual=self.precision, say=say)
+            use = {"keep_aspect": keep_aspect, "compiled": compile}
+            self.choice = Choice(loaded.config, use, usual=self.precision, say=say)
             self.precision = self.choice.precision
 
     @property
@@ -125,29 +127,41 @@ class Predictor:
         """Captions of a picture; 0 from a network that writes none."""
         return 0 if self.speaker is None else self.speaker.search.n_best
 
-    def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
+    def __call__(
+        self,
+        images: Iterable[PathLike],
+        *,
+        top_k: int | None = None,
+        threshold: float | None = None,
+    ) -> list[Prediction]:
         """One Prediction for each path of `images`, in their order; see `stream`."""
-        return list(self.stream(images, top_k=top_k))
+        return list(self.stream(images, top_k=top_k, threshold=threshold))
 
     def stream(
-        self, images: Iterable[PathLike], *, top_k: int = 5, first: int = 0
+        self,
+        images: Iterable[PathLike],
+        *,
+        top_k: int | None = None,
+        threshold: float | None = None,
+        first: int = 0,
     ) -> Iterator[Prediction]:
         """Predictions in the order of `images`, as they are made; memory does not grow.
 
         Args:
             images: Paths of pictures; taken as they are needed, a batch a worker ahead.
-            top_k: Most probable classes to name; all of them where there are fewer.
+            top_k: Most probable classes to name; all of them where there are fewer. When left out
+                5, and where a picture may have several classes all above their thresholds.
+            threshold: Name no class that is less probable, whatever its own threshold is.
             first: As for `batches`.
 
         Raises:
             ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
         """
-        if top_k < 1:
-            raise ConfigError(f"top_k={top_k}: must be at least 1")
+        check_top_k(top_k)
         if isinstance(images, str | bytes | os.PathLike):
             raise ConfigError(f"images={images!r} is one path; give a list of paths")
         batches = self.batches(images, first=first)
-        return (told for batch in batches for told in self.names(batch, top_k))
+        return (told for batch in batches for told in self.names(batch, top_k, threshold))
 
     def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[Answer]]:
         """Answers of `batch_size` pictures at a time, in order, while threads make the next.
@@ -259,10 +273,15 @@ class Predictor:
                 captions[place] = found
         return captions
 
-    def name(self, answer: Answer, top_k: int) -> Prediction:
-        """What people are told of an answer, with `top_k` classes."""
-        return self.names([answer], top_k)[0]
+    def name(
+        self, answer: Answer, top_k: int | None = None, threshold: float | None = None
+    ) -> Prediction:
+        """What people are told of an answer; see `stream`."""
+        return self.names([answer], top_k, threshold)[0]
 
-    def names(self, answers: Sequence[Answer], top_k: int) -> list[Prediction]:
-        """What people are told of each answer of a batch, with `top_k` classes."""
-        return named(answers, self.classes, top_k)
+    def names(
+        self, answers: Sequence[Answer], top_k: int | None = None, threshold: float | None = None
+    ) -> list[Prediction]:
+        """What people are told of each answer of a batch; see `stream`."""
+        most, least = how_many(self.classes, self.thresholds, top_k, threshold)
+        return named(answers, self.classes, most, least)

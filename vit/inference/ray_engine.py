@@ -64,6 +64,11 @@ def predict_with_ray(
         settings = {"workers": min(share["num_cpus"], MOST_THREADS), **settings}
         with told():
             about = ray.get(ray.remote(**share)(_about).remote(model, settings))
+        if about["several"]:
+            raise ConfigError(
+                "engine=ray: this network may name several classes of a picture, and Ray's workers "
+                "write one kind of row; take --engine torch or onnx"
+            )
         tables = pieces(images, about["block"], size)
         say(f"ray: {size} workers on {about['device']}, {len(tables)} pieces of {len(tables[0])}")
         layout = Layout(
@@ -194,6 +199,7 @@ def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         settings["precision"] = predictor.precision
     return {
         "classes": list(predictor.classes),
+        "several": getattr(predictor, "thresholds", None) is not None,
         "n_best": predictor.n_best,
         "block": getattr(predictor, "block", predictor.batch_size),
         "device": str(device or "cpu"),

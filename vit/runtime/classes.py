@@ -15,7 +15,16 @@ import numpy as np
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError, printable
 from vit.runtime.greedy import Array
-from vit.runtime.reading import PathLike, Read, check_top_k, named, paths_of, sizes, windows
+from vit.runtime.reading import (
+    PathLike,
+    Read,
+    check_top_k,
+    how_many,
+    named,
+    paths_of,
+    sizes,
+    windows,
+)
 from vit.runtime.results import Prediction
 from vit.runtime.session import Graph, Session
 
@@ -45,6 +54,8 @@ class ClassRunner:
         classes: Names, by output of the network.
         preprocessing: What the graph does with a picture before the network sees it.
         precision: fp32, fp16 or int8: the arithmetic of the graph.
+        thresholds: Of each class, from which on it is named, where a picture may have several and
+            the graph ends in sigmoids; None where it has one.
         block: Pictures from the start of a list on whose answers depend on each other alone.
         metadata: All that the file says of itself.
 
@@ -81,6 +92,7 @@ class ClassRunner:
             self.classes = _class_names(self.metadata["classes"])
             self.preprocessing = Preprocessing.from_dict(json.loads(self.metadata["preprocessing"]))
             self.precision = self.metadata["precision"]
+            self.thresholds = _thresholds(self.metadata, self.classes)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
@@ -120,23 +132,38 @@ class ClassRunner:
                 f"{len(self.classes)} classes; export it again"
             )
 
-    def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
+    def __call__(
+        self,
+        images: Iterable[PathLike],
+        *,
+        top_k: int | None = None,
+        threshold: float | None = None,
+    ) -> list[Prediction]:
         """One answer for each path of `images`, in their order; see `stream`."""
-        return list(self.stream(images, top_k=top_k))
+        return list(self.stream(images, top_k=top_k, threshold=threshold))
 
-    def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[Prediction]:
+    def stream(
+        self,
+        images: Iterable[PathLike],
+        *,
+        top_k: int | None = None,
+        threshold: float | None = None,
+    ) -> Iterator[Prediction]:
         """Answers in the order of `images`, as they are made; memory does not grow.
 
         Args:
             images: Paths of pictures.
-            top_k: Most probable classes to name; all of them where there are fewer.
+            top_k: Most probable classes to name; all of them where there are fewer. When left out
+                5, and where a picture may have several classes all above their thresholds.
+            threshold: Name no class that is less probable, whatever its own threshold is.
 
         Raises:
             ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
             WeightsError: The graph gives other shapes than it must.
         """
         check_top_k(top_k)
-        return (self._told(path, row, top_k) for path, row in self._rows(paths_of(images)))
+        asked = how_many(self.classes, self.thresholds, top_k, threshold)
+        return (self._told(path, row, *asked) for path, row in self._rows(paths_of(images)))
 
     def probabilities(self, images: Iterable[PathLike]) -> Iterator[Array | BadImage]:
         """Of each picture in order, (classes,) float64, or why there are none."""
@@ -157,10 +184,12 @@ class ClassRunner:
                 )
         return (row for _, row in self._rows(paths_of(images), names))
 
-    def _told(self, path: str, row: Row | BadImage, top_k: int) -> Prediction:
+    def _told(
+        self, path: str, row: Row | BadImage, top_k: int, thresholds: Sequence[float] | None
+    ) -> Prediction:
         if isinstance(row, BadImage):
             return Prediction(path, error=row.reason)
-        return Prediction(path, named(self.classes, row[OUTPUT], top_k))
+        return Prediction(path, named(self.classes, row[OUTPUT], top_k, thresholds))
 
     def _rows(
         self, paths: Iterator[str], names: Sequence[str] = (OUTPUT,)
@@ -220,3 +249,23 @@ def _class_names(text: str) -> tuple[str, ...]:
     if not names or len(set(names)) != len(names):
         raise ValueError("classes are none, or two have one name")
     return tuple(names)
+
+
+def _thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple[float, ...] | None:
+    """Of each class, where a picture may have several; None of softmax, and of older files.
+
+    Raises:
+        ValueError: There are none, or they are no probabilities.
+    """
+    kind = metadata.get("activation", "softmax")
+    if kind == "softmax":
+        return None
+    values = json.loads(metadata.get("thresholds", "null"))
+    listed = isinstance(values, list) and len(values) == len(classes)
+    if kind != "sigmoid" or not listed or not all(_is_share(value) for value in values):
+        raise ValueError(f"activation {printable(kind)} needs a threshold for each class")
+    return tuple(map(float, values))
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1

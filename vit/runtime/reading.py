@@ -15,6 +15,7 @@ from PIL import Image
 from vit.data.decoding import count_pixels, read_image
 from vit.errors import BadImage, ConfigError
 from vit.runtime.greedy import Array
+from vit.runtime.results import TOP_K
 
 PathLike = str | os.PathLike[str]
 Read = tuple[str, Array | BadImage]
@@ -47,22 +48,49 @@ def paths_of(images: Iterable[PathLike]) -> Iterator[str]:
     return (os.fspath(path) for path in images)
 
 
-def check_top_k(top_k: int) -> None:
+def check_top_k(top_k: int | None) -> None:
     """Refuse to name no class.
 
     Raises:
         ConfigError: `top_k` is less than 1.
     """
-    if top_k < 1:
+    if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k}: must be at least 1")
 
 
+def how_many(
+    classes: Sequence[str],
+    thresholds: Sequence[float] | None,
+    top_k: int | None,
+    threshold: float | None,
+) -> tuple[int, Sequence[float] | None]:
+    """How many classes of a picture are named at most, and from which probabilities on.
+
+    Args:
+        classes: Of the network.
+        thresholds: Their own, where a picture may have several; None where it has one.
+        top_k: As asked for; where nobody asks, 5, or all that a picture may have.
+        threshold: As asked for, for all classes; where nobody asks, their own.
+    """
+    if top_k is None:
+        top_k = TOP_K if thresholds is None else max(len(classes), 1)
+    return top_k, thresholds if threshold is None else [threshold] * len(classes)
+
+
 def named(
-    classes: Sequence[str], probabilities: Array, top_k: int
+    classes: Sequence[str],
+    probabilities: Array,
+    top_k: int,
+    thresholds: Sequence[float] | None = None,
 ) -> tuple[tuple[str, float], ...]:
-    """The most probable classes with their probabilities; of equal ones the first."""
+    """The most probable classes with their probabilities; of equal ones the first.
+
+    With `thresholds`, one a class, those below them are left out.
+    """
     best = np.argsort(-probabilities, kind="stable")[:top_k]
-    return tuple((classes[place], float(probabilities[place])) for place in best)
+    least = [0.0] * len(classes) if thresholds is None else thresholds
+    pairs = ((place, float(probabilities[place])) for place in best)
+    return tuple((classes[place], score) for place, score in pairs if score >= least[place])
 
 
 def windows(

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vit.data.folders import count
-from vit.errors import printable
+from vit.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption
@@ -26,6 +26,9 @@ UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 WIDEST_CELL = 60
 NO_CLASS = "-"
+BETWEEN = "|"
+TOP_K = 5
+"""Classes to name of a picture that has one, where nobody says how many."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,14 @@ class Layout:
         classes: Their names.
         images: Paths of the pictures.
         n_best: Captions of a picture; 0 from a network that writes none.
+        several: Whether a picture may have several classes, or none: how many differs.
     """
 
     top_k: int
     classes: Sequence[str]
     images: Sequence[str]
     n_best: int = 0
+    several: bool = False
 
     @property
     def caption_columns(self) -> list[tuple[str, str]]:
@@ -134,8 +139,14 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
     """image,label_1,score_1,...,label_K,score_K,error; RFC 4180, every row of the same length.
 
     Captions are image,caption,score,error, or image,caption_1,score_1,...; where there are classes
-    too, they come after these, and their scores are called caption_score.
+    too, they come after these, and their scores are called caption_score. Where a picture may have
+    several classes: image,labels,scores,error, both with | between them.
+
+    Raises:
+        ConfigError: It may have several, and the name of one has a |.
     """
+    if layout.several:
+        return _several_in_csv(layout)
     header = ["image"]
     for place in range(1, layout.top_k + 1):
         header += [f"label_{place}", f"score_{place}"]
@@ -152,6 +163,24 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
         return csv_row([*cells, *empty, csv_text(prediction.error or "")])
 
     return csv_row([*header, "error"]), line
+
+
+def _several_in_csv(layout: Layout) -> tuple[str, Line]:
+    """As lists for training have them: the labels of a picture in one cell."""
+    for name in layout.classes:
+        if BETWEEN in name:
+            raise ConfigError(
+                f"format=csv: the class {printable(name)} has a {BETWEEN}, which parts classes "
+                "there; use --format jsonl"
+            )
+
+    def line(prediction: Prediction) -> str:
+        labels = BETWEEN.join(label for label, _ in prediction.predictions)
+        scores = BETWEEN.join(repr(score) for _, score in prediction.predictions)
+        cells = [csv_text(prediction.image), csv_text(labels), scores]
+        return csv_row([*cells, csv_text(prediction.error or "")])
+
+    return csv_row(["image", "labels", "scores", "error"]), line
 
 
 def unended_note(unended: int, captions: int) -> str:
@@ -176,7 +205,8 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
 
     A picture of no probable class has a dash. Column widths come from the names alone, so that
     rows can be written as they are made; a name or a caption longer than its column pushes the
-    rest of its row to the right.
+    rest of its row to the right. Where a picture may have several classes, each of them adds a
+    label and its probability.
     """
     image_width = column_width("image", *layout.images)
     label_width = column_width("label", *layout.classes)
@@ -186,7 +216,8 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         for label, score in prediction.predictions:
             cells += [pad(printable(label), label_width), f"{score:6.4f}"]
         if prediction.error is None:
-            for place in range(len(prediction.predictions), layout.top_k):
+            most = 1 if layout.several else layout.top_k
+            for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 6]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
@@ -195,7 +226,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         return "  ".join(cells).rstrip() + "\n"
 
     header = [pad("image", image_width)]
-    header += [pad("label", label_width), "score "] * layout.top_k
+    header += [pad("label", label_width), "score "] * (1 if layout.several else layout.top_k)
     for caption, score in layout.caption_columns:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     return "  ".join(header).rstrip() + "\n", line

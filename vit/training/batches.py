@@ -78,6 +78,7 @@ def training_loader(run: Training, samples: Sequence[Sample]) -> TrainingLoader:
         pin_memory=accelerator.device.type == "cuda",
         words=words_of(run, samples),
         cache=run.cache,
+        classes=rows_of(run.config),
     )
 
 
@@ -99,6 +100,7 @@ def evaluation_loader(run: Training, samples: Sequence[Sample]) -> EvaluationLoa
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
         words=words_of(run, samples),
+        classes=rows_of(run.config),
     )
 
 
@@ -109,6 +111,11 @@ def words_of(run: Training, samples: Sequence[Sample]) -> CaptionIds | None:
     most = run.config.decoder.caption_tokens
     assert most is not None, "the data completes it"
     return CaptionIds([sample.captions for sample in samples], run.tokenizer, most)
+
+
+def rows_of(config: Config) -> int | None:
+    """How wide rows of labels are, where a picture may have several; None where it has one."""
+    return config.model.num_classes if config.training.several else None
 
 
 def micro_batch_size(run: Training) -> int:

@@ -6,21 +6,25 @@ them where captions are written; nothing that it does can cost a run that is alr
 
 import contextlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vit.data.folders import some
 from vit.data.loading import Batch, EvaluationLoader
 from vit.data.samples import Sample, Splits
+from vit.data.several import MultiHot, labels_of
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.caption_report import write_caption_report
 from vit.evaluation.metrics import Outcomes
 from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
+from vit.evaluation.several_metrics import FEWEST, USUAL, choose_thresholds
+from vit.evaluation.several_report import Measured, write_several_report
 from vit.precision import autocast
-from vit.training.batches import micro_batch_size, words_of
+from vit.training.batches import micro_batch_size, rows_of, words_of
 from vit.training.caption_ending import measure_captions, word_facts
 from vit.training.captioning import is_chosen
 from vit.training.devices import inference_precision
@@ -28,6 +32,21 @@ from vit.training.interruption import Interrupted
 from vit.training.loop import Training
 from vit.training.progress import say
 from vit.weights.folder import LoadedRun, load_run
+from vit.weights.run_config import set_thresholds
+
+
+def end(run: Training, folder: Path, splits: Splits, *, epoch: int) -> None:
+    """Choose thresholds, where a picture may have several classes; then report.
+
+    Args:
+        run, folder, splits, epoch: As for `leave_report`.
+
+    Raises:
+        VitError: As `settle_thresholds`.
+    """
+    if run.config.training.several:
+        settle_thresholds(run, folder, splits)
+    leave_report(run, folder, splits, epoch=epoch)
 
 
 def leave_report(run: Training, folder: Path, splits: Splits, *, epoch: int) -> None:
@@ -44,7 +63,7 @@ def leave_report(run: Training, folder: Path, splits: Splits, *, epoch: int) -> 
     """
     try:
         loaded = load_run(folder)
-        report = report_classes if loaded.tokenizer is None else report_captions
+        report = report_of(loaded)
         report(run, loaded, folder, splits, epoch)
     except Interrupted:
         raise
@@ -55,6 +74,57 @@ def leave_report(run: Training, folder: Path, splits: Splits, *, epoch: int) -> 
         say(f"note: no {REPORT_FILE}, but the run is complete: {said}")
     else:
         say(f"report: {printable(folder / REPORT_FILE)}")
+
+
+def report_of(loaded: LoadedRun) -> Callable[[Training, LoadedRun, Path, Splits, int], None]:
+    """What writes the report of a network."""
+    if loaded.tokenizer is not None:
+        return report_captions
+    return report_classes if loaded.thresholds is None else report_several
+
+
+def report_several(
+    run: Training, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
+) -> None:
+    """Write the report of a network that says several classes; otherwise as `leave_report`."""
+    probabilities, indices, failed = measure_several(run, loaded, splits, folder)
+    events = read_events(folder)
+    facts = run_facts(run, loaded, splits, events, epoch=epoch, failed=failed)
+    assert loaded.thresholds is not None, "a picture may have several classes"
+    write_several_report(
+        folder,
+        facts=facts,
+        events=events,
+        measured=Measured(
+            probabilities=probabilities,
+            targets=MultiHot(map(labels_of, splits.val), len(splits.classes))[indices],
+            thresholds=loaded.thresholds,
+            paths=[splits.val[index].path for index in indices.tolist()],
+        ),
+    )
+
+
+def settle_thresholds(run: Training, folder: Path, splits: Splits) -> None:
+    """Choose thresholds of classes on the validation pictures, and keep them in the run.
+
+    Raises:
+        VitError: The run cannot be read or written.
+        Interrupted: A signal came; the run is as it was.
+    """
+    probabilities, indices, _ = measure_several(run, load_run(folder), splits, folder)
+    targets = MultiHot(map(labels_of, splits.val), len(splits.classes))[indices]
+    thresholds, few = choose_thresholds(probabilities, targets)
+    set_thresholds(folder, thresholds)
+    say(
+        f"thresholds of the classes: {min(thresholds):.3f} to {max(thresholds):.3f}, by F1 on the "
+        "validation pictures"
+    )
+    if few:
+        names = some([printable(splits.classes[index]) for index in few])
+        say(
+            f"note: fewer than {FEWEST} validation pictures have, or lack, class {names}: its "
+            f"threshold is {USUAL}"
+        )
 
 
 def report_classes(
@@ -139,6 +209,34 @@ def measure(
     return Outcomes.cat(parts), paths, failed
 
 
+@torch.inference_mode()
+def measure_several(
+    run: Training, loaded: LoadedRun, splits: Splits, folder: Path
+) -> tuple[Tensor, Tensor, dict[str, str]]:
+    """Sigmoids of the best weights for every validation picture, float64 (pictures, classes).
+
+    Returns:
+        They, which pictures they belong to, (pictures,), and the files that cannot be read.
+
+    Raises:
+        DataError: None can be read.
+    """
+    device = run.accelerator.device
+    precision = inference_precision(run.config.run.precision, device)
+    parts: list[Tensor] = []
+    indices: list[Tensor] = []
+    failed: dict[str, str] = {}
+    with contextlib.closing(seen(run, loaded, splits.val, folder, failed)) as batches:
+        for batch, images in batches:
+            with autocast(precision, device):
+                logits = loaded.model(images)
+            parts.append(logits.float().cpu().double().sigmoid())
+            indices.append(batch.indices)
+    if not parts:
+        raise DataError("not one validation picture can be read")
+    return torch.cat(parts), torch.cat(indices), failed
+
+
 def seen(
     run: Training,
     loaded: LoadedRun,
@@ -167,6 +265,7 @@ def seen(
         workers=run.config.data.workers,
         pin_memory=device.type == "cuda",
         words=words_of(run, samples),
+        classes=rows_of(run.config),
     )
     try:
         for batch in loader:

@@ -75,7 +75,8 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found |= sizes_of_preset(config, source, given)
     found |= of_captions(config, source, method, given)
     found["method"] = method
-    usual_first = config.finetune.method is None and not config.training.captions
+    one_class = not config.training.captions and not config.training.several
+    usual_first = config.finetune.method is None and one_class
     found["probe_first"] = usual_first if first is None else first
     refuse_what_is_ignored(method, chosen, given, usual={**flatten(make_config({})), **found})
     found["license"] = source.license

@@ -12,6 +12,7 @@ from vit.data.captions import open_captions
 from vit.data.checking import check_samples, without
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
+from vit.data.several import as_several
 from vit.data.sources import Asked, Fold, named_at, open_splits
 from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, ConfigError
@@ -39,7 +40,7 @@ def look_at_data(
         ConfigError: A setting does not fit the data.
         BadImage: A picture cannot be read, and `on_bad_image` is stop.
     """
-    splits = open_data(config)
+    config, splits = settle_task(config, open_data(config), given, say)
     config = complete(config, splits, given)
     bad = find_bad_images(splits, config, accelerator)
     splits = without(splits, bad)
@@ -70,7 +71,7 @@ def open_data(config: Config) -> Splits:
         if data.folds is not None and data.fold is None:
             raise ConfigError(f"folds={data.folds}: one training is of one fold; say which")
         fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
-        asked = Asked.of(data, several="multilabel" in training.tasks)
+        asked = Asked.of(data, several=training.several or None)
         return open_splits(asked, val_share=data.val_share, seed=training.seed, fold=fold)
     for name in OF_CLASSES:
         if value := getattr(data, name):
@@ -82,6 +83,32 @@ def open_data(config: Config) -> Splits:
         seed=training.seed,
         with_classes=training.classifies,
     )
+
+
+def settle_task(
+    config: Config, splits: Splits, given: Sequence[str], say: Say
+) -> tuple[Config, Splits]:
+    """One class a picture, or any number, as the data have it where nobody chose.
+
+    Raises:
+        ConfigError: The task that was chosen is not for pictures with several classes.
+    """
+    training, finetune = config.training, config.finetune
+    if training.several:
+        return config, as_several(splits)
+    if not splits.several:
+        return config, splits
+    if training.captions or "task" in given:
+        remedy = "give it data with one" if training.captions else "use --task multilabel"
+        raise ConfigError(
+            f"task={training.task}: the pictures have several classes, or none, and this task "
+            f"learns one a picture; {remedy}"
+        )
+    say("note: pictures have several labels: task=multilabel")
+    if "probe_first" not in given and finetune.method != "probe":
+        finetune = dataclasses.replace(finetune, probe_first=False)
+    training = dataclasses.replace(training, task="multilabel")
+    return dataclasses.replace(config, training=training, finetune=finetune), splits
 
 
 def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:

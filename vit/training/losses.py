@@ -1,6 +1,7 @@
-"""Cross-entropy with smoothed labels, over one label or a mixture of two.
+"""Cross-entropy with smoothed labels, over one label, a mixture of two, or any number of them.
 
     loss = - sum_k q_k log softmax(logits)_k,   q = (1 - smoothing) * target + smoothing / classes
+    loss = - mean_k (q_k log p_k + (1 - q_k) log (1 - p_k)),       p = sigmoid(logits), each apart
 
 Source: Szegedy et al., "Rethinking the Inception Architecture", section 7, arXiv:1512.00567.
 """
@@ -22,3 +23,20 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float)
     """
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum")
+
+
+def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+    """Sum over the batch of the mean over the classes, each of which is a question of its own.
+
+    Args:
+        logits: (batch, classes).
+        targets: Probability of each class, (batch, classes); they need not sum to 1.
+        smoothing: As for `smoothed_cross_entropy`: a share of what one class has, over all classes.
+
+    Returns:
+        A scalar, in float32 or wider.
+    """
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    spread = (1 - smoothing) * targets.to(logits) + smoothing / logits.shape[1]
+    losses = F.binary_cross_entropy_with_logits(logits, spread, reduction="sum")
+    return losses / logits.shape[1]

@@ -20,6 +20,7 @@ from vit.data.loading import Batch
 from vit.data.samples import Splits
 from vit.errors import RunError
 from vit.model.patches import FlexiblePatchEmbedding
+from vit.training.batches import rows_of
 from vit.training.loop import Training, clip, losses_of, objective
 from vit.training.rehearsal import forget, largest, rehearse
 
@@ -202,9 +203,11 @@ def random_batch(config: Config, size: int) -> Batch:
     model, words = config.model, config.decoder
     shape = (size, model.channels, model.image_size, model.image_size)
     places = torch.arange(size)
+    wide = rows_of(config)
+    one = torch.randint(0, max(model.num_classes, 1), (size,))
     return Batch(
         images=torch.randint(0, 256, shape, dtype=torch.uint8),
-        labels=torch.randint(0, max(model.num_classes, 1), (size,)),
+        labels=one if wide is None else torch.randint(0, 2, (size, wide), dtype=torch.uint8),
         indices=places,
         positions=places,
         failed=[],

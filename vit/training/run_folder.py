@@ -19,7 +19,7 @@ from vit.settings import flatten, make_config, read_settings, write_settings
 from vit.training.best import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.tracking import TRACKING
-from vit.weights.folder import TOKENIZER_FILE
+from vit.weights.run_config import TOKENIZER_FILE
 from vit.weights.tensorfile import naming, write_safely, write_text
 
 FILES = (

@@ -14,7 +14,7 @@ MUCH = 0.05
 
 
 def rank(event: Event) -> tuple[float, float]:
-    """What a better epoch has more of: accuracy or CIDEr, then the lower loss.
+    """What a better epoch has more of: accuracy, average precision or CIDEr, then the lower loss.
 
     Where classes are balanced, accuracy is balanced accuracy: the event says so.
     With both tasks, and where CIDEr is that of a few pictures, the loss alone.
@@ -35,6 +35,8 @@ def told(event: Event) -> str:
         balanced = event.get("val_balanced_accuracy", event["val_top1"])
         if "chosen_by" in event or abs(balanced - event["val_top1"]) >= MUCH:
             parts.append(f"balanced {balanced:.2%}")
+    if "val_map" in event:
+        parts.append(f"val mAP {event['val_map']:.2%}  F1 {event['val_f1']:.2%}")
     if "val_cider" in event:
         own = event.get("val_caption_loss")
         parts += [] if own is None else [f"captions {own:.3f}"]

@@ -14,7 +14,7 @@ from vit.training.agreement import agreed_signal, require_same_step
 from vit.training.batches import evaluation_loader, training_loader
 from vit.training.best import BestEpochs, stopped_early
 from vit.training.checkpoint import CHECKPOINTS, load_checkpoint
-from vit.training.ending import leave_report
+from vit.training.ending import end
 from vit.training.interruption import Interrupted
 from vit.training.keeping import Keeper
 from vit.training.loop import Step, Training, train_one_epoch
@@ -164,7 +164,7 @@ class Session:
             routers=self.best.first.get("routers", ()),
         )
         if run.accelerator.is_main_process:
-            leave_report(run, self.folder, self.splits, epoch=self.best.first["epoch"])
+            end(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,
             classes=self.splits.classes,

@@ -30,6 +30,7 @@ from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
 from vit.training.recomputation import recompute_blocks
 from vit.training.schedule import CosineSchedule
+from vit.training.several import MultiLabel
 from vit.training.sharding import is_sharded, require_shardable
 from vit.training.tasks import Classification, Task
 from vit.training.words import words_line
@@ -154,6 +155,8 @@ def make_training(
 
 def make_task(config: Config, splits: Splits | None) -> Task:
     """What the network learns."""
+    if config.training.several:
+        return MultiLabel()
     if not config.training.captions:
         if config.training.balance == "none" or splits is None:
             return Classification()
@@ -197,7 +200,10 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
     lines = [str(splits.classes)]
     for samples in (splits.train, splits.val):
         lines += [
-            "\t".join([relative(s.path, splits.root), str(s.label), *s.captions]) for s in samples
+            "\t".join([relative(s.path, splits.root), ",".join(map(str, s.labels)), *s.captions])
+            if splits.several
+            else "\t".join([relative(s.path, splits.root), str(s.label), *s.captions])
+            for s in samples
         ]
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
@@ -214,6 +220,7 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     micro = config.data.micro_batches
     batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
     classes = f", {len(splits.classes)} classes" if splits.classes else ""
+    classes += ", several a picture" if config.training.several else ""
     words = [words_line(config, splits)] if config.training.captions else []
     return [
         f"{len(splits.train):,} training and {len(splits.val):,} validation pictures{classes}",

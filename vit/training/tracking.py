@@ -35,13 +35,15 @@ NAMES = {
         "val_loss": "val/loss",
         "val_top1": "val/top1",
         "val_balanced_accuracy": "val/balanced_accuracy",
+        "val_map": "val/map",
+        "val_f1": "val/f1",
         "val_loss_shuffled": "val/loss_shuffled",
         "val_bleu4": "val/bleu4",
         "val_cider": "val/cider",
         "val_exact": "val/exact",
         "images_per_second": "train/images_per_second",
     },
-    "soup": {"val_loss": "soup/loss", "val_top1": "soup/top1"},
+    "soup": {"val_loss": "soup/loss", "val_top1": "soup/top1", "val_map": "soup/map"},
 }
 
 

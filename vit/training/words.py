@@ -14,7 +14,7 @@ from vit.data.samples import Sample, Splits
 from vit.data.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.errors import ConfigError, DataError
 from vit.training.agreement import on_main
-from vit.weights.folder import read_tokenizer
+from vit.weights.run_config import read_tokenizer
 
 Say = Callable[[str], None]
 

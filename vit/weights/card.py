@@ -66,10 +66,7 @@ def model_card(
         USES[to].replace("FOLDER", printable(name)),
     ]
     if scored and best is not None:
-        parts.append(
-            f"## Scores\n\nTop-1 on its validation pictures: {best['val_top1']:.2%} (loss "
-            f"{best['val_loss']:.4f})."
-        )
+        parts.append(f"## Scores\n\n{told(best)} (loss {best['val_loss']:.4f}).")
     if pretrained.classes:
         names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
         more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
@@ -93,12 +90,21 @@ def best_event(run: Path) -> dict[str, Any] | None:
         events = [json.loads(line) for line in lines]
         soups = [event for event in events if event["event"] == "soup" and event["better"]]
         epochs = [event for event in events if event["event"] == "epoch"]
-        best: dict[str, Any] = (soups or [max(epochs, key=_worth)])[-1]
+        best: dict[str, Any] = (
+            soups or [max(epochs, key=lambda event: (score_of(event), -event["val_loss"]))]
+        )[-1]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return best
 
 
-def _worth(event: dict[str, Any]) -> tuple[float, float]:
-    """What the best epoch of a run has most of; the event names another score than top-1."""
-    return event[event.get("chosen_by", "val_top1")], -event["val_loss"]
+def score_of(event: dict[str, Any]) -> float:
+    """The score that the best epoch of a run has most of: top-1, or what the event names."""
+    return float(event[event.get("chosen_by", "val_top1")])
+
+
+def told(event: dict[str, Any]) -> str:
+    """The score in words."""
+    names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
+    name = names.get(event.get("chosen_by", ""), "Top-1")
+    return f"{name} on its validation pictures: {score_of(event):.2%}"

@@ -31,6 +31,13 @@ Target = Literal["timm", "huggingface"]
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
 
+THRESHOLDS = {
+    "timm": "pictures may have several classes: take sigmoids of timm's logits; the thresholds of "
+    "the classes have no place in that folder",
+    "huggingface": "problem_type is multi_label_classification: take sigmoids of its logits; the "
+    "thresholds of the classes have no place in that folder",
+}
+
 FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 
@@ -70,6 +77,7 @@ def convert(
     lines += [assumed] * bool(assumed)
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
+    lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLDS[to]}"]
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     files = contents(pretrained, to)
@@ -125,7 +133,11 @@ def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str,
         tensors = to_timm(pretrained.state, config)
         return {CONFIG_FILE: as_json(settings), WEIGHTS_FILE: tensors}
     settings, processor, tensors = write_huggingface(
-        pretrained.state, config, classes or None, preprocessing
+        pretrained.state,
+        config,
+        classes or None,
+        preprocessing,
+        several=pretrained.thresholds is not None,
     )
     return {
         CONFIG_FILE: as_json(settings),

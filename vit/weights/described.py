@@ -1,5 +1,6 @@
 """Settings and class names that a file gives back: every name and type is checked."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vit.config import DecoderConfig, ModelConfig
@@ -57,3 +58,16 @@ def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
     if len(names) != config.num_classes:
         raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
     return names
+
+
+def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:
+    """`values` as a tuple, where they are probabilities and as many as the classes.
+
+    Raises:
+        WeightsError: They are not.
+    """
+    numbers = tuple(values) if isinstance(values, list | tuple) else ()
+    plain = all(isinstance(value, int | float) and 0 <= value <= 1 for value in numbers)
+    if not plain or len(numbers) != len(classes):
+        raise WeightsError("thresholds must be a probability for each class")
+    return tuple(map(float, numbers))

@@ -4,7 +4,6 @@ The tensors carry a SHA-256 of themselves and one of config.json: damage, and fi
 mixed up, are noticed before anything is predicted.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,24 +17,35 @@ from torch import Tensor
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.data.tokenizer import Tokenizer
-from vit.errors import RunError, WeightsError, printable
+from vit.errors import WeightsError, printable
 from vit.model.build import assemble
 from vit.model.build_captioner import assemble_captioner
 from vit.model.classifier import VisionTransformer
-from vit.weights.described import check_classes, decoder_config, model_config
+from vit.weights.described import (
+    check_classes,
+    check_thresholds,
+    decoder_config,
+    model_config,
+)
 from vit.weights.formats.names import check_fit
 from vit.weights.formats.timm import from_timm, to_timm
+from vit.weights.run_config import (
+    CONFIG_DIGEST,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    USUAL,
+    VERSION,
+    WEIGHTS_FILE,
+    own_part,
+    read_config,
+    read_tokenizer,
+    sha256,
+)
 from vit.weights.tensorfile import read_tensors, write_tensors, write_text
 from vit.weights.timm_config import UNKNOWN, timm_config
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_DIGEST = "config_sha256"
 TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER = "decoder."
-VERSION = 1
-MOST_BYTES = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class LoadedRun:
         stretches: As in Pretrained.
         decoder: What the decoder was built from, where the model is a Captioner.
         tokenizer: Of its captions.
+        thresholds: Of each class, the probability from which on it is said, where a picture may
+            have several and probabilities are sigmoids; None where it has one.
     """
 
     model: VisionTransformer
@@ -59,6 +71,7 @@ class LoadedRun:
     stretches: bool = True
     decoder: DecoderConfig | None = None
     tokenizer: Tokenizer | None = None
+    thresholds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +93,10 @@ class Packed:
         """
         # The settings first: they are the same for every save of a run, the weights are not.
         write_text(folder / CONFIG_FILE, self.config)
-        notes = {"format": "pt", CONFIG_DIGEST: _sha256(self.config.encode())}
+        notes = {"format": "pt", CONFIG_DIGEST: sha256(self.config.encode())}
         if self.tokenizer is not None:
             write_text(folder / TOKENIZER_FILE, self.tokenizer)
-            notes[TOKENIZER_DIGEST] = _sha256(self.tokenizer.encode())
+            notes[TOKENIZER_DIGEST] = sha256(self.tokenizer.encode())
         write_tensors(folder / WEIGHTS_FILE, self.tensors, notes)
 
 
@@ -147,6 +160,8 @@ def pack(
         own["decoder"] = asdict(decoder)
         theirs["architecture"] = UNKNOWN  # timm has no network with a decoder
     content = {**theirs, "vit": own}
+    if config.training.several:
+        own["thresholds"] = [USUAL] * len(classes)
     if terms is not None:
         content["pretrained_cfg"]["license"] = terms
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -173,7 +188,7 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         WeightsError: One of its files is missing, damaged, or does not fit the other.
     """
     where = Path(folder)
-    raw = _read_config(where)
+    raw = read_config(where)
     weights = where / WEIGHTS_FILE
     if not weights.is_file():
         raise WeightsError(
@@ -181,7 +196,7 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
             "incomplete"
         )
     state, notes = read_tensors(weights)
-    if notes.get(CONFIG_DIGEST) != _sha256(raw):
+    if sha256(raw) not in notes.get(CONFIG_DIGEST, "").split():
         raise WeightsError(
             f"{printable(where)}: {CONFIG_FILE} is damaged, edited, or of another run than "
             f"{WEIGHTS_FILE}; restore both from one copy"
@@ -189,7 +204,7 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
     try:
         content = json.loads(raw)
         tokenizer = None
-        if "decoder" in _own_part(content):
+        if "decoder" in own_part(content):
             tokenizer = read_tokenizer(where, notes.get(TOKENIZER_DIGEST))
         return _assemble(content, state, tokenizer)
     except WeightsError as error:
@@ -200,29 +215,6 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
 
-def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
-    """The tokenizer of a run.
-
-    Args:
-        folder: The run folder.
-        digest: What the weights say of the file.
-
-    Raises:
-        WeightsError: It is missing, damaged, or not the one of the weights.
-    """
-    path = folder / TOKENIZER_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{printable(path)} cannot be read: {printable(error)}") from None
-    if digest is not None and digest != _sha256(text.encode()):
-        raise WeightsError(
-            f"{printable(path)} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
-            "both from one copy"
-        )
-    return Tokenizer.from_json(text)
-
-
 def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """What network is in a run folder; its weights are not read.
 
@@ -230,45 +222,15 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
         RunError: `folder` is no run folder.
         WeightsError: Its config.json is damaged.
     """
-    raw = _read_config(Path(folder))
+    raw = read_config(Path(folder))
     try:
-        return model_config(_own_part(json.loads(raw))["config"])
+        return model_config(own_part(json.loads(raw))["config"])
     except (ValueError, RecursionError) as error:  # also of JSON
         raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
 
 
-def _read_config(folder: Path) -> bytes:
-    path = folder / CONFIG_FILE
-    try:
-        if not path.is_file():
-            there = "has no config.json" if folder.is_dir() else "is not a folder"
-            raise RunError(f"{printable(folder)} {there}; give the run folder of a training")
-        if path.stat().st_size > MOST_BYTES:
-            raise WeightsError(f"{printable(path)} is larger than {MOST_BYTES:,} bytes")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
-
-
-def _own_part(content: Any) -> dict[str, Any]:
-    """What config.json says to us; timm reads the rest."""
-    own = content.get("vit") if isinstance(content, dict) else None
-    if not isinstance(own, dict):
-        raise WeightsError(f"{CONFIG_FILE} has no key 'vit': it was not written by vit")
-    if own.get("version") != VERSION:
-        raise WeightsError(
-            f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
-            "install the vit that wrote it"
-        )
-    if own.keys() - {"decoder"} != {"version", "config", "preprocessing", "classes"}:
-        raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
-    return own
-
-
 def _assemble(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | None) -> LoadedRun:
-    own = _own_part(content)
+    own = own_part(content)
     config = model_config(own["config"])
     classes = check_classes(own["classes"], config)
     preprocessing = Preprocessing.from_dict(own["preprocessing"])
@@ -279,6 +241,7 @@ def _assemble(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | Non
         raise WeightsError(
             f"vocab_size={decoder.vocab_size}, but {TOKENIZER_FILE} has {tokenizer.size} tokens"
         )
+    thresholds = check_thresholds(own["thresholds"], classes) if "thresholds" in own else None
     encoder, words = split_decoder(state)
     model = empty_model(config, decoder)
     renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
@@ -286,7 +249,13 @@ def _assemble(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | Non
     check_fit(state, model)
     model.load_state_dict(state, assign=True)
     return LoadedRun(
-        model.eval(), classes, preprocessing, config, decoder=decoder, tokenizer=tokenizer
+        model.eval(),
+        classes,
+        preprocessing,
+        config,
+        decoder=decoder,
+        tokenizer=tokenizer,
+        thresholds=thresholds,
     )
 
 
@@ -294,7 +263,3 @@ def empty_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> Vi
     """The network of `config` with shapes but without values; costs no memory."""
     with torch.device("meta"):
         return assemble(config) if decoder is None else assemble_captioner(config, decoder)
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

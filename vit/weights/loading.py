@@ -98,6 +98,7 @@ def _from_run(found: Found) -> Pretrained:
         config=run.config,
         classes=run.classes,
         preprocessing=run.preprocessing,
+        thresholds=run.thresholds,
         license=_license_of_run(found),
         origin=f"run {printable(found.folder)}",
         stretches=True,
@@ -276,7 +277,8 @@ def load_model(source: Source, *, say: Say | None = tell, headless: bool = False
         for line in lines:
             say(line)
     model = filled(pretrained.config, pretrained.state)
-    return LoadedRun(model, classes, preprocessing, pretrained.config, pretrained.stretches)
+    about = (model, classes, preprocessing, pretrained.config, pretrained.stretches)
+    return LoadedRun(*about, thresholds=pretrained.thresholds)
 
 
 def numbered(pretrained: Pretrained) -> tuple[str, ...]:

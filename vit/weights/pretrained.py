@@ -38,6 +38,7 @@ class Pretrained:
         stretches: Whether relative positions are stretched to another grid, as our networks do
             with pictures of another size; else they are spread as BEiT's makers do.
         decoder: Of a network that writes captions.
+        thresholds: As in a LoadedRun: where a picture may have several classes.
         notes: Lines for the user: what was assumed, which tensors were left out and why.
     """
 
@@ -49,4 +50,5 @@ class Pretrained:
     origin: str
     stretches: bool = False
     decoder: PretrainedDecoder | None = None
+    thresholds: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()

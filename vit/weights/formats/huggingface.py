@@ -23,7 +23,7 @@ from vit.weights.formats.huggingface_config import (
 from vit.weights.formats.huggingface_names import names_of, split_off
 from vit.weights.formats.huggingface_processor import read_processor
 from vit.weights.formats.huggingface_targets import huggingface_refusal
-from vit.weights.formats.huggingface_writing import write_huggingface
+from vit.weights.formats.huggingface_writing import SEVERAL, write_huggingface
 from vit.weights.formats.names import (
     PATCH_WEIGHT,
     State,
@@ -72,6 +72,7 @@ def read_huggingface(
         preprocessing=preprocessing,
         license=None,
         origin=f"transformers {_architecture(config)}",
+        thresholds=(0.5,) * found.num_classes if config.get("problem_type") == SEVERAL else None,
         notes=(*notes, *class_notes, *processor_notes),
     )
 
@@ -212,8 +213,10 @@ def _classes(config: Mapping[str, Any], count: int) -> tuple[tuple[str, ...] | N
         return None, ()
     labels, kind = config.get("id2label"), config.get("problem_type")
     notes: Notes = ()
-    if kind in ("multi_label_classification", "regression"):
-        notes = (f"it was trained for {kind}: here its outputs compete, and one wins",)
+    if kind == "regression":
+        notes = ("it was trained for regression: here its outputs compete, and one wins",)
+    if kind == SEVERAL:
+        notes = (f"{SEVERAL}: a picture may have several classes, each from 0.5 on",)
     unnamed: tuple[None, Notes] = None, (*notes, "config.json has no names for the classes")
     if not isinstance(labels, Mapping):
         return unnamed

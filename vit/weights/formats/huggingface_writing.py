@@ -29,6 +29,8 @@ from vit.weights.ours_alone import remedy
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Theirs by ours; the others have the same names."""
+SEVERAL = "multi_label_classification"
+"""Their problem_type of a picture that may have several classes, or none."""
 
 
 def write_huggingface(
@@ -36,6 +38,8 @@ def write_huggingface(
     config: ModelConfig,
     classes: Sequence[str] | None,
     preprocessing: Preprocessing,
+    *,
+    several: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], State]:
     """Our network as one of transformers.
 
@@ -44,6 +48,7 @@ def write_huggingface(
         config: The network they fit.
         classes: Names by output; None without a head.
         preprocessing: How pictures are prepared for it.
+        several: Whether a picture may have several classes.
 
     Returns:
         Contents of config.json and of preprocessor_config.json, and the tensors of
@@ -64,7 +69,10 @@ def write_huggingface(
     check_fit(state, model)
     on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
     tensors = _tensors(on_cpu, config, target)
-    return _config(config, target, classes or ()), processor, tensors
+    settings = _config(config, target, classes or ())
+    if several:
+        settings["problem_type"] = SEVERAL
+    return settings, processor, tensors
 
 
 def _config(config: ModelConfig, target: Target, classes: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""Pictures with several classes: rows are made of numbers, a batch at a time."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.data.checking import without
+from vit.data.dataset import Always, ImageDataset
+from vit.data.preprocessing import Preprocessing
+from vit.data.samples import NO_LABEL, Sample, Splits
+from vit.data.schedule import Key
+from vit.data.several import MultiHot, as_several, has_several, labels_of
+from vit.errors import BadImage
+
+
+def test_rows_are_those_of_a_table():
+    random = np.random.default_rng(0)
+    table = random.random((50, 7)) < 0.3
+    table[3] = False
+    rows = MultiHot([np.flatnonzero(row).tolist() for row in table], 7)
+    wanted = torch.tensor([3, 49, 0, 0])
+    found = rows[wanted]
+    assert found.dtype == torch.uint8
+    assert found.tolist() == table[wanted.numpy()].astype(int).tolist()
+    assert rows[torch.empty(0, dtype=torch.int64)].shape == (0, 7)
+    assert len(rows) == 50
+
+
+def test_numbers_are_kept_and_no_table():
+    rows = MultiHot([(5, 900)] * 10_000, 1000)
+    assert rows.flat.nbytes + rows.ends.nbytes < 200_000  # a table has 10,000,000 bytes
+
+
+def test_a_number_of_no_class_is_refused():
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        MultiHot([(0,), (3,)], 3)
+
+
+def test_batches_have_rows(tmp_path):
+    samples = []
+    for number, labels in enumerate([(0, 2), (), (1,)]):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+        samples.append(Sample(str(tmp_path / f"{number}.png"), NO_LABEL, labels=labels))
+    (tmp_path / "1.png").write_bytes(b"no picture")
+    dataset = ImageDataset(samples, Always(Preprocessing(image_size=(8, 8))), classes=3)
+    batch = dataset.__getitems__([Key(0, number, number) for number in (2, 1, 0)])
+    assert batch.labels.tolist() == [[0, 1, 0], [1, 0, 1]]
+    assert len(batch.failed) == 1
+    assert dataset.empty(Preprocessing(image_size=(8, 8))).labels.shape == (0, 3)
+
+
+def test_one_class_is_one_of_several(tmp_path):
+    one = tuple(Sample(f"{number}", number % 2) for number in range(4))
+    splits = Splits(("a", "b"), one, one[:1], (), made=False, root=tmp_path)
+    several = as_several(splits)
+    assert [labels_of(sample) for sample in several.train] == [(0,), (1,), (0,), (1,)]
+    assert several.several
+    assert has_several(several.train)
+    assert not has_several(one)
+    assert [labels_of(sample) for sample in one] == [(0,), (1,), (0,), (1,)]
+    assert as_several(several) is several
+
+
+def test_a_bad_picture_takes_no_class_away_that_others_have(tmp_path):
+    samples = tuple(Sample(f"{n}", NO_LABEL, labels=(0, 1)) for n in range(3))
+    splits = Splits(("a", "b"), samples, samples[:1], (), False, tmp_path, several=True)
+    assert len(without(splits, [BadImage("2", "cut")]).train) == 2

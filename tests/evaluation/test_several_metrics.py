@@ -1,0 +1,119 @@
+"""Scores of several classes a picture are those of scikit-learn and torch."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics
+from torch.nn import functional as F
+
+from vit.evaluation import several_metrics
+from vit.evaluation.several_metrics import (
+    average_precisions,
+    choose_thresholds,
+    f1_scores,
+    map_interval,
+    mean_of_known,
+    summarise_several,
+)
+
+CLASSES = ("a", "b", "c", "never", "unasked")
+THRESHOLDS = (0.5, 0.3, 0.8, 0.99, 1.0)
+
+
+@pytest.fixture
+def drawn():
+    """(200, 5) probabilities with ties, and labels that they know something of."""
+    random = np.random.default_rng(0)
+    labels = random.random((200, 5)) < [0.5, 0.1, 0.02, 0, 0.3]
+    scores = np.round(np.clip(labels * 0.3 + random.random((200, 5)) * 0.65, 0, 0.98), 2)
+    return torch.from_numpy(scores), torch.from_numpy(labels.astype(np.uint8))
+
+
+def test_average_precision_is_scikit_learns(drawn):
+    scores, labels = drawn
+    found = average_precisions(scores, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the class without a picture
+        theirs = metrics.average_precision_score(labels.numpy(), scores.numpy(), average=None)
+    known = [0, 1, 2, 4]
+    np.testing.assert_allclose(found[known], theirs[known], rtol=0, atol=1e-12)
+    assert math.isnan(found[3])
+    assert mean_of_known(found) == pytest.approx(theirs[known].mean(), abs=1e-12)
+
+
+def test_scores_are_scikit_learns(drawn):
+    scores, labels = drawn
+    found = summarise_several(scores, labels, CLASSES, THRESHOLDS)
+    said, true = scores.numpy() >= np.array(THRESHOLDS), labels.numpy()
+    f1 = [
+        metrics.f1_score(true, said, average=kind, zero_division=np.nan)
+        for kind in ("macro", "micro")
+    ]
+    assert [found["macro_f1"], found["micro_f1"]] == pytest.approx(f1, abs=1e-12)
+    assert found["subset_accuracy"] == pytest.approx(metrics.accuracy_score(true, said))
+    assert found["hamming"] == pytest.approx(metrics.hamming_loss(true, said))
+    loss = F.binary_cross_entropy(scores.clamp(min=1e-300), labels.double())
+    assert found["loss"] == pytest.approx(float(loss))
+    each = metrics.precision_recall_fscore_support(true, said, zero_division=0)
+    for place, row in enumerate(found["per_class"]):
+        theirs = [values[place] for values in each]
+        ours = [row[name] for name in ("precision", "recall", "f1", "count")]
+        assert ours == pytest.approx(theirs, abs=1e-12)
+        assert row["threshold"] == THRESHOLDS[place]
+    assert found["per_class"][3]["average_precision"] is None
+    low, high = found["map_interval"]
+    assert low < found["map"] < high
+
+
+def test_a_sure_and_wrong_answer_has_a_finite_loss():
+    scores, labels = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([[0, 1]])
+    assert math.isfinite(summarise_several(scores, labels, "ab", (0.5, 0.5))["loss"])
+
+
+@pytest.mark.parametrize("scores", [torch.full((1, 2), math.nan), torch.zeros(0, 2)])
+def test_what_cannot_be_scored_is_refused(scores):
+    with pytest.raises(ValueError, match=r"finite|at least one"):
+        summarise_several(scores, torch.zeros(len(scores), 2), "ab", (0.5, 0.5))
+
+
+def test_no_other_threshold_has_a_higher_f1(drawn):
+    scores, labels = drawn
+    found, few = choose_thresholds(scores, labels)
+    assert few == [2, 3] or few == [3]  # of 200 pictures about 4 have class c
+    best = f1_scores(scores >= torch.tensor(found), labels)
+    for cut in np.arange(0, 1.005, 0.005):
+        others = f1_scores(scores >= cut, labels)
+        for index in {0, 1, 2, 4} - {*few}:
+            assert best[index] >= others[index]
+    assert all(found[index] == 0.5 for index in few)
+
+
+def test_a_threshold_lies_between_two_scores():
+    scores = torch.tensor([[0.9], [0.8], [0.7], [0.6], [0.5], *[[0.2]] * 5], dtype=torch.float64)
+    labels = torch.tensor([[1]] * 5 + [[0]] * 5)
+    (threshold,), few = choose_thresholds(scores, labels)
+    assert threshold == pytest.approx(0.35)
+    assert not few
+    assert choose_thresholds(scores[1:], labels[1:]) == ([0.5], [0])  # 4 pictures are too few
+
+
+def test_an_interval_is_the_same_every_time_and_none_where_it_takes_long(drawn, monkeypatch):
+    assert map_interval(*drawn) == map_interval(*drawn)
+    monkeypatch.setattr(several_metrics, "MOST_WORK", 200 * 200 * 5 - 1)
+    assert map_interval(*drawn) is None
+
+
+def test_an_interval_holds_what_the_scores_are_worth():
+    """Of 40 small sets of one kind, most intervals hold the value of a large one."""
+    random = np.random.default_rng(1)
+
+    def draw(pictures):
+        labels = random.random((pictures, 2)) < 0.3
+        return torch.from_numpy(labels + random.normal(size=labels.shape)), torch.from_numpy(labels)
+
+    truth = mean_of_known(average_precisions(*draw(20_000)))
+    held = sum(low <= truth <= high for low, high in (map_interval(*draw(150)) for _ in range(40)))
+    assert held >= 33

@@ -1,0 +1,164 @@
+"""What a network says of pictures with several classes: all over their thresholds, best first."""
+
+import csv
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+
+from vit.commands.main import main
+from vit.data.decoding import read_image
+from vit.errors import ConfigError, WeightsError
+from vit.inference.class_maps import explained_classes
+from vit.inference.evaluate import evaluate
+from vit.inference.predictor import Predictor
+from vit.runtime.results import FORMATS, Layout, Prediction
+from vit.weights.described import check_thresholds
+from vit.weights.folder import load_run
+
+THRESHOLDS = {"blue": 0.3, "green": 0.5, "red": 0.7}
+
+
+@pytest.fixture
+def pictures(several_list):
+    return [str(path) for path in sorted(several_list.parent.glob("*.png"))]
+
+
+@pytest.fixture
+def by_hand(several_run, pictures):
+    """Sigmoids of each picture, computed without the predictor."""
+    run = load_run(several_run)
+    pixels = torch.stack([run.preprocessing(read_image(path)) for path in pictures])
+    with torch.no_grad():
+        logits = run.model(run.preprocessing.normalise(pixels))
+    return [dict(zip(run.classes, row, strict=True)) for row in logits.double().sigmoid().tolist()]
+
+
+def test_all_classes_over_their_thresholds_are_named_best_first(several_run, pictures, by_hand):
+    found = Predictor(several_run, device="cpu")(pictures)
+    for prediction, scores in zip(found, by_hand, strict=True):
+        named = dict(prediction.predictions)
+        expected = {name for name, score in scores.items() if score >= THRESHOLDS[name]}
+        assert named.keys() == expected
+        assert [*named.values()] == sorted(named.values(), reverse=True)
+        assert named == pytest.approx({name: scores[name] for name in named}, abs=1e-6)
+    assert len({len(prediction.predictions) for prediction in found}) > 1
+    assert any(sum(dict(p.predictions).values()) > 1.01 for p in found)  # not shares of one
+
+
+def test_top_k_and_threshold_are_heeded(several_run, pictures, by_hand):
+    predictor = Predictor(several_run, device="cpu")
+    for prediction in predictor(pictures, top_k=1):
+        assert len(prediction.predictions) <= 1
+    for prediction, scores in zip(predictor(pictures, threshold=0.45), by_hand, strict=True):
+        assert {n for n, _ in prediction.predictions} == {n for n in scores if scores[n] >= 0.45}
+    everything = predictor(pictures, threshold=0.0)
+    assert {len(prediction.predictions) for prediction in everything} == {3}
+
+
+def test_views_are_averaged_as_probabilities(several_run, pictures):
+    run = load_run(several_run)
+    pixels = torch.stack([run.preprocessing(read_image(path)) for path in pictures[:3]])
+    with torch.no_grad():
+        views = [run.model(run.preprocessing.normalise(x)) for x in (pixels, pixels.flip(-1))]
+    mean = torch.stack([logits.double().sigmoid() for logits in views]).mean(dim=0)
+    found = Predictor(several_run, device="cpu", tta="flip")(pictures[:3], threshold=0.0)
+    for prediction, row in zip(found, mean.tolist(), strict=True):
+        expected = dict(zip(run.classes, row, strict=True))
+        assert dict(prediction.predictions) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_command_writes_all_formats(several_run, pictures, capfd):
+    def predict(*words):
+        assert main(["predict", str(several_run), *pictures[:6], "--device", "cpu", *words]) == 0
+        return capfd.readouterr().out
+
+    found = Predictor(several_run, device="cpu")(pictures[:6])
+    named = [[name for name, _ in prediction.predictions] for prediction in found]
+    rows = [json.loads(line) for line in predict("--format", "jsonl").splitlines()]
+    assert [[pair["label"] for pair in row["predictions"]] for row in rows] == named
+    none = predict("--format", "jsonl", "--threshold", "1")
+    assert all(json.loads(line)["predictions"] == [] for line in none.splitlines())
+    table = list(csv.DictReader(io.StringIO(predict("--format", "csv"))))
+    assert [*table[0]] == ["image", "labels", "scores", "error"]
+    assert [row["labels"] for row in table] == ["|".join(names) for names in named]
+    assert [len(row["scores"].split("|")) for row in table if row["labels"]] == [
+        len(names) for names in named if names
+    ]
+    lines = predict().splitlines()
+    for line, names in zip(lines[1:], named, strict=True):
+        assert line.split()[1::2] == (names or ["-"])
+
+
+def test_a_label_that_would_be_two_is_refused_in_csv():
+    layout = Layout(2, ("a|b", "c"), ["x.png"], several=True)
+    with pytest.raises(ConfigError, match=r"a\|b has a \|"):
+        FORMATS["csv"](layout)
+    _, line = FORMATS["csv"](Layout(2, ("=a", "c"), ["x.png"], several=True))
+    assert line(Prediction("x.png", (("=a", 0.5),))) == "x.png,'=a,0.5,\r\n"
+
+
+def test_no_folder_is_that_of_a_picture_with_several_classes(
+    several_run, pictures, tmp_path, capfd
+):
+    words = ["predict", str(several_run), *pictures[:2], "--sort-into", str(tmp_path / "s")]
+    assert main(words) == 2
+    assert "may name several classes of a picture" in capfd.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_named_classes_are_explained(several_run, pictures, tmp_path, capfd):
+    words = ["predict", str(several_run), pictures[3], "--explain", str(tmp_path / "e")]
+    assert main([*words, "--device", "cpu", "--format", "jsonl"]) == 0
+    (row,) = map(json.loads, capfd.readouterr().out.splitlines())
+    (drawn,) = (json.loads(path.read_text()) for path in (tmp_path / "e").glob("*.json"))
+    named = {pair["label"]: pair["score"] for pair in row["predictions"]}
+    assert {each["label"]: each["probability"] for each in drawn["classes"]} == pytest.approx(
+        named, abs=1e-5
+    )
+    scores = torch.tensor([0.2, 0.6, 0.9])
+    assert explained_classes(scores, (0.1, 0.1, 0.95)) == [1, 0]
+    assert explained_classes(scores, (0.99, 0.99, 0.99)) == [2]  # none is named: the best
+    assert explained_classes(scores, None) == [2, 1]
+
+
+def test_evaluation_counts_what_prediction_names(several_run, several_list, capfd):
+    scores = evaluate(several_run, str(several_list), device="cpu")
+    true = dict(csv.reader(several_list.read_text().splitlines()[1:]))
+    pictures = [str(several_list.parent / name) for name in true]
+    found = Predictor(several_run, device="cpu")(pictures)
+    right = [
+        {name for name, _ in prediction.predictions} == {n for n in labels.split("|") if n}
+        for prediction, labels in zip(found, true.values(), strict=True)
+    ]
+    assert scores["count"] == 32
+    assert scores["subset_accuracy"] == pytest.approx(sum(right) / 32)
+    assert "top1" not in scores
+    assert scores["failed"] == []
+    assert main(["evaluate", str(several_run), str(several_list), "--device", "cpu"]) == 0
+    assert "mAP " in capfd.readouterr().out
+
+
+def test_pictures_with_one_class_measure_a_network_of_several(several_run, tmp_path):
+    for name in THRESHOLDS:
+        (tmp_path / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (18, 18), name).save(tmp_path / "val" / name / "0.png")
+    scores = evaluate(several_run, str(tmp_path), device="cpu")
+    assert [row["count"] for row in scores["per_class"]] == [1, 1, 1]
+
+
+def test_several_classes_are_not_measured_with_one(tiny_run, several_list, tmp_path):
+    own = tmp_path / "own.csv"
+    shutil.copy(several_list.parent / "01.png", tmp_path)
+    own.write_text("image,labels\n01.png,apple|class2\n")
+    with pytest.raises(ConfigError, match="this network gives each one"):
+        evaluate(tiny_run, str(own), device="cpu")
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 2], [0.5, 0.5, "x"], None, 3])
+def test_damaged_thresholds_are_refused(values):
+    with pytest.raises(WeightsError, match="thresholds must be"):
+        check_thresholds(values, ("a", "b", "c"))

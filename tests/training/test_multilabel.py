@@ -1,0 +1,180 @@
+"""Pictures with several classes, or none: from a list to a run that knows its thresholds."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+from timm.loss import BinaryCrossEntropy
+from torch.nn import functional as F
+
+from tests.training.test_processes import launch
+from vit.errors import ConfigError
+from vit.evaluation.several_metrics import f1_scores
+from vit.inference.evaluate import evaluate
+from vit.settings import make_config, write_settings
+from vit.training.ending import read_events
+from vit.training.losses import smoothed_binary_cross_entropy
+from vit.training.scores import rank
+from vit.training.train import train
+from vit.weights import run_config
+from vit.weights.folder import load_run
+
+TINY = {
+    "image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2, "epochs": 3,
+    "batch_size": 8, "lr": 3e-3, "warmup_epochs": 1, "min_crop": 1.0, "precision": "fp32",
+    "device": "cpu", "workers": 0, "hflip": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(several_list):
+    return lambda **changes: make_config({**TINY, "data": str(several_list), **changes})
+
+
+def test_the_loss_is_torchs_and_timms():
+    logits, targets = torch.randn(5, 4), (torch.rand(5, 4) < 0.4).float()
+    found = smoothed_binary_cross_entropy(logits, targets, smoothing=0.0)
+    theirs = F.binary_cross_entropy_with_logits(logits, targets)
+    torch.testing.assert_close(found, 5 * theirs)
+    labels = torch.tensor([0, 3, 1, 1, 2])
+    found = smoothed_binary_cross_entropy(logits, F.one_hot(labels).float(), smoothing=0.1)
+    torch.testing.assert_close(found, 5 * BinaryCrossEntropy(smoothing=0.1)(logits, labels))
+    half = smoothed_binary_cross_entropy(logits.half(), targets, smoothing=0.1)
+    assert half.dtype == torch.float32
+
+
+@pytest.fixture(scope="module")
+def trained(several_list, tmp_path_factory):
+    """A run that nobody told what its pictures have, with everything that mixes or averages."""
+    out = tmp_path_factory.mktemp("multilabel") / "run"
+    more = {"epochs": 25, "mixup": 0.1, "cutmix": 0.1, "ema": 0.5, "keep_best": 3, "soup": True}
+    return train(make_config({**TINY, "data": str(several_list), **more}), out)
+
+
+def test_a_list_of_several_labels_is_learned(trained, several_list):
+    folder = trained.folder
+    assert yaml.safe_load((folder / "config.yaml").read_text())["task"] == "multilabel"
+    events = [event for event in read_events(folder) if event["event"] == "epoch"]
+    assert {"val_loss", "val_map", "val_f1"} <= events[0].keys()
+    assert "val_top1" not in events[0]
+    assert trained.scores["map"] > 0.9
+    assert trained.val_top1 is None
+    kept = json.loads((folder / "config.json").read_text())["vit"]["thresholds"]
+    assert list(load_run(folder).thresholds) == kept
+    assert len(kept) == 3
+    page = (folder / "report.html").read_text()
+    assert "mean average precision" in page
+    assert "What is taken for what" not in page
+    scores = evaluate(folder, str(several_list), device="cpu")  # on what training held out
+    assert scores["count"] == events[0]["val_images"]
+    assert scores["map"] == pytest.approx(trained.scores["map"], abs=1e-6)
+    assert [row["threshold"] for row in scores["per_class"]] == kept
+
+
+def test_epochs_are_ranked_by_mean_average_precision():
+    events = [{"val_map": 0.5, "val_loss": 9.0}, {"val_map": 0.4, "val_loss": 1.0}]
+    events.append({"val_map": 0.5, "val_loss": 8.0})
+    assert sorted(events, key=rank, reverse=True) == [events[2], events[0], events[1]]
+
+
+@pytest.mark.parametrize("name", ["task", "method"])
+def test_what_needs_one_class_a_picture_is_refused(config, tiny_run, tmp_path, name):
+    asked = config() if name == "task" else config(weights=str(tiny_run), method="probe")
+    words = {
+        "task": "task=classify: the pictures have several classes, or none",
+        "method": "method=probe: a probe fits one class a picture",
+    }
+    with pytest.raises(ConfigError, match=words[name]):
+        train(asked, tmp_path / "run", given=["data", "device", "weights", name])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_not_chosen_is_completed_and_said(config, tmp_path, capfd):
+    train(config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    said = capfd.readouterr().err
+    assert "note: pictures have several labels: task=multilabel" in said
+    assert re.search("fewer than 5 validation pictures have, or lack, class .*: its", said)
+    assert load_run(tmp_path / "run").thresholds == (0.5, 0.5, 0.5)
+
+
+def test_pictures_with_one_class_may_be_learned_so(tiny_config, tmp_path):
+    result = train(tiny_config(task="multilabel", num_classes=3, epochs=2), tmp_path / "run")
+    assert result.scores["map"] > 0
+    run = load_run(tmp_path / "run")
+    assert run.thresholds is not None
+
+
+def test_a_resumed_run_is_that_run_byte_for_byte(config, tmp_path, monkeypatch):
+    from vit.training.session import Session
+
+    asked = config(checkpoint_steps=1, ema=0.5, mixup=0.2)
+    train(asked, tmp_path / "whole")
+    after, made = Session.after_step, []
+
+    def cut(self, seen):
+        after(self, seen)
+        made.append(seen)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "after_step", cut)
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "cut")
+    train(asked, tmp_path / "cut", resume=True)
+    shutil.copytree(tmp_path / "cut", tmp_path / "again")
+    train(asked, tmp_path / "again", resume=True)  # of a run that has ended
+    for name in ("config.json", "model.safetensors", "config.yaml"):
+        for other in ("cut", "again"):
+            assert (tmp_path / other / name).read_bytes() == (
+                tmp_path / "whole" / name
+            ).read_bytes(), (other, name)
+
+
+def test_a_kill_between_both_files_leaves_a_whole_run(several_run, tmp_path, monkeypatch):
+    copy = tmp_path / "run"
+    shutil.copytree(several_run, copy)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_config, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_config.set_thresholds(copy, [0.1, 0.2, 0.3])
+    assert load_run(copy).thresholds == (0.3, 0.5, 0.7)
+    monkeypatch.undo()
+    run_config.set_thresholds(copy, [0.1, 0.2, 0.3])
+    assert load_run(copy).thresholds == (0.1, 0.2, 0.3)
+
+
+def test_weights_of_one_class_a_picture_are_fine_tuned(config, tiny_run, tmp_path):
+    asked = config(weights=str(tiny_run), epochs=2, warmup_epochs=0)
+    train(asked, tmp_path / "run", given=["data", "weights", "epochs", "batch_size", "device"])
+    run = load_run(tmp_path / "run")
+    assert run.classes == ("blue", "green", "red")
+    assert run.thresholds is not None
+
+
+def test_f1_of_validation_is_that_of_one_half():
+    logits, labels = torch.tensor([[0.0, -0.1], [3.0, 2.0]]), torch.tensor([[1, 0], [1, 1]])
+    assert f1_scores(logits >= 0, labels).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(config, tmp_path):
+    asked = config(val_share=0.4, epochs=2, task="multilabel", num_classes=3)
+    train(asked, tmp_path / "one")
+    write_settings(tmp_path / "settings.yaml", asked)
+    done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    first, second = (read_events(tmp_path / name) for name in ("one", "two"))
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in {"loss", "val_loss"} & ours.keys():
+            assert abs(ours[name] - theirs[name]) < 1e-4
+        for name in {"val_map", "val_f1"} & ours.keys():
+            assert ours[name] == theirs[name]  # by the order of the scores alone
+    ours, theirs = (load_run(tmp_path / name).thresholds for name in ("one", "two"))
+    assert ours == pytest.approx(theirs, abs=1e-4)

@@ -1,0 +1,90 @@
+"""Pictures with several classes, or none: each class is a question of its own.
+
+    loss        mean over classes of  - q log p - (1 - q) log(1 - p),   p = sigmoid(logit)
+    q           (1 - smoothing) * target + smoothing / classes, as where a picture has one class
+    val_loss    the same without smoothing
+    val_map     mean over classes of the average precision, of classes with a validation picture
+    val_f1      mean over classes of F1, where p >= 0.5 means yes
+
+Average precision orders all pictures by score, so the main process gets the scores of all of them:
+4 bytes for each picture and class, on each process while they are sent.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.data.loading import Batch
+from vit.data.samples import Sample
+from vit.data.several import MultiHot, labels_of
+from vit.evaluation.several_metrics import average_precisions, f1_scores, mean_of_known
+from vit.training.agreement import everyones, on_main
+from vit.training.losses import smoothed_binary_cross_entropy
+from vit.training.tasks import forward, mixed
+
+if TYPE_CHECKING:
+    from vit.training.loop import Training
+
+
+class MultiLabel:
+    """Any number of classes, maybe of mixed pictures."""
+
+    def loss(self, run: "Training", batch: Batch, images: Tensor, epoch: int) -> Tensor:
+        """Summed loss of one micro-batch, (1,)."""
+        targets = batch.labels.to(images.device, non_blocking=True).to(images.dtype)
+        images, targets = mixed(run, batch, images, targets, epoch)
+        smoothing = run.config.training.smoothing
+        logits = forward(run, images)
+        return smoothed_binary_cross_entropy(logits, targets, smoothing=smoothing).view(1)
+
+    def tally(self, samples: Sequence[Sample]) -> "MultiLabelTally":
+        """Begins a validation on `samples`."""
+        return MultiLabelTally(samples)
+
+
+class MultiLabelTally:
+    """Loss and pictures, and all logits.
+
+    Args:
+        samples: Those that are measured, over all processes.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, run: "Training", batch: Batch, images: Tensor) -> None:
+        """Count one batch."""
+        logits = forward(run, images).to(run.dtype).cpu()
+        self.sums += judged(logits, batch.labels)
+        self.seen.append((batch.indices, logits))
+
+    def scores(self, run: "Training", totals: Sequence[float]) -> dict[str, Any]:
+        """Mean loss, mean average precision and F1."""
+        loss, count = totals
+        # one item a process: what is sent is bytes of arrays, not thousands of small ones
+        mine = [tuple(torch.cat(parts) for parts in zip(*self.seen, strict=True))]
+        found = everyones([one for one in mine if one])
+
+        def score() -> dict[str, float]:
+            indices, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
+            order = indices.argsort()  # how pictures are split over processes changes nothing
+            indices, logits = indices[order], logits[order]
+            targets = MultiHot(map(labels_of, self.samples), logits.shape[1])[indices]
+            return {
+                "val_map": mean_of_known(average_precisions(logits, targets)),
+                "val_f1": mean_of_known(f1_scores(logits >= 0, targets)),
+            }
+
+        scores = on_main(run.accelerator, score)
+        return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
+
+
+def judged(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed loss and number of pictures, float64, (2,)."""
+    losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="none")
+    return torch.stack([losses.mean(dim=1).double().sum(), torch.tensor(len(logits)).double()])
