@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a Vision Transformer on a folder of images, or a list of captions",
     "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images, or on images with captions",
+    "check": "find what is wrong with a data set: broken files, copies, leaks, odd labels",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained network into an ONNX file, which runs without torch",
     "verify": "compare an exported file and the predictor with the network, on the same images",

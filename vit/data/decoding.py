@@ -16,7 +16,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
@@ -143,6 +143,30 @@ def check_header(path: str | os.PathLike[str]) -> None:
     with _opened(path) as image:
         if image.format == "PNG" and image.fp is not None:
             _check_png(image.fp)
+
+
+class Header(NamedTuple):
+    """What is known of a picture before its pixels are decoded."""
+
+    format: str
+    """Of the file, as Pillow calls it."""
+    mode: str
+    """Of its pixels, as Pillow calls it."""
+    turned: bool
+    """Whether an EXIF orientation changes it."""
+    alpha: bool
+    """Whether pixels may be transparent."""
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """What the picture in `path` says of itself.
+
+    Raises:
+        BadImage: As in `check_header`.
+    """
+    with _opened(path) as image:
+        alpha = "A" in image.mode.upper() or "transparency" in image.info
+        return Header(image.format or "", image.mode, _orientation(image) in UPRIGHT, alpha)
 
 
 @contextmanager

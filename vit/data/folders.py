@@ -33,7 +33,8 @@ class Walk:
         suffixes: Of files that are listed, in lower case.
         visited: Folders seen already, by device and inode.
 
-    The other fields collect what `notes` tells.
+    The other fields collect what `notes` tells; `ignored` and `hidden` have the places of `other`
+    and `junk`.
     """
 
     root: str
@@ -46,6 +47,8 @@ class Walk:
     strange: list[str] = field(default_factory=list)
     loose: list[str] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
+    ignored: list[str] = field(default_factory=list)
+    hidden: set[str] = field(default_factory=set)
 
     def pictures(self, folder: str) -> list[str]:
         """Paths of the pictures under `folder`, sorted, those of deeper folders at their place."""
@@ -81,6 +84,7 @@ class Walk:
                 found.append(entry.path)
             else:
                 self.other[self._suffix(entry) or "no suffix"] += 1
+                self.ignored.append(self.name(entry.path))
         if len(found) == before:
             self.empty.append(self.name(folder))
 
@@ -104,6 +108,7 @@ class Walk:
         junk = entry.name.startswith(".") or entry.name in SYSTEM
         if junk and (self._suffix(entry) in self.suffixes or self._is_folder(entry)):
             self.junk.add(entry.name)
+            self.hidden.add(self.name(entry.path))
         return junk
 
     def _may_follow(self, entry: os.DirEntry[str]) -> bool:

@@ -4,8 +4,9 @@ import contextlib
 import hashlib
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from vit.data.classes import Pictures
 from vit.data.containers import open_binary, relative, size_of
@@ -21,33 +22,49 @@ MOST_COMPARED = 50_000
 TAIL = 4096
 
 
-def name_notes(classes: Sequence[str]) -> list[str]:
-    """Classes whose names look the same."""
+def alike_names(classes: Sequence[str]) -> dict[str, list[str]]:
+    """Classes whose names look the same, by their common form."""
     by_form: dict[str, list[str]] = defaultdict(list)
     for name in classes:
         by_form[unicodedata.normalize("NFC", name)].append(name)
+    return {form: names for form, names in by_form.items() if len(names) > 1}
+
+
+def name_notes(classes: Sequence[str]) -> list[str]:
+    """Classes whose names look the same."""
     return [
         f"classes that look the same, equal in normalised Unicode: {', '.join(map(ascii, names))} "
         f"({printable(form)})"
-        for form, names in by_form.items()
-        if len(names) > 1
+        for form, names in alike_names(classes).items()
     ]
+
+
+def few_note(counts: Mapping[str, int], total: int | None = None) -> str:
+    """Too few pictures of so many a class to learn from; empty where there are enough.
+
+    `total` is their number where some have several classes.
+    """
+    total = sum(counts.values()) if total is None else total
+    if total >= FEW * len(counts):
+        return ""
+    return f"only {count(total, 'training picture')} for {len(counts)} classes: very few"
+
+
+def imbalance_note(counts: Mapping[str, int]) -> str:
+    """Very unequal classes; empty where they are not."""
+    least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
+    if counts[most] < IMBALANCE * counts[least]:
+        return ""
+    return (
+        f"imbalanced classes: {printable(least)} has the fewest, "
+        f"{count(counts[least], 'picture')}; {printable(most)} has {counts[most]:,}"
+    )
 
 
 def count_notes(train: Pictures, total: int | None = None) -> list[str]:
     """Too few pictures, or very unequal classes; `total` of them where some have several."""
     counts = {name: len(paths) for name, paths in train.items()}
-    total = sum(counts.values()) if total is None else total
-    least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
-    notes = []
-    if total < FEW * len(counts):
-        notes.append(f"only {count(total, 'training picture')} for {len(counts)} classes: very few")
-    if counts[most] >= IMBALANCE * counts[least]:
-        notes.append(
-            f"imbalanced classes: {printable(least)} has the fewest, "
-            f"{count(counts[least], 'picture')}; {printable(most)} has {counts[most]:,}"
-        )
-    return notes
+    return [note for note in (few_note(counts, total), imbalance_note(counts)) if note]
 
 
 def equal_notes(train: Pictures, val: Pictures, root: str) -> list[str]:
@@ -59,13 +76,11 @@ def equal_notes(train: Pictures, val: Pictures, root: str) -> list[str]:
     leaks: list[str] = []
     twins: list[str] = []
     for group in equal_files(where):
-        first = group[0]
-        kinds = {where[path][0] for path in group}
-        others = [path for path in group if where[path] != where[first]]
-        if not others:
+        first, other, kinds = apart(group, where)
+        if not kinds:
             continue
-        pair = " = ".join(printable(relative(path, Path(root))) for path in (first, others[0]))
-        (leaks if len(kinds) > 1 else twins).append(pair)
+        pair = " = ".join(printable(relative(path, Path(root))) for path in (first, other))
+        (leaks if "split" in kinds else twins).append(pair)
     notes = []
     if leaks:
         pictures = count(len(leaks), "picture")
@@ -73,6 +88,32 @@ def equal_notes(train: Pictures, val: Pictures, root: str) -> list[str]:
     if twins:
         notes.append(f"{count(len(twins), 'picture')} in more than one class: {some(twins, 3)}")
     return notes
+
+
+Place = TypeVar("Place")
+
+
+def apart(
+    group: Sequence[Place], where: Mapping[Place, tuple[str, object]]
+) -> tuple[Place, Place, set[str]]:
+    """What is wrong with a group of pictures that are the same.
+
+    Args:
+        group: At least two of them.
+        where: Split and class of each.
+
+    Returns:
+        The first picture, one whose place differs most from its place (or the second), and by
+        what any of them differ: `split`, `class`, both or none.
+    """
+    first = group[0]
+    names = ("split", "class")
+    kinds = {name for at, name in enumerate(names) if len({where[one][at] for one in group}) > 1}
+    split, label = where[first]
+    by_difference = sorted(
+        group[1:], key=lambda one: (where[one][0] == split, where[one][1] == label)
+    )
+    return first, by_difference[0], kinds
 
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:

@@ -1,0 +1,55 @@
+"""`vit check`: the contract of its JSON, its page, its exit codes."""
+
+import json
+import shutil
+from pathlib import Path
+
+from vit.commands.main import main
+
+
+def checked(data, folder, *words):
+    answer, page = folder / "found.json", folder / "page.html"
+    files = ["--json", str(answer), "--html", str(page), "--no-cache", "-j", "1"]
+    code = main(["check", str(data), *files, *words])
+    return code, json.loads(answer.read_text(encoding="utf-8")), page.read_text(encoding="utf-8")
+
+
+def test_errors_give_exit_code_1_and_stand_in_all_outputs(tiny_data, tmp_path, capsys):
+    data = Path(shutil.copytree(tiny_data / "val", tmp_path / "data"))
+    (data / "<script>alert(1)<x").mkdir()
+    (data / "apple" / "0.png").write_bytes(b"")
+    code, told, page = checked(data, tmp_path)
+    assert code == 1
+    assert told["images"] == 27
+    assert told["classes"] == 4
+    kinds = {problem["kind"]: problem for problem in told["problems"]}
+    assert kinds["empty_file"]["image"] == str(data / "apple" / "0.png")
+    assert kinds["empty_file"]["severity"] == kinds["empty_class"]["severity"] == "error"
+    assert "apple/0.png" in page
+    assert "<script" not in page
+    assert "default-src 'none'" in page.replace("&#x27;", "'")
+    out = capsys.readouterr().out
+    assert "empty_file" in out
+    assert "training stops over:" in out
+
+
+def test_no_errors_give_exit_code_0(tiny_data, tmp_path, capsys):
+    code, told, _ = checked(tiny_data / "val", tmp_path)
+    assert code == 0
+    assert not told["severities"]["error"]
+    assert "27 pictures" in capsys.readouterr().out
+
+
+def test_what_cannot_start_gives_exit_code_2(tmp_path, tiny_data, capsys):
+    assert main(["check", str(tmp_path / "missing")]) == 2
+    assert main(["check", str(tiny_data), "--device", "cpu"]) == 2
+    assert main(["check", str(tiny_data), "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_weights_add_what_features_say(tiny_run, tiny_data, tmp_path, capsys):
+    words = ["--weights", str(tiny_run), "--device", "cpu"]
+    code, told, _ = checked(tiny_data / "val", tmp_path, *words)
+    assert code == 0
+    capsys.readouterr()
+    assert told["images"] == 27

@@ -1,0 +1,239 @@
+"""What `vit check` finds: every planted fault, and none in a clean folder."""
+
+import os
+import random
+import shutil
+import time
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance
+
+from vit.data.inspection import pool
+from vit.data.inspection.alike import near_pairs
+from vit.data.inspection.facts import Facts, look_at, looks, shrunk
+from vit.data.inspection.inspecting import inspect
+from vit.data.inspection.problems import KINDS
+from vit.data.oddities import equal_files
+
+SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
+
+
+def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
+    """A picture with waves of all lengths, as photographs have them; two are never alike."""
+    noise = np.random.default_rng(seed)
+    total = np.zeros((height, width, 3))
+    for cells in (3, 6, 12, 24, 48):
+        coarse = noise.integers(0, 256, (cells, cells, 3)).astype(np.uint8)
+        layer = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        total += np.asarray(layer) / cells**0.7
+    total -= total.min()
+    return Image.fromarray((total * (255 / total.max())).astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A clean folder with two classes and two splits."""
+    root, seed = tmp_path / "data", 0
+    for name, number in SPLIT.items():
+        (root / name).mkdir(parents=True)
+        for at in range(number):
+            scene(seed).save(root / name / f"{at}.png")
+            seed += 1
+    return root
+
+
+def found(root):
+    report = inspect(str(root), workers=1, cache=False)
+    return report, report.kinds()
+
+
+def test_nothing_is_invented_on_a_clean_folder(folder):
+    report, kinds = found(folder)
+    assert kinds == {}
+    assert not report.failed
+    assert report.lines(5)[-1] == "no problems found"
+    told = report.to_dict()
+    assert (told["images"], told["classes"], told["problems"]) == (29, 2, [])
+    assert told["class_counts"]["val"] == {"a": 3, "b": 2}
+
+
+def test_every_fault_is_found_at_once(folder):
+    train, val = folder / "train", folder / "val"
+    (train / "a/empty.png").write_bytes(b"")
+    (train / "a/web.png").write_bytes(b"<html>404</html>")
+    whole = (train / "a/0.png").read_bytes()
+    (val / "a/cut.png").write_bytes(whole[: len(whole) // 2])
+    shutil.copy(train / "a/1.png", val / "a/copy.png")
+    shutil.copy(train / "a/2.png", train / "b/twin.png")
+    shutil.copy(train / "a/3.png", train / "a/again.png")
+    scene(6, 192, 144).convert("RGB").save(val / "a/near.jpg", quality=60)  # train/a/6.png
+    (train / "empty_one").mkdir()
+    shutil.copytree(val / "b", val / "extra")
+    (train / "loose.png").write_bytes(whole)
+    (train / "a/photo.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    (train / "a/notes.txt").write_text("x")
+    (train / "a/.hidden.png").write_bytes(whole)
+    os.symlink(".", train / "a/again")
+    os.mkfifo(train / "a/pipe.png")
+    Image.new("RGB", (90, 70), (9, 99, 199)).save(train / "a/blank.png")
+    scene(500, 400, 40).save(train / "a/wide.png")
+    scene(501, 10, 9).save(train / "a/tiny.png")
+    scene(502).convert("L").save(train / "a/grey.png")
+    scene(503).convert("RGBA").save(train / "a/alpha.png")
+    scene(504).convert("CMYK").save(train / "a/cmyk.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    scene(505).save(train / "a/turned.jpg", exif=exif)
+    report, kinds = found(folder)
+    expected = {
+        *("empty_file", "unreadable", "truncated", "empty_class", "unknown_class"),
+        *("missing_class", "leak", "two_labels", "near_leak", "blank", "not_a_file", "link"),
+        *("loose_picture", "foreign_format", "ignored_file", "hidden", "duplicate"),
+        *("empty_folder", "extreme_aspect", "tiny", "greyscale", "alpha", "mode", "turned"),
+    }
+    assert set(kinds) == expected
+    assert report.failed
+    near = next(problem for problem in report.problems if problem.kind == "near_leak")
+    assert {os.path.relpath(path, folder) for path in near.images} == {
+        "train/a/6.png",
+        "val/a/near.jpg",
+    }
+    for problem in report.to_dict()["problems"]:
+        assert {"kind", "detail", "severity"} <= problem.keys()
+        assert ("image" in problem) != ("images" in problem)
+        assert problem["severity"] == KINDS[problem["kind"]]
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        ({}, "no_classes"),
+        ({"train/a": 3, "val/a": 1}, "one_class"),
+        ({"val/a": 3, "test/a": 3}, "no_train"),
+        ({"train/a": 0, "train/b": 0}, "no_pictures"),
+        ({"train/a": 3, "train/b": 3, "val/a": 0, "val/b": 0}, "no_val_pictures"),
+    ],
+)
+def test_what_training_refuses_is_an_error_and_the_rest_is_looked_at(tree, kind, make_tree):
+    root = make_tree(tree)
+    report, kinds = found(root)
+    assert kind in kinds
+    assert report.failed
+    assert len(report.facts) == sum(tree.values())
+
+
+def test_a_split_that_is_a_file_is_an_error(folder):
+    shutil.rmtree(folder / "val")
+    (folder / "val").write_bytes(b"x")
+    report, kinds = found(folder)
+    assert kinds["split_is_file"] == 1
+    assert len(report.facts) == 24
+
+
+def test_names_that_clash_are_told(make_tree):
+    names = ["caf\u00e9", "cafe\u0301", "Dog", "dog"]
+    report, kinds = found(make_tree(dict.fromkeys(names, 1)))
+    assert kinds["class_names"] == kinds["similar_names"] == kinds["few_pictures"] == 1
+    assert not report.failed
+
+
+def variants(image: Image.Image, draw: random.Random) -> dict[str, Image.Image]:
+    """Copies of a picture that people would call the same."""
+    width, height = image.size
+    factor = draw.uniform(0.5, 2)
+    left, top, right, bottom = (draw.uniform(0, 0.1) for _ in range(4))
+    box = (left * width, top * height, (1 - right) * width, (1 - bottom) * height)
+    return {
+        "size": image.resize((round(width * factor), round(height * factor))),
+        "cut": image.crop(tuple(map(round, box))),
+        "bright": ImageEnhance.Brightness(image).enhance(draw.uniform(0.85, 1.15)),
+    }
+
+
+def look(image: Image.Image) -> bytes:
+    return looks(np.asarray(shrunk(image), dtype=np.int16))
+
+
+def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():
+    draw = random.Random(0)
+    images = [scene(seed) for seed in range(30)]
+    changed = [variants(image, draw) for image in images]
+    for kind in changed[0]:
+        shown = [look(image) for image in images] + [look(one[kind]) for one in changed]
+        pairs = {pair[:2] for pair in near_pairs(shown, [72] * 60)}
+        wanted = {(at, at + 30) for at in range(30)}
+        assert pairs <= wanted
+        assert len(pairs) >= 29
+
+
+def test_no_pair_comes_from_flat_or_missing_pictures():
+    flat = look(Image.new("RGB", (40, 40), "red"))
+    assert near_pairs([flat, flat], [40, 40]) == []
+    assert near_pairs([], []) == []
+    assert near_pairs([look(scene(1))], [72]) == []
+
+
+def test_equal_files_are_those_that_training_finds(folder):
+    shutil.copy(folder / "train/a/1.png", folder / "val/a/copy.png")
+    report, _ = found(folder)
+    leak = next(problem for problem in report.problems if problem.kind == "leak")
+    assert sorted(leak.images) == sorted(equal_files(map(str, folder.rglob("*.png")))[0])
+
+
+def dies_or_hangs(path: str) -> object:
+    """A decoder with bugs."""
+    if "dies" in path:
+        os._exit(3)
+    if "hangs" in path:
+        time.sleep(60)
+    return path
+
+
+def broken_serve(pipe: object) -> None:
+    """The work of a process whose decoder has bugs."""
+    pool.look_at = dies_or_hangs
+    pool.serve(pipe)
+
+
+def test_a_picture_that_kills_or_stops_a_process_costs_that_picture_alone(monkeypatch):
+    monkeypatch.setattr(pool.Looker, "work", staticmethod(broken_serve))
+    paths = ["1", "dies", "2", "hangs", "3", "dies"]
+    verdicts = dict(pool.look_at_all(paths, workers=1, seconds=1.0))
+    assert [verdicts[at] for at in (0, 2, 4)] == ["1", "2", "3"]
+    assert verdicts[1] == verdicts[5] == "the decoder crashes on it"
+    assert verdicts[3] == "not decoded within 1 seconds"
+
+
+def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch):
+    kept = tmp_path / "cache"
+    first = inspect(str(folder), workers=1, cache_folder=kept)
+    scene(900).save(folder / "val/a/0.png")
+    looked: list[str] = []
+
+    def spy(paths, **_):
+        looked.extend(paths)
+        return ((at, look_at(path)) for at, path in enumerate(paths))
+
+    monkeypatch.setattr("vit.data.inspection.inspecting.look_at_all", spy)
+    second = inspect(str(folder), workers=1, cache_folder=kept)
+    assert looked == [str(folder / "val/a/0.png")]
+    assert second.facts.keys() == first.facts.keys()
+    assert [path for path in first.facts if first.facts[path] != second.facts[path]] == looked
+
+
+def test_a_damaged_store_is_made_again(folder, tmp_path):
+    kept = tmp_path / "cache"
+    inspect(str(folder), workers=1, cache_folder=kept)
+    (database,) = kept.glob("*.sqlite")
+    database.write_bytes(b"no database at all" * 100)
+    assert len(inspect(str(folder), workers=1, cache_folder=kept).facts) == 29
+
+
+def test_facts_of_one_picture(tmp_path):
+    path = tmp_path / "x.png"
+    scene(1).convert("L").convert("RGB").save(path)
+    facts = look_at(str(path))
+    assert isinstance(facts, Facts)
+    assert facts[:8] == ("PNG", "RGB", 96, 72, False, False, True, False)
+    assert look_at(str(tmp_path / "missing.png")) == "no such file"

@@ -1,0 +1,42 @@
+"""Suspected labels: planted ones are found, and are the first of the list."""
+
+import torch
+
+from vit.inference.label_check import neighbours, pairs, suspects
+
+
+def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(classes).repeat_interleave(each)
+    centres = torch.randn(classes, dim, generator=draw)
+    return centres[labels] + 0.4 * torch.randn(len(labels), dim, generator=draw), labels
+
+
+def test_planted_labels_are_found_and_hardly_any_other():
+    features, labels = clusters()
+    planted = set(range(0, len(labels), 16))
+    wrong = labels.clone()
+    for place in planted:
+        wrong[place] = (labels[place] + 1) % 4
+    found = suspects(neighbours(features), wrong, 4)
+    places = [one.place for one in found]
+    assert len(planted & set(places[: len(planted)])) >= 0.9 * len(planted)
+    assert len(places) <= 1.3 * len(planted)
+    right = [one for one in found if one.place in planted]
+    assert all(one.likely == labels[one.place] for one in right)
+    assert suspects(neighbours(features), labels, 4)[3:] == []
+
+
+def test_nearest_are_those_of_all_cosines():
+    features, _ = clusters()
+    cosines = torch.nn.functional.cosine_similarity(features[:, None], features[None], dim=2)
+    cosines.fill_diagonal_(-2)
+    expected = cosines.topk(5, dim=1)
+    found = neighbours(features, 5)
+    torch.testing.assert_close(found.similarity, expected.values)
+    assert torch.equal(found.place, expected.indices)
+
+
+def test_pairs_are_nearly_equal_features_once_each():
+    features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [1.0, 1.0]])
+    assert [pair[:2] for pair in pairs(neighbours(features))] == [(0, 2)]

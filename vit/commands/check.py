@@ -1,0 +1,90 @@
+"""`vit check`: what is wrong with a data set, before time is spent on it."""
+
+import argparse
+
+from vit.commands.options import whole_number
+from vit.commands.output import check_output, open_output, progress_bar, say, standard_output
+from vit.errors import ConfigError
+
+MOST_LINES = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(json=None, html=None, weights=None, workers=None, device=None)
+    parser.add_argument(
+        "data", metavar="DATA", help="a folder of images, or any other source of vit train"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where all problems are written; an older file is replaced",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="a page with thumbnails, which needs no network; an older file is replaced",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="SOURCE",
+        default=argparse.SUPPRESS,
+        help="a run folder, timm/NAME, hf/OWNER/NAME, ...: its features find suspected labels and "
+        "more pictures that are alike",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="where --weights computes: cpu, cuda, cuda:N or mps (default: the best one here)",
+    )
+    parser.add_argument(
+        "-j",
+        "--workers",
+        type=whole_number,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="processes that read pictures (default: one a core, at most 16)",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="look at every picture again, and keep nothing for the next time",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.device is not None and args.weights is None:
+        raise ConfigError("--device is where a network computes: give --weights SOURCE as well")
+    for path in (args.json, args.html):
+        check_output(path, overwrite=True)
+
+    from vit.data.inspection.inspecting import inspect
+    from vit.runtime.results import to_json
+
+    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        report = inspect(
+            args.data, workers=args.workers, cache=not args.no_cache, progress=progress
+        )
+    if args.weights is not None:
+        from vit.inference.label_check import with_features
+
+        report = with_features(
+            report, args.weights, device=args.device, say=lambda note: say(f"vit check: {note}")
+        )
+    if args.json is not None:
+        with open_output(args.json) as out:
+            out.write(to_json(report.to_dict(), indent=2) + "\n")
+    if args.html is not None:
+        from vit.evaluation.check_page import check_page
+
+        with open_output(args.html) as out:
+            out.write(check_page(report))
+    print("\n".join(report.lines(MOST_LINES)), file=standard_output(), flush=True)
+    return int(report.failed)

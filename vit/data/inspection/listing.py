@@ -1,0 +1,235 @@
+"""Lists a data set as `vit train` would, and goes on where training stops."""
+
+import difflib
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from vit.data.builtin import SETS
+from vit.data.classes import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
+from vit.data.folders import FOREIGN, Walk, count, some
+from vit.data.inspection.problems import SHOWN, Problem
+from vit.data.samples import Sample
+from vit.data.sources import open_splits, resolve
+from vit.errors import DataError, printable
+
+ALL = "all"
+"""The split of data that have none."""
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A picture, where it is and what it shows."""
+
+    path: str
+    split: str
+    labels: tuple[str, ...]
+
+
+@dataclass
+class Listing:
+    """What there is, before a picture is opened.
+
+    Args:
+        root: Folder of all of it.
+        splits: Names, as they are found.
+        classes: Names, sorted.
+        pictures: All of them.
+        problems: What is wrong with their places and names.
+    """
+
+    root: Path
+    splits: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    pictures: list[Listed] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def report(self, kind: str, detail: str, *images: str) -> None:
+        """Add a problem."""
+        more = len(images) if len(images) > SHOWN else 0
+        self.problems.append(Problem(kind, detail, images[:SHOWN], more))
+
+    def counts(self, split: str) -> dict[str, int]:
+        """Pictures of each class in a split."""
+        found = Counter(name for one in self.pictures if one.split == split for name in one.labels)
+        return {name: found[name] for name in self.classes}
+
+    @property
+    def learned(self) -> str:
+        """The split that is trained on."""
+        return "train" if "train" in self.splits else ALL
+
+
+def list_pictures(data: str) -> Listing:
+    """What `data` holds.
+
+    Args:
+        data: A folder, the name of a built-in set, or any other source that `vit train` takes.
+
+    Raises:
+        DataError: There is nothing of that name, or it is a source other than a folder that cannot
+            be opened.
+    """
+    if os.path.isdir(data) or data in SETS:
+        root, _ = resolve(data)
+        return list_folder(root)
+    opened = open_splits(data, val_share=0.2, seed=0)
+    listing = Listing(opened.root, [ALL] if opened.made else ["train", "val"], [*opened.classes])
+
+    def names(sample: Sample) -> tuple[str, ...]:
+        numbers = sample.labels if opened.several else (sample.label,)
+        return tuple(opened.classes[number] for number in numbers)
+
+    for split, samples in (("train", opened.train), ("val", opened.val)):
+        own = ALL if opened.made else split
+        listing.pictures += [Listed(one.path, own, names(one)) for one in samples]
+    for note in opened.notes:
+        listing.report("source", note)
+    return listing
+
+
+def list_folder(root: Path) -> Listing:
+    """What a folder holds, whatever is wrong with it."""
+    listing = Listing(root)
+    for name in SPLIT_NAMES:
+        if (root / name).is_file():
+            listing.report("split_is_file", f"{name} is a file, not a folder; {LAYOUT}", name)
+    walk = Walk(str(root))
+    try:
+        folders, beside = split_folders(root, walk)
+    except DataError:  # of such a file, or of a folder that cannot be listed
+        folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
+        beside = []
+    if beside:
+        names = some([printable(name) for name in beside])
+        places = (str(root / name) for name in beside)
+        listing.report("beside_train", f"folders beside train are left out: {names}", *places)
+    if not folders and not listing.problems:
+        folders = {ALL: root}
+    for name, folder in folders.items():
+        list_split(listing, name, folder)
+    if folders and "train" not in folders and ALL not in folders:
+        there = some(list(folders))
+        listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
+    elif folders:
+        check_validation(listing)
+    return listing
+
+
+def list_split(listing: Listing, name: str, folder: Path) -> None:
+    """Add the pictures of one split, whose classes must be those of the first one."""
+    walk, first = Walk(str(listing.root)), not listing.splits
+    listing.splits.append(name)
+    classes = tolerant(listing, folder, lambda: walk.subfolders(str(folder))) or []
+    tolerant(listing, folder, lambda: walk.loose_pictures(str(folder)))
+    found = {
+        label: tolerant(listing, folder / label, lambda: walk.pictures(str(folder / label))) or []  # noqa: B023
+        for label in classes
+    }
+    where = printable(folder)
+    if not classes:
+        loose = count(len(walk.loose), "picture")
+        what = f"has no class folders ({loose} straight in it); {LAYOUT}"
+        listing.report("no_classes", f"{where} {what}", str(folder))
+    elif first:
+        listing.classes = classes
+        check_training(listing, folder, found)
+    else:
+        found = match(listing, name, folder, found)
+    for label, paths in found.items():
+        listing.pictures += [Listed(path, name, (label,)) for path in paths]
+    listing.problems += left_out(walk)
+
+
+def tolerant(listing: Listing, folder: Path, walk: Callable[[], Found]) -> Found | None:
+    """What `walk` gives, or a problem in its place."""
+    try:
+        return walk()
+    except (DataError, OSError) as error:
+        words = error.strerror or "" if isinstance(error, OSError) else str(error)
+        listing.report("folder_unreadable", words, str(folder))
+        return None
+
+
+def check_training(listing: Listing, folder: Path, found: dict[str, list[str]]) -> None:
+    """Training classes that leave nothing to learn."""
+    where = printable(folder)
+    if not any(found.values()):
+        listing.report("no_pictures", f"{where}: no pictures in its class folders", str(folder))
+        return
+    for name, paths in found.items():
+        if not paths:
+            words = f"class {printable(name)} has no pictures; add some, or remove the folder"
+            listing.report("empty_class", words, str(folder / name))
+    if len(found) == 1:
+        only = printable(next(iter(found)))
+        listing.report("one_class", f"only one class ({only}), nothing to tell apart", str(folder))
+
+
+def match(
+    listing: Listing, split: str, folder: Path, found: dict[str, list[str]]
+) -> dict[str, list[str]]:
+    """`found` under the names of the training's classes; others stay, and are a problem."""
+    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
+    matched: dict[str, list[str]] = {}
+    for name, paths in found.items():
+        own = name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
+        if own is None and paths:
+            near = difflib.get_close_matches(name, listing.classes, n=1)
+            hint = f" (is it {printable(near[0])}?)" if near else ""
+            words = f"{split} has class {printable(name)}, which train does not have{hint}"
+            listing.report("unknown_class", words, str(folder / name))
+        matched.setdefault(own or name, []).extend(paths)
+    if split != UNSEEN:
+        for name in listing.classes:
+            if not matched.get(name):
+                words = f"{split} has no pictures of class {printable(name)}"
+                listing.report("missing_class", words, str(folder / name))
+    return matched
+
+
+def check_validation(listing: Listing) -> None:
+    """Whether there is something to measure on."""
+    name = next((name for name in VAL_NAMES if name in listing.splits), None)
+    if name is None:
+        listing.report("no_val", "no validation folder: training holds out a share of each class")
+        return
+    if name == "test":
+        listing.report("test_as_val", "no val folder: training validates on test")
+    if not any(one.split == name for one in listing.pictures):
+        listing.report("no_val_pictures", f"{name} has no pictures", str(listing.root / name))
+
+
+def left_out(walk: Walk) -> list[Problem]:
+    """What a walk passed over, a problem a reason."""
+    endings = (".".join(["", *name.lower().split(".")[-1:]]) for name in walk.ignored)
+    foreign: list[str] = []
+    other: list[str] = []
+    for name, ending in zip(walk.ignored, endings, strict=True):
+        (foreign if ending in FOREIGN else other).append(name)
+    convert = "pictures of formats that are not read; convert them to JPEG or PNG"
+    kinds = {
+        "foreign_format": (foreign, convert),
+        "ignored_file": (other, "files not taken for pictures"),
+        "hidden": (sorted(walk.hidden), "hidden and system names"),
+        "empty_folder": (walk.empty, "folders without pictures"),
+        "link": (walk.links, "links to folders of this data set or around it, not followed"),
+        "outside_link": (walk.outside, "links to folders outside, followed"),
+        "not_a_file": (walk.strange, "no regular files (pipes, broken links), left out"),
+        "loose_picture": (walk.loose, "pictures that lie in no class folder, left out"),
+    }
+    return [
+        Problem(
+            kind,
+            f"{len(names):,} {words}",
+            tuple(os.path.join(walk.root, name) for name in names[:SHOWN]),
+            len(names) if len(names) > SHOWN else 0,
+        )
+        for kind, (names, words) in kinds.items()
+        if names
+    ]

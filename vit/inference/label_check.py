@@ -1,0 +1,167 @@
+"""Suspected labels and further copies, by the features of a trained network.
+
+A label is suspected where the pictures that look most alike mostly have another one, and so clearly
+as pictures of that other class usually do: the thresholds of confident learning, with out-of-sample
+probabilities from nearest neighbours. Source: Northcutt et al., "Confident Learning", section 3,
+arXiv:1911.00068; neighbours: Wu et al., arXiv:1805.01978, section 3.4.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit.data.inspection.copies import near
+from vit.data.inspection.inspecting import Report, in_order
+from vit.data.inspection.problems import Problem
+from vit.errors import printable
+from vit.inference.predictor import Predictor
+
+NEIGHBOURS = 20
+TEMPERATURE = 0.07
+SAME = 0.999
+"""Cosine from which on a neighbour is a copy, which says nothing of a label."""
+COPY = 0.98
+"""Cosine from which on two pictures are called nearly the same."""
+BLOCK = 2**24
+"""Similarities computed at a time."""
+
+
+class Neighbours(NamedTuple):
+    """The nearest other pictures of each."""
+
+    similarity: Tensor
+    """Cosines, (pictures, neighbours), falling."""
+    place: Tensor
+    """Which pictures, (pictures, neighbours)."""
+
+
+class Suspect(NamedTuple):
+    """A picture whose label may be wrong."""
+
+    place: int
+    likely: int
+    """The class that it looks like."""
+    margin: float
+    """Probability of that class less that of its label."""
+
+
+def with_features(
+    report: Report,
+    weights: str,
+    *,
+    device: str | None = None,
+    say: Callable[[str], object] = lambda _note: None,
+) -> Report:
+    """`report` with what the features of a network say too.
+
+    Args:
+        report: Of the pictures.
+        weights: Any source of weights; no head is needed.
+        device: Where it computes; the best one here if None.
+        say: Told what the weights are.
+
+    Raises:
+        VitError: The weights cannot be used.
+    """
+    predictor = Predictor(weights, device=device, embeddings=True, say=say)
+    pictures = [one for one in report.listing.pictures if one.path in report.facts]
+    rows, features = [], []
+    for answer, one in zip(
+        (answer for batch in predictor.batches([one.path for one in pictures]) for answer in batch),
+        pictures,
+        strict=True,
+    ):
+        if answer.embedding is not None:
+            rows.append(one)
+            features.append(answer.embedding)
+    if len(rows) < 2:
+        return report
+    found = neighbours(torch.stack(features))
+    where = {one.path: (one.split, one.labels) for one in rows}
+    told = {frozenset(problem.images) for problem in report.problems}
+    problems = list(report.problems)
+    for first, second, cosine in pairs(found):
+        paths = rows[first].path, rows[second].path
+        equal = report.facts[paths[0]].digest == report.facts[paths[1]].digest
+        if not equal and frozenset(paths) not in told:
+            problems.append(near([paths], where, f"features, cosine {cosine:.3f}"))
+    if all(len(one.labels) == 1 for one in rows):
+        names = report.listing.classes
+        numbers = {name: at for at, name in enumerate(names)}
+        known = [at for at, one in enumerate(rows) if one.labels[0] in numbers]
+        if len(known) == len(rows):
+            labels = torch.tensor([numbers[one.labels[0]] for one in rows])
+            problems += [
+                _told(rows[two.place].path, rows[two.place].labels[0], names, two)
+                for two in suspects(found, labels, len(names))
+            ]
+    return dataclasses.replace(report, problems=in_order(problems))
+
+
+def _told(path: str, label: str, classes: Sequence[str], one: Suspect) -> Problem:
+    likely = classes[one.likely]
+    words = f"labelled {printable(label)}, looks like {printable(likely)} (margin {one.margin:.2f})"
+    return Problem("suspected_label", words, (path,), labels=(label, likely))
+
+
+def neighbours(features: Tensor, k: int = NEIGHBOURS) -> Neighbours:
+    """The `k` nearest of the other pictures, by cosine.
+
+    Args:
+        features: (pictures, dim).
+        k: Fewer where there are fewer.
+    """
+    known = F.normalize(features.float(), dim=1)
+    k = min(k, len(known) - 1)
+    rows, found = max(BLOCK // len(known), 1), []
+    for top in range(0, len(known), rows):
+        similar = known[top : top + rows] @ known.T
+        own = torch.arange(len(similar))
+        similar[own, own + top] = -2.0
+        found.append(similar.topk(k, dim=1))
+    return Neighbours(*(torch.cat(part) for part in zip(*found, strict=True)))
+
+
+def pairs(found: Neighbours) -> list[tuple[int, int, float]]:
+    """Pictures whose features are nearly equal, each pair once."""
+    row, column = (found.similarity >= COPY).nonzero().unbind(1)
+    pairs = {
+        (min(one, two), max(one, two)): cosine
+        for one, two, cosine in zip(
+            row.tolist(),
+            found.place[row, column].tolist(),
+            found.similarity[row, column].tolist(),
+            strict=True,
+        )
+    }
+    return [(*pair, cosine) for pair, cosine in sorted(pairs.items())]
+
+
+def suspects(found: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
+    """Pictures whose label is probably wrong, the surest first.
+
+    Args:
+        found: Neighbours of each picture.
+        labels: (pictures,).
+        classes: Number of classes.
+    """
+    power = ((found.similarity - found.similarity[:, :1]) / TEMPERATURE).exp()
+    power = power.masked_fill(found.similarity > SAME, 0.0)
+    votes = power.new_zeros(len(labels), classes).scatter_add_(1, labels[found.place], power)
+    chances = votes / votes.sum(1, keepdim=True).clamp(min=1e-12)
+    own = chances.gather(1, labels[:, None]).squeeze(1)
+    number = torch.bincount(labels, minlength=classes).clamp(min=1)
+    usual = torch.zeros(classes).scatter_add_(0, labels, own) / number
+    clear = chances.masked_fill(chances < usual, -1.0)
+    best, likely = clear.max(1)
+    wrong = (best > own) & (likely != labels) & (best > 0)
+    margin = best - own
+    order = margin.masked_fill(~wrong, -2.0).argsort(descending=True, stable=True)
+    return [
+        Suspect(place, int(likely[place]), float(margin[place]))
+        for place in order[: int(wrong.sum())].tolist()
+    ]
