@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification
 
+from vit.data.asked import Asked
 from vit.data.decoding import read_image
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.export.accuracy import Accuracy, compare
@@ -105,7 +106,13 @@ def test_an_export_says_what_it_loses(several_run, several_list, tmp_path):
 
 def test_what_a_file_loses_is_mean_average_precision(several_run, exported, several_list):
     run = load_run(several_run)
-    samples = labelled(several_run, str(several_list), "val", None, run.classes, print)
+    samples = labelled(
+        several_run,
+        Asked(str(several_list)),
+        run.classes,
+        print,
+        thresholds=run.thresholds,
+    )
     found = compare(run, Session(exported), samples)
     assert found.before == pytest.approx(
         evaluate(several_run, str(several_list), device="cpu")["map"], abs=1e-6

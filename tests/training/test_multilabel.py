@@ -77,6 +77,7 @@ def test_a_list_of_several_labels_is_learned(trained, several_list):
 def test_epochs_are_ranked_by_mean_average_precision():
     events = [{"val_map": 0.5, "val_loss": 9.0}, {"val_map": 0.4, "val_loss": 1.0}]
     events.append({"val_map": 0.5, "val_loss": 8.0})
+    events = [{**event, "chosen_by": "val_map"} for event in events]
     assert sorted(events, key=rank, reverse=True) == [events[2], events[0], events[1]]
 
 

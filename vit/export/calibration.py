@@ -12,7 +12,6 @@ from vit.data.sources import Asked, list_images, open_labelled
 from vit.errors import BadImage, DataError, printable
 from vit.export.options import SAMPLES, Options
 from vit.inference.evaluate import labelled
-from vit.inference.evaluate_several import check_kind
 from vit.runtime.greedy import Array
 
 
@@ -57,9 +56,7 @@ def validation_samples(
     """
     if data is None:
         return ()
-    samples = labelled(run, Asked(data, split="val"), classes, say)
-    check_kind(thresholds, samples, data)
-    return samples
+    return labelled(run, Asked(data, split="val"), classes, say, thresholds=thresholds)
 
 
 def calibration_pictures(

@@ -78,7 +78,7 @@ def evaluate(
         compile=compile,
         say=say,
     )
-    asked = data if isinstance(data, Asked) else Asked(data, images, split=split)
+    asked = data if isinstance(data, Asked) else Asked(os.fspath(data), images, split=split)
     samples = find_samples(predictor, model, asked, say)
     return measured(predictor, samples, say, progress, where=asked.data)
 
@@ -90,11 +90,9 @@ def find_samples(
     say: Callable[[str], object],
 ) -> tuple[Sample, ...]:
     """The pictures that the network of `predictor` is measured on."""
-    find = labelled if predictor.speaker is None else captioned
-    samples = find(model, asked, predictor.classes, say)
-    if predictor.speaker is None:
-        check_kind(predictor.thresholds, samples, asked.data)
-    return samples
+    if predictor.speaker is not None:
+        return captioned(model, asked, predictor.classes, say)
+    return labelled(model, asked, predictor.classes, say, thresholds=predictor.thresholds)
 
 
 def measured(
@@ -162,19 +160,29 @@ def labelled(
     asked: Asked,
     classes: tuple[str, ...],
     say: Callable[[str], object],
+    *,
+    thresholds: tuple[float, ...] | None = None,
 ) -> tuple[Sample, ...]:
-    """The pictures that a classifier is measured on; `say` receives notes about them."""
+    """The pictures that a classifier is measured on; `say` receives notes about them.
+
+    `thresholds` are those of its classes, where a picture may have several.
+
+    Raises:
+        ConfigError: The pictures have several classes, and the network gives each one.
+    """
 
     def held_out(root: Path) -> list[str]:
         ours = None if isinstance(model, LoadedRun) else folder_of(model)
         return [] if ours is None else held_out_pictures(ours, asked.data, root)
 
     full = as_trained(asked, None if isinstance(model, LoadedRun) else folder_of(model))
+    full = dataclasses.replace(full, several=None if thresholds is None else True)
     samples, notes = open_labelled(
         full, split=asked.split or "val", classes=classes, held_out=held_out
     )
     for note in notes:
         say(note)
+    check_kind(thresholds, samples, asked.data)
     return samples
 
 
@@ -185,10 +193,8 @@ def as_trained(asked: Asked, run: Path | None) -> Asked:
     """
     path = None if run is None else run / "config.yaml"
     if path is None or not path.is_file():
-        return dataclasses.replace(asked, several=bool(asked.several))
-    config = make_config(read_settings(path), complete=True)
-    data = config.data
-    asked = dataclasses.replace(asked, several="multilabel" in config.training.tasks)
+        return asked
+    data = make_config(read_settings(path), complete=True).data
     if not is_list(asked.data):
         return asked
     own = os.path.realpath(data.data) == os.path.realpath(asked.data)
