@@ -1,6 +1,7 @@
 """`vit evaluate`: measure a trained model on images with classes or captions."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vit.commands.options import (
@@ -15,6 +16,7 @@ from vit.commands.output import check_output, open_output, progress_bar, say, st
 from vit.errors import printable
 
 WEAKEST = 5
+COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,19 +165,8 @@ def several_summary(scores: dict[str, Any]) -> str:
         f"loss               {scores['loss']:.4f}",
         f"calibration error  {scores['ece']:.4f}  (mean gap between probability and share of yes)",
     ]
-    present = [row for row in scores["per_class"] if row["count"]]
-    weakest = sorted(present, key=lambda row: row["average_precision"])[:WEAKEST]
-    width = max([13, *(len(printable(row["label"])) for row in weakest)])
-    lines += ["", f"{'weakest classes':<{width}}  images      AP  precision  recall      f1"]
-    lines += [
-        f"  {printable(row['label']):<{width}}{row['count']:>6}  {row['average_precision']:.4f}  "
-        f"{row['precision']:>9.4f}  {row['recall']:>6.4f}  {row['f1']:.4f}"
-        for row in weakest
-    ]
-    absent = len(scores["per_class"]) - len(present)
-    if absent:
-        lines.append(f"{absent} of the model's classes have no image here")
-    return "\n".join(lines)
+    columns = {"AP": "average_precision", **COLUMNS}
+    return "\n".join([*lines, *weakest(scores["per_class"], columns)])
 
 
 def summary(scores: dict[str, Any]) -> str:
@@ -190,16 +181,21 @@ def summary(scores: dict[str, Any]) -> str:
         f"loss               {scores['loss']:.4f}",
         f"calibration error  {scores['ece']:.4f}  (mean gap between confidence and accuracy)",
     ]
-    present = [row for row in scores["per_class"] if row["count"]]
-    weakest = sorted(present, key=lambda row: row["f1"])[:WEAKEST]
-    width = max(13, *(len(printable(row["label"])) for row in weakest))
-    lines += ["", f"{'weakest classes':<{width}}  images  precision  recall      f1"]
-    lines += [
-        f"  {printable(row['label']):<{width}}{row['count']:>6}  {row['precision']:>9.4f}  "
-        f"{row['recall']:>6.4f}  {row['f1']:.4f}"
-        for row in weakest
-    ]
-    absent = len(scores["per_class"]) - len(present)
-    if absent:
+    return "\n".join([*lines, *weakest(scores["per_class"], COLUMNS, by="f1")])
+
+
+def weakest(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, by: str = "average_precision"
+) -> list[str]:
+    """Lines on the classes that have least of the score `by`; `columns` are scores by title."""
+    present = [row for row in rows if row["count"]]
+    worst = sorted(present, key=lambda row: row[by])[:WEAKEST]
+    width = max([13, *(len(printable(row["label"])) for row in worst)])
+    titles = "".join(f"{title:>11}" for title in columns)
+    lines = ["", f"{'weakest classes':<{width + 2}}{'images':>6}{titles}"]
+    for row in worst:
+        cells = "".join(f"{row[name]:>11.4f}" for name in columns.values())
+        lines.append(f"  {printable(row['label']):<{width}}{row['count']:>6}{cells}")
+    if absent := len(rows) - len(present):
         lines.append(f"{absent} of the model's classes have no image here")
-    return "\n".join(lines)
+    return lines

@@ -29,6 +29,7 @@ from vit.evaluation.page import (
     called,
     document,
     duration,
+    hero,
     join,
     magnitude,
     numbers,
@@ -152,19 +153,8 @@ def headline(
         "different captions": percent(scores["distinct"], 1),
         **({} if right is None else {"top-1": percent(right)}),
     }
-    return join(
-        tag(
-            "div",
-            tag("b", f"{scores['cider']:.3f}"),
-            tag("span", "validation CIDEr, from 0 to 10; the likeliest word each time"),
-            class_="hero",
-        ),
-        tag(
-            "dl",
-            *(tag("div", tag("dt", name), tag("dd", value)) for name, value in tiles.items()),
-            class_="tiles",
-        ),
-    )
+    words = "validation CIDEr, from 0 to 10; the likeliest word each time"
+    return hero(f"{scores['cider']:.3f}", words, tiles)
 
 
 def caution(facts: RunFacts, word_facts: WordFacts, outcomes: CaptionOutcomes) -> Html:

@@ -5,6 +5,7 @@ already `Html` is made printable and escaped, so forgetting it shows markup and 
 """
 
 import html
+from collections.abc import Mapping
 
 from vit.errors import printable
 
@@ -213,3 +214,15 @@ def document(title: str, *sections: Html) -> Html:
     )
     lines = [join(section, Html("\n")) for section in sections]
     return join(Html("<!DOCTYPE html>\n"), tag("html", head, tag("body", *lines), lang="en"))
+
+
+def hero(number: str, words: str, tiles: Mapping[str, object]) -> Html:
+    """The one number, what it is, and the smaller ones beside it."""
+    return join(
+        tag("div", tag("b", number), tag("span", words), class_="hero"),
+        tag(
+            "dl",
+            *(tag("div", tag("dt", k), tag("dd", v)) for k, v in tiles.items()),
+            class_="tiles",
+        ),
+    )

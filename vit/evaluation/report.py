@@ -19,6 +19,7 @@ from vit.evaluation.page import (
     called,
     document,
     duration,
+    hero,
     join,
     magnitude,
     numbers,
@@ -123,16 +124,10 @@ def headline(
     return join(
         tag("h1", called(name)),
         trained(facts, epochs),
-        tag(
-            "div",
-            tag("b", percent(scores["top1"])),
-            tag("span", f"validation top-1; 95% interval {percent(low)} to {percent(high)}"),
-            class_="hero",
-        ),
-        tag(
-            "dl",
-            *(tag("div", tag("dt", k), tag("dd", v)) for k, v in tiles.items()),
-            class_="tiles",
+        hero(
+            percent(scores["top1"]),
+            f"validation top-1; 95% interval {percent(low)} to {percent(high)}",
+            tiles,
         ),
         caution(facts, scores),
     )

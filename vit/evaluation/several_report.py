@@ -16,6 +16,7 @@ from vit.evaluation.page import (
     Html,
     called,
     document,
+    hero,
     join,
     numbers,
     percent,
@@ -106,17 +107,7 @@ def headline(
     return join(
         tag("h1", called(name)),
         trained(facts, epochs),
-        tag(
-            "div",
-            tag("b", percent(scores["map"])),
-            tag("span", f"validation mean average precision{between}"),
-            class_="hero",
-        ),
-        tag(
-            "dl",
-            *(tag("div", tag("dt", k), tag("dd", v)) for k, v in tiles.items()),
-            class_="tiles",
-        ),
+        hero(percent(scores["map"]), f"validation mean average precision{between}", tiles),
         tag("p", caution, class_="soft small"),
     )
 
