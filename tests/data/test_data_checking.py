@@ -1,5 +1,6 @@
 """What is told about a data set before training: unreadable, equal, few or unequal pictures."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,15 @@ def test_files_that_differ_in_the_middle_are_not_equal(tmp_path):
         (tmp_path / name).write_bytes(content)
     paths = [str(tmp_path / name) for name in [*contents, "missing"]]
     assert equal_files(paths) == [paths[:2]]
+
+
+def test_files_whose_reading_may_never_end_are_not_compared(tmp_path):
+    for name in ("a.png", "b.png"):
+        os.mkfifo(tmp_path / f"pipe_{name}")
+        (tmp_path / f"none_{name}").touch()
+        with open(tmp_path / f"long_{name}", "wb") as file:
+            file.truncate(2**43)  # takes no room on the disk, and hours to read
+    assert equal_files(map(str, sorted(tmp_path.iterdir()))) == []
 
 
 def test_unequal_and_few_pictures_are_said(make_tree):

@@ -174,7 +174,7 @@ def test_what_cannot_be_trained_on_is_refused(make_tree, tree, message):
 
 
 def test_missing_data_and_files_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no such folder, and no built-in set \(digits, shapes\)"):
+    with pytest.raises(DataError, match=r"no such folder or file, and no built-in set \(digits"):
         opened(tmp_path / "missing")
     with pytest.raises(DataError, match="no data given"):
         opened("")

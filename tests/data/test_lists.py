@@ -8,6 +8,7 @@ from PIL import Image
 from vit.data.checking import check_samples
 from vit.data.sources import Asked, list_images, named_at, open_labelled, open_splits, relative
 from vit.errors import ConfigError, DataError
+from vit.settings import make_config
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
 ROWS = [(name, name[0]) for name in NAMES]
@@ -258,6 +259,22 @@ def test_pictures_are_found_beside_the_list_or_where_said(make_tree, tmp_path):
     assert opened(far, images=str(root / "images")).train == found.train
     with pytest.raises(DataError, match="no such folder of images"):
         opened(far, images=str(root / "nowhere"))
+    with pytest.raises(ConfigError, match=r"images=.*/images is a folder of class"):
+        opened(root / "images", images=str(root))
+
+
+def test_the_settings_of_a_training_say_where_pictures_are(make_tree, tmp_path):
+    root = make_tree({"images/a": 5, "images/b": 5})
+    far = tmp_path / "far.csv"
+    far.write_text(table([(f"{c}/{n}.png", c) for c in "ab" for n in range(5)]))
+    settings = make_config({"data": str(far), "images": str(root / "images")})
+    asked = Asked.of(settings.data)
+    assert opened(far, images=asked.images).root == root / "images"
+
+
+def test_one_column_is_not_both(write):
+    with pytest.raises(DataError, match=r"line 1: label_column=image: the column of pictures too"):
+        opened(write(table()), label_column="image")
 
 
 def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(write, pictures):

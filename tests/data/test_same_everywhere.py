@@ -1,11 +1,12 @@
 """The same pictures from any source are the same training: split, first batches, losses.
 
-A source has one line in MAKERS: it writes the pictures of a folder in its own form.
+A source has a maker, which writes the pictures of a folder in its own form.
 """
 
 import csv
 import json
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.data.conftest import draw
+from vit.commands.main import main
 from vit.settings import make_config
 from vit.training.batches import training_loader
 from vit.training.devices import make_accelerator
@@ -20,6 +22,7 @@ from vit.training.looking import look_at_data
 from vit.training.setup import make_training
 from vit.training.train import train
 
+Maker = Callable[[Path, Path], str | Path]
 SETTINGS = {
     "image_size": 16,
     "patch_size": 8,
@@ -30,20 +33,22 @@ SETTINGS = {
     "batch_size": 8,
     "device": "cpu",
     "precision": "fp32",
-    "workers": 0,
     "mixup": 0.2,
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The pictures as everybody has them: CLASS/*.png, some in deeper folders."""
+    """The pictures as everybody has them: CLASS/*.png, some in deeper folders; beside it flat."""
     root = tmp_path_factory.mktemp("everywhere") / "folder"
     for number in range(30):
         label = ["cat", "dog.1", "éß"][number % 3]
         place = root / label / ("day 2" if number % 5 == 0 else "") / f"{number}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         draw(20, 18, number).save(place)
+        flat = root.with_name("flat") / label / place.name
+        flat.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(place, flat)
     return root
 
 
@@ -51,10 +56,6 @@ def rows(folder: Path) -> Iterator[tuple[str, str]]:
     """Each picture's name and class, in an order that is not that of the folder."""
     paths = sorted(folder.rglob("*.png"), key=lambda path: path.stem[::-1])
     return ((path.relative_to(folder).as_posix(), path.parts[len(folder.parts)]) for path in paths)
-
-
-def as_folder(folder: Path, _: Path) -> Path:
-    return folder
 
 
 def as_csv(folder: Path, place: Path) -> Path:
@@ -71,12 +72,59 @@ def as_jsonl(folder: Path, place: Path) -> Path:
     return place / "x/all.jsonl"
 
 
-MAKERS: tuple[Callable[[Path, Path], Path], ...] = (as_folder, as_csv, as_jsonl)
+def as_shards(folder: Path, place: Path) -> Path:
+    arguments = ["data", str(folder), "--to", "shards", "--out", str(place / "shards")]
+    assert main(arguments) == 0
+    return place / "shards"
 
 
-def seen(data: Path, out: Path):
+def as_tar_of_others(folder: Path, place: Path) -> Path:
+    """One shard as tar itself writes it, in an order of its own."""
+    with tarfile.open(place / "all.tar", "w") as shard:
+        for name, _ in rows(folder):
+            shard.add(folder / name, name)
+    return place / "all.tar"
+
+
+def as_parquet(folder: Path, place: Path) -> str:
+    """Rows hold a picture's last name alone, as the library writes them."""
+    datasets = needed(place)
+    said = [*rows(folder)]
+    names = sorted({label for _, label in said})
+    cells = {
+        "image": [
+            {"bytes": (folder / name).read_bytes(), "path": Path(name).name} for name, _ in said
+        ],
+        "label": [names.index(label) for _, label in said],
+    }
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    made = datasets.Dataset.from_dict(cells, features=datasets.Features(kinds))
+    made.to_parquet(str(place / "train.parquet"))
+    return f"hf:{place / 'train.parquet'}"
+
+
+def as_imagefolder(folder: Path, place: Path) -> str:
+    needed(place)
+    return f"hf:{folder}"
+
+
+def needed(place: Path):
+    """The library, with a cache of its own and no bars."""
+    datasets = pytest.importorskip("datasets")
+    datasets.config.HF_DATASETS_CACHE = place / "hf"
+    datasets.config.HF_HUB_OFFLINE = True
+    datasets.disable_progress_bars()
+    return datasets
+
+
+DEEP: tuple[Maker, ...] = (as_csv, as_jsonl, as_shards, as_tar_of_others)
+FLAT: tuple[Maker, ...] = (as_parquet, as_imagefolder)
+"""Of which the library knows no deeper folders: it takes the last one for the class."""
+
+
+def seen(data: str | Path, out: Path, *, workers: int = 0):
     """Names and labels of both sides, the first batches, and the loss of each step."""
-    config = make_config({**SETTINGS, "data": str(data)})
+    config = make_config({**SETTINGS, "data": str(data), "workers": workers})
     accelerator = make_accelerator(config.run)
     full, splits, _ = look_at_data(config, (), accelerator, lambda _: None)
     sides = [
@@ -94,16 +142,28 @@ def seen(data: Path, out: Path):
 
 @pytest.fixture(scope="module")
 def expected(folder, tmp_path_factory):
-    return seen(folder, tmp_path_factory.mktemp("run") / "run")
+    """What folders are seen as: of the deeper and of the flat one."""
+    return {
+        place: seen(place, tmp_path_factory.mktemp("run") / "run")
+        for place in (folder, folder.with_name("flat"))
+    }
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_the_same_pictures_are_the_same_training(make, folder, expected, tmp_path):
-    classes, sides, batches, losses = seen(make(folder, tmp_path), tmp_path / "run")
-    assert (classes, sides) == expected[:2]
-    assert len(batches) == len(expected[2]) == 3
-    for batch, other in zip(batches, expected[2], strict=True):
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    [*((make, 0) for make in (*DEEP, *FLAT)), (as_shards, 2), (as_parquet, 2)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_same_pictures_are_the_same_training(make, workers, folder, expected, tmp_path):
+    if make in FLAT:
+        folder = folder.with_name("flat")
+    known = expected[folder]
+    data = make(folder, tmp_path)
+    classes, sides, batches, losses = seen(data, tmp_path / "run", workers=workers)
+    assert (classes, sides) == known[:2]
+    assert len(batches) == len(known[2]) == 3
+    for batch, other in zip(batches, known[2], strict=True):
         assert torch.equal(batch.images, other.images)
         assert torch.equal(batch.labels, other.labels)
-    assert losses == expected[3]
+    assert losses == known[3]
     assert len(losses) == 6

@@ -186,7 +186,7 @@ def test_unreadable_pictures_are_failures_once(verified, pictures, bad_pictures)
     assert (found.agrees, found.images) == (True, 2)
     assert [row["image"] for row in found.failures] == bad_pictures
     assert {row["path"] for row in found.failures} == {"all"}
-    with pytest.raises(DataError, match=r"none of 1 pictures can be compared; the first: an empty"):
+    with pytest.raises(DataError, match=r"none of 1 pictures can .*; the first, .*: an empty"):
         verified(bad_pictures[:1])
     with pytest.raises(DataError, match="not one picture"):
         verified([])

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from vit.data.copying import check_target, copy, stream
     from vit.data.folders import count
     from vit.data.hub_datasets import PREFIX
+    from vit.data.writing import LABELS
 
     if args.shard_size is not None and args.to == "folder":
         raise ConfigError(f"shard_size={printable(args.shard_size)}: a folder has no shards")
@@ -78,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if (rest := len(copied.bad) - MOST_NAMED) > 0:
         say(f"vit data: left out {count(rest, 'picture')} more that cannot be read")
     shards = f" in {count(copied.files, 'shard')}" if args.to == "shards" else ""
-    say(f"vit data: wrote {count(copied.pictures, 'picture')}{shards} to {printable(out)}")
+    lines = printable(out / LABELS) if (out / LABELS).is_file() else ""
+    more = f"; their classes are in {lines}, which is the DATA to train on" if lines else ""
+    say(f"vit data: wrote {count(copied.pictures, 'picture')}{shards} to {printable(out)}{more}")
     return int(bool(copied.bad))
 
 

@@ -136,6 +136,5 @@ class Config:
 ONLY_CAPTIONS: dict[str, tuple[str, ...]] = {
     "decoder": (),
     "training": ("encoder_lr", "caption_samples"),
-    "data": ("images",),
 }
 SECTIONS: dict[str, type] = {field.name: field.type for field in fields(Config)}  # type: ignore[misc]

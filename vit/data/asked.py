@@ -8,6 +8,7 @@ from vit.config import DataConfig
 from vit.data import builtin
 from vit.data.classes import LAYOUT, VAL_NAMES
 from vit.errors import DataError, printable
+from vit.settings import nearest
 
 
 @dataclass(frozen=True)
@@ -74,4 +75,7 @@ def resolve(data: str) -> tuple[Path, list[str]]:
             "their classes in .csv or .jsonl; or, for a list of captions, --task caption"
         )
     names = ", ".join(builtin.SETS)
-    raise DataError(f"{printable(data)}: no such folder, and no built-in set ({names})")
+    hint = nearest(data, builtin.SETS)
+    raise DataError(
+        f"{printable(data)}: no such folder or file, and no built-in set ({names}){hint}"
+    )

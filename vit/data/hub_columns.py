@@ -97,7 +97,8 @@ def _only(
         return named[0]
     there = some([printable(name) for name in among], 8)
     problem = f"several columns of {what}" if found else f"no column of {what}"
-    raise DataError(f"{printable(data)}: {problem} ({there}); say which: {setting}")
+    flag = "--" + setting.replace("_", "-")
+    raise DataError(f"{printable(data)}: {problem} ({there}); say which with {flag}")
 
 
 def labels(cells: Sequence[Any], columns: Columns, data: str) -> list[tuple[str, ...]] | None:

@@ -4,6 +4,7 @@ The library makes Arrow tables in its own cache, and a picture is read from the 
 pictures of a folder stay the files that they are. Files of code in a data set are never run.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -167,20 +168,25 @@ class reaching:  # noqa: N801
 
     def __init__(self, data: str) -> None:
         self.data = data
+        self.log = logging.getLogger("datasets")
+        self.level = self.log.level
 
     def __enter__(self) -> None:
-        return None
+        self.log.setLevel(logging.CRITICAL)  # it logs an error, and then raises it
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
+        self.log.setLevel(self.level)
         if not isinstance(error, Exception) or isinstance(error, DataError):
             return
         deepest: BaseException = error
         while deepest.__cause__ is not None:
             deepest = deepest.__cause__
         words = " ".join(str(deepest).split())[:200] or type(deepest).__name__
+        remedy = "check its name, and that this machine reaches the hub or has it in its cache"
+        if os.path.exists(self.data.removeprefix(PREFIX)):
+            remedy = "mend its files, or give those that the library reads"
         raise DataError(
-            f"{printable(self.data)}: cannot be loaded ({printable(words)}); check its name, and "
-            "that this machine reaches the hub or has it in its cache"
+            f"{printable(self.data)}: cannot be loaded ({printable(words)}); {remedy}"
         ) from None
 
 

@@ -71,6 +71,9 @@ def choose_columns(
         expected = ", ".join(IMAGE_COLUMNS[:3])
         advice = f"expected {expected} in the first line, or say which with --image-column"
         raise wrong(path, f"no column of pictures among {has}; {advice}", line)
+    if label == image:
+        both = f"label_column={label.strip()}: the column of pictures too; choose another of"
+        raise wrong(path, f"{both} {has}", line)
     if labels and not label:
         expected = ", ".join(CLASS_COLUMNS[:3])
         advice = f"expected {expected}, or say which with --label-column"

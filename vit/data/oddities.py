@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from vit.data.classes import Pictures
 from vit.data.containers import open_binary, relative, size_of
+from vit.data.decoding import MAX_BYTES
 from vit.data.folders import count, some
 from vit.errors import BadImage, printable
 
@@ -133,7 +134,11 @@ def _grouped(paths: list[str], kind: Callable[[str], object]) -> list[list[str]]
 
 
 def _size(path: str) -> int:
-    return size_of(path)
+    """Bytes of a file that the reader would look into: no other is read, which may never end."""
+    size = size_of(path)
+    if not 0 < size <= MAX_BYTES:
+        raise BadImage(path, f"a picture of {size:,} bytes")
+    return size
 
 
 def _tail(path: str) -> bytes:

@@ -104,7 +104,8 @@ def open_splits(
                 f"no val {listed.part}: validates on test, so keep other pictures for the end"
             )
     if not val:
-        raise DataError(f"{printable(listed.root)}: no pictures left to validate on; add some")
+        why = ": each class has only one" if made else ""
+        raise DataError(f"{printable(asked.data)}: no pictures left to validate on{why}; add some")
     total = len(train) if listed.several else None
     notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     notes += equal_notes(_by_labels(train), _by_labels(val), str(listed.root))

@@ -129,7 +129,7 @@ class _Reading:
             extended = {}
             if self.at + size > self.size:
                 end = f"needs {self.at + size:,} bytes of a file of {self.size:,}"
-                raise self.wrong(f"cut short: it {end}", name)
+                raise self.wrong(f"cut short: it {end}; copy it again", name)
             self.note(kind, name, size)
             self.at += -(-size // BLOCK) * BLOCK
         return Index(self.members, self.ignored)
@@ -139,7 +139,7 @@ class _Reading:
         if kind in FILES and not name.endswith(b"/"):
             safe = self.safe(name)
             if safe in self.members:
-                raise self.wrong("is there twice; which one counts?", name)
+                raise self.wrong("is there twice; write the shard with one of them", name)
             self.members[safe] = Place(self.at, size)
             self.last = safe
         elif kind in LINKS:
@@ -164,7 +164,8 @@ class _Reading:
         plain, said = header[:148] + b" " * 8 + header[156:], self.number(header, 148, 156)
         if said != sum(plain) and said != sum(byte - (byte & 128) * 2 for byte in plain):
             after = f", after {printable(self.last)}" if self.last else ""
-            raise self.wrong(f"damaged at byte {self.at:,}{after}: no header of a member there")
+            what = "no header of a member there; copy it again"
+            raise self.wrong(f"damaged at byte {self.at:,}{after}: {what}")
         self.at += BLOCK
         return header
 
@@ -230,7 +231,7 @@ class _Reading:
         name = os.fsdecode(raw)
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if name.startswith("/") or ".." in parts or not parts:
-            raise self.wrong("not a name inside of the shard (absolute, or with ..)", raw)
+            raise self.wrong("not a name inside of it (absolute, or with ..); rename it", raw)
         if CONTROL.search(name):
             raise self.wrong("has control characters in its name; rename it", raw)
         return "/".join(parts)

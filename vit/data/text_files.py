@@ -68,7 +68,7 @@ def check_file(path: str, most: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise wrong(path, "no regular file")
     if not status.st_size:
-        raise wrong(path, "empty")
+        raise wrong(path, "an empty file (0 bytes)")
     if status.st_size > most:
         size, limit = status.st_size / 2**30, most / 2**30
         raise wrong(path, f"{size:.1f} GiB, more than the {limit:.0f} GiB read here; split it")

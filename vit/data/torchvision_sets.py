@@ -74,7 +74,7 @@ def _class_of(name: str, data: str) -> Any:
     ]  # fmt: skip
     if kind is None or not inspect.isclass(kind):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"; is it {PREFIX}{near[0]}?" if near else ""
+        hint = f"; is it {PREFIX}{near[0]}?" if near else f"; expected one such as {PREFIX}CIFAR10"
         raise DataError(f"{printable(data)}: torchvision has no set of that name{hint}")
     if name not in known:
         raise DataError(

@@ -31,6 +31,8 @@ FORBIDDEN = frozenset('<>:"|?*\\/')
 LONGEST = 200
 """Bytes of one part of a name."""
 ENDINGS = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2"}
+LABELS = "labels.jsonl"
+"""In a folder whose pictures may have several classes: names them and their classes."""
 MARK = "vit-data.json"
 """In each folder that was written here: only such a folder is ever replaced."""
 
@@ -148,7 +150,7 @@ def write_folder(
         (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).write_bytes(picture.content)
     if lines:
-        with open(root / "labels.jsonl", "a", encoding="utf-8", newline="\n") as file:
+        with open(root / LABELS, "a", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{line}\n" for line in lines)
     return Written(number, number)
 

@@ -146,9 +146,10 @@ def compare(
         if isinstance(one, Said) and isinstance(other, Said)
     ]
     if not rows:
-        errors = [said for said in (*hand, *said) if isinstance(said, str)]
+        error = hand[0] if isinstance(hand[0], str) else said[0]
         raise DataError(
-            f"none of {len(images)} pictures can be compared; the first: {printable(errors[0])}"
+            f"none of {len(images)} pictures can be compared; the first, {printable(images[0])}: "
+            f"{printable(error)}"
         )
     same, apart, paths = zip(*rows, strict=True)
     most = max(apart)
