@@ -35,8 +35,9 @@ from vit.data.cache import Cache, open_cache, side_for
 from vit.data.crops import Crop
 from vit.data.dataset import Always
 from vit.data.decoding import read_image, read_pixels
-from vit.data.loading import TrainingLoader, quiet
+from vit.data.loading import TrainingLoader
 from vit.data.preprocessing import RESAMPLING, Preprocessing
+from vit.data.processes import quiet
 from vit.data.samples import Sample
 from vit.data.schedule import Schedule
 from vit.data.transforms import random_box, training_transform

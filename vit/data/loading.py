@@ -3,21 +3,16 @@
 What a batch holds is decided in schedule.py and dataset.py; here it is only brought.
 """
 
-import gc
 import math
-import os
-import signal
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
 from vit.data.dataset import Always, Batch, ImageDataset
+from vit.data.processes import come_to_rest, default_workers, quiet, start_worker
 from vit.data.samples import Sample
 from vit.data.schedule import Key, Schedule, Stream
 from vit.data.seeding import random_seed
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
 
 OnBadImage = Literal["stop", "skip"]
-MOST_WORKERS = 8
-REST_SECONDS = 0.05
 
 
 class TrainingLoader:
@@ -266,44 +259,6 @@ class Feed:
             shutdown()
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings of more processes than cores, or of a fork beside threads such as torch's own."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        yield
-
-
-def default_workers(world_size: int) -> int:
-    """Loader processes of one device: its share of the cores, at most 8."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(max(cores // world_size, 1), MOST_WORKERS)
-
-
-def come_to_rest() -> None:
-    """Let threads of torch.distributed leave Python before processes are forked.
-
-    One that is just leaving holds a lock that would stay closed in the new process, for ever:
-    python/cpython#112275, mended in Python 3.12.
-    """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and sys.version_info < (3, 12):
-        time.sleep(REST_SECONDS)
-
-
 def as_it_is(batch: Any) -> Any:
     """The dataset stacks the pictures itself."""
     return batch
-
-
-def start_worker(_worker: int) -> None:
-    """Called first in each loader process."""
-    # The main process decides what a signal means, and may want one more step before it stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A scheduler may signal the whole group: a dead loader would break the step in progress.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What was inherited stays untouched: no finaliser of the main process's objects runs here, and
-    # no page is copied for it.
-    gc.freeze()

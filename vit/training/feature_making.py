@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vit.data.containers import is_inside, open_binary
 from vit.data.decoding import MAX_BYTES, check_header, read_image
-from vit.data.loading import default_workers
 from vit.data.preprocessing import Preprocessing
+from vit.data.processes import default_workers
 from vit.errors import BadImage, RunError
 from vit.model.classifier import VisionTransformer
 from vit.precision import autocast

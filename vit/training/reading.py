@@ -14,7 +14,7 @@ from vit.config import Config, DataConfig
 from vit.data.cache import open_cache, side_for
 from vit.data.dataset import ImageDataset
 from vit.data.decoding import read_bytes
-from vit.data.loading import default_workers
+from vit.data.processes import default_workers
 from vit.data.samples import Sample, Splits
 from vit.data.schedule import Key
 from vit.errors import BadImage, ConfigError
