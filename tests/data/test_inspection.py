@@ -1,19 +1,20 @@
 """What `vit check` finds: every planted fault, and none in a clean folder."""
 
+import ast
 import os
-import random
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image
 
+from vit.data import decoding
 from vit.data.inspection import pool
-from vit.data.inspection.alike import near_pairs
-from vit.data.inspection.facts import Facts, look_at, looks, shrunk
+from vit.data.inspection.facts import Facts, look_at
 from vit.data.inspection.inspecting import inspect
-from vit.data.inspection.problems import KINDS
+from vit.data.inspection.problems import KINDS, bad_kind
 from vit.data.oddities import equal_files
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
@@ -138,40 +139,66 @@ def test_names_that_clash_are_told(make_tree):
     assert not report.failed
 
 
-def variants(image: Image.Image, draw: random.Random) -> dict[str, Image.Image]:
-    """Copies of a picture that people would call the same."""
-    width, height = image.size
-    factor = draw.uniform(0.5, 2)
-    left, top, right, bottom = (draw.uniform(0, 0.1) for _ in range(4))
-    box = (left * width, top * height, (1 - right) * width, (1 - bottom) * height)
-    return {
-        "size": image.resize((round(width * factor), round(height * factor))),
-        "cut": image.crop(tuple(map(round, box))),
-        "bright": ImageEnhance.Brightness(image).enhance(draw.uniform(0.85, 1.15)),
+def reasons(file: Path) -> list[str]:
+    """Every reason for which a reader refuses a picture, with a 7 for each number or word."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id in ("BadImage", "_RefusedError"):
+            for text in ast.walk(node.args[-1]):
+                if isinstance(text, ast.JoinedStr):
+                    parts = (getattr(part, "value", "7") for part in text.values)
+                    found.append("".join(x if isinstance(x, str) else "7" for x in parts))
+                    break
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    found.append(text.value)
+    return found
+
+
+def test_every_reason_of_a_bad_picture_has_its_kind():
+    folder = Path(decoding.__file__).parent
+    files = ("decoding.py", "containers.py", "arrow_rows.py")
+    kinds: dict[str, set[str]] = {}
+    for reason in (reason for file in files for reason in reasons(folder / file)):
+        kinds.setdefault(bad_kind(reason), set()).add(reason)
+    assert kinds["empty_file"] == {"an empty file (0 bytes)"}
+    assert kinds["truncated"] == {
+        "cut short: the pixel data are not complete",
+        "cut short: the shard ends before it",
+        "damaged or cut short (7)",
     }
+    assert kinds["too_large"] == {
+        "7 x 7 is more than 7 pixels",
+        "declares more than 7 pixels",
+        "7 bytes are more than the limit of 7",
+        "7 scans of 7 x 7 pixels: too many",
+    }
+    assert not any(
+        word in reason for reason in kinds["unreadable"] for word in ("empty", "cut", "more than")
+    )
+    assert bad_kind("damaged or cut short (an empty file: more than nothing)") == "truncated"
 
 
-def look(image: Image.Image) -> bytes:
-    return looks(np.asarray(shrunk(image), dtype=np.int16))
-
-
-def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():
-    draw = random.Random(0)
-    images = [scene(seed) for seed in range(30)]
-    changed = [variants(image, draw) for image in images]
-    for kind in changed[0]:
-        shown = [look(image) for image in images] + [look(one[kind]) for one in changed]
-        pairs = {pair[:2] for pair in near_pairs(shown, [72] * 60)}
-        wanted = {(at, at + 30) for at in range(30)}
-        assert pairs <= wanted
-        assert len(pairs) >= 29
-
-
-def test_no_pair_comes_from_flat_or_missing_pictures():
-    flat = look(Image.new("RGB", (40, 40), "red"))
-    assert near_pairs([flat, flat], [40, 40]) == []
-    assert near_pairs([], []) == []
-    assert near_pairs([look(scene(1))], [72]) == []
+def test_a_list_is_looked_at_whatever_its_lines_say(folder):
+    lines = [
+        f"{name}/{at}.png,{name[-1]},{name[:-2]}" for name in SPLIT for at in range(SPLIT[name])
+    ]
+    (folder / "train/a/bad.png").write_bytes(b"x")
+    shutil.copy(folder / "train/a/1.png", folder / "train/b/twin.png")
+    lines += ["train/a/bad.png,a,train", "train/b/twin.png,b,train", "train/a/gone.png,a,train"]
+    table = folder / "list.csv"
+    table.write_text("\n".join(["image,label,split", *lines, "val/c/0.png,c,val", ""]))
+    report, kinds = found(table)
+    told = {
+        (one.kind, os.path.relpath(one.images[0], folder)): one.detail
+        for one in report.problems
+        if one.images
+    }
+    assert (kinds["unreadable"], kinds["unknown_class"]) == (3, 1)
+    assert told["unreadable", "train/a/bad.png"].endswith("list.csv, line 31)")
+    assert told["unreadable", "train/a/gone.png"].endswith("list.csv, line 33)")
+    assert "list.csv, line 3; " in told["two_labels", "train/a/1.png"]
 
 
 def test_equal_files_are_those_that_training_finds(folder):

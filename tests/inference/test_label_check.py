@@ -18,13 +18,13 @@ def test_planted_labels_are_found_and_hardly_any_other():
     wrong = labels.clone()
     for place in planted:
         wrong[place] = (labels[place] + 1) % 4
-    found = suspects(neighbours(features), wrong, 4)
+    found = suspects(features, neighbours(features), wrong, 4)
     places = [one.place for one in found]
     assert len(planted & set(places[: len(planted)])) >= 0.9 * len(planted)
     assert len(places) <= 1.3 * len(planted)
     right = [one for one in found if one.place in planted]
     assert all(one.likely == labels[one.place] for one in right)
-    assert suspects(neighbours(features), labels, 4)[3:] == []
+    assert suspects(features, neighbours(features), labels, 4)[3:] == []
 
 
 def test_nearest_are_those_of_all_cosines():

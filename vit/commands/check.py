@@ -1,9 +1,12 @@
 """`vit check`: what is wrong with a data set, before time is spent on it."""
 
 import argparse
+from contextlib import ExitStack
+from types import TracebackType
 
 from vit.commands.options import whole_number
-from vit.commands.output import check_output, open_output, progress_bar, say, standard_output
+from vit.commands.output import check_output, open_output, say, standard_output
+from vit.commands.progress import Progress
 from vit.errors import ConfigError
 
 MOST_LINES = 10
@@ -14,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
+    add_list_arguments(parser)
     parser.add_argument(
         "--json",
         metavar="FILE",
@@ -54,6 +58,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a list or a table is read."""
+    parser.set_defaults(images=None, image_column=None, label_column=None)
+    parser.add_argument(
+        "--images",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder of the pictures of a list (default: the list's own)",
+    )
+    for name, of in (("image", "the pictures"), ("label", "the classes")):
+        parser.add_argument(
+            f"--{name}-column",
+            metavar="COLUMN",
+            default=argparse.SUPPRESS,
+            help=f"column of {of} in a list or table (default: found by its usual names)",
+        )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="take pictures of a list that lie outside of its folder, or of --images",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     if args.device is not None and args.weights is None:
         raise ConfigError("--device is where a network computes: give --weights SOURCE as well")
@@ -61,17 +88,18 @@ def run(args: argparse.Namespace) -> int:
         check_output(path, overwrite=True)
 
     from vit.data.inspection.inspecting import inspect
+    from vit.data.sources import Asked
     from vit.runtime.results import to_json
 
-    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        report = inspect(
-            args.data, workers=args.workers, cache=not args.no_cache, progress=progress
-        )
+    asked = Asked(
+        args.data,
+        args.images,
+        args.image_column,
+        args.label_column,
+        allow_outside=args.allow_outside,
+    )
+    with Stages() as stages:
+        report = inspect(asked, workers=args.workers, cache=not args.no_cache, progress=stages.told)
     if args.weights is not None:
         from vit.inference.label_check import with_features
 
@@ -88,3 +116,31 @@ def run(args: argparse.Namespace) -> int:
             out.write(check_page(report))
     print("\n".join(report.lines(MOST_LINES)), file=standard_output(), flush=True)
     return int(report.failed)
+
+
+class Stages:
+    """Progress of one work after another; use it in a `with`."""
+
+    def __init__(self) -> None:
+        self.works = ExitStack()
+        self.name: str | None = None
+
+    def __enter__(self) -> "Stages":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.works.close()
+
+    def told(self, name: str, done: int, total: int) -> None:
+        """So many of so many pictures have been read, or compared, as `name` says."""
+        if name != self.name:
+            self.works.close()
+            self.name = name
+            work = Progress(total, share=f" {name}", command="vit check")
+            self.work = self.works.enter_context(work)
+        self.work.update(done - self.work.done)

@@ -19,6 +19,7 @@ class Progress:
         results_on_terminal: Whether rows scroll there, among which a bar would stand.
         share: Whose pictures these are, where they are not all.
         quiet: Say nothing: another process does.
+        command: Whose work it is.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class Progress:
         results_on_terminal: bool = False,
         share: str = "",
         quiet: bool = False,
+        command: str = "vit predict",
     ) -> None:
-        self.share = share
+        self.share, self.command = share, command
         self.total, self.done, self.before = total, done, done
         self.lines = not (quiet or results_on_terminal or sys.stderr.isatty())
         self.began = self.said = time.monotonic()
@@ -58,7 +60,7 @@ class Progress:
             rate = (self.done - self.before) / (now - self.began)
             left = clock((self.total - self.done) / rate) if rate else "?"
             words = f"{self.done:,} of {self.total:,} images{self.share}"
-            say(f"vit predict: {words}, {rate:,.4g} images/s, {left} left")
+            say(f"{self.command}: {words}, {rate:,.4g} images/s, {left} left")
 
     def seconds(self) -> float:
         """Since the beginning."""

@@ -1,10 +1,9 @@
 """The page of `vit check`: what is wrong with a data set, with thumbnails. One offline file."""
 
-import os
 from collections.abc import Sequence
 
 from vit.data.inspection.inspecting import Report, numbers
-from vit.data.inspection.problems import KINDS, Problem
+from vit.data.inspection.problems import KINDS, Problem, name_of
 from vit.evaluation.findings import thumbnail
 from vit.evaluation.page import (
     Html,
@@ -77,7 +76,7 @@ def problem_box(report: Report, problem: Problem) -> Html:
     """One problem in words, with names and thumbnails."""
     figures = []
     for at, path in enumerate(problem.images[:MOST_PICTURES]):
-        name = os.path.relpath(path, report.listing.root)
+        name = name_of(path, report.listing.root)
         label = problem.labels[at] if at < len(problem.labels) else ""
         read = path in report.facts and problem.kind not in NO_PICTURE
         picture = thumbnail(path, name) if read else None

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit.data.inspection.alike import confirmed
 from vit.data.inspection.copies import near
 from vit.data.inspection.inspecting import Report, in_order
+from vit.data.inspection.listing import Listed
 from vit.data.inspection.problems import Problem
 from vit.errors import printable
 from vit.inference.predictor import Predictor
@@ -24,8 +26,10 @@ NEIGHBOURS = 20
 TEMPERATURE = 0.07
 SAME = 0.999
 """Cosine from which on a neighbour is a copy, which says nothing of a label."""
-COPY = 0.98
-"""Cosine from which on two pictures are called nearly the same."""
+COPY = 0.9
+"""Cosine from which on two pictures may be nearly the same."""
+NEARER = 10.0
+"""What a cosine to the middle of a class counts beside a chance."""
 BLOCK = 2**24
 """Similarities computed at a time."""
 
@@ -81,25 +85,42 @@ def with_features(
     if len(rows) < 2:
         return report
     found = neighbours(torch.stack(features))
-    where = {one.path: (one.split, one.labels) for one in rows}
-    told = {frozenset(problem.images) for problem in report.problems}
-    problems = list(report.problems)
-    for first, second, cosine in pairs(found):
-        paths = rows[first].path, rows[second].path
-        equal = report.facts[paths[0]].digest == report.facts[paths[1]].digest
-        if not equal and frozenset(paths) not in told:
-            problems.append(near([paths], where, f"features, cosine {cosine:.3f}"))
+    problems = [*report.problems, *more_copies(report, rows, found)]
     if all(len(one.labels) == 1 for one in rows):
         names = report.listing.classes
         numbers = {name: at for at, name in enumerate(names)}
         known = [at for at, one in enumerate(rows) if one.labels[0] in numbers]
         if len(known) == len(rows):
             labels = torch.tensor([numbers[one.labels[0]] for one in rows])
-            problems += [
+            suspected = [
                 _told(rows[two.place].path, rows[two.place].labels[0], names, two)
-                for two in suspects(found, labels, len(names))
+                for two in suspects(torch.stack(features), found, labels, len(names))
             ]
+            problems += report.listing.with_lines(suspected)
     return dataclasses.replace(report, problems=in_order(problems))
+
+
+def more_copies(report: Report, rows: Sequence[Listed], found: Neighbours) -> list[Problem]:
+    """Pictures with nearly equal features that are nearly the same, and are not told yet.
+
+    Features alone say too much: a trained network gives all pictures of a class nearly the same.
+    """
+    where = {one.path: (one.split, one.labels) for one in rows}
+    told = {frozenset(problem.images) for problem in report.problems}
+    facts = [report.facts[one.path] for one in rows]
+    likely = [
+        (first, second)
+        for first, second, _ in pairs(found)
+        if facts[first].digest != facts[second].digest
+        and frozenset((rows[first].path, rows[second].path)) not in told
+    ]
+    alike = confirmed(
+        [one.look for one in facts], [min(one.width, one.height) for one in facts], likely
+    )
+    return [
+        near([(rows[one.first].path, rows[one.second].path)], where, f"correlation {one.score:.3f}")
+        for one in alike
+    ]
 
 
 def _told(path: str, label: str, classes: Sequence[str], one: Suspect) -> Problem:
@@ -141,10 +162,14 @@ def pairs(found: Neighbours) -> list[tuple[int, int, float]]:
     return [(*pair, cosine) for pair, cosine in sorted(pairs.items())]
 
 
-def suspects(found: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
+def suspects(features: Tensor, found: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
     """Pictures whose label is probably wrong, the surest first.
 
+    The surest are those that lie nearest to the middle of the other class, and farthest from that
+    of their own: many neighbours are of one class alone, so that chances are equal.
+
     Args:
+        features: (pictures, dim).
         found: Neighbours of each picture.
         labels: (pictures,).
         classes: Number of classes.
@@ -160,7 +185,12 @@ def suspects(found: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
     best, likely = clear.max(1)
     wrong = (best > own) & (likely != labels) & (best > 0)
     margin = best - own
-    order = margin.masked_fill(~wrong, -2.0).argsort(descending=True, stable=True)
+    known = F.normalize(features.float(), dim=1)
+    middles = torch.zeros(classes, known.shape[1]).index_add_(0, labels, known)
+    closeness = known @ F.normalize(middles, dim=1).T
+    nearer = closeness.gather(1, torch.stack([likely, labels], dim=1))
+    sure = margin + NEARER * (nearer[:, 0] - nearer[:, 1])
+    order = sure.masked_fill(~wrong, -torch.inf).argsort(descending=True, stable=True)
     return [
         Suspect(place, int(likely[place]), float(margin[place]))
         for place in order[: int(wrong.sum())].tolist()

@@ -18,6 +18,8 @@ PROMISING = 0.85
 """Correlation of those from which on the larger ones are compared."""
 FINE = 1.5
 """Pixels of blur: what it takes away are the details."""
+FAINT = 1.0
+"""Strength of details, in bytes, below which they count less."""
 LARGEST = 0.3
 """Change of scale, and shift as a share of a side, that are still the same picture."""
 DAMPING = 1e-2
@@ -31,11 +33,13 @@ class Likeness(NamedTuple):
     whole: Tensor
     """Correlation of the pictures."""
     details: Tensor
-    """Correlation of what a blur takes away."""
+    """Correlation of what a blur takes away, the faint as much as the strong."""
     tone: Tensor
     """Change of brightness or contrast, whichever is more, as a natural logarithm."""
     colours: Tensor
-    """Mean difference of colours, in bytes."""
+    """Mean difference of colours of equal contrast, in bytes."""
+    spot: Tensor
+    """The same where it is largest."""
     outside: Tensor
     """How far each reaches beyond the other, as a share of half a side: a cut does not."""
 
@@ -59,15 +63,17 @@ def compare(first: Tensor, second: Tensor, colours: Sequence[Tensor], guess: Ten
         grey, moved = one.float(), other.float()
         small, smaller = shrunk(grey), shrunk(moved)
         there = align(small, smaller, start, blur=0.7, steps=4)
-        rows = correlations(small, smaller, there)[:, 0] > PROMISING
+        rows = whole(small, smaller, there) > PROMISING
         if rows.any():
             grey, moved, there = grey[rows], moved[rows], there[rows]
             there = align(grey, moved, there, blur=0.7, steps=4)
             there = align(grey, moved, there, blur=0.0, steps=4)
-            apart = difference(red[rows].float(), blue[rows].float(), there)
-            others = tone(grey, moved, there), apart, beyond(there)
-            score[rows] = torch.cat(
-                [correlations(grey, moved, there), torch.stack(others, 1)], dim=1
+            colour = difference(
+                red[rows].float(), blue[rows].float(), gain(grey, moved, there), there
+            )
+            parts_ = whole(grey, moved, there), details(grey, moved, there)
+            score[rows] = torch.stack(
+                [*parts_, tone(grey, moved, there), *colour, beyond(there)], 1
             )
     return Likeness(*found.T)
 
@@ -84,12 +90,30 @@ def tone(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
     return (values[0] - values[1]).abs().amax(1)
 
 
-def difference(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-    """Mean difference of colours, (pairs, 2, side, side), over what both show."""
+def gain(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
+    """What the contrast of the second picture is multiplied by to be that of the first."""
     mask = overlap(found, first.shape[-1])
-    apart = sum((first[:, at] - resampled(second[:, at], found)).abs() * mask for at in range(2))
-    assert isinstance(apart, Tensor)
-    return apart.sum((1, 2)) / (2 * mask.sum((1, 2)).clamp(min=1.0))
+    one, other = centred(first, mask), centred(resampled(second, found), mask)
+    return (one * other).sum((1, 2)) / other.square().sum((1, 2)).clamp(min=1e-3)
+
+
+def difference(
+    first: Tensor, second: Tensor, contrast: Tensor, found: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and largest difference of colours, (pairs, 2, side, side), over what both show.
+
+    Args:
+        first: Bytes, 128 where there is no colour.
+        second: The same.
+        contrast: As from `gain`: who changes the brightness changes all colours with it.
+        found: Where the first is on the second.
+    """
+    mask = overlap(found, first.shape[-1])
+    apart = torch.zeros_like(mask)
+    for at in range(2):
+        other = (resampled(second[:, at], found) - 128) * contrast[:, None, None]
+        apart += (first[:, at] - 128 - other).abs() * mask / 2
+    return apart.sum((1, 2)) / mask.sum((1, 2)).clamp(min=1.0), apart.amax((1, 2))
 
 
 def beyond(found: Tensor) -> Tensor:
@@ -167,23 +191,39 @@ def solve(matrix: Tensor, target: Tensor) -> Tensor:
     return solution.squeeze(2)
 
 
-def correlations(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-    """Of whole pictures and of details, over what both show, (pairs, 2)."""
+def whole(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
+    """Correlation of pictures over what both show."""
+    return correlation(first, resampled(second, found), overlap(found, first.shape[-1]))
+
+
+def details(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
+    """Correlation of what a blur takes away, in units of its strength around each pixel.
+
+    So the edge of a thing, which many things share, counts no more than the grain of a plain
+    surface, which only copies share. Less than FAINT is what compression leaves, and counts little.
+    """
     side = first.shape[-1]
-    warped, mask = resampled(second, found), overlap(found, side)
-    blur = blurring(side, FINE)
-    fine = [picture - blur @ picture @ blur.T for picture in (first, warped)]
-    both = correlation(first, warped, mask), correlation(fine[0], fine[1], mask)
-    return torch.stack(both, dim=1)
+    mask, blur = overlap(found, side), blurring(side, FINE)
+    one, other = (
+        picture - blur @ picture @ blur.T for picture in (first, resampled(second, found))
+    )
+    around = (blur @ mask @ blur.T).clamp(min=1e-3)
+    power = blur @ ((one.square() + other.square()) / 2 * mask) @ blur.T / around
+    unit = (power + FAINT**2).rsqrt()
+    return correlation(one * unit, other * unit, mask)
 
 
 def correlation(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
     """Of (pairs, side, side) where `mask` is 1; 0 where one of them is flat."""
-    total = mask.sum((1, 2), keepdim=True).clamp(min=1.0)
-    first = (first - (first * mask).sum((1, 2), keepdim=True) / total) * mask
-    second = (second - (second * mask).sum((1, 2), keepdim=True) / total) * mask
+    first, second = centred(first, mask), centred(second, mask)
     power = first.square().sum((1, 2)) * second.square().sum((1, 2))
     return (first * second).sum((1, 2)) / power.clamp(min=1e-3).sqrt()
+
+
+def centred(picture: Tensor, mask: Tensor) -> Tensor:
+    """With a mean of 0 where `mask` is 1, and 0 elsewhere."""
+    total = mask.sum((1, 2), keepdim=True).clamp(min=1.0)
+    return (picture - (picture * mask).sum((1, 2), keepdim=True) / total) * mask
 
 
 def places(side: int) -> Tensor:

@@ -6,7 +6,10 @@ and cut in a few ways; the few nearest are laid over each other and compared in 
 """
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,22 +17,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.data.inspection.alignment import Likeness, compare
+from vit.data.inspection.alignment import compare
 from vit.data.inspection.facts import COARSE, SIDE
 
 Numbers = np.ndarray[Any, Any]
-WAVES = 7
+WAVES = 8
 """Of the transform: those of fewer half periods, over both sides together."""
 WINDOWS = (
     *((0.0, 1.0, 0.0, 1.0), (0.05, 0.95, 0.05, 0.95), (0.1, 0.9, 0.1, 0.9)),
     *((0.0, 0.9, 0.0, 0.9), (0.1, 1.0, 0.0, 0.9), (0.0, 0.9, 0.1, 1.0), (0.1, 1.0, 0.1, 1.0)),
 )
 """Cuts that are looked for: top, bottom, left, right as shares of the sides."""
-SIMILAR = 0.84
+SIMILAR = 0.87
 """Correlation of waves from which on a pair is looked at."""
-NEAREST = 4
+NEAREST = 8
 """Pairs of a picture that are looked at."""
-ROWS, COLUMNS = 512, 4096
+ROWS, COLUMNS, GROUPS = 512, 4096, 32
+"""Pictures compared with pictures at a time: a product that stays in the caches of a core."""
+PAIRS = 4096
+"""Pairs laid over each other at a time."""
+TINY = 12
+"""Pixels of a short side below which there are no details to tell copies by."""
 CONTRAST = 3.0
 """Deviation of grey below which a picture is too flat to be told from others."""
 SHARP = 64
@@ -46,19 +54,12 @@ class Pair(NamedTuple):
     """Correlation of the pictures where they are laid over each other."""
 
 
-class Limits(NamedTuple):
-    """What pictures must have in common to be nearly the same."""
-
-    whole: float
-    """Correlation of the pictures."""
-    details: float
-    """Correlation of their details."""
-    colours: float
-    """Mean difference of colour, in bytes."""
-
-
-LIMITS = {True: Limits(0.95, 0.87, 7.0), False: Limits(0.94, 0.65, 6.0)}
-"""Of pictures that are sharp in their copies, and of small ones."""
+DETAILS = {True: 0.82, False: 0.55}
+"""Least correlation of details of pictures that are sharp in their copies, and of small ones."""
+WHOLE = 0.94
+"""Least correlation of the pictures."""
+COLOURS, SPOT = 7.0, 30.0
+"""Most difference of colours in bytes, in the mean and anywhere."""
 TONE = 0.3
 """Most change of brightness or contrast, as a natural logarithm."""
 OUTSIDE = 0.02
@@ -69,6 +70,7 @@ def near_pairs(
     looks: Sequence[bytes],
     short_sides: Sequence[int],
     *,
+    workers: int | None = None,
     progress: Callable[[int], object] = lambda _rows: None,
 ) -> list[Pair]:
     """Pairs of pictures that are nearly the same, in the order of the pictures.
@@ -76,82 +78,164 @@ def near_pairs(
     Args:
         looks: As in Facts; none twice.
         short_sides: Of the pictures, in pixels.
+        workers: Threads; one a core if None.
         progress: Told how many more pictures were compared with all others.
     """
     if len(looks) < 2:
         return []
-    bytes_ = torch.from_numpy(np.frombuffer(b"".join(looks), dtype=np.uint8).copy())
-    copies = bytes_.view(len(looks), -1)
-    grey = copies[:, : SIDE * SIDE].view(-1, SIDE, SIDE)
-    pairs, windows = candidates(grey, progress)
-    if not len(pairs):
+    pictures = _Looks.of(looks, short_sides)
+    flat = torch.cat([some.flatten(1).float().std(1) for some in torch.split(pictures.grey, 2**13)])
+    kept = ((flat >= CONTRAST) & (pictures.sides >= TINY)).nonzero().squeeze(1)
+    progress(len(looks) - len(kept))
+    with threads(workers) as pool:
+        pairs, windows = candidates(pictures.grey[kept], pool, progress)
+        return _judged(pictures, kept[pairs], windows, pool)
+
+
+def confirmed(
+    looks: Sequence[bytes], short_sides: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> list[Pair]:
+    """Those of `pairs`, however they were found, that are nearly the same picture.
+
+    Args:
+        looks: As in Facts.
+        short_sides: Of the pictures, in pixels.
+        pairs: Places of two different pictures each.
+    """
+    if not pairs:
         return []
-    first, second = pairs.T
-    colours = copies[:, SIDE * SIDE :].view(-1, 2, COARSE, COARSE)
-    parts = (torch.split(part, 2**14) for part in (first, second, windows))
-    seen = [
-        compare(grey[one], grey[two], (colours[one], colours[two]), guesses[window])
-        for one, two, window in zip(*parts, strict=True)
-    ]
-    score = Likeness(*(torch.cat(values) for values in zip(*seen, strict=True)))
-    sides = torch.tensor(short_sides)
-    sharp = torch.minimum(sides[first], sides[second]) >= SHARP
-    alike = (score.tone < TONE) & (score.outside < OUTSIDE)
-    for kind, limits in LIMITS.items():
-        like = (score.whole > limits.whole) & (score.details > limits.details)
-        alike &= (like & (score.colours < limits.colours)) | (sharp != kind)
+    pictures, both = _Looks.of(looks, short_sides), torch.tensor(pairs)
+    both = both[(pictures.sides[both] >= TINY).all(1)]
+    windows = torch.arange(len(WINDOWS)).repeat_interleave(len(both))
+    with threads(None) as pool:
+        return _judged(pictures, both.repeat(len(WINDOWS), 1), windows, pool)
+
+
+class _Looks(NamedTuple):
+    grey: Tensor
+    colours: Tensor
+    sides: Tensor
+
+    @classmethod
+    def of(cls, looks: Sequence[bytes], short_sides: Sequence[int]) -> "_Looks":
+        copies = torch.from_numpy(np.frombuffer(b"".join(looks), dtype=np.uint8).copy())
+        copies = copies.view(len(looks), -1)
+        grey = copies[:, : SIDE * SIDE].view(-1, SIDE, SIDE)
+        colours = copies[:, SIDE * SIDE :].view(-1, 2, COARSE, COARSE)
+        return cls(grey, colours, torch.tensor(short_sides))
+
+
+def _judged(
+    pictures: _Looks, pairs: Tensor, windows: Tensor, pool: ThreadPoolExecutor
+) -> list[Pair]:
+    """Those that are nearly the same, each once."""
+
+    def judge(some: tuple[Tensor, Tensor]) -> list[Pair]:
+        (first, second), windows = some[0].T, some[1]
+        both = pictures.colours[first], pictures.colours[second]
+        score = compare(pictures.grey[first], pictures.grey[second], both, guesses[windows])
+        sharp = torch.minimum(pictures.sides[first], pictures.sides[second]) >= SHARP
+        least = torch.where(sharp, DETAILS[True], DETAILS[False])
+        alike = (score.whole > WHOLE) & (score.details > least) & (score.tone < TONE)
+        alike &= (score.colours < COLOURS) & (score.spot < SPOT) & (score.outside < OUTSIDE)
+        values = (first[alike].tolist(), second[alike].tolist(), score.whole[alike].tolist())
+        return [
+            Pair(min(one, two), max(one, two), value)
+            for one, two, value in zip(*values, strict=True)
+        ]
+
+    parts = zip(torch.split(pairs, PAIRS), torch.split(windows, PAIRS), strict=True)
     best: dict[tuple[int, int], float] = {}
-    for one, two, value in zip(
-        first[alike].tolist(), second[alike].tolist(), score.whole[alike].tolist(), strict=True
-    ):
-        key = (min(one, two), max(one, two))
-        best[key] = max(best.get(key, 0.0), value)
+    for pair in (pair for found in pool.map(judge, parts) for pair in found):
+        best[pair[:2]] = max(best.get(pair[:2], 0.0), pair.score)
     return [Pair(*key, value) for key, value in sorted(best.items())]
 
 
+@contextmanager
+def threads(workers: int | None) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compute with one core each; what waits is dropped at an error."""
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pool = ThreadPoolExecutor(workers or cores or 1, initializer=lambda: torch.set_num_threads(1))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
+
+
 def candidates(
-    grey: Tensor, progress: Callable[[int], object] = lambda _rows: None
+    grey: Tensor,
+    pool: ThreadPoolExecutor,
+    progress: Callable[[int], object] = lambda _rows: None,
 ) -> tuple[Tensor, Tensor]:
     """Pairs worth a closer look, (pairs, 2), and which of WINDOWS the first is of the second.
 
     Args:
         grey: (pictures, SIDE, SIDE) bytes.
+        pool: Does the work.
         progress: As for `near_pairs`.
     """
-    kept = (grey.flatten(1).float().std(1) >= CONTRAST).nonzero().squeeze(1)
-    tables = [waves(grey[kept], window) for window in WINDOWS]
+    # padded by pictures that are like none, so that groups are whole
+    room = (0, 0, 0, -len(grey) % GROUPS)
+    tables = [F.pad(waves(grey, window), room) for window in WINDOWS]
+    tops = range(0, len(grey), ROWS)
     pairs, windows = [torch.empty(0, 2, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
-    for top in range(0, len(kept), ROWS):
-        rows = tables[0][top : top + ROWS]
-        found = [
-            _similar(rows, top, left, table[left : left + COLUMNS], number)
-            for left in range(0, len(kept), COLUMNS)
-            for number, table in enumerate(tables)
-        ]
-        row, column, window = _nearest(np.concatenate(found, axis=1))
-        pairs.append(torch.stack([kept[top + row], kept[column]], dim=1))
+    blocks = pool.map(lambda top: _block(tables, top, min(ROWS, len(grey) - top)), tops)
+    for row, column, window in blocks:
+        pairs.append(torch.stack([row, column], dim=1))
         windows.append(window)
-        progress(len(rows))
-    progress(len(grey) - len(kept))
-    return torch.cat(pairs), torch.cat(windows)
+        progress(ROWS if len(pairs) <= len(tops) else len(grey) - tops[-1])
+    return _once(torch.cat(pairs), torch.cat(windows))
+
+
+def _once(pairs: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Without pairs of whole pictures the other way round, which say the same."""
+    second, first = pairs.T
+    key = pairs.amin(1) * (int(pairs.max()) + 1 if len(pairs) else 1) + pairs.amax(1)
+    mirrored = (windows == 0) & (first < second)
+    there = torch.isin(key, key[(windows == 0) & ~mirrored])
+    keep = ~(mirrored & there)
+    return pairs[keep], windows[keep]
+
+
+def _block(tables: Sequence[Tensor], top: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and window of the NEAREST most similar columns of each of so many rows."""
+    rows = tables[0][top : top + number]
+    found = [
+        _similar(rows, top, left, table[left : left + COLUMNS], window)
+        for left in range(0, len(tables[0]), COLUMNS)
+        for window, table in enumerate(tables)
+    ]
+    return _nearest(np.concatenate(found, axis=1))
 
 
 def _similar(rows: Tensor, top: int, left: int, table: Tensor, number: int) -> Numbers:
-    """Row, column, window and similarity of all similar pairs of a block, (4, pairs)."""
+    """Row, column, window and similarity of similar pairs of a block, (4, pairs)."""
     similar = rows @ table.T
-    row, column = (similar > SIMILAR).nonzero().unbind(1)
-    other = row + top != column + left
-    row, column = row[other], column[other]
-    values = similar[row, column]
+    groups = similar.view(len(rows), GROUPS, -1)
+    row, group = (groups.amax(1) > SIMILAR).nonzero().unbind(1)
+    if len(row) > 2 * len(rows):  # crowded: no more than can be needed
+        values, column = similar.topk(min(NEAREST + 1, len(table)), dim=1)
+        row = torch.arange(len(rows))[:, None].expand_as(column)
+    else:
+        values = groups[row, :, group]
+        column = torch.arange(GROUPS) * groups.shape[2] + group[:, None]
+        row = row[:, None].expand_as(column)
+    keep = (values > SIMILAR) & (row + top != column + left)
+    row, column, values = row[keep], column[keep], values[keep]
     window = torch.full_like(values, number)
-    return torch.stack([row.double(), (column + left).double(), window, values]).numpy()
+    parts = [(row + top).double(), (column + left).double(), window.double(), values.double()]
+    return torch.stack(parts).numpy()
 
 
 def _nearest(found: Numbers) -> tuple[Tensor, Tensor, Tensor]:
     """Row, column and window of the NEAREST most similar columns of each row."""
-    found = found[:, np.lexsort((-found[3], found[0]))]
-    _, once = np.unique(found[:2], axis=1, return_index=True)  # of a pair its best window
+    found = found[:, np.argsort(-found[3], kind="stable")]
+    # of a pair its best window: whole numbers below 2^26 each
+    _, once = np.unique(found[0] * 2**26 + found[1], return_index=True)
     found = found[:, np.sort(once)]
+    found = found[:, np.argsort(found[0], kind="stable")]
     _, starts, counts = np.unique(found[0], return_index=True, return_counts=True)
     place = np.arange(found.shape[1]) - np.repeat(starts, counts)
     row, column, window = torch.from_numpy(found[:3, place < NEAREST]).long()

@@ -1,8 +1,7 @@
 """Turns equal and nearly equal pictures into problems: leaks, two labels, copies."""
 
-import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
 from vit.data.inspection.alike import near_pairs
@@ -16,12 +15,20 @@ Where = Mapping[str, tuple[str, object]]
 """Split and classes of each picture."""
 
 
-def copies(pictures: Sequence[Listed], facts: Mapping[str, Facts]) -> list[Problem]:
+def copies(
+    pictures: Sequence[Listed],
+    facts: Mapping[str, Facts],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
+) -> list[Problem]:
     """Files that are the same, and pictures that nearly are.
 
     Args:
         pictures: All of them; those without facts count for nothing.
         facts: By path.
+        workers: Threads that compare; one a core if None.
+        progress: Told how many of how many pictures were compared with all others.
     """
     where = {one.path: (one.split, one.labels) for one in pictures if one.path in facts}
     groups: dict[bytes, list[str]] = defaultdict(list)
@@ -32,7 +39,19 @@ def copies(pictures: Sequence[Listed], facts: Mapping[str, Facts]) -> list[Probl
     ]
     members = [group for group in groups.values() if not facts[group[0]].blank]
     firsts = [facts[group[0]] for group in members]
-    pairs = near_pairs([one.look for one in firsts], [min(one.width, one.height) for one in firsts])
+    done = 0
+
+    def further(number: int) -> None:
+        nonlocal done
+        done += number
+        progress(done, len(firsts))
+
+    pairs = near_pairs(
+        [one.look for one in firsts],
+        [min(one.width, one.height) for one in firsts],
+        workers=workers,
+        progress=further,
+    )
     for pair in pairs:
         nearly = product(members[pair.first], members[pair.second])
         problems.append(near(nearly, where, f"correlation {pair.score:.3f}"))
@@ -84,8 +103,3 @@ def classes(paths: Sequence[str], where: Where) -> tuple[str, ...]:
         assert isinstance(labels, tuple)
         found.append(", ".join(map(printable, labels)))
     return tuple(found)
-
-
-def named(path: str, root: os.PathLike[str]) -> str:
-    """A picture's name inside the data set."""
-    return printable(os.path.relpath(path, root))

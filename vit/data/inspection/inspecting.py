@@ -4,7 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from vit.data.inspection.pool import SECONDS, look_at_all
 from vit.data.inspection.problems import KINDS, Problem, bad_kind, shared
 from vit.data.inspection.store import Stamp, Store
 from vit.data.oddities import alike_names, few_note, imbalance_note
+from vit.data.sources import Asked
 from vit.errors import printable
 
 KEPT = 512
@@ -27,7 +28,8 @@ LARGE = 30_000_000
 SMALL = 4
 """Times below the median of short sides from which on a picture is tiny."""
 
-Progress = Callable[[int, int], object]
+Progress = Callable[[str, int, int], object]
+"""Told what is done with pictures, how many of them are done, and how many there are."""
 
 
 @dataclass
@@ -38,14 +40,11 @@ class Report:
         listing: The pictures.
         facts: Of those that can be read, by path.
         problems: The worst first.
-        seconds: That it took.
     """
 
     listing: Listing
     facts: dict[str, Facts]
     problems: list[Problem]
-    seconds: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -98,29 +97,28 @@ class Report:
             },
             "class_counts": {split: listing.counts(split) for split in listing.splits},
             "statistics": numbers([*self.facts.values()]),
-            **self.extra,
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
 def inspect(
-    data: str,
+    data: str | Asked,
     *,
     workers: int | None = None,
     cache: bool = True,
     cache_folder: Path | None = None,
     seconds: float = SECONDS,
-    progress: Progress = lambda _done, _total: None,
+    progress: Progress = lambda _what, _done, _total: None,
 ) -> Report:
     """Everything that can be said of `data` without a network.
 
     Args:
         data: As for `list_pictures`.
-        workers: Processes that look at pictures; one a core if None.
+        workers: Processes that look at pictures, and threads that compare; one a core if None.
         cache: Whether verdicts of earlier days are used, and kept.
         cache_folder: Where; in the user's cache if None.
         seconds: After which a picture is given up.
-        progress: Told how many of how many pictures were looked at.
+        progress: Told how far it is.
 
     Raises:
         DataError: As in `list_pictures`.
@@ -131,9 +129,14 @@ def inspect(
         verdicts = look(paths, store if cache else None, workers, seconds, progress)
     facts = {path: found for path, found in verdicts.items() if isinstance(found, Facts)}
     problems = [*listing.problems, *broken(listing, verdicts), *counted(listing)]
-    problems += copies(listing.pictures, facts)
+    problems += copies(
+        listing.pictures,
+        facts,
+        workers=workers,
+        progress=lambda done, total: progress("compared", done, total),
+    )
     problems += odd(facts)
-    return Report(listing, facts, in_order(problems))
+    return Report(listing, facts, in_order(listing.with_lines(problems)))
 
 
 def in_order(problems: Sequence[Problem]) -> list[Problem]:
@@ -167,7 +170,7 @@ def look(
             if store is not None and len(fresh) == KEPT:
                 store.keep(fresh)
                 fresh = []
-            progress(len(found), len(paths))
+            progress("read", len(found), len(paths))
     finally:  # of an interrupted look, all that was seen is kept
         if store is not None:
             store.keep(fresh)

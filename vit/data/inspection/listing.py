@@ -1,22 +1,26 @@
 """Lists a data set as `vit train` would, and goes on where training stops."""
 
+import dataclasses
 import difflib
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vit.data.builtin import SETS
 from vit.data.classes import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
 from vit.data.folders import FOREIGN, Walk, count, some
+from vit.data.image_folder import read_folder
 from vit.data.inspection.problems import SHOWN, Problem
-from vit.data.samples import Sample
-from vit.data.sources import open_splits, resolve
+from vit.data.label_lists import is_list
+from vit.data.list_source import lines_of
+from vit.data.sources import READERS, Asked, read_source, resolve
 from vit.errors import DataError, printable
 
+LABELS = ("two_labels", "near_two_labels", "suspected_label")
+"""Kinds of problems that may be mended in a list."""
 ALL = "all"
 """The split of data that have none."""
 Found = TypeVar("Found")
@@ -41,6 +45,7 @@ class Listing:
         classes: Names, sorted.
         pictures: All of them.
         problems: What is wrong with their places and names.
+        asked: How a source other than a folder is read.
     """
 
     root: Path
@@ -48,6 +53,7 @@ class Listing:
     classes: list[str] = field(default_factory=list)
     pictures: list[Listed] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    asked: Asked | None = None
 
     def report(self, kind: str, detail: str, *images: str) -> None:
         """Add a problem."""
@@ -59,37 +65,76 @@ class Listing:
         found = Counter(name for one in self.pictures if one.split == split for name in one.labels)
         return {name: found[name] for name in self.classes}
 
+    def with_lines(self, problems: Sequence[Problem]) -> list[Problem]:
+        """`problems`, with the lines of a list where its pictures or their classes are wrong."""
+        if self.asked is None or not is_list(self.asked.data):
+            return [*problems]
+        told = [one for one in problems if one.severity == "error" or one.kind in LABELS]
+        lines = lines_of(self.asked, {path for one in told for path in one.images})
+        found = []
+        for one in problems:
+            where = [printable(lines[path]) for path in one.images[:4] if path in lines]
+            words = f"{one.detail} ({'; '.join(where)})"
+            known = bool(where) and one in told
+            found.append(dataclasses.replace(one, detail=words) if known else one)
+        return found
+
     @property
     def learned(self) -> str:
         """The split that is trained on."""
         return "train" if "train" in self.splits else ALL
 
 
-def list_pictures(data: str) -> Listing:
+def list_pictures(data: str | Asked) -> Listing:
     """What `data` holds.
 
     Args:
-        data: A folder, the name of a built-in set, or any other source that `vit train` takes.
+        data: A folder, the name of a built-in set, or any other source that `vit train` takes; or
+            that, and how it is to be read.
 
     Raises:
         DataError: There is nothing of that name, or it is a source other than a folder that cannot
             be opened.
+        ConfigError: A setting is not for this kind of source.
     """
-    if os.path.isdir(data) or data in SETS:
-        root, _ = resolve(data)
-        return list_folder(root)
-    opened = open_splits(data, val_share=0.2, seed=0)
-    listing = Listing(opened.root, [ALL] if opened.made else ["train", "val"], [*opened.classes])
+    asked = Asked(data) if isinstance(data, str) else data
+    plain = next(read for takes, read in READERS if takes(asked.data)) is read_folder
+    if not plain or asked != Asked(asked.data):
+        return list_source(asked)
+    root, _ = resolve(asked.data)
+    return list_folder(root)
 
-    def names(sample: Sample) -> tuple[str, ...]:
-        numbers = sample.labels if opened.several else (sample.label,)
-        return tuple(opened.classes[number] for number in numbers)
 
-    for split, samples in (("train", opened.train), ("val", opened.val)):
-        own = ALL if opened.made else split
-        listing.pictures += [Listed(one.path, own, names(one)) for one in samples]
+def list_source(asked: Asked) -> Listing:
+    """What a list, shards or a table hold."""
+    opened = read_source(dataclasses.replace(asked, everything=True))
+    listing = Listing(opened.root, [name or ALL for name in opened.splits], asked=asked)
     for note in opened.notes:
         listing.report("source", note)
+    for name, items in opened.splits.items():
+        listing.pictures += [Listed(item.path, name or ALL, item.labels) for item in items]
+    named = {
+        name: {label for item in items for label in item.labels}
+        for name, items in ((name or ALL, items) for name, items in opened.splits.items())
+    }
+    if listing.learned not in named:
+        there = some(list(named)) or "nothing"
+        listing.report("no_train", f"there is {there} but no train", str(opened.root))
+        return listing
+    listing.classes = sorted(named[listing.learned])
+    where = opened.where.get(listing.learned, asked.data)
+    if not listing.classes:
+        listing.report("no_pictures", f"{printable(where)}: no pictures", asked.data)
+    elif len(listing.classes) == 1 and not opened.several:
+        only = printable(listing.classes[0])
+        listing.report("one_class", f"only one class ({only}), nothing to tell apart", asked.data)
+    for name in named.keys() - {listing.learned}:
+        found: dict[str, list[str]] = {label: [] for label in named[name]}
+        for item in opened.splits[name]:
+            for label in item.labels:
+                found[label].append(item.path)
+        match(listing, name, Path(asked.data), found)
+    check_validation(listing)
     return listing
 
 
@@ -197,7 +242,7 @@ def check_validation(listing: Listing) -> None:
     """Whether there is something to measure on."""
     name = next((name for name in VAL_NAMES if name in listing.splits), None)
     if name is None:
-        listing.report("no_val", "no validation folder: training holds out a share of each class")
+        listing.report("no_val", "no validation pictures: training holds out a share of each class")
         return
     if name == "test":
         listing.report("test_as_val", "no val folder: training validates on test")

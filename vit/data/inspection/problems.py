@@ -1,10 +1,12 @@
 """What a problem is, and which words there are for its kind."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vit.data.containers import is_inside, relative
 from vit.data.folders import count
 from vit.errors import printable
 
@@ -68,6 +70,17 @@ KINDS: dict[str, Severity] = {
 """How bad each kind is."""
 
 
+REASONS = {
+    "empty_file": re.compile("an empty file"),
+    "truncated": re.compile("(damaged or )?cut short"),
+    "too_large": re.compile(
+        r"[\d,]+ (x [\d,]+ is|bytes are) more than|declares more than|[\d,]+ scans of"
+    ),
+    "decoder_failed": re.compile("the decoder |not decoded within "),
+}
+"""How the reasons of a BadImage begin; every other one is `unreadable`."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong, or odd.
@@ -108,10 +121,15 @@ class Problem:
 
     def told(self, root: Path) -> str:
         """For a terminal, with the first two names."""
-        names = [printable(os.path.relpath(image, root)) for image in self.images[:2]]
+        names = [printable(name_of(image, root)) for image in self.images[:2]]
         more = max(self.count, len(self.images)) - len(names)
         rest = f" and {more:,} more" if more > 0 and names else ""
         return f"{printable(self.detail)}{': ' if names else ''}{', '.join(names)}{rest}"
+
+
+def name_of(path: str, root: Path) -> str:
+    """A picture inside its data set: of one inside a file, its name there."""
+    return relative(path, root) if is_inside(path) else os.path.relpath(path, root)
 
 
 def shared(kind: str, images: list[str], total: int, what: str) -> list[Problem]:
@@ -124,12 +142,4 @@ def shared(kind: str, images: list[str], total: int, what: str) -> list[Problem]
 
 def bad_kind(reason: str) -> str:
     """The kind of a picture that cannot be read, by the reason of its BadImage."""
-    if "empty file" in reason:
-        return "empty_file"
-    if "cut short" in reason:
-        return "truncated"
-    if "more than" in reason:
-        return "too_large"
-    if reason.startswith(("the decoder", "not decoded")):
-        return "decoder_failed"
-    return "unreadable"
+    return next((kind for kind, words in REASONS.items() if words.match(reason)), "unreadable")
