@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data import decoding
+from vit.data import containers, decoding
 from vit.data.decoding import FORMATS, check_header, read_image
 from vit.errors import BadImage
 
@@ -265,7 +265,7 @@ def test_bombs_are_refused_unread(write, side):
 def test_a_file_of_too_many_bytes_is_refused_unread(tmp_path):
     path = tmp_path / "sparse.jpg"
     with open(path, "wb") as file:
-        file.truncate(decoding.MAX_BYTES + 1)
+        file.truncate(containers.MAX_BYTES + 1)
     assert "bytes are more than the limit" in refusal(path)
 
 

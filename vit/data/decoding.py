@@ -10,19 +10,19 @@ half picture, no exception of a parser. What a picture means:
     floating point       0 to 1, or 0 to 255 where a value is above 1
 """
 
-import errno
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
-from vit.data.containers import open_member
+from vit.data.colours import to_rgb
+from vit.data.containers import MAX_BYTES
 from vit.data.jpeg import SCANNED_PIXELS, Pixels, count_scans, decode_jpeg
+from vit.data.regular import Refused, open_regular
 from vit.data.silence import QUIET
 from vit.data.strangers import guessed
 from vit.errors import BadImage
@@ -35,7 +35,6 @@ FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"),
     *("AVIF", "JPEG2000", "ICO", "DIB", "QOI"),
 )
-MAX_BYTES = 2**28
 MAX_PIXELS = 100_000_000
 """Below Pillow's own limit of 179 million: a picture may need eight bytes a pixel on the way."""
 PNG_CHUNKS = 10_000
@@ -110,7 +109,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     Raises:
         BadImage: It is no regular file, too long, or cannot be read.
     """
-    with _named(path) as name, _regular_file(name) as file:
+    with _named(path) as name, open_regular(name) as file:
         return file.read(MAX_BYTES)
 
 
@@ -172,12 +171,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[ImageFile.ImageFile]:
     """The picture in `path` with its header read; whatever fails inside becomes a BadImage."""
-    with _named(path) as name, QUIET, _regular_file(name) as file, _identified(file) as image:
+    with _named(path) as name, QUIET, open_regular(name) as file, _identified(file) as image:
         width, height = image.size
         if width < 1 or height < 1:
-            raise _RefusedError(f"has no pixels: {width} x {height}")
+            raise Refused(f"has no pixels: {width} x {height}")
         if width * height > MAX_PIXELS:
-            raise _RefusedError(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
+            raise Refused(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
         yield image
 
 
@@ -189,7 +188,7 @@ def _named(path: str | os.PathLike[str]) -> Iterator[str]:
         yield name
     except BadImage:
         raise
-    except _RefusedError as refusal:
+    except Refused as refusal:
         raise BadImage(name, str(refusal)) from None
     except Image.DecompressionBombError:
         raise BadImage(name, f"declares more than {MAX_PIXELS:,} pixels") from None
@@ -198,62 +197,20 @@ def _named(path: str | os.PathLike[str]) -> Iterator[str]:
         raise BadImage(name, f"damaged or cut short ({words or type(error).__name__})") from None
 
 
-class _RefusedError(Exception):
-    """Why a file is not accepted, without its name."""
-
-
-def _regular_file(name: str) -> BinaryIO:
-    """Open `name` unless it is something whose reading may block, never end, or be too long."""
-    try:
-        # Looked at before opening too: opening a device can have effects of its own.
-        _check_status(os.stat(name))
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        file = os.fdopen(os.open(name, flags), "rb")
-    except FileNotFoundError:
-        raise _RefusedError(
-            "a link to a missing file" if os.path.islink(name) else "no such file"
-        ) from None
-    except NotADirectoryError:
-        return open_member(name)
-    except PermissionError:
-        raise _RefusedError("no permission to read it") from None
-    except OSError as error:
-        loop = error.errno == errno.ELOOP
-        reason = "a link that leads in a circle" if loop else error.strerror
-        raise _RefusedError(reason or "cannot be opened") from None
-    try:
-        _check_status(os.fstat(file.fileno()))
-    except _RefusedError:
-        file.close()
-        raise
-    return file
-
-
-def _check_status(status: os.stat_result) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise _RefusedError("a folder, not a picture")
-    if not stat.S_ISREG(status.st_mode):
-        raise _RefusedError("not a regular file (a pipe, socket or device)")
-    if not status.st_size:
-        raise _RefusedError("an empty file (0 bytes)")
-    if status.st_size > MAX_BYTES:
-        raise _RefusedError(f"{status.st_size:,} bytes are more than the limit of {MAX_BYTES:,}")
-
-
 def _identified(file: BinaryIO) -> ImageFile.ImageFile:
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         file.seek(0)
         what = guessed(file.read(512))
-        raise _RefusedError(f"not a readable picture ({what})") from None
+        raise Refused(f"not a readable picture ({what})") from None
 
 
 def _jpeg(image: ImageFile.ImageFile, least: tuple[int, int] | None) -> Pixels | None:
     """The pixels of an RGB or grey JPEG without a flaw, not yet upright; None for Pillow to read.
 
     Raises:
-        _RefusedError: It has so many scans that reading it might never end.
+        Refused: It has so many scans that reading it might never end.
     """
     if image.format not in JPEGS or image.fp is None:
         return None
@@ -261,7 +218,7 @@ def _jpeg(image: ImageFile.ImageFile, least: tuple[int, int] | None) -> Pixels |
     data = image.fp.read(MAX_BYTES)
     scans = count_scans(data)
     if scans * image.width * image.height > SCANNED_PIXELS and scans > 1:
-        raise _RefusedError(f"{scans:,} scans of {image.width} x {image.height} pixels: too many")
+        raise Refused(f"{scans:,} scans of {image.width} x {image.height} pixels: too many")
     return decode_jpeg(data, least) if image.mode in ("RGB", "L") else None
 
 
@@ -277,7 +234,7 @@ def _check_png(file: IO[bytes]) -> None:
         end = position + 8 + length
         # The last 4 bytes are a checksum of the whole, without which all pixels are there.
         if kind == b"IDAT" and end - 4 > size:
-            raise _RefusedError("cut short: the pixel data are not complete")
+            raise Refused("cut short: the pixel data are not complete")
         position = end + 4
 
 
@@ -286,31 +243,3 @@ def _orientation(image: Image.Image) -> object:
         return image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # a damaged tag must not cost the picture
         return None
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """A loaded picture of any mode as RGB; transparency over white, deep channels scaled."""
-    if image.mode[0] in "IF":
-        return Image.fromarray(_scaled(np.asarray(image))).convert("RGB")
-    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        colour = image.convert("RGBA")
-        white = Image.new("RGBA", colour.size, "white")
-        return Image.alpha_composite(white, colour).convert("RGB")
-    if image.mode == "LAB":
-        from PIL import ImageCms
-
-        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        converted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
-        assert converted is not None
-        return converted
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _scaled(grey: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Grey values of 16 or 32 bits, (height, width), as bytes."""
-    low, high = float(grey.min()), float(grey.max())
-    limit = 65535.0 if grey.dtype.kind != "f" else 1.0 if high <= 1 else 255.0
-    if not 0 <= low <= high <= limit:  # also false for NaN
-        raise _RefusedError(f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}")
-    scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))
-    return np.asarray(scaled, dtype=np.uint8)

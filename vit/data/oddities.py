@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vit.data.classes import Pictures
-from vit.data.containers import open_binary, relative, size_of
-from vit.data.decoding import MAX_BYTES
+from vit.data.containers import MAX_BYTES, open_binary, relative, size_of
 from vit.data.folders import count, some
 from vit.errors import BadImage, printable
 

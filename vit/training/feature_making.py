@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from vit.data.containers import is_inside, open_binary
-from vit.data.decoding import MAX_BYTES, check_header, read_image
+from vit.data.containers import MAX_BYTES, is_inside, open_binary
+from vit.data.decoding import check_header, read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.processes import default_workers
 from vit.errors import BadImage, RunError
