@@ -14,7 +14,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from vit.data.sources import list_images
+from vit.data.sources.opening import list_images
 from vit.inference.deletion import Deletion, deletions, passes
 from vit.inference.explanation import relevance, rollout
 from vit.inference.predictor import Predictor

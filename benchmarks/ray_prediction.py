@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from vit.data.sources import list_images
+from vit.data.sources.opening import list_images
 from vit.inference.predictor import Predictor
 from vit.inference.ray_engine import predict_with_ray
 from vit.runtime.results import FORMATS, Layout

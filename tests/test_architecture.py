@@ -32,7 +32,7 @@ ALLOWED = {
         *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
         "PIL", "yaml", *LEVEL_0, *LEVEL_1,
     },
-    "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.tokenizer"},
+    "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captioning.tokenizer"},
     "vit.evaluation": {*NUMERIC, "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
@@ -55,15 +55,15 @@ ALLOWED = {
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimization.py"},
     "accelerate": {"vit/training", "vit/inference/processes.py"},
-    "datasets": {"vit/data/hub_datasets.py"},
-    "fsspec": {"vit/inference/ray_files.py", "vit/data/remote_shards.py"},
+    "datasets": {"vit/data/sources/hub_datasets.py"},
+    "fsspec": {"vit/inference/ray_files.py", "vit/data/sources/remote_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/graph.py"},
     "onnxruntime": {"vit/runtime/session.py", "vit/export/halves.py"},
     "onnxscript": {"vit/export/graph.py"},
     "pyarrow": {
         "vit/data/arrow_rows.py",
-        "vit/data/hub_datasets.py",
+        "vit/data/sources/hub_datasets.py",
         "vit/runtime/embeddings.py",
         "vit/inference/ray_engine.py",
         "vit/inference/ray_files.py",
@@ -72,7 +72,7 @@ ONLY = {
     "openvino": {"vit/export/openvino.py", "vit/runtime/openvino.py"},
     "simplejpeg": {"vit/data/jpeg.py"},
     "sacrebleu": {"vit/evaluation/captions.py"},
-    "tokenizers": {"vit/data/tokenizer.py", "vit/data/vocabulary.py"},
+    "tokenizers": {"vit/data/captioning/tokenizer.py", "vit/data/captioning/vocabulary.py"},
     "transformers": {"vit/weights/parity.py"},
 }
 MODEL_LINES = (

@@ -1,4 +1,4 @@
-"""Write vit/data/digits.png and digits.json from scikit-learn's digits: run it as it is."""
+"""Write vit/data/sources/digits.png and digits.json from scikit-learn's digits: run it as it is."""
 
 import json
 from pathlib import Path

@@ -10,11 +10,11 @@ from PIL import Image
 
 from vit.commands.data import bytes_of
 from vit.commands.main import main
-from vit.data import copying
 from vit.data.containers import open_binary, relative
 from vit.data.samples import Item, Listed
-from vit.data.sources import Asked, open_splits, read_source
-from vit.data.writing import MARK, Names, class_folders, safe_part
+from vit.data.sources import copying
+from vit.data.sources.opening import Asked, open_splits, read_source
+from vit.data.sources.writing import MARK, Names, class_folders, safe_part
 from vit.errors import ConfigError
 
 

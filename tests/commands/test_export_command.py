@@ -9,8 +9,8 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
+from vit.data.captioning.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.data.tokenizer import train_tokenizer
 from vit.model.build_captioner import build_captioner
 from vit.runtime.captions import CaptionRunner
 from vit.runtime.session import Session

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from vit.data import text_files
-from vit.data.caption_files import format_of, is_list, read_rows
+from vit.data.captioning.files import format_of, is_list, read_rows
+from vit.data.sources import text_files
 from vit.errors import DataError
 
 COCO = {

@@ -8,9 +8,9 @@ import zlib
 import pytest
 from PIL import Image
 
-from vit.data.captions import open_captioned, open_captions
+from vit.data.captioning.captions import open_captioned, open_captions
 from vit.data.samples import NO_LABEL
-from vit.data.sources import open_splits, relative
+from vit.data.sources.opening import open_splits, relative
 from vit.errors import DataError
 
 

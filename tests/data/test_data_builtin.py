@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from vit.data.builtin import digits_folder, is_whole, user_cache
-from vit.data.sources import open_splits
+from vit.data.sources.builtin import digits_folder, is_whole, user_cache
+from vit.data.sources.opening import open_splits
 from vit.errors import DataError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from vit.data.checking import check_samples, without
-from vit.data.oddities import equal_files
-from vit.data.sources import open_splits
+from vit.data.sources.oddities import equal_files
+from vit.data.sources.opening import open_splits
 from vit.errors import DataError
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}

@@ -5,7 +5,7 @@ import os
 import pytest
 from PIL import Image
 
-from vit.data.sources import list_images, open_labelled, open_splits, relative
+from vit.data.sources.opening import list_images, open_labelled, open_splits, relative
 from vit.errors import DataError
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}

@@ -12,8 +12,8 @@ from PIL import Image
 from vit.commands.main import main
 from vit.data.containers import open_binary, open_member, relative, size_of
 from vit.data.decoding import check_header, read_image
-from vit.data.hub_datasets import read_dataset
-from vit.data.sources import Asked, open_splits, read_source
+from vit.data.sources.hub_datasets import read_dataset
+from vit.data.sources.opening import Asked, open_splits, read_source
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")

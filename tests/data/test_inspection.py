@@ -15,7 +15,7 @@ from vit.data.inspection import pool
 from vit.data.inspection.facts import Facts, look_at
 from vit.data.inspection.inspecting import inspect
 from vit.data.inspection.problems import KINDS, bad_kind
-from vit.data.oddities import equal_files
+from vit.data.sources.oddities import equal_files
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 

@@ -6,7 +6,14 @@ import pytest
 from PIL import Image
 
 from vit.data.checking import check_samples
-from vit.data.sources import Asked, list_images, named_at, open_labelled, open_splits, relative
+from vit.data.sources.opening import (
+    Asked,
+    list_images,
+    named_at,
+    open_labelled,
+    open_splits,
+    relative,
+)
 from vit.errors import ConfigError, DataError
 from vit.settings import make_config
 

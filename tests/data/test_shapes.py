@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from vit.data import shapes
-from vit.data.builtin import is_whole, shapes_folder
-from vit.data.captions import open_captioned, open_captions
-from vit.data.shapes import COLOURS, OPPOSITES, SHAPES, SIZES, UNSEEN, Scene, Thing, parse_scene
-from vit.data.sources import open_labelled, open_splits
+from vit.data.captioning.captions import open_captioned, open_captions
+from vit.data.sources import shapes
+from vit.data.sources.builtin import is_whole, shapes_folder
+from vit.data.sources.opening import open_labelled, open_splits
+from vit.data.sources.shapes import (
+    COLOURS,
+    OPPOSITES,
+    SHAPES,
+    SIZES,
+    UNSEEN,
+    Scene,
+    Thing,
+    parse_scene,
+)
 
 MANY = 200
 

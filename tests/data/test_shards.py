@@ -17,10 +17,10 @@ from vit.commands.main import main
 from vit.data import containers
 from vit.data.containers import is_inside, open_binary, open_member, relative, size_of
 from vit.data.decoding import check_header, read_image
-from vit.data.oddities import equal_files
-from vit.data.shard_names import expand_braces, is_shards, split_of
-from vit.data.shards import read_shards
-from vit.data.sources import list_images, open_labelled, open_splits
+from vit.data.sources.oddities import equal_files
+from vit.data.sources.opening import list_images, open_labelled, open_splits
+from vit.data.sources.shard_names import expand_braces, is_shards, split_of
+from vit.data.sources.shards import read_shards
 from vit.data.tar_index import read_index
 from vit.errors import BadImage, DataError, RunError
 from vit.runtime.results import Prediction

@@ -5,10 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vit.data.dividing import divided
 from vit.data.samples import Item, Listed
-from vit.data.sources import Asked, Fold, open_splits, relative
-from vit.data.splitting import deal, find_groups, hold_out, make_units
+from vit.data.sources.dividing import divided
+from vit.data.sources.opening import Asked, Fold, open_splits, relative
+from vit.data.sources.splitting import deal, find_groups, hold_out, make_units
 from vit.errors import ConfigError, DataError
 
 

@@ -12,8 +12,8 @@ from torchvision import datasets
 from vit.commands.main import main
 from vit.data.containers import open_binary
 from vit.data.decoding import read_image
-from vit.data.sources import open_splits
-from vit.data.torchvision_sets import read_torchvision
+from vit.data.sources.opening import open_splits
+from vit.data.sources.torchvision_sets import read_torchvision
 from vit.errors import DataError
 
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
+from vit.data.captioning.tokenizer import train_tokenizer
 from vit.data.decoding import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.data.tokenizer import train_tokenizer
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.export import graph
 from vit.export.captioner import parts_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification
 
-from vit.data.asked import Asked
 from vit.data.decoding import read_image
+from vit.data.sources.asked import Asked
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.export.accuracy import Accuracy, compare
 from vit.export.answering import Said

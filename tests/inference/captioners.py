@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from vit.config import Config, DecoderConfig, ModelConfig, TrainingConfig
+from vit.data.captioning.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.data.tokenizer import train_tokenizer
 from vit.model.build_captioner import build_captioner
 from vit.weights.folder import save_model
 

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
-from vit.data.caption_ids import CaptionIds
+from vit.data.captioning.ids import CaptionIds
+from vit.data.captioning.tokenizer import train_tokenizer
 from vit.data.dataset import Always, ImageDataset
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
 from vit.data.schedule import Key
-from vit.data.tokenizer import train_tokenizer
 from vit.errors import BadImage, ConfigError, DataError
 from vit.generation.likelihood import word_losses
 from vit.inference.evaluate import evaluate

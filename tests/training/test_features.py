@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.children import complete
 from vit.config import ModelConfig, RunConfig
-from vit.data.builtin import digits_folder
 from vit.data.decoding import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
-from vit.data.sources import open_splits
+from vit.data.sources.builtin import digits_folder
+from vit.data.sources.opening import open_splits
 from vit.errors import BadImage, DataError, RunError
 from vit.model.build import build_classifier
 from vit.model.classifier import VisionTransformer

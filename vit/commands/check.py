@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(path, overwrite=True)
 
     from vit.data.inspection.inspecting import inspect
-    from vit.data.sources import Asked
+    from vit.data.sources.opening import Asked
     from vit.runtime.results import to_json
 
     asked = Asked(

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import vit.data.builtin
+    import vit.data.sources.builtin
     from vit.data.decoding import read_image
     from vit.weights.convert import convert
     from vit.weights.hub import push, require_name
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         require_name(args.push)
     elif args.private:
         raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
-    picture = args.image or str(Path(vit.data.builtin.__file__).parent / "digits.png")
+    picture = args.image or str(Path(vit.data.sources.builtin.__file__).parent / "digits.png")
     read_image(picture)  # before anything is written
     pretrained, lines = convert(
         args.source,

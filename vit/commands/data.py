@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vit.data.copying import check_target, copy, stream
-    from vit.data.folders import count
-    from vit.data.hub_datasets import PREFIX
-    from vit.data.writing import LABELS
+    from vit.data.sources.copying import check_target, copy, stream
+    from vit.data.sources.folders import count
+    from vit.data.sources.hub_datasets import PREFIX
+    from vit.data.sources.writing import LABELS
 
     if args.shard_size is not None and args.to == "folder":
         raise ConfigError(f"shard_size={printable(args.shard_size)}: a folder has no shards")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar(0, unit="image", results_on_terminal=False) as bar:
             copied = stream(args.source, out, most=most, told=bar.update, **columns)
     else:
-        from vit.data.sources import Asked, read_source
+        from vit.data.sources.opening import Asked, read_source
 
         listed = read_source(Asked(args.source, everything=True, **columns))
         total = sum(map(len, listed.splits.values()))

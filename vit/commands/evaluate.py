@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
-    from vit.data.asked import Asked
+    from vit.data.sources.asked import Asked
     from vit.inference.evaluate import evaluate
     from vit.runtime.results import to_json
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.errors import RunError, printable
 from vit.runtime.results import column_width, csv_text, pad
 

@@ -49,7 +49,7 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     Raises:
         DataError: A pattern matches nothing, or the only input is a folder without pictures.
     """
-    from vit.data.sources import list_images
+    from vit.data.sources.opening import list_images
 
     try:
         return list_images([word], notes=notes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vit.commands.finished import failed_rows
 from vit.commands.output import check_output, resolved
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.errors import RunError, VitError, WeightsError, printable
 from vit.runtime import embeddings
 from vit.runtime.journal import Journal, last_whole

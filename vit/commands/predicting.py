@@ -13,7 +13,7 @@ from vit.commands.keeping import Files, Keeper, Unfinished
 from vit.commands.output import naming, open_output, say
 from vit.commands.progress import Progress, summary
 from vit.commands.task import Task
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.errors import ConfigError, VitError, printable
 from vit.runtime.journal import differences
 from vit.runtime.parts import Claim, part

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vit.data.builtin import user_cache
 from vit.data.cache_file import (
     HEADER,
     NOWHERE,
@@ -34,6 +33,7 @@ from vit.data.cache_file import (
 from vit.data.decoding import read_pixels, read_size
 from vit.data.jpeg import Pixels
 from vit.data.room import room_in
+from vit.data.sources.builtin import user_cache
 from vit.errors import BadImage, DataError, printable
 
 Kind = Literal["ram", "disk"]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vit.data.decoding import check_header
-from vit.data.folders import count, some
 from vit.data.samples import Sample, Splits
 from vit.data.several import labels_of
+from vit.data.sources.folders import count, some
 from vit.errors import BadImage, DataError, printable
 
 THREADS = 8

@@ -26,7 +26,7 @@ from vit.errors import BadImage, printable
 
 if TYPE_CHECKING:
     from vit.data.cache import Cache
-    from vit.data.caption_ids import CaptionIds
+    from vit.data.captioning.ids import CaptionIds
 
 
 class Batch(NamedTuple):

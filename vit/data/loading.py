@@ -21,7 +21,7 @@ from vit.errors import BadImage, DataError
 
 if TYPE_CHECKING:
     from vit.data.cache import Cache
-    from vit.data.caption_ids import CaptionIds
+    from vit.data.captioning.ids import CaptionIds
 
 __all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vit.data.cache import Cache
-    from vit.data.tokenizer import Tokenizer
+    from vit.data.captioning.tokenizer import Tokenizer
 
 NO_LABEL = -1
 """Of a picture without a class, or with several."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from vit.data.decoding import check_header, read_image
 from vit.data.samples import Sample
-from vit.data.sources import Asked, list_images, open_labelled
+from vit.data.sources.opening import Asked, list_images, open_labelled
 from vit.errors import BadImage, DataError, printable
 from vit.export.options import SAMPLES, Options
 from vit.inference.evaluate import labelled

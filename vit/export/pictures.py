@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image
 
-from vit.data.asked import Asked
 from vit.data.samples import Sample
+from vit.data.sources.asked import Asked
 from vit.errors import DataError, VitError, printable
 from vit.inference.evaluate import captioned, labelled
 from vit.runtime.greedy import Array

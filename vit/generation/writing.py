@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vit.data.tokenizer import Tokenizer
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.errors import ConfigError
 from vit.generation.caption import Caption
 from vit.generation.generate import generate

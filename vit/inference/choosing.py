@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.data.builtin import user_cache
+from vit.data.sources.builtin import user_cache
 from vit.errors import BadImage, RunError, printable
 from vit.evaluation.metrics import ranking
 from vit.inference.network import Seen

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from vit.data.caption_lists import find_lists
-from vit.data.captions import open_captioned
-from vit.data.label_lists import is_list
+from vit.data.captioning.captions import open_captioned
+from vit.data.captioning.lists import find_lists
 from vit.data.samples import Sample
-from vit.data.sources import Asked, open_labelled, relative, resolve
+from vit.data.sources.label_lists import is_list
+from vit.data.sources.opening import Asked, open_labelled, relative, resolve
 from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.metrics import Outcomes, summarise
 from vit.generation.search import Search

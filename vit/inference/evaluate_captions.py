@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from vit.data.caption_ids import CaptionIds
-from vit.data.folders import count
+from vit.data.captioning.ids import CaptionIds
 from vit.data.samples import NO_LABEL, Sample
+from vit.data.sources.folders import count
 from vit.errors import DataError
 from vit.evaluation.captions import caption_scores
 from vit.evaluation.metrics import Outcomes, summarise

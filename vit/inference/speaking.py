@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from vit.data.tokenizer import Tokenizer
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
 from vit.generation.caption import Caption
 from vit.generation.likelihood import word_losses

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from vit.data.tokenizer import Tokenizer
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.model.decoder import TextDecoder
 from vit.model.maps import Recorder
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, ConfigError, WeightsError, printable
 from vit.generation.caption import Caption
 from vit.runtime.greedy import Array, greedy

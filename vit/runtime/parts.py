@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.errors import RunError, VitError, printable
 from vit.runtime.journal import (
     JOURNAL,

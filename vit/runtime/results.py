@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.errors import ConfigError, printable
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.data.folders import count
 from vit.data.samples import Sample, Splits
+from vit.data.sources.folders import count
 from vit.errors import printable
 from vit.training.losses import smoothed_cross_entropy
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vit.config import Config
-from vit.data.caption_ids import CaptionIds
+from vit.data.captioning.ids import CaptionIds
 from vit.data.loading import EvaluationLoader, Schedule, TrainingLoader
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample

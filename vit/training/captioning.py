@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.loading import Batch
 from vit.data.samples import Sample
-from vit.data.tokenizer import Tokenizer
 from vit.errors import DataError
 from vit.evaluation.captions import caption_scores
 from vit.generation.likelihood import losses_beside, word_losses

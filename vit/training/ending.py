@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.folders import some
 from vit.data.loading import Batch, EvaluationLoader
 from vit.data.samples import Sample, Splits
 from vit.data.several import MultiHot, labels_of
+from vit.data.sources.folders import some
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.caption_report import write_caption_report
 from vit.evaluation.metrics import Outcomes

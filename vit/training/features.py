@@ -14,9 +14,9 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.data.folders import count
 from vit.data.loading import OnBadImage
 from vit.data.samples import Sample
+from vit.data.sources.folders import count
 from vit.errors import BadImage, DataError
 from vit.training.agreement import on_main
 from vit.training.feature_making import FeatureMaker

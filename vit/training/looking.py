@@ -8,13 +8,13 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.data.captions import open_captions
+from vit.data.captioning.captions import open_captions
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.checking import check_samples, without
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
 from vit.data.several import as_several
-from vit.data.sources import Asked, Fold, named_at, open_splits
-from vit.data.tokenizer import Tokenizer
+from vit.data.sources.opening import Asked, Fold, named_at, open_splits
 from vit.errors import BadImage, ConfigError
 from vit.training.agreement import on_main
 from vit.training.words import complete_words

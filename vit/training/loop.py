@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from vit.config import Config
 from vit.data.cache import Cache
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.loading import Batch
 from vit.data.preprocessing import Preprocessing
 from vit.data.seeding import random_seed
-from vit.data.tokenizer import Tokenizer
 from vit.errors import BadImage, RunError
 from vit.model.classifier import VisionTransformer
 from vit.model.patches import FlexiblePatchEmbedding

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.evaluation.metrics import wilson_interval
 from vit.training.logistic import Problems, Rotation, minimise
 from vit.training.strength import Sweep, choose

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from vit.config import Config
 from vit.data.samples import Splits
-from vit.data.sources import relative
+from vit.data.sources.opening import relative
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.report import REPORT_FILE
 from vit.settings import flatten, make_config, read_settings, write_settings

@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.caption_ids import CaptionIds
+from vit.data.captioning.ids import CaptionIds
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Splits
 from vit.data.seeding import random_seed
-from vit.data.sources import relative
-from vit.data.tokenizer import Tokenizer
+from vit.data.sources.opening import relative
 from vit.model.build import build_classifier
 from vit.model.build_captioner import build_captioner
 from vit.model.captioner import Captioner

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.contact import MOST, contact_sheet, save_sheet, sheet_format
-from vit.data.folders import count
 from vit.data.loading import Batch
 from vit.data.samples import Splits
+from vit.data.sources.folders import count
 from vit.errors import BadImage, ConfigError, DataError, printable
 from vit.settings import changed_settings
 from vit.training.agreement import on_main

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.data.builtin import user_cache
 from vit.data.samples import Sample, Splits
 from vit.data.seeding import random_seed
+from vit.data.sources.builtin import user_cache
 from vit.training.agreement import agreed_signal, on_main
 from vit.training.feature_making import FeatureMaker
 from vit.training.features import Features, extract, weights_digest

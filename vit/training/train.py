@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.samples import Splits
-from vit.data.sources import require
-from vit.data.tokenizer import Tokenizer
+from vit.data.sources.opening import require
 from vit.errors import RunError, VitError, printable
 from vit.settings import changed_settings, default_folder
 from vit.training.agreement import on_main

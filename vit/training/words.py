@@ -8,10 +8,10 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.decoder import TRAINED
-from vit.data.caption_ids import MOST_TOKENS, CaptionIds
-from vit.data.folders import count
+from vit.data.captioning.ids import MOST_TOKENS, CaptionIds
+from vit.data.captioning.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.samples import Sample, Splits
-from vit.data.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
+from vit.data.sources.folders import count
 from vit.errors import ConfigError, DataError
 from vit.training.agreement import on_main
 from vit.weights.run_config import read_tokenizer

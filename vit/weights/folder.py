@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vit.config import Config, DecoderConfig, ModelConfig
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.data.tokenizer import Tokenizer
 from vit.errors import WeightsError, printable
 from vit.model.build import assemble
 from vit.model.build_captioner import assemble_captioner

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vit.config import DecoderConfig, ModelConfig
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.data.tokenizer import Tokenizer
+from vit.data.captioning.tokenizer import Tokenizer
 from vit.errors import RunError, WeightsError, printable
 from vit.weights.tensorfile import read_tensors, write_tensors, write_text
 

@@ -8,7 +8,7 @@ from vit.data.inspection.alike import near_pairs
 from vit.data.inspection.facts import Facts
 from vit.data.inspection.listing import Listed
 from vit.data.inspection.problems import Problem
-from vit.data.oddities import apart
+from vit.data.sources.oddities import apart
 from vit.errors import printable
 
 Where = Mapping[str, tuple[str, object]]

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.data.folders import count
 from vit.data.inspection.copies import copies
 from vit.data.inspection.facts import Facts, Verdict, size_and_time
 from vit.data.inspection.listing import Listing, list_pictures
 from vit.data.inspection.pool import SECONDS, look_at_all
 from vit.data.inspection.problems import KINDS, Problem, bad_kind, shared
 from vit.data.inspection.store import Stamp, Store
-from vit.data.oddities import alike_names, few_note, imbalance_note
-from vit.data.sources import Asked
+from vit.data.sources.folders import count
+from vit.data.sources.oddities import alike_names, few_note, imbalance_note
+from vit.data.sources.opening import Asked
 from vit.errors import printable
 
 KEPT = 512

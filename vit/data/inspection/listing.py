@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vit.data.classes import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
-from vit.data.folders import FOREIGN, Walk, count, some
-from vit.data.image_folder import read_folder
 from vit.data.inspection.problems import SHOWN, Problem
-from vit.data.label_lists import is_list
-from vit.data.list_source import lines_of
-from vit.data.sources import READERS, Asked, read_source, resolve
+from vit.data.sources.classes import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
+from vit.data.sources.folders import FOREIGN, Walk, count, some
+from vit.data.sources.image_folder import read_folder
+from vit.data.sources.label_lists import is_list
+from vit.data.sources.list_source import lines_of
+from vit.data.sources.opening import READERS, Asked, read_source, resolve
 from vit.errors import DataError, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")

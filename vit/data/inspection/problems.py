@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit.data.containers import is_inside, relative
-from vit.data.folders import count
+from vit.data.sources.folders import count
 from vit.errors import printable
 
 Severity = Literal["error", "warning", "note"]

@@ -13,8 +13,8 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from vit.data.builtin import user_cache
 from vit.data.inspection.facts import VERSION, Facts
+from vit.data.sources.builtin import user_cache
 
 Stamp = tuple[int, int]
 """Size and time of a file."""

@@ -1,0 +1,1 @@
+"""Captions of pictures: lists of them, and their words as numbers."""

@@ -1,0 +1,81 @@
+"""What is wanted of a source of pictures, and where a name on the command line leads."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from vit.config import DataConfig
+from vit.data.sources import builtin
+from vit.data.sources.classes import LAYOUT, VAL_NAMES
+from vit.errors import DataError, printable
+from vit.settings import nearest
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which pictures are wanted, and how their source is to be read."""
+
+    data: str
+    """As in DataConfig, and so are those that follow."""
+    images: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    group: str | None = None
+    allow_outside: bool = False
+    several: bool | None = None
+    """Whether a picture may have several classes, or none; the data say so if left out."""
+    split: str | None = None
+    """The only part that is wanted; training and validation pictures if left out."""
+    everything: bool = False
+    """Whether all parts are wanted instead."""
+
+    @classmethod
+    def of(cls, data: DataConfig, *, several: bool | None = None) -> "Asked":
+        """What the settings of a training ask for."""
+        return cls(
+            data.data,
+            data.images,
+            data.image_column,
+            data.label_column,
+            data.group,
+            data.allow_outside,
+            several,
+        )
+
+    def needed(self, there: Collection[str]) -> list[str]:
+        """The splits to read of those that are `there`; the empty name stands for no split."""
+        if self.everything:
+            return [*there]
+        val = [name for name in VAL_NAMES if name in there][:1]
+        train = [name for name in ("train", "") if name in there]
+        if self.split is None:
+            return train + val
+        if self.split != "val":
+            return [name for name in (self.split,) if name in there]
+        return val or train
+
+
+def resolve(data: str) -> tuple[Path, list[str]]:
+    """The folder that `data` names, and a note where it is also the name of a built-in set.
+
+    Raises:
+        DataError: There is neither.
+    """
+    if not data:
+        raise DataError(f"no data given; {LAYOUT}")
+    root = Path(data)
+    if root.is_dir():
+        here = f"{data} is the folder ./{data} here, not the built-in set of that name"
+        return root, [here] if data in builtin.SETS else []
+    if data in builtin.SETS:
+        return builtin.SETS[data](), []
+    if root.exists():
+        raise DataError(
+            f"{printable(data)} is a file, not a folder; {LAYOUT}; or a list of pictures and "
+            "their classes in .csv or .jsonl; or, for a list of captions, --task caption"
+        )
+    names = ", ".join(builtin.SETS)
+    hint = nearest(data, builtin.SETS)
+    raise DataError(
+        f"{printable(data)}: no such folder or file, and no built-in set ({names}){hint}"
+    )

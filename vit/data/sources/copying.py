@@ -1,0 +1,191 @@
+"""From any source to a folder or to shards: which pictures, under which names."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vit.data.containers import open_binary, relative
+from vit.data.decoding import check_header
+from vit.data.samples import Item, Listed
+from vit.data.sources import hub_datasets
+from vit.data.sources.classes import SPLIT_NAMES
+from vit.data.sources.folders import some
+from vit.data.sources.writing import (
+    MARK,
+    Picture,
+    Written,
+    check_bytes,
+    class_folders,
+    whole_folder,
+    write_folder,
+    write_shards,
+)
+from vit.errors import BadImage, DataError, printable
+
+Kind = Literal["folder", "shards"]
+
+
+@dataclass
+class Copied:
+    """What was written, and what was not."""
+
+    pictures: int = 0
+    files: int = 0
+    bad: list[BadImage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def check_target(out: Path, source: str, *, overwrite: bool) -> None:
+    """Refuse a folder that must not be written, before any work is done.
+
+    Raises:
+        DataError: It is there, unless `overwrite` is on and it was written by us; or it holds the
+            source.
+    """
+    name = printable(out)
+    here, data = os.path.realpath(out), os.path.realpath(source)
+    if os.path.lexists(source) and (data == here or data.startswith(here + os.sep)):
+        raise DataError(f"{name} holds the data themselves; give another --out")
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise DataError(f"{name} is a file; give the name of a folder that is made")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise DataError(f"{name} has files; give another --out, or add --overwrite")
+    if not (out / MARK).is_file():
+        raise DataError(f"{name} was not written by vit data, so it is not replaced; empty it")
+
+
+def copy(
+    listed: Listed, source: str, out: Path, *, to: Kind, most: int, told: Callable[[int], object]
+) -> Copied:
+    """Write all pictures of `listed`, whole or not at all.
+
+    Args:
+        listed: What the source holds.
+        source: What the user calls it.
+        out: Folder that is made.
+        to: A folder, or shards.
+        most: Bytes of a shard.
+        told: Of each picture that is done.
+
+    Raises:
+        DataError: It cannot be written, or no picture can be read.
+    """
+    copied = Copied(notes=list(listed.notes))
+    names = {label for items in listed.splits.values() for item in items for label in item.labels}
+    split = set(listed.splits) != {""}
+    folders = class_folders(names, split=split)
+    changed = [name for name, folder in folders.items() if name != folder]
+    foldered = not listed.several and not changed
+    if changed and to == "folder" and not listed.several:
+        renamed = [f"{printable(name)} is {printable(folders[name])}" for name in changed]
+        copied.notes.append(f"classes whose name no folder can have: {some(renamed)}")
+    with whole_folder(out) as fresh:
+        for part, items in listed.splits.items():
+            pictures = _pictures(items, part, listed.root, copied, told)
+            if to == "folder":
+                done = write_folder(fresh, part, pictures, None if listed.several else folders)
+            else:
+                done = write_shards(
+                    fresh, part, pictures, most, foldered=foldered, several=listed.several
+                )
+            _count(copied, done)
+        _finish(fresh, source, copied)
+    return copied
+
+
+def stream(
+    source: str,
+    out: Path,
+    *,
+    most: int,
+    told: Callable[[int], object],
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> Copied:
+    """Write shards of a hub's data set while it comes; the source itself is not kept.
+
+    Arguments and errors are those of `copy` and of `read_dataset`.
+    """
+    copied = Copied()
+    with whole_folder(out) as fresh:
+        for part in hub_datasets.stream_splits(source, image_column, label_column):
+            folders = class_folders(part.classes, split=bool(part.name))
+            foldered = bool(folders) and all(name == folders[name] for name in folders)
+            done = write_shards(
+                fresh,
+                part.name,
+                _streamed(part, source, copied, told),
+                most,
+                foldered=foldered and not part.several,
+                several=part.several,
+            )
+            _count(copied, done)
+        _finish(fresh, source, copied)
+    return copied
+
+
+def _count(copied: Copied, done: Written) -> None:
+    copied.pictures += done.pictures
+    copied.files += done.files
+
+
+def _finish(fresh: Path, source: str, copied: Copied) -> None:
+    """Leave the mark of what was written here.
+
+    Raises:
+        DataError: There is nothing.
+    """
+    if not copied.pictures:
+        first = f", such as {copied.bad[0]}" if copied.bad else ""
+        raise DataError(f"{printable(source)}: no picture of it can be read{first}")
+    mark = {"source": source, "pictures": copied.pictures, "left_out": len(copied.bad)}
+    (fresh / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+
+
+def _streamed(
+    part: hub_datasets.Part, source: str, copied: Copied, told: Callable[[int], object]
+) -> Iterator[Picture]:
+    for row in part.rows:
+        told(1)
+        try:
+            check_bytes(row.content, f"{source}/{part.name or 'train'}/{row.name}")
+        except BadImage as bad:
+            copied.bad.append(bad)
+            continue
+        yield Picture(row.name, row.labels, row.content)
+
+
+def _pictures(
+    items: list[Item], split: str, root: Path, copied: Copied, told: Callable[[int], object]
+) -> Iterator[Picture]:
+    """Those whose header can be read, with their bytes."""
+    for item in items:
+        told(1)
+        try:
+            check_header(item.path)
+            with open_binary(item.path) as file:
+                content = file.read()
+        except BadImage as bad:
+            copied.bad.append(BadImage(bad.path, bad.reason))
+            continue
+        yield Picture(_name(item, split, root), item.labels, content)
+
+
+def _name(item: Item, split: str, root: Path) -> str:
+    """A picture's name in its class."""
+    name = relative(item.path, root)
+    parts = name.split("/")
+    if ".." in parts:
+        return parts[-1]
+    if split and len(parts) > 1 and parts[0] in SPLIT_NAMES:
+        parts = parts[1:]
+    if len(item.labels) == 1 and len(parts) > 1 and parts[0] == item.labels[0]:
+        parts = parts[1:]
+    return "/".join(parts)

@@ -1,0 +1,70 @@
+"""Lists the pictures to predict: files, folders, patterns, and lists of pictures."""
+
+import glob
+import os
+from collections.abc import Iterable
+
+from vit.data.sources import builtin
+from vit.data.sources.asked import Asked
+from vit.data.sources.folders import FOREIGN, SUFFIXES, Walk
+from vit.data.sources.label_lists import SUFFIXES as LISTS
+from vit.data.sources.list_source import pictures_in
+from vit.data.sources.packed import PACKED
+from vit.errors import DataError, printable
+
+
+def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:
+    """Files to predict: each input is a file, a folder (walked) or a glob; their order is kept.
+
+    The name of a built-in set stands for its validation pictures, where no file has that name; a
+    list (.csv, .jsonl...) for the pictures that it names.
+
+    A file that is missing or no picture stays in the list, so that it is reported at its place.
+
+    Args:
+        inputs: What the user gave.
+        notes: Receives what was left out of folders.
+
+    Raises:
+        DataError: A folder has no pictures, a glob matches nothing, or a list is damaged.
+    """
+    found: list[str] = []
+    for given in inputs:
+        is_glob = glob.has_magic(given) and not os.path.lexists(given)
+        paths = sorted(glob.glob(given, recursive=True)) if is_glob else [given]
+        if not paths:
+            raise DataError(f"{printable(given)}: matches no file")
+        if given in builtin.SETS and not os.path.lexists(given):
+            paths = [str(builtin.SETS[given]() / "val")]
+        listed: list[str] = []
+        for path in paths:
+            listed += _pictures_of(path, notes)
+        # ** matches folders, and what is in them
+        found += {os.path.normpath(path): path for path in listed}.values() if is_glob else listed
+    return found
+
+
+def _pictures_of(path: str, notes: list[str] | None) -> list[str]:
+    """The pictures in a list, a folder, or shards; else the path itself."""
+    if os.path.isdir(path):
+        return _walked(path, notes)
+    if path.lower().endswith(LISTS) and os.path.isfile(path):
+        return pictures_in(path)
+    read = next((read for takes, read in PACKED if takes(path)), None)
+    if read is None:
+        return [path]
+    listed = read(Asked(path, everything=True))
+    if notes is not None:
+        notes += [f"{printable(path)}: {note}" for note in listed.notes]
+    return [item.path for items in listed.splits.values() for item in items]
+
+
+def _walked(folder: str, notes: list[str] | None) -> list[str]:
+    # Pictures of foreign formats are listed too: each gets its error record, and none is lost.
+    walk = Walk(folder, suffixes=SUFFIXES | FOREIGN)
+    pictures = walk.pictures(folder)
+    if not pictures:
+        raise DataError(f"{printable(folder)}: no pictures in this folder")
+    if notes is not None:
+        notes += [f"{printable(folder)}: {note}" for note in walk.notes()]
+    return pictures

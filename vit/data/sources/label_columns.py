@@ -1,0 +1,128 @@
+"""Which columns of a list of pictures and classes are read, and what a cell of classes says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vit.data.captioning.columns import IMAGE_COLUMNS, find_columns
+from vit.data.sources.asked import Asked
+from vit.data.sources.folders import some
+from vit.data.sources.tables import json_kind
+from vit.data.sources.text_files import wrong
+from vit.errors import DataError, printable
+from vit.settings import nearest
+
+CLASS_COLUMNS = (
+    *("label", "labels", "class", "classes", "class_name", "category", "categories"),
+    *("target", "targets", "tag", "tags"),
+)
+"""Names of the column of classes, the first one there is."""
+SPLIT_COLUMN = "split"
+SEPARATORS = "|;"
+"""Between the classes of one cell of a table: the first of these that is in it."""
+
+
+@dataclass(frozen=True)
+class LabelColumns:
+    """Names of the columns that are read; empty where there is none."""
+
+    image: str
+    label: str
+    split: str
+    group: str
+    unused: tuple[str, ...]
+
+
+def usual(names: Sequence[str], expected: Sequence[str]) -> str:
+    """The first of `expected` that is in `names`, as it is written there."""
+    plain = {name.strip().lower(): name for name in reversed(names)}
+    return next((plain[name] for name in expected if name in plain), "")
+
+
+def choose_columns(
+    names: Sequence[str], path: str, line: int, asked: Asked, *, labels: bool = True
+) -> LabelColumns:
+    """The columns of the list `path` whose header, or first record, is at `line`.
+
+    Args:
+        names: Those of the header, or of the record.
+        path: The list.
+        line: Of the header.
+        asked: What the user said of columns.
+        labels: Whether a column of classes is needed.
+
+    Raises:
+        DataError: There are none of pictures or of classes, or not the ones that were asked for.
+    """
+    has = some([printable(name.strip()) for name in names], 8) or "none"
+
+    def named(setting: str, wanted: str) -> str:
+        found = usual(names, (wanted,)) or usual(names, (wanted.strip().lower(),))
+        if not found:
+            hint = nearest(wanted, [name.strip() for name in names])
+            raise wrong(path, f"{setting}={wanted}: no such column among {has}{hint}", line)
+        return found
+
+    image = named("image_column", asked.image_column) if asked.image_column else ""
+    image = image or usual(names, IMAGE_COLUMNS)
+    label = named("label_column", asked.label_column) if asked.label_column else ""
+    label = label or usual([name for name in names if name != image], CLASS_COLUMNS)
+    if not image:
+        expected = ", ".join(IMAGE_COLUMNS[:3])
+        advice = f"expected {expected} in the first line, or say which with --image-column"
+        raise wrong(path, f"no column of pictures among {has}; {advice}", line)
+    if label == image:
+        both = f"label_column={label.strip()}: the column of pictures too; choose another of"
+        raise wrong(path, f"{both} {has}", line)
+    if labels and not label:
+        expected = ", ".join(CLASS_COLUMNS[:3])
+        advice = f"expected {expected}, or say which with --label-column"
+        if find_columns(names).captions:
+            advice += "; for captions, --task caption"
+        raise wrong(path, f"no column of classes among {has}; {advice}", line)
+    group = usual(names, (asked.group.strip().lower(),)) if asked.group else ""
+    split = usual(names, (SPLIT_COLUMN,))
+    used = {image, label, split, group}
+    unused = tuple(name.strip() for name in names if name not in used)
+    return LabelColumns(image, label, split, group, unused)
+
+
+def cell_labels(value: Any, path: str, line: int) -> tuple[str, ...]:
+    """The classes that a cell of a table, or a value of JSON, names: none, one or several.
+
+    A cell `a|b` or `a;b` names two. In JSON a list does, and a text is one class as it stands.
+
+    Raises:
+        DataError: It is no name, number or list of them.
+    """
+    if isinstance(value, list):
+        return tuple(dict.fromkeys(_label(item, path, line) for item in value))
+    return (name,) if (name := _label(value, path, line, may_lack=True)) else ()
+
+
+def split_cell(cell: str) -> list[str] | str:
+    """A cell of a table as a value of JSON would be: a list where it has a separator."""
+    separator = next((mark for mark in SEPARATORS if mark in cell), None)
+    if separator is None:
+        return cell
+    return [part.strip() for part in cell.split(separator) if part.strip()]
+
+
+def _label(value: Any, path: str, line: int, *, may_lack: bool = False) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column with gaps is written so by pandas
+    if isinstance(value, bool) or not isinstance(value, str | int | None):
+        expected = "a name or a number" + (", or a list of them" if may_lack else "")
+        raise wrong(path, f"the label is {json_kind(value)}; expected {expected}", line)
+    name = "" if value is None else str(value).strip()
+    if "\0" in name:
+        raise wrong(path, "a label with a NUL character", line)
+    if not name and not may_lack:
+        raise wrong(path, "an empty label in a list of them; leave it out", line)
+    return name
+
+
+def no_label(path: str, line: int) -> DataError:
+    """The error for a picture without a class, where each has one."""
+    advice = "give it one, or remove the line; a set of several labels a picture may have none"
+    return wrong(path, f"no label; {advice} (--task multilabel)", line)

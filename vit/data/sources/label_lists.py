@@ -1,0 +1,248 @@
+"""Reads lists of pictures and their classes: CSV, TSV or lines of JSON.
+
+    image,label            {"image": "1.jpg", "label": "cat"}
+    1.jpg,cat              {"image": "2.jpg", "labels": ["cat", "dog"]}
+    2.jpg,cat|dog
+
+One list, whose column `split` may tell training from validation pictures, or a folder with
+train.csv and val.csv. File names are relative to the folder of the pictures and stay inside.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vit.data.captioning.columns import IMAGE_COLUMNS
+from vit.data.captioning.lists import SPLIT
+from vit.data.sources.asked import Asked
+from vit.data.sources.classes import SPLIT_NAMES
+from vit.data.sources.folders import count, some
+from vit.data.sources.label_columns import (
+    SPLIT_COLUMN,
+    LabelColumns,
+    cell_labels,
+    choose_columns,
+    no_label,
+    split_cell,
+    usual,
+)
+from vit.data.sources.list_names import tidy_name
+from vit.data.sources.tables import fields, json_records, read_table
+from vit.data.sources.text_files import beginning, wrong
+from vit.errors import DataError, printable
+from vit.settings import nearest
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+DELIMITERS = ",\t;|"
+INSIDE = "say which folder holds the pictures with --images, or take it with --allow-outside"
+
+
+class Entry(NamedTuple):
+    """What a list says of a picture."""
+
+    line: int
+    labels: tuple[str, ...]
+    split: str
+    group: str
+
+
+@dataclass
+class ReadList:
+    """One list, read."""
+
+    path: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """By name of the picture, relative to the folder of the pictures or absolute."""
+    columns: LabelColumns | None = None
+    several: int = 0
+    """The first line with several classes, 0 where there is none."""
+    empty: int = 0
+    """The first line without a class."""
+    merging: tuple[str, Entry, Entry] | None = None
+    """The first picture that has another class in another line, and both lines."""
+    twice: int = 0
+    """Lines that say again what is known."""
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Take a line; a picture may be named again where that is no contradiction."""
+        known = self.entries.setdefault(name, entry)
+        if known is entry:
+            return
+        for what in ("split", "group"):
+            one, other = getattr(known, what), getattr(entry, what)
+            if one != other:
+                both = f"{printable(one) or 'none'} (line {known.line}) and {printable(other)}"
+                raise wrong(self.path, f"{name} is in two {what}s, {both}", entry.line)
+        if {*known.labels} == {*entry.labels}:
+            self.twice += 1
+            return
+        labels = tuple(dict.fromkeys((*known.labels, *entry.labels)))
+        self.merging = self.merging or (name, known, entry)
+        self.entries[name] = known._replace(labels=labels)
+
+    def check_single(self) -> None:
+        """Refuse what a picture of exactly one class cannot have.
+
+        Raises:
+            DataError: A picture has several classes, or none.
+        """
+        if self.several:
+            advice = "--task multilabel learns several; a name that has a | or ; needs JSON lines"
+            raise wrong(self.path, f"several labels; {advice}", self.several)
+        if self.merging is not None:
+            name, known, entry = self.merging
+            both = " and ".join(printable("|".join(e.labels) or "none") for e in (known, entry))
+            raise wrong(
+                self.path,
+                f"{name} has two labels, {both}, the first in line {known.line}; correct one, or "
+                "learn several with --task multilabel",
+                entry.line,
+            )
+        if self.empty:
+            raise no_label(self.path, self.empty)
+
+
+def is_list(data: str) -> bool:
+    """Whether `data` names a list of pictures, or a folder with one for each split."""
+    if os.path.isdir(data):
+        return bool(lists_in(data))
+    return data.lower().endswith(SUFFIXES) and os.path.lexists(data)
+
+
+def lists_in(folder: str) -> dict[str, str]:
+    """The lists of classes straight in `folder` by split; none without one for train.
+
+    None either where `train` is a folder of class folders: those are read then.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(_listed(folder)):
+        stem, suffix = os.path.splitext(name.lower())
+        split, path = SPLIT.fullmatch(stem), os.path.join(folder, name)
+        if suffix not in SUFFIXES or not split or not has_classes(path):
+            continue
+        if split[1] in found:
+            both = some([printable(found[split[1]]), printable(path)])
+            raise DataError(f"several lists for {split[1]}, give one of them as DATA: {both}")
+        found[split[1]] = path
+    inside = os.path.join(folder, "train")
+    if "train" not in found or any(os.path.isdir(f"{inside}/{name}") for name in _listed(inside)):
+        return {}
+    return found
+
+
+def _listed(folder: str) -> list[str]:
+    """What is in a folder; nothing where that cannot be said, which its reader will tell."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def has_classes(path: str) -> bool:
+    """Whether the file begins like a list of pictures and classes."""
+    try:
+        header = next(_headers(path))
+        return bool(choose_columns(header, path, 1, Asked(path)))
+    except (DataError, StopIteration):
+        return False
+
+
+def _headers(path: str) -> Iterator[Sequence[str]]:
+    if _is_json(path):
+        yield from (tuple(record) for _, record in json_records(path))
+    else:
+        yield read_table(path, delimiter).names
+
+
+def _is_json(path: str) -> bool:
+    start = beginning(path).lstrip()[:1]
+    if start == "[":
+        raise wrong(path, "a list in JSON; write one object in each line (JSON lines)", 1)
+    return start == "{"
+
+
+def delimiter(header: str) -> str:
+    """What is between two cells: the mark that gives a column of pictures, or the most cells."""
+    known = [mark for mark in DELIMITERS if usual(fields(header, mark), IMAGE_COLUMNS)]
+    return max(known or DELIMITERS, key=lambda mark: len(fields(header, mark)))
+
+
+class Line(NamedTuple):
+    """A row of a table, or an object of JSON."""
+
+    line: int
+    """Where it begins."""
+    names: Sequence[str]
+    """Of the columns, or keys."""
+    header: int
+    """The line of the names."""
+    values: dict[str, Any]
+
+
+def rows(path: str) -> Iterator[Line]:
+    """The lines of a list.
+
+    Raises:
+        DataError: It is damaged.
+    """
+    if _is_json(path):
+        for line, record in json_records(path):
+            yield Line(line, tuple(record), line, record)
+        return
+    table = read_table(path, delimiter)
+    doubled = [printable(name) for name, number in Counter(table.names).items() if number > 1]
+    if doubled:
+        raise wrong(path, f"two columns are called {some(doubled)}; rename one", table.line)
+    for line, cells in table.rows:
+        yield Line(line, table.names, table.line, dict(zip(table.names, cells, strict=True)))
+
+
+def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True) -> ReadList:
+    """What one list says of each picture; names are tidy, and not yet looked for in a folder.
+
+    Raises:
+        DataError: It is damaged or contradicts itself.
+    """
+    read = ReadList(path)
+    table = not _is_json(path)
+    for line, names, header, values in rows(path):
+        if read.columns is None:
+            read.columns = choose_columns(names, path, header, asked, labels=labels)
+        columns = read.columns
+        written = values.get(columns.image)
+        if not isinstance(written, str):
+            raise wrong(path, f"{columns.image}: expected a file name in each line", line)
+        name = tidy_name(
+            written, path, line, absolute=True, outside=asked.allow_outside, remedy=INSIDE
+        )
+        value = values.get(columns.label)
+        if table and isinstance(value, str):
+            value = split_cell(value)
+        found = cell_labels(value, path, line) if labels else ()
+        read.several = read.several or (line if len(found) > 1 else 0)
+        read.empty = read.empty or (line if not found else 0)
+        split = _split(values.get(columns.split), path, line) if columns.split else ""
+        group = str(values.get(columns.group) or "").strip() if columns.group else ""
+        read.add(name, Entry(line, found, split, group))
+    if not read.entries:
+        raise wrong(path, "no pictures in it; expected a line for each")
+    if read.columns is not None and read.columns.unused and labels:
+        unused = some([printable(name) for name in read.columns.unused])
+        label = printable(read.columns.label)
+        notes.append(f"{printable(path)}: classes from {label}; not used: {unused}")
+    if read.twice:
+        pictures = count(read.twice, "line")
+        notes.append(f"{printable(path)}: left out {pictures} that name a picture again")
+    return read
+
+
+def _split(value: object, path: str, line: int) -> str:
+    name = str("" if value is None else value).strip().lower()
+    if name not in SPLIT_NAMES:
+        hint = nearest(name, SPLIT_NAMES)
+        expected = ", ".join(SPLIT_NAMES)
+        said = f"{name!a}" if name else "nothing"
+        raise wrong(path, f"{SPLIT_COLUMN} is {said}; expected {expected}{hint}", line)
+    return name

@@ -1,0 +1,151 @@
+"""Opens lists of pictures and their classes: finds the pictures' folder, and the splits."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from vit.data.captioning.lists import pictures_folder
+from vit.data.samples import Item, Listed
+from vit.data.sources.asked import Asked
+from vit.data.sources.folders import some
+from vit.data.sources.label_lists import INSIDE, SUFFIXES, Entry, ReadList, lists_in, read_list
+from vit.data.sources.list_names import common_folders, unlisted_notes
+from vit.data.sources.text_files import wrong
+from vit.errors import DataError, printable
+
+
+class _Opened(NamedTuple):
+    """A list whose pictures have their places."""
+
+    read: ReadList
+    base: str
+    """Folder that its names are relative to."""
+    entries: dict[str, Entry]
+    """By path."""
+
+
+def read_lists(asked: Asked) -> Listed:
+    """The pictures of a list, or of the lists in a folder.
+
+    Raises:
+        DataError: A list is damaged, contradicts itself, or names a picture outside of its folder.
+    """
+    notes: list[str] = []
+    opened = _open(asked, notes)
+    reads = [one.read for one in opened.values()]
+    several = asked.several or (asked.several is None and any(read.several for read in reads))
+    if not several:
+        for read in reads:
+            read.check_single()
+    bases = {one.base for one in opened.values()}
+    root = Path(bases.pop() if len(bases) == 1 else asked.images or asked.data)
+    if asked.split is None:
+        named = {path for one in opened.values() for path in one.entries}
+        folders = [
+            folder
+            for one in opened.values()
+            for folder in common_folders(one.base, one.read.entries)
+        ]
+        notes += unlisted_notes(named, folders, str(root))
+    splits: dict[str, list[Item]] = {}
+    where: dict[str, str] = {}
+    part = "list" if len(opened) > 1 else "split"
+    for name, one in opened.items():
+        for path, entry in one.entries.items():
+            split = name or entry.split
+            splits.setdefault(split, []).append(Item(path, entry.labels, entry.group))
+            if split not in where:
+                column = f" (split {split})" if entry.split and not name else ""
+                where[split] = printable(one.read.path) + column
+    grouped = [bool(read.columns and read.columns.group) for read in reads]
+    if any(grouped) and not all(grouped):
+        raise DataError(f"group={printable(asked.group)}: a column of some lists, not of all")
+    return Listed(root, splits, where, notes, bool(several), all(grouped), part)
+
+
+def lines_of(asked: Asked, paths: Collection[str]) -> dict[str, str]:
+    """Where lists name these pictures: the list and the line of each that is in one.
+
+    They are read again: it is only asked for pictures that are missing.
+    """
+    wanted = set(paths)
+    return {
+        path: f"{one.read.path}, line {entry.line}"
+        for one in _open(asked, []).values()
+        for path, entry in one.entries.items()
+        if path in wanted
+    }
+
+
+def pictures_in(path: str) -> list[str]:
+    """The pictures that a list names, in its order; it needs no classes.
+
+    Raises:
+        DataError: It is damaged, or no list of pictures.
+    """
+    asked = Asked(path, allow_outside=True)
+    read = read_list(path, asked, [], labels=False)
+    return [*_placed(read, asked, []).entries]
+
+
+def _open(asked: Asked, notes: list[str]) -> dict[str, _Opened]:
+    """The lists by split; a single one under the empty name."""
+    if asked.images is not None and not os.path.isdir(asked.images):
+        raise DataError(f"{printable(asked.images)}: no such folder of images")
+    if not os.path.isdir(asked.data):
+        read = read_list(asked.data, asked, notes)
+        return {"": _placed(read, asked, notes)}
+    files = lists_in(asked.data)
+    names = ", ".join(printable(os.path.basename(path)) for path in files.values())
+    notes.append(f"read the lists {names} of {printable(asked.data)}")
+    others = [
+        printable(name)
+        for name in sorted(os.listdir(asked.data))
+        if name.lower().endswith(SUFFIXES) and os.path.join(asked.data, name) not in files.values()
+    ]
+    if others:
+        notes.append(f"left out lists without a split in their name, or classes: {some(others)}")
+    # all of them where one trains: what none of them names is told
+    wanted = files if asked.split is None else asked.needed(files)
+    return {split: _placed(read_list(files[split], asked, notes), asked, notes) for split in wanted}
+
+
+def _placed(read: ReadList, asked: Asked, notes: list[str]) -> _Opened:
+    """The pictures of a list by path.
+
+    Raises:
+        DataError: One of them lies outside of the folder, and that was not asked for.
+    """
+    within = [name for name in read.entries if not os.path.isabs(name)]
+    base = pictures_folder(read.path, within, asked.images, notes)
+    if len(within) < len(read.entries):
+        read = _made_relative(read, os.path.abspath(base), outside=asked.allow_outside)
+    entries = {
+        name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name)): entry
+        for name, entry in read.entries.items()
+    }
+    return _Opened(read, base, entries)
+
+
+def _made_relative(read: ReadList, base: str, *, outside: bool) -> ReadList:
+    """`read` with absolute names that lie in `base` relative to it.
+
+    Raises:
+        DataError: One lies elsewhere, and `outside` is not set.
+    """
+    moved = ReadList(
+        read.path,
+        columns=read.columns,
+        several=read.several,
+        empty=read.empty,
+        merging=read.merging,
+        twice=read.twice,
+    )
+    above = os.path.join(base, "")
+    for name, entry in read.entries.items():
+        if os.path.isabs(name) and not name.startswith(above) and not outside:
+            advice = f"lies outside of {base}; {INSIDE}"
+            raise wrong(read.path, f"{name} {advice}", entry.line)
+        moved.add(name.removeprefix(above), entry)
+    return moved

@@ -1,0 +1,276 @@
+"""Opens a data set: whatever holds the pictures, they come out as samples with classes by name.
+
+A reader lists the pictures and the names of their classes; what is done with them afterwards is
+the same for all: classes are matched by name, and the training's list of them is the only one;
+validation pictures are held out where there are none; what was left out or looks wrong is in the
+notes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+from vit.data.containers import relative
+from vit.data.samples import NO_LABEL, Item, Listed, Sample, Splits
+from vit.data.sources.asked import Asked, resolve
+from vit.data.sources.classes import LAYOUT, VAL_NAMES, Pictures, matched_names, missing_notes
+from vit.data.sources.dividing import divided
+from vit.data.sources.folders import count, some
+from vit.data.sources.image_folder import read_folder
+from vit.data.sources.inputs import list_images
+from vit.data.sources.label_lists import is_list
+from vit.data.sources.list_source import lines_of, read_lists
+from vit.data.sources.oddities import count_notes, equal_notes, name_notes
+from vit.data.sources.packed import PACKED
+from vit.data.sources.splitting import Fold, hold_out
+from vit.errors import ConfigError, DataError, printable
+
+__all__ = [
+    "Asked",
+    "Fold",
+    "Sample",
+    "Splits",
+    "hold_out",
+    "list_images",
+    "named_at",
+    "open_labelled",
+    "open_splits",
+    "read_source",
+    "relative",
+    "require",
+    "resolve",
+]
+
+READERS: tuple[tuple[Callable[[str], bool], Callable[[Asked], Listed]], ...] = (
+    *PACKED,
+    (is_list, read_lists),
+    (lambda _: True, read_folder),
+)
+"""Which data each reader takes, the first one that does; the last are folders and built-in sets."""
+
+
+def read_source(asked: Asked) -> Listed:
+    """The pictures of any source.
+
+    Raises:
+        DataError: There is no such source, or it cannot be read.
+        ConfigError: A setting is not for this kind of source.
+    """
+    read = next(read for takes, read in READERS if takes(asked.data))
+    if asked.allow_outside and read is not read_lists:
+        raise ConfigError(f"allow_outside: {printable(asked.data)} is no list; leave it out")
+    listed = read(asked)
+    if listed.several and asked.several is False:
+        raise DataError(
+            f"{printable(asked.data)}: pictures with several classes, or none; "
+            "--task multilabel learns them"
+        )
+    return dataclasses.replace(listed, several=listed.several or bool(asked.several))
+
+
+def open_splits(
+    data: str | Asked, *, val_share: float, seed: int, fold: Fold | None = None
+) -> Splits:
+    """Open `data` for training.
+
+    Args:
+        data: A folder, a list, the name of a built-in set; or that, and how it is to be read.
+        val_share: Share of each class held out where the data have no validation pictures.
+        seed: Decides which ones.
+        fold: The part of a cross-validation that is held out instead.
+
+    Raises:
+        DataError: It cannot be trained on as it is.
+        ConfigError: A setting is not for this kind of data.
+    """
+    asked = Asked(data) if isinstance(data, str) else data
+    listed = read_source(asked)
+    pictures = listed.splits.get("train", listed.splits.get("", []))
+    if not pictures:
+        there = some([*listed.where]) or "nothing"
+        raise DataError(f"{printable(asked.data)} has {there} but no pictures for train")
+    classes = tuple(sorted({label for item in pictures for label in item.labels}))
+    _check_classes(listed, classes)
+    notes = [*listed.notes]
+    train, val, more = divided(listed, asked, val_share=val_share, seed=seed, fold=fold)
+    made = all(name not in listed.splits for name in VAL_NAMES) or fold is not None
+    notes += more
+    if not made:
+        name = next(name for name in VAL_NAMES if name in listed.splits)
+        val, more = _matched(val, classes, listed, listed.where[name], owner="train")
+        notes += [*more, *_shared_notes(train, val, listed.root)]
+        if name == "test":
+            notes.append(
+                f"no val {listed.part}: validates on test, so keep other pictures for the end"
+            )
+    if not val:
+        why = ": each class has only one" if made else ""
+        raise DataError(f"{printable(asked.data)}: no pictures left to validate on{why}; add some")
+    total = len(train) if listed.several else None
+    notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
+    notes += equal_notes(_by_labels(train), _by_labels(val), str(listed.root))
+    return Splits(
+        classes=classes,
+        train=_samples(train, classes, listed),
+        val=_samples(val, classes, listed),
+        notes=tuple(notes),
+        made=made,
+        root=listed.root,
+        several=listed.several,
+    )
+
+
+def open_labelled(
+    data: str | Asked,
+    *,
+    split: str,
+    classes: Sequence[str],
+    held_out: Collection[str] | Callable[[Path], Collection[str]] = (),
+) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
+    """Open one split of `data` for evaluation; a label is an index into `classes`.
+
+    Args:
+        data: As in `open_splits`.
+        split: `train`, `test`..., or `val` for the first validation pictures there are.
+        classes: Names of the classes of the model.
+        held_out: The validation pictures of a split that we made, as `relative` names, or what
+            gives them, asked with the folder that names are relative to. Where the data have no
+            validation pictures, only these are taken, if there are any of them.
+
+    Returns:
+        Samples, and notes for the user.
+
+    Raises:
+        DataError: There is no such split, or it has a class that the model does not have.
+    """
+    asked = Asked(data) if isinstance(data, str) else data
+    listed = read_source(dataclasses.replace(asked, split=split))
+    wanted = VAL_NAMES if split == "val" else (split,)
+    name = next((name for name in wanted if name in listed.splits), None)
+    ours = name is None
+    there = listed.where.keys() - {""}
+    if name is None and (split != "val" or there - {"train"}):
+        has = some([*listed.where]) if there else f"class {listed.part}s only"
+        hint = "" if there else "; leave the split out for held-out pictures"
+        raise DataError(
+            f"{printable(listed.root)}: no {printable(split)} {listed.part}; it has {has}{hint}"
+        )
+    name = name or ("train" if "train" in listed.splits else "")
+    notes = [*listed.notes]
+    items: Sequence[Item] = listed.splits[name]
+    names = held_out(listed.root) if callable(held_out) else held_out
+    if ours:
+        items, note = _without_training(items, names, listed)
+        notes = [note, *notes]
+    elif name != split:
+        notes.append(f"measured on {name}" + ("/" if listed.part == "folder" else ""))
+    items, more = _matched(items, tuple(classes), listed, listed.where[name], owner="the model")
+    if not items:
+        raise DataError(f"{listed.where[name]}: no pictures; {LAYOUT}")
+    return _samples(items, tuple(classes), listed), tuple(notes + more)
+
+
+def _check_classes(listed: Listed, classes: Sequence[str]) -> None:
+    """Refuse what leaves nothing to tell apart."""
+    names = some([printable(name) for name in classes])
+    if len(classes) < 1 + (not listed.several):
+        what = f"only one class ({names}), nothing to tell apart" if names else "no classes"
+        raise DataError(f"{printable(listed.root)}: {what}; add pictures of others")
+
+
+def _matched(
+    items: Sequence[Item], classes: Sequence[str], listed: Listed, where: str, *, owner: str
+) -> tuple[list[Item], list[str]]:
+    """`items` under the names in `classes`, and notes for the user."""
+    names = dict.fromkeys(label for item in items for label in item.labels)
+    remedy = f"rename or remove {'the folders' if listed.part == 'folder' else 'them'}"
+    targets, notes = matched_names([*names], classes, where=where, owner=owner, remedy=remedy)
+    if any(name != target for name, target in targets.items()):
+        items = [i._replace(labels=tuple(targets[label] for label in i.labels)) for i in items]
+    return [*items], notes + missing_notes(_by_class(items, classes), where)
+
+
+def _by_class(items: Iterable[Item], classes: Sequence[str]) -> Pictures:
+    """The pictures of each class; one of several is in each of them."""
+    found: Pictures = {name: [] for name in classes}
+    for item in items:
+        for label in item.labels:
+            found[label].append(item.path)
+    return found
+
+
+def _by_labels(items: Iterable[Item]) -> Pictures:
+    """The pictures by all that is said of them."""
+    found: Pictures = {}
+    for item in items:
+        found.setdefault(" | ".join(sorted(item.labels)), []).append(item.path)
+    return found
+
+
+def _samples(items: Sequence[Item], classes: Sequence[str], listed: Listed) -> tuple[Sample, ...]:
+    """Samples in the order of `classes`, then of their names; of names alone with several classes.
+
+    So the same pictures make the same training, whatever brought them.
+    """
+    number = {name: label for label, name in enumerate(classes)}
+    ordered = sorted(
+        (
+            NO_LABEL if listed.several else number[item.labels[0]],
+            relative(item.path, listed.root).split("/"),
+            at,
+        )
+        for at, item in enumerate(items)
+    )
+    return tuple(
+        Sample(
+            items[at].path,
+            label,
+            labels=tuple(sorted(number[n] for n in items[at].labels)) if listed.several else (),
+        )
+        for label, _, at in ordered
+    )
+
+
+def _shared_notes(train: Sequence[Item], val: Sequence[Item], root: Path) -> list[str]:
+    """Pictures that are on both sides.
+
+    Raises:
+        DataError: All validation pictures are.
+    """
+    known = {item.path for item in train}
+    shared = [item.path for item in val if item.path in known]
+    if shared and len(shared) == len(val):
+        raise DataError(
+            f"all {count(len(shared), 'validation picture')} are training pictures too; give "
+            "others, or leave them out and we hold some out"
+        )
+    names = some([printable(relative(path, root)) for path in shared], 3)
+    pictures = count(len(shared), "picture")
+    return [f"{pictures} in training and in validation (leak): {names}"] if shared else []
+
+
+def _without_training(
+    items: Sequence[Item], held_out: Collection[str], listed: Listed
+) -> tuple[Sequence[Item], str]:
+    """Only the pictures that training held out, where they are from this data set."""
+    names = set(held_out)
+    kept = [item for item in items if relative(item.path, listed.root) in names]
+    lack = f"no validation {listed.part}"
+    if kept:
+        return kept, f"{lack}: took the {count(len(kept), 'picture')} that training held out"
+    return items, f"{lack}: took all {len(items):,} pictures"
+
+
+def require(data: str) -> None:
+    """Refuse what is no source, before anything costs time.
+
+    Raises:
+        DataError: It is not.
+    """
+    if next(read for takes, read in READERS if takes(data)) is read_folder:
+        resolve(data)
+
+
+def named_at(asked: Asked, paths: Collection[str]) -> dict[str, str]:
+    """The list and the line that name each of these pictures, of those that a list names."""
+    return lines_of(asked, paths) if is_list(asked.data) else {}

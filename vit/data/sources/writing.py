@@ -1,0 +1,242 @@
+"""Writes pictures of any source as a folder or as tar shards; their bytes stay what they are.
+
+    OUT/train/CLASS/NAME.jpg                     a folder; without a split OUT/CLASS/NAME.jpg
+    OUT/images/train/NAME.jpg, OUT/labels.jsonl  a folder, where pictures may have several classes
+    OUT/train-000000.tar: CLASS/NAME.jpg         shards
+    OUT/train-000000.tar: NAME.jpg, NAME.json    where a class is no folder's name, or has several
+
+The same pictures give the same bytes: members in order, no times, no owners.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from vit.data.decoding import FORMATS, check_header
+from vit.data.sources.classes import SPLIT_NAMES
+from vit.data.sources.folders import SUFFIXES, SYSTEM
+from vit.errors import BadImage, DataError, printable
+
+FORBIDDEN = frozenset('<>:"|?*\\/')
+"""In names, on some system."""
+LONGEST = 200
+"""Bytes of one part of a name."""
+ENDINGS = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2"}
+LABELS = "labels.jsonl"
+"""In a folder whose pictures may have several classes: names them and their classes."""
+MARK = "vit-data.json"
+"""In each folder that was written here: only such a folder is ever replaced."""
+
+
+class Picture(NamedTuple):
+    """A picture to write."""
+
+    name: str
+    """With folders, without its class."""
+    labels: tuple[str, ...]
+    content: bytes
+
+
+class Written(NamedTuple):
+    """What came of it."""
+
+    pictures: int
+    files: int
+
+
+def safe_part(name: str) -> str:
+    """`name` as one part of a path that every system takes, and no walk leaves out."""
+    kept = "".join(one if one.isprintable() and one not in FORBIDDEN else "_" for one in name)
+    kept = kept.strip(" ").rstrip(".")
+    if not kept or kept.startswith(".") or kept in SYSTEM or kept.lower().endswith(".tar"):
+        kept = "_" + kept.replace(".", "_")
+    stem, suffix = os.path.splitext(kept)
+    while len((stem + suffix).encode("utf-8", "replace")) > LONGEST:
+        stem = stem[:-1]
+    return stem + suffix
+
+
+class Names:
+    """Gives each name once: one that is taken gets a number."""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+
+    def distinct(self, name: str) -> str:
+        """`name`, or `name-2`..., with its suffix at the end."""
+        stem, suffix = os.path.splitext(name)
+        number = 1
+        while name in self.taken:
+            number += 1
+            name = f"{stem}-{number}{suffix}"
+        self.taken.add(name)
+        return name
+
+
+def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
+    """A folder's name for each class, its own wherever that is one.
+
+    Args:
+        classes: Names of the classes.
+        split: Whether the pictures have a split; without one a folder `train` would be taken for it
+    """
+    names, folders = Names(), {}
+    ordered = sorted(classes, key=lambda name: (safe_part(name) != name, name))
+    for name in ordered:
+        part = safe_part(name)
+        part = f"{part}_" if part in SPLIT_NAMES and not split else part
+        folders[name] = names.distinct(part)
+    return folders
+
+
+def file_name(name: str, content: bytes) -> str:
+    """`name` made safe, with the suffix of its format where it has none of a picture."""
+    parts = [safe_part(part) for part in name.split("/") if part not in ("", ".", "..")]
+    last = parts.pop() if parts else "picture"
+    if os.path.splitext(last)[1].lower() not in SUFFIXES:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            kind = image.format or "PNG"
+        last += ENDINGS.get(kind, f".{kind.lower()}")
+    return "/".join([*parts, last])
+
+
+def check_bytes(content: bytes, name: str) -> None:
+    """Refuse what is clearly no picture, as files are refused.
+
+    Raises:
+        BadImage: It is; `name` is what it is called.
+    """
+    with tempfile.NamedTemporaryFile(prefix="vit-") as file:
+        file.write(content)
+        file.flush()
+        try:
+            check_header(file.name)
+        except BadImage as bad:
+            raise BadImage(name, bad.reason) from None
+
+
+def write_folder(
+    root: Path, split: str, pictures: Iterable[Picture], folders: dict[str, str] | None
+) -> Written:
+    """Write the pictures of one split into class folders.
+
+    Args:
+        root: Folder that is being filled.
+        split: Its name; empty where there is none.
+        pictures: Taken one by one.
+        folders: Folder of each class; None where pictures may have several: then labels.jsonl tells
+    """
+    names, number = Names(), 0
+    lines = []
+    for number, picture in enumerate(pictures, 1):  # noqa: B007
+        name = file_name(picture.name, picture.content)
+        if folders is None:
+            place = names.distinct("/".join(filter(None, ["images", split, name])))
+            line = {"image": place, "labels": list(picture.labels)}
+            lines.append(json.dumps(line | ({"split": split} if split else {}), ensure_ascii=False))
+        else:
+            place = names.distinct(
+                "/".join(filter(None, [split, folders[picture.labels[0]], name]))
+            )
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        (root / place).write_bytes(picture.content)
+    if lines:
+        with open(root / LABELS, "a", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    return Written(number, number)
+
+
+def write_shards(
+    root: Path,
+    split: str,
+    pictures: Iterable[Picture],
+    most: int,
+    *,
+    foldered: bool,
+    several: bool = False,
+) -> Written:
+    """Write the pictures of one split into numbered shards.
+
+    Args:
+        root: Folder that is being filled.
+        split: Its name; empty where there is none.
+        pictures: Taken one by one; one is in memory at a time.
+        most: Bytes of a shard, unless a single picture has more.
+        foldered: Whether each lies in the folder of its class; else NAME.json says its classes.
+        several: Whether it may have several.
+    """
+    names, number, files = Names(), 0, 0
+    with contextlib.ExitStack() as stack:
+        shard: tarfile.TarFile | None = None
+        for number, picture in enumerate(pictures, 1):  # noqa: B007
+            name = file_name(picture.name, picture.content)
+            if foldered:
+                members = [(names.distinct(f"{picture.labels[0]}/{name}"), picture.content)]
+            else:
+                members = _with_label(names, name, picture, several)
+            size = sum(len(content) + 1024 for _, content in members)
+            if shard is None or shard.offset + size > most:
+                stack.close()
+                path = root / f"{split or 'pictures'}-{files:06d}.tar"
+                shard = stack.enter_context(
+                    tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8")
+                )
+                files += 1
+            for member, content in members:
+                _add(shard, member, content)
+    return Written(number, files)
+
+
+def _with_label(
+    names: Names, name: str, picture: Picture, several: bool
+) -> list[tuple[str, bytes]]:
+    """The two members of a picture; a key ends at its first dot, as WebDataset has it."""
+    stem, suffix = os.path.splitext(name)
+    folder, slash, last = stem.rpartition("/")
+    key = names.distinct(folder + slash + last.replace(".", "_"))
+    label = {"labels": list(picture.labels)} if several else {"label": picture.labels[0]}
+    text = json.dumps(label, ensure_ascii=False)
+    return [(key + suffix, picture.content), (f"{key}.json", text.encode())]
+
+
+def _add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+    about = tarfile.TarInfo(name)
+    about.size, about.mode = len(content), 0o644
+    shard.addfile(about, io.BytesIO(content))
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which is called `folder` once the block ends well; else nothing is left.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    fresh: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        yield fresh
+        fresh.chmod(0o755)
+        _replace(fresh, folder)
+    except OSError as error:
+        raise DataError(f"{printable(folder)}: cannot be written ({error.strerror})") from None
+    finally:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(Path(aside) / "before")
+        fresh.rename(folder)
