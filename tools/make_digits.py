@@ -22,7 +22,7 @@ def main() -> None:
         "(rows cols) height width -> (rows height) (cols width)",
         cols=COLUMNS,
     )
-    folder = Path(__file__).parent.parent / "vit" / "data"
+    folder = Path(__file__).parent.parent / "vit" / "data" / "sources"
     Image.fromarray(sheet).save(folder / "digits.png", optimize=True)
     labels = json.dumps(digits.target.tolist(), separators=(",", ":"))
     (folder / "digits.json").write_text(labels + "\n", encoding="ascii")
