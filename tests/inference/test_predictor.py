@@ -69,9 +69,10 @@ def test_every_bad_picture_has_its_reason_at_its_place(tiny_run, pictures, bad_p
 @pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
 def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, monkeypatch):
     predictor = Predictor(tiny_run, batch_size=4)
-    seen, forward = [], predictor.model.forward
+    network = predictor.network.quick or predictor.model
+    seen, forward = [], network.forward
     monkeypatch.setattr(
-        predictor.model, "forward", lambda images: (seen.append(len(images)), forward(images))[1]
+        network, "forward", lambda images: (seen.append(len(images)), forward(images))[1]
     )
     assert len(predictor(pictures[:count])) == count
     assert seen == rows

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, printable
+from vit.inference.packing import can_pack, packed
 from vit.model.captioner import Captioner
 from vit.model.classifier import VisionTransformer
 from vit.model.packing import check_packable
@@ -65,6 +66,8 @@ class Network:
     compiled: bool = False
     several: bool = False
     run: Callable[[Tensor], Any] = dataclasses.field(init=False)
+    quick: VisionTransformer | None = dataclasses.field(init=False)
+    """The same network, faster, where it is computed in float32 on a CPU."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -72,6 +75,8 @@ class Network:
         if self.compiled:
             run = torch.compile(run, dynamic=False)
         object.__setattr__(self, "run", run)
+        pays = not self.compiled and can_pack(self.model)
+        object.__setattr__(self, "quick", packed(self.model) if pays else None)
 
     def blank(self) -> Tensor:
         """What stands in the place of a picture that there is not."""
@@ -113,8 +118,8 @@ class Network:
         nothing = [None] * len(images)
         floats = [self._floats(image) for image in images] if self._one_by_one else []
         if self.keep_aspect and isinstance(self.model, Captioner):
-            classes, packed = self.model.see_packed(floats)
-            return Outputs(classes, None, packed)
+            classes, memories = self.model.see_packed(floats)
+            return Outputs(classes, None, memories)
         if self.keep_aspect:
             pooled = self.model.features_packed(floats)
             return Outputs(self.model.head(pooled), self._wanted(pooled), nothing)
@@ -127,9 +132,15 @@ class Network:
         """Whether each picture becomes floats by itself: on a CPU one stays in the cache."""
         return self.keep_aspect or self.device.type == "cpu"
 
+    @property
+    def _fitting(self) -> VisionTransformer:
+        """The network for the arithmetic that is asked for."""
+        half = torch.is_autocast_enabled(self.device.type)
+        return self.model if half or self.quick is None else self.quick
+
     def _pass(self, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits, what the head read if wanted, and the memory of floats of one size."""
-        model = self.model
+        model = self._fitting
         if isinstance(model, Captioner):
             tokens, places = model.encode(batch)
             pooled = model.pool(tokens, places) if self.embeddings else None

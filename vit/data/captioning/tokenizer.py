@@ -16,9 +16,12 @@ from tokenizers import decoders
 
 from vit.data.captioning.vocabulary import (
     BEGIN,
+    BEGINS,
     END,
+    ENDS,
     LEARNERS,
     PAD,
+    PADS,
     is_ours,
     most_tokens,
     one_thread,
@@ -26,18 +29,6 @@ from vit.data.captioning.vocabulary import (
 from vit.errors import DataError, WeightsError, printable
 
 Kind = Literal["bpe", "wordpiece"]
-
-ENDOFTEXT = "<|endoftext|>"
-PADS = (PAD, "<pad>", "[PAD]", "<PAD>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-BEGINS = (
-    *(BEGIN, "<s>", "[CLS]", "<bos>", "[BOS]", "<BOS>", "<sos>", "[SOS]", "<|begin_of_text|>"),
-    *("<|startoftext|>", "<|bos|>", "<start>", "<cls>", ENDOFTEXT),
-)
-ENDS = (
-    *(END, "</s>", "[SEP]", "<eos>", "[EOS]", "<EOS>", "<|end_of_text|>", "<|eos|>", "<end>"),
-    *("<sep>", ENDOFTEXT),
-)
-"""Names of the three tokens a captioner needs, ours first; the first that a file has counts."""
 
 FILE = "tokenizer.json"
 MOST_BYTES = 2**27

@@ -19,6 +19,17 @@ from vit.errors import ConfigError
 
 PAD, BEGIN, END, UNKNOWN = "<| pad |>", "<| begin |>", "<| end |>", "<| unknown |>"
 """Special tokens; with a space, which no word has."""
+ENDOFTEXT = "<|endoftext|>"
+PADS = (PAD, "<pad>", "[PAD]", "<PAD>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+BEGINS = (
+    *(BEGIN, "<s>", "[CLS]", "<bos>", "[BOS]", "<BOS>", "<sos>", "[SOS]", "<|begin_of_text|>"),
+    *("<|startoftext|>", "<|bos|>", "<start>", "<cls>", ENDOFTEXT),
+)
+ENDS = (
+    *(END, "</s>", "[SEP]", "<eos>", "[EOS]", "<EOS>", "<|end_of_text|>", "<|eos|>", "<end>"),
+    *("<sep>", ENDOFTEXT),
+)
+"""Names of the three tokens a captioner needs, ours first; the first that a file has counts."""
 
 CONTINUES = " ##"  # before pieces inside a word; without the space, a word could begin with it
 LONGEST_WORD = 1000  # characters; the time WordPiece takes grows with their cube
