@@ -316,7 +316,7 @@ def test_evaluation_takes_what_training_held_out(write):
     splits = opened(path)
     held_out = [relative(sample.path, splits.root) for sample in splits.val]
     samples, notes = open_labelled(
-        path, split="val", classes=splits.classes, held_out=lambda _: held_out
+        path, split="val", classes=splits.classes, held_out=lambda *_: held_out
     )
     assert samples == splits.val
     assert "took the 4 pictures that training held out" in notes[0]

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from vit.commands.main import main
+from vit.data.sources.asked import Asked
 from vit.errors import DataError, RunError
-from vit.inference.evaluate import evaluate, held_out_pictures
+from vit.inference.evaluate import as_trained, evaluate, held_out_pictures
 from vit.inference.predictor import Predictor
+from vit.settings import make_config, write_settings
 from vit.weights.folder import load_run
 
 KEYS = {
@@ -80,6 +83,20 @@ def test_a_class_the_model_does_not_know_is_an_error(tiny_run, data):
         evaluate(tiny_run, str(data))
 
 
+def test_shards_that_moved_are_known_again(tiny_run, data, tmp_path, capfd):
+    run, held_out = tmp_path / "run", ["apple/0.png", "class10/3.png", "class2/4.png"]
+    shutil.copytree(tiny_run, run)
+    for name in held_out:
+        for path in (data / "val").glob(f"{name[:-3]}*"):
+            path.rename(path.with_suffix(".png"))
+    shards = tmp_path / "shards"
+    assert main(["data", str(data / "val"), "--to", "shards", "--out", str(shards)]) == 0
+    record = {"root": str(tmp_path / "gone" / "shards.tar"), "seed": 0, "val": held_out}
+    (run / "split.json").write_text(json.dumps(record))
+    assert evaluate(run, str(shards))["count"] == 3
+    assert [row["count"] for row in evaluate(run, str(shards))["per_class"]] == [1, 1, 1]
+
+
 def test_measures_only_what_training_held_out(tiny_run, data, tmp_path):
     run, held_out = tmp_path / "run", ["apple/0.png", "class10/3.jpg", "class2/4.png"]
     shutil.copytree(tiny_run, run)
@@ -113,3 +130,12 @@ def test_tells_its_progress(tiny_run, tiny_data):
         progress=lambda done, total: steps.append((done, total)),
     )
     assert steps == [(10, 27), (20, 27), (27, 27)]
+
+
+def test_a_table_is_read_as_training_read_it(tmp_path):
+    given = {"data": "hf:photos.parquet", "label_column": "coarse"}
+    write_settings(tmp_path / "config.yaml", make_config(given), "")
+    assert as_trained(Asked("hf:photos.parquet"), tmp_path).label_column == "coarse"
+    assert as_trained(Asked("hf:other.parquet"), tmp_path).label_column is None
+    own = Asked("hf:photos.parquet", label_column="fine")
+    assert as_trained(own, tmp_path).label_column == "fine"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 from scipy import stats
@@ -87,8 +88,12 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
 def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     out, flags = str(tmp_path), ["--folds", "2", "--group", r"(\d+)\.png", "--epochs", "1"]
     flags += ["--image-size", "16", "--patch-size", "8", "--dim", "16", "--depth", "1"]
-    flags += ["--num-heads", "2", "--batch-size", "6", "--device", "cpu", "-j", "0"]
-    assert main(["train", str(colour_data / "train"), "--out", out, *flags]) == 0
+    flags += ["--num-heads", "2", "--batch-size", "6", "-j", "0"]
+    # with pictures kept for the end, which no fold sees
+    data = tmp_path / "data"
+    shutil.copytree(colour_data / "train", data / "train")
+    shutil.copytree(colour_data / "val", data / "test")
+    assert main(["train", str(data), "--out", out, *flags]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[1:]] == [
         *("fold", "fold", "mean", "95%", "(95%"),
@@ -99,8 +104,10 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     assert again.out == printed
     assert "fold 2 of 2 is finished" in again.err
     sides = [json.loads((tmp_path / f"fold-{n}/split.json").read_text())["val"] for n in (1, 2)]
-    numbers = [{name.split("/")[1] for name in side} for side in sides]
+    numbers = [{name.rsplit("/", 1)[1] for name in side} for side in sides]
     assert not numbers[0] & numbers[1]
+    scores = json.loads((tmp_path / "folds.json").read_text())["scores"]
+    assert [scores[fold]["count"] for fold in ("1", "2")] == [*map(len, sides)]
 
 
 @pytest.mark.parametrize("freedom", range(1, 12))

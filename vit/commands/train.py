@@ -1,6 +1,7 @@
 """`vit train DATA [settings]`: settings from a preset, a YAML file and flags -> a run folder."""
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -121,12 +122,15 @@ def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
 
 def run_folds(config: Config, args: argparse.Namespace, given: list[str]) -> int:
     """Train every fold, and print what they say together."""
+    from vit.data.sources.asked import Asked
     from vit.inference.evaluate import evaluate
     from vit.training.folds import train_folds
 
+    asked, device = dataclasses.replace(Asked.of(config.data), split="val"), config.run.device
+
     def measure(folder: Path) -> dict[str, Any]:
         """Scores of a fold on the pictures that it held out, as `vit evaluate` has them."""
-        return evaluate(folder, config.data.data, device=config.run.device)
+        return evaluate(folder, asked, device=None if device == "auto" else device)
 
     record = train_folds(
         config,

@@ -7,7 +7,7 @@ the captions that it scores are those that `vit predict` writes.
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +171,9 @@ def labelled(
         ConfigError: The pictures have several classes, and the network gives each one.
     """
 
-    def held_out(root: Path) -> list[str]:
+    def held_out(root: Path, there: Collection[str]) -> list[str]:
         ours = None if isinstance(model, LoadedRun) else folder_of(model)
-        return [] if ours is None else held_out_pictures(ours, asked.data, root)
+        return [] if ours is None else held_out_pictures(ours, asked.data, root, there)
 
     full = as_trained(asked, None if isinstance(model, LoadedRun) else folder_of(model))
     full = dataclasses.replace(full, several=None if thresholds is None else True)
@@ -195,9 +195,9 @@ def as_trained(asked: Asked, run: Path | None) -> Asked:
     if path is None or not path.is_file():
         return asked
     data = make_config(read_settings(path), complete=True).data
-    if not is_list(asked.data):
-        return asked
     own = os.path.realpath(data.data) == os.path.realpath(asked.data)
+    if not own and not is_list(asked.data):
+        return asked
     return dataclasses.replace(
         asked,
         images=asked.images or (data.images if own else None),
@@ -244,7 +244,9 @@ def outcomes(answers: list[Answer], samples: tuple[Sample, ...]) -> list[Outcome
     return [Outcomes.of(torch.stack(rows), torch.tensor(labels))] if rows else []
 
 
-def held_out_pictures(run: Path, data: str, root: Path | None = None) -> list[str]:
+def held_out_pictures(
+    run: Path, data: str, root: Path | None = None, there: Collection[str] = ()
+) -> list[str]:
     """Names that the training of `run` held out for validation, if `data` is what it split.
 
     It is where the folder is the same, or where it has every one of the names: moved or copied.
@@ -254,6 +256,7 @@ def held_out_pictures(run: Path, data: str, root: Path | None = None) -> list[st
         run: The run folder.
         data: As for `evaluate`.
         root: The folder that the names are relative to; that of `data` when left out.
+        there: The names that are in it; those of files in any case.
 
     Raises:
         RunError: split.json of the run is damaged.
@@ -267,7 +270,8 @@ def held_out_pictures(run: Path, data: str, root: Path | None = None) -> list[st
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
     root = resolve(data)[0] if root is None else root
-    if root.resolve() == origin or all((root / name).is_file() for name in names):
+    known = set(there)
+    if root.resolve() == origin or all(n in known or (root / n).is_file() for n in names):
         return names
     # the same files may be named from another folder, such as that of a list
     elsewhere = (relative(str(origin / name), root.resolve()) for name in names)

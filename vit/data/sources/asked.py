@@ -52,7 +52,8 @@ class Asked:
             return train + val
         if self.split != "val":
             return [name for name in (self.split,) if name in there]
-        return val or train
+        # A test part may be kept for the end: then the pictures are those that training held out.
+        return val if val and val != ["test"] else train + val
 
 
 def resolve(data: str) -> tuple[Path, list[str]]:

@@ -41,6 +41,9 @@ __all__ = [
     "resolve",
 ]
 
+HeldOut = Callable[[Path, Collection[str]], Collection[str]]
+"""Gives the names that training held out, asked with the folder that names are relative to and with
+the names that there are."""
 READERS: tuple[tuple[Callable[[str], bool], Callable[[Asked], Listed]], ...] = (
     *PACKED,
     (is_list, read_lists),
@@ -125,7 +128,7 @@ def open_labelled(
     *,
     split: str,
     classes: Sequence[str],
-    held_out: Collection[str] | Callable[[Path], Collection[str]] = (),
+    held_out: Collection[str] | HeldOut = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """Open one split of `data` for evaluation; a label is an index into `classes`.
 
@@ -134,8 +137,8 @@ def open_labelled(
         split: `train`, `test`..., or `val` for the first validation pictures there are.
         classes: Names of the classes of the model.
         held_out: The validation pictures of a split that we made, as `relative` names, or what
-            gives them, asked with the folder that names are relative to. Where the data have no
-            validation pictures, only these are taken, if there are any of them.
+            gives them. Where the data have no validation pictures but maybe `test`, only these are
+            taken, if there are any of them.
 
     Returns:
         Samples, and notes for the user.
@@ -147,9 +150,12 @@ def open_labelled(
     listed = read_source(dataclasses.replace(asked, split=split))
     wanted = VAL_NAMES if split == "val" else (split,)
     name = next((name for name in wanted if name in listed.splits), None)
+    names = _held_out_of(listed, held_out)
+    if split == "val" and name == "test" and names:
+        name = None
     ours = name is None
     there = listed.where.keys() - {""}
-    if name is None and (split != "val" or there - {"train"}):
+    if name is None and (split != "val" or there - {"train", "test"}):
         has = some([*listed.where]) if there else f"class {listed.part}s only"
         hint = "" if there else "; leave the split out for held-out pictures"
         raise DataError(
@@ -158,7 +164,6 @@ def open_labelled(
     name = name or ("train" if "train" in listed.splits else "")
     notes = [*listed.notes]
     items: Sequence[Item] = listed.splits[name]
-    names = held_out(listed.root) if callable(held_out) else held_out
     if ours:
         items, note = _without_training(items, names, listed)
         notes = [note, *notes]
@@ -168,6 +173,14 @@ def open_labelled(
     if not items:
         raise DataError(f"{listed.where[name]}: no pictures; {LAYOUT}")
     return _samples(items, tuple(classes), listed), tuple(notes + more)
+
+
+def _held_out_of(listed: Listed, held_out: Collection[str] | HeldOut) -> Collection[str]:
+    """The names that training held out of what `listed` has of it, or might have."""
+    items = listed.splits.get("train", listed.splits.get("", []))
+    there = {relative(item.path, listed.root) for item in items}
+    names = held_out(listed.root, there) if callable(held_out) else held_out
+    return names if there & set(names) else ()
 
 
 def _check_classes(listed: Listed, classes: Sequence[str]) -> None:
@@ -257,7 +270,9 @@ def _without_training(
     kept = [item for item in items if relative(item.path, listed.root) in names]
     lack = f"no validation {listed.part}"
     if kept:
-        return kept, f"{lack}: took the {count(len(kept), 'picture')} that training held out"
+        pictures = count(len(kept), "picture")
+        some_of = f"{pictures} left of the {len(names):,}" if len(kept) < len(names) else pictures
+        return kept, f"{lack}: took the {some_of} that training held out"
     return items, f"{lack}: took all {len(items):,} pictures"
 
 
