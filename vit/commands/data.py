@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=None,
             help=f"column of the {what} in a table (default: found by its usual names)",
         )
+    parser.add_argument(
+        "--images", metavar="DIR", default=None, help="folder that names in a list are relative to"
+    )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="take pictures that a list names outside of its folder",
+    )
     parser.set_defaults(shard_size=None)
 
 
@@ -68,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         from vit.data.sources.opening import Asked, read_source
 
-        listed = read_source(Asked(args.source, everything=True, **columns))
+        where = {"images": args.images, "allow_outside": args.allow_outside}
+        listed = read_source(Asked(args.source, everything=True, **columns, **where))
         total = sum(map(len, listed.splits.values()))
         with progress_bar(total, unit="image", results_on_terminal=False) as bar:
             copied = copy(listed, args.source, out, to=args.to, most=most, told=bar.update)

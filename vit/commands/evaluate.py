@@ -192,10 +192,10 @@ def weakest(
     worst = sorted(present, key=lambda row: row[by])[:WEAKEST]
     width = max([13, *(len(printable(row["label"])) for row in worst)])
     titles = "".join(f"{title:>11}" for title in columns)
-    lines = ["", f"{'weakest classes':<{width + 2}}{'images':>6}{titles}"]
+    lines = ["", f"{'weakest classes':<{width + 2}}{'images':>8}{titles}"]
     for row in worst:
         cells = "".join(f"{row[name]:>11.4f}" for name in columns.values())
-        lines.append(f"  {printable(row['label']):<{width}}{row['count']:>6}{cells}")
+        lines.append(f"  {printable(row['label']):<{width}}{row['count']:>8}{cells}")
     if absent := len(rows) - len(present):
         lines.append(f"{absent} of the model's classes have no image here")
     return lines

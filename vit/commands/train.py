@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="DATA",
         help="a folder of images, a list of them (.csv, .jsonl; of captions with --task caption), "
-        "or a built-in set: digits, shapes",
+        "tar shards, hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
     )
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument(
@@ -78,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
     config = make_config(values)
     if not config.data.data:
         raise ConfigError(
-            "DATA is missing: give a folder of images, a built-in set (digits, shapes), or "
-            "--resume with the --out of a run"
+            f"{printable(args.out)}: no run to resume there; give the --out of one, or DATA"
+            if args.resume and args.out
+            else "DATA is missing: give a folder of images, a list, tar shards, a built-in set "
+            "(digits, shapes), or --resume with the --out of a run"
         )
     given = checked(values)
     if args.show_batch is not None:

@@ -58,13 +58,17 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         self.check_least(1, "batch_size")
         if self.cache_folder is not None and self.cache != "disk":
-            self.refuse("cache_folder", f"is for cache=disk, and cache={self.cache}")
+            self.refuse(
+                "cache_folder", f"is for cache=disk, and cache={self.cache}: add --cache disk"
+            )
         if self.workers is not None:
             self.check_least(0, "workers")
         if self.folds is not None:
             self.check_least(2, "folds")
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
-            self.refuse("fold", f"must be from 1 to folds={self.folds}")
+            self.refuse(
+                "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
+            )
         if not 0 < self.val_share < 1:
             self.refuse("val_share", "must be between 0 and 1, both excluded")
         if not 0 < self.crop_share <= 1:
@@ -133,7 +137,9 @@ class AugmentConfig(Section):
         if self.randaugment_magnitude > 30:
             self.refuse("randaugment_magnitude", "must be at most 30")
         if self.cutmix_share != AugmentConfig.cutmix_share and not (self.mixup and self.cutmix):
-            self.refuse("cutmix_share", "has a meaning where mixup and cutmix are both on")
+            self.refuse(
+                "cutmix_share", "has a meaning where mixup and cutmix are both on: add both"
+            )
         if self.random_crop == "simple":
             for name in ("min_crop", "crop_ratio"):
                 if getattr(self, name) != getattr(AugmentConfig, name):

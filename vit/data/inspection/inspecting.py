@@ -15,7 +15,7 @@ from vit.data.inspection.pool import SECONDS, look_at_all
 from vit.data.inspection.problems import KINDS, Problem, bad_kind, shared
 from vit.data.inspection.store import Stamp, Store
 from vit.data.sources.folders import count
-from vit.data.sources.oddities import alike_names, few_note, imbalance_note
+from vit.data.sources.oddities import alike_names, few_note, imbalance_note, similar_names
 from vit.data.sources.opening import Asked
 from vit.errors import printable
 
@@ -210,13 +210,10 @@ def counted(listing: Listing) -> list[Problem]:
         written = ", ".join(map(ascii, names))
         words = f"classes {written} look the same, as {printable(form)}"
         problems.append(Problem("class_names", words))
-    by_case: dict[str, list[str]] = {}
-    for name in listing.classes:
-        by_case.setdefault(name.casefold(), []).append(name)
-    for names in by_case.values():
-        if len(names) > 1:
-            written = ", ".join(map(printable, names))
-            problems.append(Problem("similar_names", f"classes {written} differ in case alone"))
+    for names in similar_names(listing.classes):
+        written = ", ".join(map(ascii, names))
+        words = f"classes {written} differ in case or spaces alone"
+        problems.append(Problem("similar_names", words))
     counts = {name: number for name, number in listing.counts(listing.learned).items() if number}
     if len(counts) > 1:
         notes = {"few_pictures": few_note(counts), "imbalance": imbalance_note(counts)}

@@ -58,7 +58,7 @@ KINDS: dict[str, Severity] = {
     "outside_link": "note",
     "duplicate": "note",
     "near_duplicate": "note",
-    "similar_names": "note",
+    "similar_names": "warning",
     "tiny": "note",
     "huge": "note",
     "extreme_aspect": "note",

@@ -43,8 +43,16 @@ def read_classes(folder: Path, walk: Walk) -> Pictures:
     loose = walk.loose_pictures(str(folder))
     if not names:
         what = f"{count(len(loose), 'picture')} straight in it" if loose else "no folders in it"
-        raise DataError(f"{printable(folder)} has no class folders ({what}); {LAYOUT}")
+        lists = lists_beside(folder)
+        raise DataError(f"{printable(folder)} has no class folders ({what}); {LAYOUT}{lists}")
     return {name: walk.pictures(str(folder / name)) for name in names}
+
+
+def lists_beside(folder: Path) -> str:
+    """What to say where a folder has lists that may be what was meant; empty without any."""
+    endings = (".csv", ".tsv", ".jsonl", ".ndjson")
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in endings)
+    return f"; or give the list there: {printable(folder / names[0])}" if names else ""
 
 
 def check_classes(pictures: Pictures, where: Path) -> None:
@@ -61,7 +69,7 @@ def check_classes(pictures: Pictures, where: Path) -> None:
     if len(pictures) == 1:
         raise DataError(
             f"{printable(where)}: only one class ({names}), nothing to tell apart; "
-            f"add a folder for each other class"
+            f"add a folder for each other class{lists_beside(where)}"
         )
 
 

@@ -30,9 +30,23 @@ def alike_names(classes: Sequence[str]) -> dict[str, list[str]]:
     return {form: names for form, names in by_form.items() if len(names) > 1}
 
 
+def similar_names(classes: Sequence[str]) -> list[list[str]]:
+    """Classes whose names differ in case or white space alone."""
+    by_form: dict[str, list[str]] = defaultdict(list)
+    for name in classes:
+        by_form[" ".join(unicodedata.normalize("NFC", name).casefold().split())].append(name)
+    found = [names for names in by_form.values() if len(names) > 1]
+    return [names for names in found if names not in alike_names(classes).values()]
+
+
 def name_notes(classes: Sequence[str]) -> list[str]:
-    """Classes whose names look the same."""
-    return [
+    """Classes whose names look the same, or nearly so."""
+    nearly = [
+        f"classes that differ in case or spaces alone: {', '.join(map(ascii, names))}; give them "
+        "one name if they are one class"
+        for names in similar_names(classes)
+    ]
+    return nearly + [
         f"classes that look the same, equal in normalised Unicode: {', '.join(map(ascii, names))} "
         f"({printable(form)})"
         for form, names in alike_names(classes).items()

@@ -53,11 +53,27 @@ def _in_folder(folder: str) -> list[str]:
     """
     names = _folders(folder)
     if not names:
-        return sorted(_tars(folder))
+        return _whole(folder, _tars(folder))
     places = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
     if "train" not in names or any(_folders(place) for place in places):
         return []
-    return sorted(path for place in places for path in _tars(place))
+    return _whole(folder, [path for place in places for path in _tars(place)])
+
+
+def _whole(folder: str, paths: list[str]) -> list[str]:
+    """These tars, none of which is compressed.
+
+    Raises:
+        DataError: Some are: they would be missing.
+    """
+    packed = [os.path.basename(path) for path in paths if PACKED.search(path)]
+    if packed:
+        names = some([printable(name) for name in sorted(packed)], 2)
+        raise DataError(
+            f"{printable(folder)}: compressed shards ({names}): unpack them (gunzip, zstd -d); "
+            "pictures are compressed already"
+        )
+    return sorted(paths)
 
 
 def _folders(folder: str) -> list[str]:
@@ -68,9 +84,13 @@ def _folders(folder: str) -> list[str]:
         raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
 
 
+def _is_tar(name: str) -> bool:
+    return name.lower().endswith(".tar") or bool(PACKED.search(name))
+
+
 def _tars(folder: str) -> list[str]:
     names = [name for name in os.listdir(folder) if not name.startswith(".")]
-    paths = [os.path.join(folder, name) for name in names if name.lower().endswith(".tar")]
+    paths = [os.path.join(folder, name) for name in names if _is_tar(name)]
     return [path for path in paths if os.path.isfile(path)]
 
 

@@ -181,7 +181,7 @@ def find_groups(names: Sequence[str], pattern: str) -> list[str]:
     found = [expression.search(name) for name in names]
     if names and not any(found):
         raise DataError(
-            f"group={printable(pattern)}: no column of the data, and as a regular expression it "
+            f"group={printable(pattern)}: no column of that name, and as a regular expression it "
             f"matches none of {count(len(names), 'path')} such as {printable(names[0])}"
         )
     bracket = 1 if expression.groups else 0
