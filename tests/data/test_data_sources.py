@@ -274,3 +274,9 @@ def test_inputs_that_give_nothing_are_refused(make_tree):
         list_images([str(root / "empty")])
     with pytest.raises(DataError, match="matches no file"):
         list_images([str(root / "*.jpg")])
+
+
+def test_classes_that_differ_in_case_or_spaces_are_told(make_tree):
+    notes = "\n".join(opened(make_tree({"Hat": 3, "hat": 3, "a b": 3, "a  b": 3, "c": 3})).notes)
+    assert "differ in case or spaces alone: 'Hat', 'hat'" in notes
+    assert "differ in case or spaces alone: 'a  b', 'a b'" in notes

@@ -473,3 +473,12 @@ def test_an_index_is_json_free_and_small(tmp_path):
     held = index.keys.nbytes + index.order.nbytes + index.places.nbytes + index.ends.nbytes
     assert held + len(index.blob) < 60 * 500
     assert json.dumps([*index])[:10] == '["a/000000'
+
+
+def test_a_compressed_shard_among_others_is_not_left_out(pair, tmp_path):
+    shards = tmp_path / "mixed"
+    shards.mkdir()
+    pack(shards / "train-0000.tar", files_of(pair[0] / "train"))
+    (shards / "train-0001.tar.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=r"compressed shards \(train-0001\.tar\.gz\)"):
+        opened(shards)

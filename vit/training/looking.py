@@ -162,7 +162,8 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
         line = f" ({where[bad[0].path]})" if where else ""
         raise BadImage(
             bad[0].path,
-            f"{bad[0].reason}{line}{more}; mend or delete, or leave such files out with "
+            f"{bad[0].reason}{line}{more}; {'correct the list' if where else 'mend or delete'}, or "
+            "leave such files out with "
             "--on-bad-image skip",
         )
     return bad

@@ -9,11 +9,11 @@ from vit.data.sources.classes import VAL_NAMES, Pictures
 from vit.data.sources.folders import count, some
 from vit.data.sources.splitting import (
     Fold,
-    alone_notes,
     check_sides,
     draw,
     find_groups,
     fold_of,
+    group_notes,
     hold_out,
     make_units,
     members_of,
@@ -50,7 +50,7 @@ def divided(
             return train, val, []
         groups = _groups([*train, *val], listed, asked.group)
         check_sides(groups[: len(train)], groups[len(train) :], asked.group, listed.where[own])
-        return train, val, alone_notes(groups, asked.group)
+        return train, val, group_notes(groups, asked.group, column=listed.grouped)
     return _held_out(train, listed, asked, val_share=val_share, seed=seed)
 
 
@@ -85,7 +85,7 @@ def _held_out(
     what = f" ({count(number, 'group')})" if groups is not None else ""
     notes = [f"{lack}: held out {count(len(val), 'picture')}{what}, {val_share:.0%} of each class"]
     if groups is not None:
-        notes += alone_notes(groups, asked.group or "")
+        notes += group_notes(groups, asked.group or "", column=listed.grouped)
     _check_learned(train, val, asked)
     held_labels, all_labels = _labels(val), _labels(items)
     if none := [printable(label) for label in sorted(all_labels - held_labels)]:
@@ -107,7 +107,7 @@ def _folded(
     if tested:
         notes.append("left out test: no fold sees it; measure on it at the end")
     if groups is not None:
-        notes += alone_notes(groups, asked.group or "")
+        notes += group_notes(groups, asked.group or "", column=listed.grouped)
     _check_learned(train, val, asked)
     if none := [printable(label) for label in sorted(_labels(items) - _labels(val))]:
         notes.append(f"this fold has no validation pictures of class {some(none)}")

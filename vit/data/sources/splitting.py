@@ -188,12 +188,15 @@ def find_groups(names: Sequence[str], pattern: str) -> list[str]:
     return [(match[bracket] or "") if match else "" for match in found]
 
 
-def alone_notes(groups: Sequence[str], group: str) -> list[str]:
-    """How many pictures are in no group."""
-    alone = sum(not name for name in groups)
-    if not alone:
-        return []
-    return [f"{count(alone, 'picture')} without a group ({printable(group)}): each is alone"]
+def group_notes(groups: Sequence[str], group: str, *, column: bool) -> list[str]:
+    """How many groups there are and by what, and how many pictures are in none."""
+    number = count(len({*groups} - {""}), "group")
+    notes = [f"{number} by the {'column' if column else 'expression'} {printable(group)}"]
+    if alone := sum(not name for name in groups):
+        notes.append(
+            f"{count(alone, 'picture')} without a group ({printable(group)}): each is alone"
+        )
+    return notes
 
 
 def check_sides(train: Sequence[str], val: Sequence[str], group: str, where: str) -> None:
