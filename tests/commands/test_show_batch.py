@@ -131,3 +131,9 @@ def test_a_sheet_of_many_or_large_pictures_stays_small():
     sheet = contact_sheet(many, [["a\nb" * 200], *[["c"]] * 69])
     assert sheet.width == MARGIN + 8 * (88 + MARGIN)
     assert sheet.height < 8 * (TILE + MARGIN + 20 * 40)
+
+
+def test_folds_without_a_fold_are_refused(show, colours):
+    code, said = show(colours, "--folds", "2", "--show-batch", "batch.png")
+    assert code == 2
+    assert "folds=2: one training is of one fold: give --fold" in said

@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,13 +16,14 @@ from PIL import Image
 
 from vit.config import AugmentConfig
 from vit.data import cache as cache_module
-from vit.data.cache import open_cache, side_for
-from vit.data.cache_file import NOWHERE
+from vit.data.cache import Cache, open_cache, side_for
+from vit.data.cache_file import NOWHERE, locked
 from vit.data.dataset import Always
 from vit.data.loading import TrainingLoader
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
 from vit.data.schedule import Schedule
+from vit.data.stamps import stamp_of
 from vit.data.transforms import training_transform
 from vit.errors import DataError
 
@@ -198,3 +201,104 @@ def test_two_processes_build_it_once(paths, tmp_path):
 def test_the_side_keeps_crops_of_the_mean_area_from_being_enlarged():
     assert side_for(224, 1.0) == 224
     assert side_for(224, 0.08) == 305
+
+
+def one_picture(path, colour):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (20, 20), colour).save(path)
+    os.utime(path, (0, 0))
+
+
+def test_another_picture_of_the_same_name_size_and_time_is_another_one(tmp_path, monkeypatch):
+    for folder, colour in (("a", "red"), ("b", "blue")):
+        one_picture(tmp_path / folder / "x.bmp", colour)
+    for folder, first in (("a", 255), ("b", 0)):
+        monkeypatch.chdir(tmp_path / folder)
+        cache, _ = built(["x.bmp"], tmp_path)
+        assert cache.pixels(0)[0, 0, 0] == first
+    shutil.copy2(tmp_path / "a" / "x.bmp", tmp_path / "b" / "x.bmp")
+    cache, told = built(["x.bmp"], tmp_path)
+    assert len(told) == 1
+    assert cache.pixels(0)[0, 0, 0] == 255
+
+
+def test_the_stamp_of_something_in_a_file_is_that_of_the_file(tmp_path):
+    file = tmp_path / "x.tar"
+    file.write_bytes(b"12345")
+    assert stamp_of(str(file))[0] == 5
+    assert stamp_of(f"{file}/a/b.png") == stamp_of(str(file))
+    assert stamp_of(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="/dev/shm is of Linux")
+@pytest.mark.parametrize("how", ["open", "link"])
+def test_a_shared_folder_that_others_could_write_is_refused(paths, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(cache_module, "SHARED", tmp_path)
+    folder, elsewhere = tmp_path / f"vit-toolkit-{os.getuid()}", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if how == "open":
+        folder.mkdir()
+        folder.chmod(0o770)
+    else:
+        folder.symlink_to(elsewhere)
+    with pytest.raises(DataError, match="is not a folder of this user alone"):
+        built(paths, tmp_path, kind="ram", folder=None)
+    assert not list(folder.iterdir())
+
+
+def test_a_cache_that_is_forgotten_while_it_is_opened_is_built_anew(paths, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "SHARED", tmp_path)
+    first, _ = built(paths, tmp_path, kind="ram", folder=None)
+    original = cache_module.usable_index
+
+    def forgotten(file, stamps):
+        index = original(file, stamps)
+        file.unlink(missing_ok=True)
+        return index
+
+    monkeypatch.setattr(cache_module, "usable_index", forgotten)
+    second, told = built(paths, tmp_path, kind="ram", folder=None)
+    assert len(told) == 1
+    assert np.array_equal(first.pixels(3), second.pixels(3))
+
+
+def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, picture):
+    cache, _ = built(paths, tmp_path)
+    picture(60, 50, 99).save(paths[0])
+    built(paths, tmp_path)
+    with pytest.raises(FileNotFoundError, match="another one is in its place"):
+        Cache(cache.file, cache.index)
+
+
+def test_forgetting_waits_for_those_who_open_it(paths, tmp_path):
+    pytest.importorskip("fcntl")
+    cache, _ = built(paths, tmp_path)
+    thread = threading.Thread(target=cache.forget)
+    with locked(cache.file.with_suffix(".lock")):
+        thread.start()
+        thread.join(0.1)
+        assert cache.file.exists()
+    thread.join()
+    assert not cache.file.exists()
+
+
+def test_the_least_recently_used_caches_make_room(paths, tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    used, _ = built(paths[:1], tmp_path)  # the oldest, and open
+    files = [used.file]
+    for number in (1, 2, 3):
+        cache, _ = built(paths[number : number + 1], tmp_path)
+        files.append(cache.file)
+        del cache
+    stranger = tmp_path / "cache" / f"pictures-{24 * '0'}"
+    stranger.write_bytes(b"not ours")
+    for at, file in enumerate([stranger, *files]):
+        os.utime(file, (at, at))
+    built(paths[1:2], tmp_path)  # its use makes it the youngest
+    size = max(file.stat().st_size for file in files)
+    monkeypatch.setattr(cache_module, "MOST", 3.5 * size)
+    _, told = built(paths[5:], tmp_path)
+    assert [file.exists() for file in files] == [True, True, False, False]
+    assert stranger.exists()
+    assert "deleted the 2 least recently used of the caches" in told[0]
+    assert len(told) == 2

@@ -3,7 +3,9 @@
 import ast
 import os
 import shutil
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +257,38 @@ def test_a_damaged_store_is_made_again(folder, tmp_path):
     (database,) = kept.glob("*.sqlite")
     database.write_bytes(b"no database at all" * 100)
     assert len(inspect(str(folder), workers=1, cache_folder=kept).facts) == 29
+
+
+def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeypatch):
+    kept, told = tmp_path / "cache", []
+    inspect(str(folder), workers=1, cache_folder=kept)
+    (database,) = kept.glob("*.sqlite")
+    before = database.stat().st_ino
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(path, timeout=0))
+    with closing(connect(database)) as other:
+        other.execute("begin exclusive")
+        report = inspect(str(folder), workers=1, cache_folder=kept, say=told.append)
+    assert len(report.facts) == 29
+    assert database.stat().st_ino == before
+    assert len(told) == 1
+    assert "database is locked" in told[0]
+
+
+def test_without_a_cache_nothing_is_written(folder, tmp_path):
+    kept = tmp_path / "cache"
+    inspect(str(folder), workers=1, cache=False, cache_folder=kept)
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_validation_pictures_of_which_none_can_be_read_are_told(folder, name):
+    (folder / "val").rename(folder / name)
+    for path in (folder / name).rglob("*.png"):
+        path.write_bytes(b"no picture")
+    problems = inspect(str(folder), cache=False, workers=1).problems
+    words = [one.detail for one in problems if one.kind == "broken_class"]
+    assert words == ["no picture of validation can be read"]
 
 
 def test_facts_of_one_picture(tmp_path):

@@ -99,7 +99,13 @@ def run(args: argparse.Namespace) -> int:
         allow_outside=args.allow_outside,
     )
     with Stages() as stages:
-        report = inspect(asked, workers=args.workers, cache=not args.no_cache, progress=stages.told)
+        report = inspect(
+            asked,
+            workers=args.workers,
+            cache=not args.no_cache,
+            progress=stages.told,
+            say=lambda note: say(f"vit check: {note}"),
+        )
     if args.weights is not None:
         from vit.inference.label_check import with_features
 

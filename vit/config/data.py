@@ -61,6 +61,9 @@ class DataConfig(Section):
             self.refuse(
                 "cache_folder", f"is for cache=disk, and cache={self.cache}: add --cache disk"
             )
+        if self.decode == "exact" and self.cache != "none":
+            why = f"cache={self.cache} keeps pictures made smaller, which is not exact"
+            self.refuse("decode", f"{why}; leave one of the two out")
         if self.workers is not None:
             self.check_least(0, "workers")
         if self.folds is not None:
@@ -69,6 +72,8 @@ class DataConfig(Section):
             self.refuse(
                 "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
             )
+        if self.folds is not None and self.val_share != DataConfig.val_share:
+            self.refuse("val_share", f"folds={self.folds} hold out a part each; leave it out")
         if not 0 < self.val_share < 1:
             self.refuse("val_share", "must be between 0 and 1, both excluded")
         if not 0 < self.crop_share <= 1:

@@ -7,6 +7,7 @@ read from their files, which says again what is wrong with them.
 """
 
 import contextlib
+import errno
 import hashlib
 import math
 import os
@@ -26,8 +27,11 @@ from vit.data.cache_file import (
     header_of,
     lock_file,
     locked,
+    make_folder,
     stamps_of,
+    surplus,
     sweep,
+    unused,
     usable_index,
 )
 from vit.data.decoding import read_pixels, read_size
@@ -37,6 +41,8 @@ from vit.data.sources.builtin import user_cache
 from vit.errors import BadImage, DataError, printable
 
 Kind = Literal["ram", "disk"]
+MOST = 100 * 2**30
+"""Bytes that the caches in a folder take together; a single one may be larger."""
 WINDOW = 256
 """Pictures that are in work at once."""
 SHARED = Path("/dev/shm")
@@ -48,13 +54,22 @@ class Cache:
     Args:
         file: A complete one; it may be deleted once this object exists.
         index: Its index.
+
+    Raises:
+        FileNotFoundError: It has gone, or is another one now.
     """
 
     def __init__(self, file: Path, index: Index) -> None:
         self.file = file
         self.index = index
-        # copy on write, for torch warns of memory that cannot be written; nobody writes
-        self.bytes = np.memmap(file, np.uint8, mode="c")
+        with file.open("rb") as opened:
+            lock_file(opened, wait=True, shared=True)  # for as long as it is mapped
+            if opened.read(HEADER) != header_of(index.tobytes()):
+                raise FileNotFoundError(errno.ENOENT, "another one is in its place", str(file))
+            # copy on write, for torch warns of memory that cannot be written; nobody writes
+            self.bytes = np.memmap(opened, np.uint8, mode="c")
+        with contextlib.suppress(OSError):
+            os.utime(file)  # the last use, by which old ones are deleted
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Cache, (self.file, self.index)  # a process that is not forked maps it anew
@@ -70,7 +85,7 @@ class Cache:
 
     def forget(self) -> None:
         """Delete the file's name: its memory is free when the last process that maps it ends."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), locked(_lock(self.file)):
             self.file.unlink()
 
 
@@ -98,32 +113,51 @@ def open_cache(
             the caller deletes its name with `forget` when all of them have opened it.
         folder: Where `disk` keeps it; in the user's cache where left out.
         threads: How many pictures are decoded at a time.
-        say: Told what is about to be built, and where.
+        say: Told what is about to be built, and where, and what is deleted for it.
         advance: Told how many pictures have been added.
 
     Raises:
-        DataError: There is no room for it, or it cannot be written.
+        DataError: There is no room for it, it cannot be written, or it would not be private.
     """
     folder = _folder(kind, folder)
-    key = hashlib.sha256("\0".join([str(side), *paths]).encode("utf-8", "surrogateescape"))
-    file = folder / f"pictures-{key.hexdigest()[:24]}"
+    file = folder / _name(paths, side)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder, private=kind == "ram")
         stamps = stamps_of(paths)
-        index = usable_index(file, stamps)
-        if index is None:
-            with locked(file.with_suffix(".lock")):
-                index = usable_index(file, stamps)  # which another process has built meanwhile
-                if index is None:
+        cache = _ready(file, stamps)
+        if cache is None:
+            with locked(_lock(file)):
+                cache = _ready(file, stamps)  # which another process has built meanwhile
+                if cache is None:
                     builder = _Builder(paths, stamps, side, file, threads)
-                    say(builder.plan(kind))
-                    index = builder.build(advance)
-        return Cache(file, index)
+                    builder.plan(kind, say)
+                    cache = builder.built(advance)
+        return cache
     except OSError as error:
         raise DataError(
             f"cache={kind}: {printable(folder)} cannot be written ({error.strerror}); choose "
             "another --cache-folder, or --cache none"
         ) from None
+
+
+def _name(paths: Sequence[str], side: int) -> str:
+    """The name of their file; equal words are other pictures in another working folder."""
+    here = os.getcwd()
+    whole = (os.path.join(here, path) for path in paths)
+    key = hashlib.sha256("\0".join([str(side), *whole]).encode("utf-8", "surrogateescape"))
+    return f"pictures-{key.hexdigest()[:24]}"
+
+
+def _lock(file: Path) -> Path:
+    return file.with_suffix(".lock")
+
+
+def _ready(file: Path, stamps: Index) -> Cache | None:
+    """The complete cache of pictures that are as they were, or None."""
+    index = usable_index(file, stamps)
+    with contextlib.suppress(FileNotFoundError):  # forgotten, or built anew, meanwhile
+        return None if index is None else Cache(file, index)
+    return None
 
 
 def _folder(kind: Kind, folder: Path | None) -> Path:
@@ -159,14 +193,19 @@ class _Builder:
             sizes = pool.map(self._bytes_of, paths, chunksize=WINDOW)
             self.bytes = HEADER + index.nbytes + sum(sizes)
 
-    def plan(self, kind: Kind) -> str:
-        """What will be built.
+    def plan(self, kind: Kind, say: Callable[[str], None]) -> None:
+        """Say what will be built, and delete caches that would be too many then.
+
+        In memory, all that no process maps: they are of trainings that were killed.
 
         Raises:
             DataError: There is no room for it.
         """
-        sweep(self.file.parent)
-        need, free = self.bytes / 2**30, room_in(self.file.parent, memory=kind == "ram") / 2**30
+        folder = self.file.parent
+        sweep(folder)
+        old = surplus(folder, self.file, 0 if kind == "ram" else max(MOST - self.bytes, 0))
+        need = self.bytes / 2**30
+        free = (room_in(folder, memory=kind == "ram") + sum(old.values())) / 2**30
         if need > free:
             what = "memory" if kind == "ram" else f"space in {printable(self.file.parent)}"
             raise DataError(
@@ -174,10 +213,31 @@ class _Builder:
                 f"{free:.2f} GiB of {what} are free; use --cache none, or fewer or smaller pictures"
             )
         where = "memory" if kind == "ram" else printable(self.file)
-        return (
+        gone = [size for path, size in old.items() if unused(path, delete=True)]
+        if gone:
+            why = f" for the caches to stay within {MOST // 2**30} GiB" if kind == "disk" else ""
+            say(
+                f"note: deleted the {len(gone)} least recently used of the caches in "
+                f"{printable(folder)}, {sum(gone) / 2**30:.2f} GiB,{why or ' left by killed runs'}"
+            )
+        say(
             f"cache: {len(self.paths):,} pictures with a short side of {self.side} px or less take "
             f"{need:.2f} GiB of {where}"
         )
+
+    def built(self, advance: Callable[[int], object]) -> Cache:
+        """The cache, after `plan`.
+
+        Raises:
+            DataError: Somebody deleted its file at once.
+            OSError: It cannot be written.
+        """
+        try:
+            return Cache(self.file, self.build(advance))
+        except FileNotFoundError:
+            raise DataError(
+                f"{printable(self.file)} was deleted while it was made; start once more"
+            ) from None
 
     def build(self, advance: Callable[[int], object]) -> Index:
         """Decode all pictures into the file, which appears when it is complete."""

@@ -24,7 +24,7 @@ from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
 from vit.evaluation.several_metrics import FEWEST, USUAL, choose_thresholds
 from vit.evaluation.several_report import Measured, write_several_report
 from vit.precision import autocast
-from vit.training.batches import micro_batch_size, rows_of, words_of
+from vit.training.batches import micro_batch_size, rows_of, words_of, workers_of
 from vit.training.caption_ending import measure_captions, word_facts
 from vit.training.captioning import is_chosen
 from vit.training.devices import inference_precision
@@ -262,7 +262,7 @@ def seen(
         samples,
         loaded.preprocessing,
         batch_size=micro_batch_size(run),
-        workers=run.config.data.workers,
+        workers=workers_of(run),
         pin_memory=device.type == "cuda",
         words=words_of(run, samples),
         classes=rows_of(run.config),

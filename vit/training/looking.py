@@ -69,7 +69,7 @@ def open_data(config: Config) -> Splits:
     data, training = config.data, config.training
     if not training.captions:
         if data.folds is not None and data.fold is None:
-            raise ConfigError(f"folds={data.folds}: one training is of one fold; say which")
+            raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
         fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
         asked = Asked.of(data, several=training.several or None)
         return open_splits(asked, val_share=data.val_share, seed=training.seed, fold=fold)

@@ -1,7 +1,6 @@
 """One pass over one picture: what its header says, whether it decodes, and what it looks like."""
 
 import hashlib
-import os
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from vit.data.containers import open_member
 from vit.data.decoding import read_header, read_image
 from vit.errors import BadImage
 
-VERSION = 1
+VERSION = 2
 """Of what is found here: facts of another version are made again."""
 SIDE = 32
 """Of the grey copy, in pixels."""
@@ -115,20 +114,3 @@ def looks(small: np.ndarray[Any, Any]) -> bytes:
     blocks = (COARSE, step, COARSE, step)
     parts = [grey, *(colour.reshape(blocks).mean(axis=(1, 3)) for colour in colours)]
     return b"".join(np.rint(part).clip(0, 255).astype(np.uint8).tobytes() for part in parts)
-
-
-def size_and_time(path: str) -> tuple[int, int]:
-    """Bytes and nanoseconds of the last change of a file, or of the one that `path` is inside of.
-
-    They tell whether facts of an earlier day still hold; (-1, -1) where there is no file.
-    """
-    while path:
-        try:
-            status = os.stat(path)
-        except NotADirectoryError:  # noqa: PERF203
-            path = os.path.dirname(path)
-        except OSError:
-            break
-        else:
-            return status.st_size, status.st_mtime_ns
-    return -1, -1

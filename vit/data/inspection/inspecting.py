@@ -3,20 +3,22 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vit.data.inspection.copies import copies
-from vit.data.inspection.facts import Facts, Verdict, size_and_time
+from vit.data.inspection.facts import Facts, Verdict
 from vit.data.inspection.listing import Listing, list_pictures
 from vit.data.inspection.pool import SECONDS, look_at_all
 from vit.data.inspection.problems import KINDS, Problem, bad_kind, shared
-from vit.data.inspection.store import Stamp, Store
+from vit.data.inspection.store import Store
+from vit.data.sources.classes import VAL_NAMES
 from vit.data.sources.folders import count
 from vit.data.sources.oddities import alike_names, few_note, imbalance_note, similar_names
 from vit.data.sources.opening import Asked
+from vit.data.stamps import Stamp, stamp_of
 from vit.errors import printable
 
 KEPT = 512
@@ -109,6 +111,7 @@ def inspect(
     cache_folder: Path | None = None,
     seconds: float = SECONDS,
     progress: Progress = lambda _what, _done, _total: None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Report:
     """Everything that can be said of `data` without a network.
 
@@ -119,14 +122,17 @@ def inspect(
         cache_folder: Where; in the user's cache if None.
         seconds: After which a picture is given up.
         progress: Told how far it is.
+        say: Told why verdicts cannot be kept.
 
     Raises:
         DataError: As in `list_pictures`.
     """
     listing = list_pictures(data)
     paths = list(dict.fromkeys(one.path for one in listing.pictures))
-    with closing(Store(listing.root, cache_folder)) as store:
-        verdicts = look(paths, store if cache else None, workers, seconds, progress)
+    with closing(Store(listing.root, cache_folder)) if cache else nullcontext() as store:
+        if store is not None and store.note is not None:
+            say(store.note)
+        verdicts = look(paths, store, workers, seconds, progress)
     facts = {path: found for path, found in verdicts.items() if isinstance(found, Facts)}
     problems = [*listing.problems, *broken(listing, verdicts), *counted(listing)]
     problems += copies(
@@ -156,7 +162,7 @@ def look(
     stamps: dict[str, Stamp] = {}
     found: dict[str, Verdict] = {}
     if store is not None:
-        stamps = {path: size_and_time(path) for path in paths}
+        stamps = {path: stamp_of(path) for path in paths}
         found.update(store.known(stamps))
         store.forget(store.paths() - stamps.keys())
     missing = [path for path in paths if path not in found]
@@ -184,9 +190,10 @@ def broken(listing: Listing, verdicts: Mapping[str, Verdict]) -> list[Problem]:
         for path, verdict in verdicts.items()
         if isinstance(verdict, str)
     ]
-    for split in {listing.learned, "val"} & {*listing.splits}:
+    val = next((name for name in VAL_NAMES if name in listing.splits), listing.learned)
+    for split in dict.fromkeys((listing.learned, val)):
         pictures = [one for one in listing.pictures if one.split == split]
-        if split == "val":
+        if split != listing.learned:
             groups = {"validation": pictures}
         else:
             groups = {

@@ -1,8 +1,8 @@
 """Verdicts of earlier days, so that a second look at the same files is quick.
 
 One small database for each data set, in the user's cache; it may be deleted at any time. A verdict
-holds as long as the file has the same size and time of its last change. Only good pictures are
-kept: why another one failed may be mended in many ways.
+holds as long as the file has the same stamp. Only good pictures are kept: why another one failed
+may be mended in many ways.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from vit.data.inspection.facts import VERSION, Facts
 from vit.data.sources.builtin import user_cache
+from vit.data.stamps import Stamp
+from vit.errors import printable
 
-Stamp = tuple[int, int]
-"""Size and time of a file."""
 TABLE = (
-    "create table if not exists verdicts "
-    "(path blob primary key, size integer, time integer, facts text, digest blob, look blob)"
+    "create table if not exists verdicts (path blob primary key, size integer, mtime integer, "
+    "ctime integer, number integer, facts text, digest blob, look blob)"
 )
 
 
@@ -37,13 +37,19 @@ class Store:
         name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=12).hexdigest()
         self.path = folder / f"{name}-v{VERSION}.sqlite"
         self.database: sqlite3.Connection | None = None
-        with contextlib.suppress(OSError, sqlite3.Error):
+        self.note: str | None = None
+        """Why nothing is kept, or None."""
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             self.database = self._open()
+        except (OSError, sqlite3.Error) as error:
+            self.note = f"note: {printable(self.path)}: {printable(error)}; nothing is kept there"
 
     def _open(self) -> sqlite3.Connection:
         try:
             return self._connected()
+        except sqlite3.OperationalError:  # in use by another process, or not to be written
+            raise
         except sqlite3.DatabaseError:  # damaged: it can be made again
             self.path.unlink(missing_ok=True)
             return self._connected()
@@ -64,11 +70,11 @@ class Store:
         if self.database is None:
             return found
         with contextlib.suppress(sqlite3.Error, ValueError, TypeError):
-            for path, size, time, facts, digest, look in self.database.execute(
-                "select path, size, time, facts, digest, look from verdicts"
+            for path, *stamp, facts, digest, look in self.database.execute(
+                "select path, size, mtime, ctime, number, facts, digest, look from verdicts"
             ):
                 name = os.fsdecode(path)
-                if stamps.get(name) == (size, time):
+                if stamps.get(name) == tuple(stamp):
                     found[name] = Facts._make([*json.loads(facts), digest, look])
         return found
 
@@ -78,7 +84,7 @@ class Store:
             (os.fsencode(path), *stamp, json.dumps(facts[:-2]), facts.digest, facts.look)
             for path, stamp, facts in verdicts
         ]
-        self._write("insert or replace into verdicts values (?, ?, ?, ?, ?, ?)", rows)
+        self._write("insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def forget(self, paths: Iterable[str]) -> None:
         """Remove those that are not there any more."""
