@@ -14,8 +14,8 @@ from vit.data.containers import open_binary, relative
 from vit.data.samples import Item, Listed
 from vit.data.sources import copying
 from vit.data.sources.opening import Asked, open_splits, read_source
-from vit.data.sources.writing import MARK, Names, class_folders, safe_part
-from vit.errors import ConfigError
+from vit.data.sources.writing import MARK, Names, class_folders, safe_part, whole_folder
+from vit.errors import ConfigError, DataError
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -165,6 +165,56 @@ def test_what_is_there_is_never_lost(photos, tmp_path, capsys):
     written(photos, "folder", out, "--overwrite")
     assert files_of(out) == before == files_of(photos)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_pictures_that_a_list_or_a_pattern_names_are_not_replaced(photos, tmp_path, capsys):
+    out = written(photos, "folder", tmp_path / "out")
+    rows = [f"{path},{path.parent.name}" for path in sorted(out.rglob("*.png"))]
+    listed = tmp_path / "list.csv"
+    listed.write_text("\n".join(["image,label", *rows]))
+    shards = written(photos, "shards", tmp_path / "shards")
+    before = files_of(out), files_of(shards)
+    pattern = f"{shards}/{{train,val}}-000000.tar"
+    capsys.readouterr()
+    for source, place in ((listed, out), (pattern, shards)):
+        told = refused(capsys, source, "--to", "folder", "--out", place, "--overwrite")
+        assert f"{place} holds pictures of the data, such as {place}" in told
+    written(listed, "folder", tmp_path / "other")  # elsewhere they are read
+    assert (files_of(out), files_of(shards)) == before
+
+
+def test_pictures_behind_links_are_not_replaced(photos, tmp_path):
+    out = written(photos, "folder", tmp_path / "out")
+    (tmp_path / "link").symlink_to(out)
+    linked = out / "train/apple/linked.png"
+    linked.symlink_to(photos / "train/apple/0.png")
+    for path in (tmp_path / "link/train/apple/0.png", linked):
+        listed = Listed(tmp_path, {"": [Item(str(path), ("a",))]}, {"": "here"})
+        with pytest.raises(DataError, match="holds pictures of the data"):
+            copying.copy(listed, "x", out, to="folder", most=10**9, told=lambda _: None)
+    assert linked.exists()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch, times):
+    folder, real, left = tmp_path / "out", Path.rename, [times]
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+
+    def rename(path: Path, target: Path) -> Path:
+        if target == folder and left[0]:
+            left[0] -= 1
+            raise PermissionError(13, "Permission denied")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(DataError, match="cannot be written") as refused, whole_folder(folder):
+        pass
+    if times == 1:
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert (folder / "mine.txt").read_text() == "mine"
+    else:
+        assert (Path(str(refused.value).split(" is now ")[1]) / "mine.txt").is_file()
 
 
 def test_settings_that_have_no_use_are_refused(photos, tmp_path, capsys):

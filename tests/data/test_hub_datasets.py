@@ -13,7 +13,7 @@ from vit.commands.main import main
 from vit.data.containers import open_binary, open_member, relative, size_of
 from vit.data.decoding import check_header, read_image
 from vit.data.sources.hub_datasets import read_dataset
-from vit.data.sources.opening import Asked, open_splits, read_source
+from vit.data.sources.opening import Asked, list_images, open_splits, read_source
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -96,6 +96,19 @@ def test_the_library_itself_reads_the_same(parquet):
         for row, item in zip(rows, items, strict=True):
             assert (rows.features["label"].int2str(row["label"]),) == item.labels
             assert row["image"].convert("RGB").tobytes() == read_image(item.path).tobytes()
+
+
+def test_predict_needs_no_classes(parquet, tmp_path):
+    held = cells(parquet[0] / "train")
+    root = tmp_path / "plain"
+    write(root / "train.parquet", held, typed())
+    write(root / "test.parquet", held | {"label": [-1] * 11}, typed())
+    paths = list_images([f"hf:{root}"])
+    found = [read_image(path).tobytes() for path in paths]
+    assert len(paths) == len({*paths}) == 22
+    assert found[:11] == found[11:]
+    one = write(tmp_path / "one.parquet", {"image": held["image"]})  # no column of classes at all
+    assert [read_image(path).tobytes() for path in list_images([f"hf:{one}"])] == found[:11]
 
 
 def test_one_parquet_file_holds_out_what_its_folder_does(parquet):

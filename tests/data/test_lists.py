@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from vit.data.checking import check_samples
+from vit.data.sources.label_columns import cell_group
 from vit.data.sources.opening import (
     Asked,
     list_images,
@@ -329,3 +330,62 @@ def test_prediction_takes_the_pictures_of_a_list(write, pictures):
     paths = [str(pictures / name) for name in ("a/3.png", "b/1.png", "a/none.png")]
     assert list_images([path]) == paths
     assert list_images([write("path\na/3.png\n", "bare.csv")]) == paths[:1]
+
+
+def keyed(**more):
+    """Records of all pictures, some with more keys: a value of each line."""
+    lines = []
+    for number, (name, said) in enumerate(ROWS):
+        extra = {key: value(number) for key, value in more.items() if value(number) is not ...}
+        lines.append(json.dumps({"image": name, "label": said} | extra))
+    return "\n".join(lines)
+
+
+def test_the_group_0_is_a_group(write):
+    """Two groups: each is one side, though half of the pictures are more than was asked for."""
+    path = write(keyed(patient=lambda number: number % 2), "list.jsonl")
+    splits = opened(path, group="patient")
+    train, val = (
+        {NAMES.index(relative(sample.path, splits.root)) % 2 for sample in part}
+        for part in (splits.train, splits.val)
+    )
+    assert not train & val
+    assert train | val == {0, 1}
+    assert noted(splits, "(1 group)")
+
+
+def test_groups_of_json():
+    groups = [cell_group(value, "x", 1) for value in (None, "", " a ", 0, 7.0, 0.5, "0")]
+    assert groups == ["", "", "a", "0", "7", "0.5", "0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [({}, "an object"), ([1], "a list"), (False, "true or false")]
+)
+def test_groups_that_are_none(write, value, kind):
+    path = write(keyed(patient=lambda number: value if number == 3 else 1), "list.jsonl")
+    with pytest.raises(DataError, match=f"line 4: the group is {kind}; expected a name"):
+        opened(path, group="patient")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "first"),
+    [
+        ("split", "train", "the first one does not"),
+        ("Split", "train", "the first one does not"),
+        ("patient", 1, "the first one does not"),
+        ("Patient", 1, "the first one does not"),
+    ],
+)
+def test_a_key_that_the_first_record_lacks_is_refused(write, key, value, first):
+    path = write(keyed(**{key: lambda number: value if number else ...}), "list.jsonl")
+    with pytest.raises(DataError, match=f"line 2: this record has '{key}', {first}; give every"):
+        opened(path, group="patient")
+
+
+def test_other_keys_of_later_records_are_let_be(write):
+    note = keyed(note=lambda number: "x" if number % 2 else ...)
+    assert len(opened(write(note, "list.jsonl")).classes) == 2
+    late = records(ROWS[:1]) + records(ROWS[1:], label="tags")
+    with pytest.raises(DataError, match="has 'tags', the first one has 'label'; give every"):
+        opened(write(late, "list.jsonl"), several=True)

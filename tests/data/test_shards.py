@@ -241,6 +241,27 @@ def test_a_tar_beside_class_folders_is_no_shard(make_tree):
 
 def test_predict_takes_a_shard_for_its_pictures(pair):
     assert len(list_images([f"{pair[1]}/val-0000.tar"])) == 5
+    names = list_images([str(pair[1])])
+    assert len(names) == 21
+    assert names[:2] == [f"{pair[1]}/train-0000.tar/{name}" for name in ("a/0.png", "a/3.png")]
+
+
+def test_predict_needs_no_classes_in_shards(tmp_path, memory):
+    path = pack(tmp_path / "x.tar", {"2.jpg": b"x", "1.heic": b"x", "._1.jpg": b"x", "1.txt": b""})
+    notes: list[str] = []
+    expected = [f"{path}/1.heic", f"{path}/2.jpg"]
+    assert list_images([str(path)], notes=notes) == expected
+    assert notes == [f"{path}: left out hidden and system names: ._1.jpg"]
+    assert list_images([str(tmp_path)]) == expected
+    memory.pipe("/bucket/x.tar", path.read_bytes())
+    (picture,) = list_images(["memory://bucket/*.tar"])[1:]
+    with open_binary(picture) as file:
+        assert file.read() == b"x"
+    (tmp_path / "beside.jpg").write_bytes(b"x")  # loose pictures are what a folder holds
+    assert list_images([str(tmp_path)], notes=notes) == [f"{tmp_path}/beside.jpg"]
+    assert "left out" in notes[1]
+    with pytest.raises(DataError, match="no pictures in 1 shard"):
+        list_images([str(pack(tmp_path / "none.tar", {"x.txt": b""}))])
 
 
 def test_pictures_are_sorted_out_of_shards_as_copies(pair, tmp_path):
@@ -445,6 +466,24 @@ def test_remote_shards_are_copied_once(pair, memory, tmp_path, capsys):
     memory.pipe("/bucket/val-0000.tar", (pair[1] / "val-0000.tar").read_bytes() + bytes(512))
     opened("memory://bucket")
     assert capsys.readouterr().err.count("copying shard") == 1
+
+
+@pytest.mark.parametrize("key", ["ETag", "etag", "Content-MD5", "Digest", "Last-Modified"])
+def test_a_shard_that_changes_is_copied_again(pair, memory, monkeypatch, capsys, key):
+    """As over HTTP, where a file system tells versions apart by what the server says alone."""
+    memory.pipe("/b/train-0000.tar", (pair[1] / "train-0000.tar").read_bytes())
+    real, said = type(memory).info, {key: "one"}
+
+    def info(system, path, **options):
+        about = real(system, path, **options)
+        return {name: about[name] for name in ("name", "size", "type")} | said
+
+    monkeypatch.setattr(type(memory), "info", info)
+    monkeypatch.setattr(type(memory), "ukey", lambda _, path: path)
+    for version, copies in (("one", 1), ("one", 0), ("two", 1), ("two", 0)):
+        said[key] = version
+        opened("memory://b/train-0000.tar")
+        assert capsys.readouterr().err.count("copying shard") == copies
 
 
 def test_a_copy_that_breaks_leaves_nothing(pair, memory, tmp_path, monkeypatch):

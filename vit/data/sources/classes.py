@@ -5,7 +5,6 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from vit.data.samples import Sample
 from vit.data.sources.folders import Walk, count, some
 from vit.errors import DataError, printable
 
@@ -139,10 +138,3 @@ def missing_notes(pictures: Pictures, where: str) -> list[str]:
     """Which classes have no pictures, if any."""
     missing = [printable(name) for name, paths in pictures.items() if not paths]
     return [f"{where} has no pictures of class {some(missing)}"] if missing else []
-
-
-def labelled(pictures: Pictures, classes: Sequence[str]) -> tuple[Sample, ...]:
-    """Samples of all classes, in the order of `classes`."""
-    return tuple(
-        Sample(path, label) for label, name in enumerate(classes) for path in pictures.get(name, [])
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vit.data.containers import open_binary, relative
+from vit.data.containers import open_binary, relative, split_address
 from vit.data.decoding import check_header
 from vit.data.samples import Item, Listed
 from vit.data.sources import hub_datasets
@@ -61,6 +61,23 @@ def check_target(out: Path, source: str, *, overwrite: bool) -> None:
         raise DataError(f"{name} was not written by vit data, so it is not replaced; empty it")
 
 
+def _check_apart(listed: Listed, out: Path) -> None:
+    """Refuse to replace a folder that holds pictures of `listed`, whatever its source is called."""
+    if not os.path.lexists(out):
+        return
+    here = os.path.join(os.path.realpath(out), "")
+    paths = (item.path for items in listed.splits.values() for item in items)
+    files = (found[0] if (found := split_address(path)) else path for path in paths)
+    for file in dict.fromkeys(files):
+        folder, name = os.path.split(file)
+        link = os.path.join(os.path.realpath(folder), name)
+        if link.startswith(here) or os.path.realpath(file).startswith(here):
+            raise DataError(
+                f"{printable(out)} holds pictures of the data, such as {printable(file)}; "
+                "give another --out"
+            )
+
+
 def copy(
     listed: Listed, source: str, out: Path, *, to: Kind, most: int, told: Callable[[int], object]
 ) -> Copied:
@@ -75,8 +92,9 @@ def copy(
         told: Of each picture that is done.
 
     Raises:
-        DataError: It cannot be written, or no picture can be read.
+        DataError: It cannot be written, no picture can be read, or one lies in `out`.
     """
+    _check_apart(listed, out)
     copied = Copied(notes=list(listed.notes))
     names = {label for items in listed.splits.values() for item in items for label in item.labels}
     split = set(listed.splits) != {""}

@@ -43,16 +43,8 @@ def find(features: Mapping[str, Any], image: str | None, label: str | None, data
     Raises:
         DataError: There is no such column, or several may be meant.
     """
-    for asked, setting in ((image, "image_column"), (label, "label_column")):
-        if asked is not None and asked not in features:
-            there = some([printable(name) for name in features], 8)
-            raise DataError(
-                f"{printable(data)}: no column {printable(asked)} ({setting}); it has {there}"
-            )
-    image = image or _only(features, _is_picture, IMAGES, data, "pictures", "image_column")
-    kind = features[image]
-    if not _is_picture(kind) or "/" in image:
-        raise DataError(f"{printable(data)}: column {printable(image)} has no pictures ({kind!r})")
+    _check_there(features, label, "label_column", data)
+    found = pictures(features, image, data)
     label = label or _only(features, _is_label, LABELS, data, "classes", "label_column")
     classes = features[label]
     several = _kind(classes) in LISTS or isinstance(classes, list)
@@ -60,8 +52,29 @@ def find(features: Mapping[str, Any], image: str | None, label: str | None, data
     if not (_kind(inner) == "ClassLabel" or _plain(inner)):
         raise DataError(f"{printable(data)}: column {printable(label)} has no classes ({inner!r})")
     names = tuple(inner.names) if _kind(inner) == "ClassLabel" else ()
+    return found._replace(label=label, names=names, several=several)
+
+
+def pictures(features: Mapping[str, Any], image: str | None, data: str) -> Columns:
+    """The column of the pictures alone.
+
+    Arguments and errors are those of `find`.
+    """
+    _check_there(features, image, "image_column", data)
+    image = image or _only(features, _is_picture, IMAGES, data, "pictures", "image_column")
+    kind = features[image]
+    if not _is_picture(kind) or "/" in image:
+        raise DataError(f"{printable(data)}: column {printable(image)} has no pictures ({kind!r})")
     is_bytes = getattr(kind, "dtype", "") in BYTES
-    return Columns(image, label, names, several, _kind(kind) == "Image", is_bytes)
+    return Columns(image, "", (), False, _kind(kind) == "Image", is_bytes)
+
+
+def _check_there(features: Mapping[str, Any], asked: str | None, setting: str, data: str) -> None:
+    if asked is not None and asked not in features:
+        there = some([printable(name) for name in features], 8)
+        raise DataError(
+            f"{printable(data)}: no column {printable(asked)} ({setting}); it has {there}"
+        )
 
 
 def _kind(feature: Any) -> str:

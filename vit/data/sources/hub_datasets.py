@@ -51,13 +51,16 @@ def is_named(data: str) -> bool:
     return data.startswith(PREFIX)
 
 
-def read_dataset(data: str, image_column: str | None, label_column: str | None) -> Listed:
+def read_dataset(
+    data: str, image_column: str | None, label_column: str | None, *, labelled: bool = True
+) -> Listed:
     """The pictures of all splits, which are downloaded where they are not yet.
 
     Args:
         data: The name, with its `hf:`.
         image_column: Column of the pictures; the only one when left empty.
         label_column: Column of the classes; the only one when left empty.
+        labelled: Whether only pictures with classes are wanted; else all, and none needs one.
 
     Raises:
         DataError: It cannot be found, or has no such columns.
@@ -68,8 +71,13 @@ def read_dataset(data: str, image_column: str | None, label_column: str | None) 
     several = False
     for split, rows in found.items():
         name = NAMES.get(str(split), str(split))
-        columns = hub_columns.find(rows.features, image_column, label_column, data)
-        labels = hub_columns.labels(rows.data.column(columns.label).to_pylist(), columns, data)
+        labels: list[tuple[str, ...]] | None
+        if labelled:
+            columns = hub_columns.find(rows.features, image_column, label_column, data)
+            labels = hub_columns.labels(rows.data.column(columns.label).to_pylist(), columns, data)
+        else:
+            columns = hub_columns.pictures(rows.features, image_column, data)
+            labels = [()] * len(rows)
         if labels is None:
             notes.append(f"left out {count(len(rows), 'picture')} of {name}: they have no labels")
             continue
@@ -77,7 +85,7 @@ def read_dataset(data: str, image_column: str | None, label_column: str | None) 
         splits[name] = [Item(path, names) for path, names in zip(paths, labels, strict=True)]
         several |= columns.several
     if not any(splits.values()):
-        raise DataError(f"{printable(data)}: no labelled pictures in it")
+        raise DataError(f"{printable(data)}: no {'labelled ' if labelled else ''}pictures in it")
     if set(splits) == {"train"}:
         splits = {"": splits["train"]}
     where = {name: printable(data) + (f" ({name})" if name else "") for name in splits}

@@ -5,11 +5,11 @@ import os
 from collections.abc import Iterable
 
 from vit.data.sources import builtin
-from vit.data.sources.asked import Asked
 from vit.data.sources.folders import FOREIGN, SUFFIXES, Walk
 from vit.data.sources.label_lists import SUFFIXES as LISTS
 from vit.data.sources.list_source import pictures_in
-from vit.data.sources.packed import PACKED
+from vit.data.sources.packed import pictures_inside
+from vit.data.sources.remote_shards import is_remote
 from vit.errors import DataError, printable
 
 
@@ -18,6 +18,8 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
 
     The name of a built-in set stands for its validation pictures, where no file has that name; a
     list (.csv, .jsonl...) for the pictures that it names.
+
+    Shards, a folder of them, addresses of them and `hf:` data sets stand for all their pictures.
 
     A file that is missing or no picture stays in the list, so that it is reported at its place.
 
@@ -30,7 +32,7 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     """
     found: list[str] = []
     for given in inputs:
-        is_glob = glob.has_magic(given) and not os.path.lexists(given)
+        is_glob = glob.has_magic(given) and not os.path.lexists(given) and not is_remote(given)
         paths = sorted(glob.glob(given, recursive=True)) if is_glob else [given]
         if not paths:
             raise DataError(f"{printable(given)}: matches no file")
@@ -45,24 +47,28 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
 
 
 def _pictures_of(path: str, notes: list[str] | None) -> list[str]:
-    """The pictures in a list, a folder, or shards; else the path itself."""
+    """The pictures in a list, a folder, or shards; else the path itself; none needs a class."""
     if os.path.isdir(path):
         return _walked(path, notes)
     if path.lower().endswith(LISTS) and os.path.isfile(path):
         return pictures_in(path)
-    read = next((read for takes, read in PACKED if takes(path)), None)
-    if read is None:
-        return [path]
-    listed = read(Asked(path, everything=True))
+    return _packed(path, notes) or [path]
+
+
+def _packed(path: str, notes: list[str] | None) -> list[str]:
+    """The pictures inside of files or from elsewhere that `path` means; none if it means none."""
+    pictures, more = pictures_inside(path) or ([], [])
     if notes is not None:
-        notes += [f"{printable(path)}: {note}" for note in listed.notes]
-    return [item.path for items in listed.splits.values() for item in items]
+        notes += [f"{printable(path)}: {note}" for note in more]
+    return pictures
 
 
 def _walked(folder: str, notes: list[str] | None) -> list[str]:
     # Pictures of foreign formats are listed too: each gets its error record, and none is lost.
     walk = Walk(folder, suffixes=SUFFIXES | FOREIGN)
     pictures = walk.pictures(folder)
+    if not pictures and (packed := _packed(folder, notes)):
+        return packed
     if not pictures:
         raise DataError(f"{printable(folder)}: no pictures in this folder")
     if notes is not None:

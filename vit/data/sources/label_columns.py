@@ -87,6 +87,49 @@ def choose_columns(
     return LabelColumns(image, label, split, group, unused)
 
 
+def check_record(
+    names: Sequence[str], columns: LabelColumns, asked: Asked, path: str, line: int, *, labels: bool
+) -> None:
+    """Refuse a record of JSON that says under another key what `columns` of the first one say.
+
+    Args:
+        names: Its keys.
+        columns: Those of the first record.
+        path: The list.
+        line: Of the record.
+        asked: What the user said of columns.
+        labels: Whether classes are read.
+
+    Raises:
+        DataError: A key of it would be ignored.
+    """
+    others = [name for name in names if name != columns.image]
+    classes = (asked.label_column.strip().lower(),) if asked.label_column else CLASS_COLUMNS
+    wanted: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
+    if asked.group:
+        wanted.append((columns.group, (asked.group.strip().lower(),)))
+    if labels:
+        wanted.append((columns.label, classes))
+    for column, expected in wanted:
+        if column not in names and (found := usual(others, expected)):
+            there = f"the first one has {column!r}" if column else "the first one does not"
+            advice = "give every record the same keys"
+            raise wrong(path, f"this record has {found!r}, {there}; {advice}", line)
+
+
+def cell_group(value: Any, path: str, line: int) -> str:
+    """The group that a cell of a table, or a value of JSON, names; empty where it names none.
+
+    Raises:
+        DataError: It is no name or number.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column with gaps is written so by pandas
+    if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+        raise wrong(path, f"the group is {json_kind(value)}; expected a name or a number", line)
+    return "" if value is None else str(value).strip()
+
+
 def cell_labels(value: Any, path: str, line: int) -> tuple[str, ...]:
     """The classes that a cell of a table, or a value of JSON, names: none, one or several.
 

@@ -22,7 +22,9 @@ from vit.data.sources.folders import count, some
 from vit.data.sources.label_columns import (
     SPLIT_COLUMN,
     LabelColumns,
+    cell_group,
     cell_labels,
+    check_record,
     choose_columns,
     no_label,
     split_cell,
@@ -207,10 +209,13 @@ def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True)
     """
     read = ReadList(path)
     table = not _is_json(path)
+    first: Sequence[str] = ()
     for line, names, header, values in rows(path):
         if read.columns is None:
-            read.columns = choose_columns(names, path, header, asked, labels=labels)
+            read.columns, first = choose_columns(names, path, header, asked, labels=labels), names
         columns = read.columns
+        if names != first:
+            check_record(names, columns, asked, path, line, labels=labels)
         written = values.get(columns.image)
         if not isinstance(written, str):
             raise wrong(path, f"{columns.image}: expected a file name in each line", line)
@@ -224,7 +229,7 @@ def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True)
         read.several = read.several or (line if len(found) > 1 else 0)
         read.empty = read.empty or (line if not found else 0)
         split = _split(values.get(columns.split), path, line) if columns.split else ""
-        group = str(values.get(columns.group) or "").strip() if columns.group else ""
+        group = cell_group(values.get(columns.group), path, line) if columns.group else ""
         read.add(name, Entry(line, found, split, group))
     if not read.entries:
         raise wrong(path, "no pictures in it; expected a line for each")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from vit.data.samples import Listed
 from vit.data.sources import hub_datasets, torchvision_sets
 from vit.data.sources.asked import Asked
-from vit.data.sources.remote_shards import is_remote, read_remote
-from vit.data.sources.shard_names import is_shards
-from vit.data.sources.shards import read_shards
+from vit.data.sources.remote_shards import is_remote, read_remote, remote_pictures
+from vit.data.sources.shard_names import is_shards, shard_files
+from vit.data.sources.shards import read_shards, shard_pictures
 from vit.errors import ConfigError, printable
 
 Reader = Callable[[Asked], Listed]
@@ -52,3 +52,22 @@ PACKED: tuple[tuple[Callable[[str], bool], Reader], ...] = (
     (is_shards, _reading(read_shards)),
 )
 """Which data each reader takes, the first one that does."""
+
+
+def pictures_inside(data: str) -> tuple[list[str], list[str]] | None:
+    """All pictures that `data` packs, which need no classes, and notes; None where it is no such.
+
+    Raises:
+        DataError: It cannot be read, or has no pictures.
+    """
+    if hub_datasets.is_named(data):
+        listed = hub_datasets.read_dataset(data, None, None, labelled=False)
+    elif torchvision_sets.is_named(data):
+        listed = torchvision_sets.read_torchvision(data)
+    elif is_remote(data):
+        return remote_pictures(data)
+    elif is_shards(data):
+        return shard_pictures(shard_files(data), data)
+    else:
+        return None
+    return [item.path for items in listed.splits.values() for item in items], listed.notes

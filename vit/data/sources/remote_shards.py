@@ -19,12 +19,14 @@ from vit.data.samples import Listed
 from vit.data.sources.builtin import user_cache
 from vit.data.sources.folders import count, some
 from vit.data.sources.shard_names import PACKED, expand_braces
-from vit.data.sources.shards import listed_shards
+from vit.data.sources.shards import listed_shards, shard_pictures
 from vit.errors import DataError, printable
 
 SPARE = 2**28
 """Bytes that stay free on the disk of the cache."""
 PIECE = 2**22
+VERSIONS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
+"""What tells two versions of a shard apart, the first that is said; over HTTP nothing else does."""
 
 
 def is_remote(data: str) -> bool:
@@ -39,8 +41,33 @@ def read_remote(data: str) -> Listed:
     Raises:
         DataError: They cannot be reached or copied, or are no shards.
     """
+    places, notes = _copies(data)
+    listed = listed_shards(places, data)
+    key = hashlib.blake2b(data.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    clash = not str(listed.root).endswith(".tar") and ".tar/" not in f"{listed.root}/"
+    root = listed.root if clash else _cache() / f"{key}.tar" / _inside(listed.root)
+    return replace(listed, root=root, notes=notes + listed.notes)
+
+
+def remote_pictures(data: str) -> tuple[list[str], list[str]]:
+    """Addresses of the pictures in the shards at `data`, which need no classes, and notes.
+
+    Raises:
+        DataError: They cannot be reached or copied, or are no shards.
+    """
+    places, notes = _copies(data)
+    pictures, more = shard_pictures(places, data)
+    return pictures, notes + more
+
+
+def _cache() -> Path:
+    return user_cache() / "shards"
+
+
+def _copies(data: str) -> tuple[list[str], list[str]]:
+    """Where the copies of the shards at `data` are, and a note of those that were made now."""
     system, addresses = _addresses(data)
-    cache = user_cache() / "shards"
+    cache = _cache()
     wanted = [(address, *_kept(system, address, cache)) for address in addresses]
     missing = [(address, place, size) for address, place, size in wanted if not _whole(place, size)]
     notes = []
@@ -51,11 +78,7 @@ def read_remote(data: str) -> Listed:
             _say(f"copying shard {number} of {len(missing)}, {megabytes(size)}: {address}")
             _copy(system, address, place, size)
         notes.append(f"copied {count(len(missing), 'shard')}, {megabytes(total)}, to {cache}")
-    listed = listed_shards([str(place) for _, place, _ in wanted], data)
-    key = hashlib.blake2b(data.encode("utf-8", "replace"), digest_size=8).hexdigest()
-    clash = not str(listed.root).endswith(".tar") and ".tar/" not in f"{listed.root}/"
-    root = listed.root if clash else cache / f"{key}.tar" / _inside(listed.root)
-    return replace(listed, root=root, notes=notes + listed.notes)
+    return [str(place) for _, place, _ in wanted], notes
 
 
 def megabytes(size: int) -> str:
@@ -98,10 +121,11 @@ def _kept(system: Any, address: str, cache: Path) -> tuple[Path, int]:
     with _reaching(address):
         about = system.info(address)
         size = about.get("size")
-        version = about.get("ETag") or about.get("etag") or system.ukey(address)
+        said = (str(about[name]) for name in VERSIONS if about.get(name))
+        version = next(said, None) or system.ukey(address)
     if not isinstance(size, int) or about.get("type") != "file":
         raise DataError(f"{printable(address)}: no file of a known size")
-    words = "\0".join([str(system.protocol), address, str(size), str(version)])
+    words = "\0".join([str(system.protocol), address, str(size), version])
     key = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=12).hexdigest()
     folder, name = address.rstrip("/").split("/")[-2:] if "/" in address else ("", address)
     # the last folder may say the split

@@ -10,7 +10,7 @@ first folder in it (train/cat/0001.jpg). Shards stay packed; see vit.data.contai
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from vit.data.containers import index_of
@@ -61,7 +61,26 @@ def listed_shards(files: Sequence[str], data: str) -> Listed:
     return Listed(root, splits, where, notes, several)
 
 
-def _members(files: Sequence[str]) -> tuple[list[Member], Sidecars, list[str]]:
+def shard_pictures(files: Sequence[str], data: str) -> tuple[list[str], list[str]]:
+    """Addresses of the pictures in these shards, which need no classes, and notes.
+
+    They are in the order of the shards, and by name in each. Those of foreign formats are among
+    them, as in folders, so that none is lost.
+
+    Raises:
+        DataError: A shard is damaged or packed, or there are no pictures.
+    """
+    pictures, _, notes = _members(files, SUFFIXES | FOREIGN)
+    if not pictures:
+        raise DataError(f"{printable(data)}: no pictures in {count(len(files), 'shard')}")
+    order = {file: number for number, file in enumerate(files)}
+    pictures.sort(key=lambda member: (order[member.file], member.name.split("/")))
+    return [member.path for member in pictures], notes
+
+
+def _members(
+    files: Sequence[str], suffixes: Collection[str] = SUFFIXES
+) -> tuple[list[Member], Sidecars, list[str]]:
     """All pictures, what lies beside them, and what was left out."""
     pictures: list[Member] = []
     sidecars = Sidecars()
@@ -77,7 +96,7 @@ def _members(files: Sequence[str]) -> tuple[list[Member], Sidecars, list[str]]:
                 junk.update(hidden)
             elif parts[-1] in TABLES:
                 sidecars.tables.append((file, name))
-            elif suffix in SUFFIXES:
+            elif suffix in suffixes:
                 pictures.append(Member(file, name, name, split_of(file)))
             elif suffix in SIDECARS:
                 sidecars.add(file, stem, suffix)

@@ -236,7 +236,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _replace(fresh: Path, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+    """Call `fresh` `folder`; what was called so is removed then, or comes back if that fails."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    before, done = aside / "before", False
+    try:
         with contextlib.suppress(FileNotFoundError):
-            folder.rename(Path(aside) / "before")
+            folder.rename(before)
         fresh.rename(folder)
+        done = True
+    finally:
+        if not done and os.path.lexists(before):
+            _bring_back(before, folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _bring_back(before: Path, folder: Path) -> None:
+    try:
+        before.rename(folder)
+    except OSError as error:
+        raise DataError(
+            f"{printable(folder)}: cannot be written ({error.strerror}); what was there is now "
+            f"{printable(before)}"
+        ) from None
