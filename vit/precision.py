@@ -70,10 +70,13 @@ def may_choose(device: torch.device | str) -> bool:
     CPUs with AVX512-BF16 or matrix units: some compute it twice as fast, others half, and a virtual
     machine may hide its units. A GPU that has bf16 is faster with it.
     """
-    # without oneDNN a CPU that has the instructions is not asked to use them
-    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     cpu = torch.device(device).type == "cpu"
-    return cpu and onednn and bool(cpu_words() & (FAST_BF16 | {"avx512_bf16"}))
+    return cpu and has_onednn() and bool(cpu_words() & (FAST_BF16 | {"avx512_bf16"}))
+
+
+def has_onednn() -> bool:
+    """Whether torch has oneDNN, without which a CPU is not asked for its better instructions."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
@@ -89,9 +92,7 @@ def has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # without oneDNN a CPU that has the instructions is not asked to use them
-    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return device.type == "cpu" and onednn and _cpu_has_fast_bf16()
+    return device.type == "cpu" and has_onednn() and _cpu_has_fast_bf16()
 
 
 @cache

@@ -4,7 +4,7 @@ import argparse
 from contextlib import ExitStack
 from types import TracebackType
 
-from vit.commands.options import whole_number
+from vit.commands.options import add_list_options, whole_number
 from vit.commands.output import check_output, open_output, say, standard_output
 from vit.commands.progress import Progress
 from vit.errors import ConfigError
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
-    add_list_arguments(parser)
+    add_list_options(parser)
     parser.add_argument(
         "--json",
         metavar="FILE",
@@ -55,29 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-cache",
         action="store_true",
         help="look at every picture again, and keep nothing for the next time",
-    )
-
-
-def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a list or a table is read."""
-    parser.set_defaults(images=None, image_column=None, label_column=None)
-    parser.add_argument(
-        "--images",
-        metavar="DIR",
-        default=argparse.SUPPRESS,
-        help="folder of the pictures of a list (default: the list's own)",
-    )
-    for name, of in (("image", "the pictures"), ("label", "the classes")):
-        parser.add_argument(
-            f"--{name}-column",
-            metavar="COLUMN",
-            default=argparse.SUPPRESS,
-            help=f"column of {of} in a list or table (default: found by its usual names)",
-        )
-    parser.add_argument(
-        "--allow-outside",
-        action="store_true",
-        help="take pictures of a list that lie outside of its folder, or of --images",
     )
 
 

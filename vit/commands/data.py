@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
+from vit.commands.options import add_list_options
 from vit.commands.output import progress_bar, say
 from vit.errors import ConfigError, printable
 
@@ -38,21 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of hf:NAME to shards: do not keep the source on this disk",
     )
-    for name, what in (("image", "pictures"), ("label", "classes")):
-        parser.add_argument(
-            f"--{name}-column",
-            metavar="COLUMN",
-            default=None,
-            help=f"column of the {what} in a table (default: found by its usual names)",
-        )
-    parser.add_argument(
-        "--images", metavar="DIR", default=None, help="folder that names in a list are relative to"
-    )
-    parser.add_argument(
-        "--allow-outside",
-        action="store_true",
-        help="take pictures that a list names outside of its folder",
-    )
+    add_list_options(parser)
     parser.set_defaults(shard_size=None)
 
 

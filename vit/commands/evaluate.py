@@ -8,6 +8,7 @@ from vit.commands.options import (
     COMPILE_HELP,
     TTA_HELP,
     VIEWS,
+    add_list_options,
     add_network_options,
     add_search_options,
     search_given,
@@ -20,7 +21,7 @@ COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=None, images=None, image_column=None, label_column=None)
+    parser.set_defaults(json=None)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -33,24 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "built-in set; for a captioner a list of captions, or a folder with one",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
-    parser.add_argument(
-        "--images",
-        metavar="DIR",
-        default=argparse.SUPPRESS,
-        help="folder that file names in a list are relative to (default: found by us)",
-    )
-    for name, what in (("image", "names the pictures"), ("label", "has the classes")):
-        parser.add_argument(
-            f"--{name}-column",
-            metavar="NAME",
-            default=argparse.SUPPRESS,
-            help=f"column of a list that {what} (default: that of the training, or the usual)",
-        )
-    parser.add_argument(
-        "--allow-outside",
-        action="store_true",
-        help="take pictures of a list that lie outside of its folder, or of --images",
-    )
+    add_list_options(parser, "that of the training, or the usual")
     parser.add_argument(
         "--json",
         metavar="FILE",

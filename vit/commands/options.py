@@ -218,3 +218,28 @@ def takes_commas(kind: Any) -> bool:
 def settings_given(args: argparse.Namespace) -> dict[str, Any]:
     """What was typed for flags of `add_setting`, by the settings' names, not yet checked."""
     return {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
+
+
+def add_list_options(
+    parser: argparse.ArgumentParser, usual: str = "found by its usual names"
+) -> None:
+    """How a list or a table is read; `usual` is what is done about columns that nobody names."""
+    parser.set_defaults(images=None, image_column=None, label_column=None)
+    parser.add_argument(
+        "--images",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder of the pictures of a list (default: its own, or the one beside it with them)",
+    )
+    for name, of in (("image", "the pictures"), ("label", "the classes")):
+        parser.add_argument(
+            f"--{name}-column",
+            metavar="COLUMN",
+            default=argparse.SUPPRESS,
+            help=f"column of {of} in a list or table (default: {usual})",
+        )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="take pictures of a list that lie outside of its folder, or of --images",
+    )

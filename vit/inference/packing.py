@@ -6,13 +6,13 @@ operators are those that torch's own compiler calls (torch.ops.mkldnn).
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from vit.model.classifier import VisionTransformer
 from vit.model.feedforward import MLP
+from vit.precision import has_onednn
 
 GELU = {"none": "none", "tanh": "tanh"}
 """Ways to compute GELU that oneDNN shares with torch."""
@@ -25,11 +25,10 @@ ROWS = 1576
 def can_pack(network: nn.Module) -> bool:
     """Whether this torch and this network on its device have anything to gain."""
     first = next(network.parameters())
-    available: Callable[[], bool] = torch.backends.mkldnn.is_available
     return (
         first.device.type == "cpu"
         and first.dtype == torch.float32
-        and available()
+        and has_onednn()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
