@@ -67,7 +67,7 @@ class Cache:
             if opened.read(HEADER) != header_of(index.tobytes()):
                 raise FileNotFoundError(errno.ENOENT, "another one is in its place", str(file))
             # copy on write, for torch warns of memory that cannot be written; nobody writes
-            self.bytes = np.memmap(opened, np.uint8, mode="c")
+            self.bytes = np.asarray(np.memmap(opened, np.uint8, mode="c"))
         with contextlib.suppress(OSError):
             os.utime(file)  # the last use, by which old ones are deleted
 

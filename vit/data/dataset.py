@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vit.data.captioning.ids import CaptionIds
 
 
+Room = Callable[[int, Tensor], Tensor]
+"""(count, picture) -> where so many pictures like that one go, (count, *picture.shape)."""
+
+
 class Batch(NamedTuple):
     """Pictures of one micro-batch; those that could not be read are missing from the tensors."""
 
@@ -99,20 +103,33 @@ class ImageDataset(Dataset[Batch]):
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         """The micro-batch of `keys`, all of one epoch."""
+        return self.batch(keys, room_for)
+
+    def batch(self, keys: list[Key], room: Room) -> Batch:
+        """The micro-batch of `keys`, all of one epoch.
+
+        Args:
+            keys: Which pictures.
+            room: Where they go.
+        """
         transform = self._transform(keys[0].epoch)
-        images, good, failed = [], [], []
+        good: list[Key] = []
+        failed: list[BadImage] = []
+        pictures = None
         for key in keys:
             image = self._read(key, transform)
             if isinstance(image, BadImage):
                 failed.append(image)
-            else:
-                images.append(image)
-                good.append(key)
-        if not images:
+                continue
+            if pictures is None:
+                pictures = room(len(keys), image)
+            pictures[len(good)] = image
+            good.append(key)
+        if pictures is None:
             return self.empty(transform)._replace(failed=failed)
         indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
         positions = torch.tensor([key.position for key in good], dtype=torch.int64)
-        batch = Batch(torch.stack(images), self.labels[indices], indices, positions, failed)
+        batch = Batch(pictures[: len(good)], self.labels[indices], indices, positions, failed)
         return self._with_words(batch, good)
 
     def empty(self, transform: Transform) -> Batch:
@@ -176,6 +193,12 @@ class ImageDataset(Dataset[Batch]):
 def counters(key: Key) -> tuple[int, ...]:
     """What the draws of a picture depend on, besides the seed of the run and their name."""
     return (key.epoch, key.sample, *([key.repetition] if key.repetition else []))
+
+
+def room_for(count: int, picture: Tensor) -> Tensor:
+    """Room for `count` pictures such as `picture`, each with its order in memory."""
+    one = torch.empty_like(picture)
+    return torch.empty_strided((count, *one.shape), (one.numel(), *one.stride()), dtype=one.dtype)
 
 
 @dataclass(frozen=True)

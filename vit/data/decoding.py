@@ -20,9 +20,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from vit.data.colours import to_rgb
-from vit.data.containers import MAX_BYTES
 from vit.data.jpeg import SCANNED_PIXELS, Pixels, count_scans, decode_jpeg
-from vit.data.regular import Refused, open_regular
+from vit.data.regular import Refused, all_of, open_regular
 from vit.data.silence import QUIET
 from vit.data.strangers import guessed
 from vit.errors import BadImage
@@ -110,7 +109,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         BadImage: It is no regular file, too long, or cannot be read.
     """
     with _named(path) as name, open_regular(name) as file:
-        return file.read(MAX_BYTES)
+        return all_of(file)
 
 
 def count_pixels(path: str | os.PathLike[str]) -> int:
@@ -214,8 +213,7 @@ def _jpeg(image: ImageFile.ImageFile, least: tuple[int, int] | None) -> Pixels |
     """
     if image.format not in JPEGS or image.fp is None:
         return None
-    image.fp.seek(0)
-    data = image.fp.read(MAX_BYTES)
+    data = all_of(image.fp)
     scans = count_scans(data)
     if scans * image.width * image.height > SCANNED_PIXELS and scans > 1:
         raise Refused(f"{scans:,} scans of {image.width} x {image.height} pixels: too many")

@@ -141,6 +141,8 @@ class Preprocessing:
     def normalise(self, images: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
         """Bytes (batch, 3, height, width) -> floats of the same shape, on the same device.
 
+        However the bytes lie in memory, the floats are contiguous.
+
         Args:
             images: The bytes.
             dtype: Of the result; float32 when left out.
@@ -152,7 +154,8 @@ class Preprocessing:
             torch.tensor(values, device=images.device, dtype=dtype)[:, None, None]
             for values in (self.mean, self.std)
         )
-        return (images.to(dtype) / 255).sub_(mean).div_(std)
+        floats = images.to(dtype, memory_format=torch.contiguous_format)
+        return (floats / 255).sub_(mean).div_(std)
 
     @property
     def mean_colour(self) -> tuple[int, int, int]:
@@ -218,10 +221,14 @@ def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
 
 def to_bytes(image: Image.Image) -> "Tensor":
     """RGB picture -> its bytes, (3, height, width)."""
+    return pixels_of(image).contiguous()
+
+
+def pixels_of(image: Image.Image) -> "Tensor":
+    """RGB picture -> its bytes, (3, height, width); those of a pixel lie together in memory."""
     import torch
 
-    pixels = torch.from_numpy(np.array(image))
-    return rearrange(pixels, "height width channels -> channels height width").contiguous()
+    return rearrange(torch.from_numpy(np.array(image)), "height width rgb -> rgb height width")
 
 
 def _number(value: object) -> bool:

@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from vit.data.containers import MAX_BYTES, open_member
 
@@ -37,6 +37,16 @@ def open_regular(name: str) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+def all_of(file: IO[bytes]) -> bytes:
+    """All bytes of an open file, from its beginning.
+
+    No more than it has are asked for: room for a length that it might have costs more than reading.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return file.read(min(size, MAX_BYTES))
 
 
 def _check(status: os.stat_result) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vit.config import AugmentConfig
 from vit.data.crops import Box, Crop, Source
 from vit.data.policies import operations
-from vit.data.preprocessing import RESAMPLING, WHOLE_LIMIT, Preprocessing, to_bytes
+from vit.data.preprocessing import RESAMPLING, WHOLE_LIMIT, Preprocessing, pixels_of
 
 TRIES = 10
 ERASED = (0.02, 1 / 3)
@@ -64,7 +64,7 @@ class TrainingTransform:
     def __call__(self, image: Image.Image) -> Tensor:
         """RGB picture -> its bytes, (3, height, width)."""
         image = self._varied(self._flipped(self._cropped(image)))
-        return self._erased(to_bytes(image))
+        return self._erased(pixels_of(image))
 
     def of(self, source: Source) -> Tensor:
         """The same draws on the picture of `source` -> its bytes, (3, height, width).
@@ -82,7 +82,7 @@ class TrainingTransform:
             pixels = pixels.flip(1)
         if config.rotate or config.translate or self.operations:
             image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-            pixels = to_bytes(self._varied(image))
+            pixels = pixels_of(self._varied(image))
         return self._erased(pixels)
 
     def _varied(self, image: Image.Image) -> Image.Image:
