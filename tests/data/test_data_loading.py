@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -271,3 +273,25 @@ def test_seeds_are_the_same_on_every_machine_and_version():
 def test_orders_are_the_same_on_every_machine_and_version():
     schedule = Schedule(count=10, seed=0, batch_size=10)
     assert [key.sample for key in next(schedule.micro_batches(0))] == ORDER
+
+
+LEAVING = """
+import sys
+from vit.data.loading import EvaluationLoader
+from vit.data.preprocessing import Preprocessing
+from vit.data.samples import Sample
+
+samples = [Sample(path, 0) for path in sys.argv[1:]]
+loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=2, workers=2)
+batches = iter(loader)
+next(batches)
+print("left")
+"""
+
+
+def test_a_script_ends_in_the_middle_of_an_epoch(samples):
+    paths = [sample.path for sample in samples]
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVING, *paths], capture_output=True, text=True, timeout=60
+    )
+    assert (left.returncode, left.stdout, left.stderr) == (0, "left\n", "")

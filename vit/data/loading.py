@@ -4,28 +4,22 @@ What a batch holds is decided in schedule.py and dataset.py; here it is only bro
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch.utils.data import DataLoader
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from vit.data.dataset import Always, Batch, ImageDataset
-from vit.data.processes import come_to_rest, default_workers, quiet, start_worker
+from vit.data.feed import Feed, OnBadImage
+from vit.data.processes import default_workers
 from vit.data.samples import Sample
 from vit.data.schedule import Key, Schedule, Stream
 from vit.data.seeding import random_seed
 from vit.data.transforms import Transform
-from vit.errors import BadImage, DataError
 
 if TYPE_CHECKING:
     from vit.data.cache import Cache
     from vit.data.captioning.ids import CaptionIds
 
 __all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
-
-OnBadImage = Literal["stop", "skip"]
 
 
 class TrainingLoader:
@@ -63,6 +57,7 @@ class TrainingLoader:
     ) -> None:
         self.schedule = schedule
         self.stream = Stream(schedule, epochs)
+        largest = max((transform_for(epoch).image_size for epoch in (0, epochs - 1)), key=math.prod)
         self.feed = Feed(
             ImageDataset(
                 samples,
@@ -76,6 +71,8 @@ class TrainingLoader:
             workers=default_workers(schedule.world_size) if workers is None else workers,
             on_bad_image=on_bad_image,
             pin_memory=pin_memory,
+            size=bytes_of(schedule.micro_batch_size, largest),
+            held=2 * schedule.accumulate,  # those of a step, while those of the next are taken
         )
         self.next: tuple[int, int] | None = None
 
@@ -159,6 +156,7 @@ class EvaluationLoader:
             workers=min(workers, len(self.keys)),
             on_bad_image=on_bad_image,
             pin_memory=pin_memory,
+            size=bytes_of(batch_size, preprocessing.image_size),
             persistent=True,
         )
 
@@ -169,96 +167,13 @@ class EvaluationLoader:
         self.feed.start()
         for _ in self.keys:
             yield self.feed.take()
+        self.feed.rest()
 
     def close(self) -> None:
         """Stop the loader processes; the next iteration starts new ones."""
         self.feed.stop()
 
 
-class Feed:
-    """torch's loader over given micro-batches, with failures told in the main process.
-
-    Args:
-        dataset: Makes a micro-batch of a list of keys.
-        keys: The lists.
-        workers: Loader processes; 0 to load in this one.
-        on_bad_image: As in `TrainingLoader`.
-        pin_memory: As in `TrainingLoader`.
-        persistent: Keep the processes from one pass over `keys` to the next.
-    """
-
-    def __init__(
-        self,
-        dataset: ImageDataset,
-        keys: Iterable[list[Key]],
-        *,
-        workers: int,
-        on_bad_image: OnBadImage,
-        pin_memory: bool,
-        persistent: bool = False,
-    ) -> None:
-        self.on_bad_image = on_bad_image
-        with quiet():
-            self.loader = DataLoader(
-                dataset,
-                batch_sampler=keys,
-                num_workers=workers,
-                collate_fn=as_it_is,
-                pin_memory=pin_memory,
-                persistent_workers=persistent and workers > 0,
-                worker_init_fn=start_worker,
-                # Forked processes start in milliseconds and share the list of files; they never
-                # touch the accelerator.
-                multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-                # Its own generator: an iterator draws a base seed, from the global one by default.
-                generator=torch.Generator(),
-            )
-        self.batches: Iterator[Batch] = iter(())
-
-    def start(self) -> None:
-        """Begin a pass."""
-        if self.loader.num_workers:
-            come_to_rest()
-        with quiet():
-            self.batches = iter(self.loader)
-
-    def take(self) -> Batch:
-        """The next micro-batch.
-
-        Raises:
-            BadImage: A picture cannot be read, and `on_bad_image` is `stop`.
-            DataError: A loader process died.
-        """
-        try:
-            batch = next(self.batches)
-            if batch.failed and self.on_bad_image == "stop":
-                raise BadImage(batch.failed[0].path, batch.failed[0].reason)
-        except RuntimeError as error:
-            self.stop()
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            killed = DataError(
-                "a loader process was killed, most likely for lack of memory or of shared memory "
-                "(/dev/shm); use fewer workers (-j) or a smaller batch_size"
-            )
-            killed.everywhere = False
-            raise killed from error
-        except BaseException:
-            self.stop()
-            raise
-        return batch
-
-    def stop(self) -> None:
-        """End the processes now."""
-        # Not when the iterator is collected: a traceback may keep it, and processes forked in the
-        # meantime inherit it.
-        shutdown = getattr(self.batches, "_shutdown_workers", None)
-        self.batches = iter(())
-        self.loader._iterator = None
-        if shutdown is not None:
-            shutdown()
-
-
-def as_it_is(batch: Any) -> Any:
-    """The dataset stacks the pictures itself."""
-    return batch
+def bytes_of(count: int, image_size: tuple[int, int]) -> int:
+    """Bytes of so many pictures."""
+    return 3 * count * math.prod(image_size)

@@ -86,6 +86,11 @@ class Schedule:
         """Whole batches in the training pictures."""
         return self.count // self.batch_size
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Pictures that a device takes at once."""
+        return self.batch_size // (self.accumulate * self.world_size)
+
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[list[Key]]:
         """The micro-batches of one epoch on this device, from its `start`-th on.
 
@@ -94,7 +99,7 @@ class Schedule:
         """
         order = self.order(epoch)
         again = repetitions(order)
-        size = self.batch_size // (self.accumulate * self.world_size)
+        size = self.micro_batch_size
         for number in range(start, self.steps_per_epoch * self.accumulate):
             step, micro = divmod(number, self.accumulate)
             first = (micro * self.world_size + self.rank) * size

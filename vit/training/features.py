@@ -14,7 +14,7 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.data.loading import OnBadImage
+from vit.data.feed import OnBadImage
 from vit.data.samples import Sample
 from vit.data.sources.folders import count
 from vit.errors import BadImage, DataError
