@@ -48,7 +48,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ids=str,
 )
 def test_pieces_train_like_the_whole(tiny_config, tmp_path, settings):
-    config = tiny_config(**PLAIN, **settings, accumulate=2)
+    assert_same(tiny_config(**PLAIN, **settings, accumulate=2), tmp_path)
+
+
+def test_pieces_learn_several_labels_like_the_whole(tiny_config, several_list, tmp_path):
+    several = {"data": str(several_list), "task": "multilabel"}
+    assert_same(tiny_config(**PLAIN, **several), tmp_path)
+
+
+def assert_same(config, tmp_path) -> None:
+    """One process and two that have a piece each see the same losses, and end alike."""
     train(config, tmp_path / "one")
     write_settings(tmp_path / "settings.yaml", config)
     done = launch(tmp_path / "settings.yaml", tmp_path / "two")
@@ -61,7 +70,7 @@ def test_pieces_train_like_the_whole(tiny_config, tmp_path, settings):
     first, second = (read_events(tmp_path / name) for name in ("one", "two"))
     for ours, theirs in zip(first, second, strict=True):
         assert ours.keys() == theirs.keys()
-        for name in {"loss", "grad_norm", "val_loss", "train_loss"} & ours.keys():
+        for name in {"loss", "grad_norm", "val_loss", "train_loss", "val_map"} & ours.keys():
             assert theirs[name] == pytest.approx(ours[name], rel=1e-9)
 
 
