@@ -15,6 +15,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.schedule import Schedule
 from vit.data.slots import Slots, arrived
 from vit.data.transforms import training_transform
+from vit.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 SIZE = 8
@@ -156,6 +157,7 @@ def test_batches_outlive_their_loader(samples):
 
 def test_memory_goes_back_where_nobody_looks():
     slots = Slots(2, 5000)
+    slots.map()
     assert slots.size == 8192
     room = slots.room(0, 2, torch.zeros(5, dtype=torch.uint8))
     room.fill_(7)
@@ -169,6 +171,7 @@ def test_memory_goes_back_where_nobody_looks():
 
 def test_a_batch_that_was_not_carried_frees_its_slot():
     slots = Slots(1, 100)
+    slots.map()
     slot = slots.lend()
     assert slots.lend() is None
     images = torch.zeros(1, 3, 2, 2)
@@ -185,4 +188,11 @@ def test_a_batch_lies_in_memory_as_its_pictures_do(order):
     assert room.shape == (5, *picture.shape)
     assert room[3].stride() == picture.stride()
     assert room.untyped_storage().nbytes() == 5 * 24
-    assert Slots(1, 200).room(0, 5, picture).stride() == room.stride()
+    slots = Slots(1, 200)
+    slots.map()
+    assert slots.room(0, 5, picture).stride() == room.stride()
+
+
+def test_too_large_batches_are_one_clear_line():
+    with pytest.raises(DataError, match=r"^4 batches of 1,099,511,627,776 MiB .* fewer"):
+        Slots(4, 2**60).map()

@@ -73,8 +73,8 @@ class Feed:
         """Begin a pass."""
         if self.loader.num_workers:
             come_to_rest()
-        if self.slots is not None and self.loader._iterator is None:
-            self.slots.renew()  # no process is there that could still fill one
+        if self.slots is not None:
+            self.slots.map()
         with quiet():
             self.batches = iter(self.loader)
 
@@ -118,6 +118,8 @@ class Feed:
         self.loader._iterator = None
         if shutdown is not None:
             shutdown()
+        if self.slots is not None:
+            self.slots.drop()  # what was lent to those processes never comes back
 
 
 def as_it_is(batch: Any) -> Any:

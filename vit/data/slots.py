@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from vit.data.dataset import Batch, ImageDataset, room_for
 from vit.data.schedule import Key
+from vit.errors import DataError
 
 Lie = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
@@ -42,13 +43,31 @@ class Slots:
         self.number = next(self.numbers)
         self.count = count
         self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.renew()
+        self.memory: mmap.mmap | None = None
+        self.free: list[int] = []
         KNOWN[self.number] = self
 
-    def renew(self) -> None:
-        """Take new memory, all of it free, for processes that are about to be forked."""
-        self.memory = mmap.mmap(-1, self.count * self.size)
+    def map(self) -> None:
+        """Take memory, all of it free, before processes are forked; nothing where there is some.
+
+        Raises:
+            DataError: There is not as much.
+        """
+        if self.memory is not None:
+            return
+        try:
+            self.memory = mmap.mmap(-1, self.count * self.size)
+        except OSError as error:
+            raise DataError(
+                f"{self.count} batches of {self.size / 2**20:,.0f} MiB that loader processes make "
+                f"ahead do not fit in memory ({error.strerror}); use fewer workers (-j) or a "
+                "smaller batch_size"
+            ) from None
         self.free = [*range(self.count)]
+
+    def drop(self) -> None:
+        """Let go of the memory, of which the processes are gone; tensors over it keep it."""
+        self.memory, self.free = None, []
 
     def lend(self) -> int | None:
         """A slot that nobody uses, for a loader process; None where there is none."""
@@ -71,9 +90,11 @@ class Slots:
     def give_back(self) -> None:
         """Let the system have the memory of free slots, until they are filled again."""
         for slot in list(self.free):
+            assert self.memory is not None
             self.memory.madvise(mmap.MADV_REMOVE, slot * self.size, self.size)
 
     def _bytes(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        assert self.memory is not None
         return np.frombuffer(self.memory, np.uint8, self.size, slot * self.size)
 
 
