@@ -6,25 +6,21 @@ them where captions are written; nothing that it does can cost a run that is alr
 
 import contextlib
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vit.data.loading import Batch, EvaluationLoader
-from vit.data.samples import Sample, Splits
+from vit.data.samples import Splits
 from vit.data.several import MultiHot, labels_of
 from vit.data.sources.folders import some
-from vit.errors import DataError, VitError, printable
+from vit.errors import VitError, printable
 from vit.evaluation.caption_report import write_caption_report
-from vit.evaluation.metrics import Outcomes
 from vit.evaluation.report import REPORT_FILE, RunFacts, write_report
 from vit.evaluation.several_metrics import FEWEST, USUAL, choose_thresholds
 from vit.evaluation.several_report import Measured, write_several_report
-from vit.precision import autocast
-from vit.training.batches import micro_batch_size, rows_of, words_of, workers_of
+from vit.training.answering import measure, measure_several, seen
 from vit.training.caption_ending import measure_captions, word_facts
 from vit.training.captioning import is_chosen
 from vit.training.devices import inference_precision
@@ -182,105 +178,6 @@ def run_facts(
         soup=soups[0] if soups else (),
         left_out={**run.failed, **failed},
     )
-
-
-@torch.inference_mode()
-def measure(
-    run: Training, loaded: LoadedRun, splits: Splits, folder: Path
-) -> tuple[Outcomes, list[str], dict[str, str]]:
-    """Answers of the best weights to every validation picture, as the training measured them.
-
-    Returns:
-        Outcomes, the files they belong to, and the files that cannot be read with the reason.
-    """
-    device = run.accelerator.device
-    precision = inference_precision(run.config.run.precision, device)
-    parts: list[Outcomes] = []
-    paths: list[str] = []
-    failed: dict[str, str] = {}
-    with contextlib.closing(seen(run, loaded, splits.val, folder, failed)) as batches:
-        for batch, images in batches:
-            with autocast(precision, device):
-                logits = loaded.model(images)
-            parts.append(Outcomes.of(logits.float().cpu().double().softmax(dim=1), batch.labels))
-            paths += [splits.val[index].path for index in batch.indices.tolist()]
-    if not parts:
-        raise DataError("not one validation picture can be read")
-    return Outcomes.cat(parts), paths, failed
-
-
-@torch.inference_mode()
-def measure_several(
-    run: Training, loaded: LoadedRun, splits: Splits, folder: Path
-) -> tuple[Tensor, Tensor, dict[str, str]]:
-    """Sigmoids of the best weights for every validation picture, float64 (pictures, classes).
-
-    Returns:
-        They, which pictures they belong to, (pictures,), and the files that cannot be read.
-
-    Raises:
-        DataError: None can be read.
-    """
-    device = run.accelerator.device
-    precision = inference_precision(run.config.run.precision, device)
-    parts: list[Tensor] = []
-    indices: list[Tensor] = []
-    failed: dict[str, str] = {}
-    with contextlib.closing(seen(run, loaded, splits.val, folder, failed)) as batches:
-        for batch, images in batches:
-            with autocast(precision, device):
-                logits = loaded.model(images)
-            parts.append(logits.float().cpu().double().sigmoid())
-            indices.append(batch.indices)
-    if not parts:
-        raise DataError("not one validation picture can be read")
-    return torch.cat(parts), torch.cat(indices), failed
-
-
-def seen(
-    run: Training,
-    loaded: LoadedRun,
-    samples: Sequence[Sample],
-    folder: Path,
-    failed: dict[str, str],
-) -> Generator[tuple[Batch, Tensor], None, None]:
-    """Batches of `samples` with their normalised images, and the best weights on their device.
-
-    Args:
-        run: The finished training.
-        loaded: Its best weights.
-        samples: The pictures.
-        folder: The run folder.
-        failed: Receives the files that cannot be read, with the reason.
-
-    Raises:
-        Interrupted: A signal came.
-    """
-    device = run.accelerator.device
-    loaded.model.to(device)
-    loader = EvaluationLoader(
-        samples,
-        loaded.preprocessing,
-        batch_size=micro_batch_size(run),
-        workers=workers_of(run),
-        pin_memory=device.type == "cuda",
-        words=words_of(run, samples),
-        classes=rows_of(run.config),
-    )
-    try:
-        for batch in loader:
-            if run.interruption.number:
-                raise Interrupted(
-                    f"interrupted before {REPORT_FILE} was written; the run is complete, and "
-                    f"vit train --resume --out {printable(folder)} writes it",
-                    run.interruption.number,
-                )
-            failed.update((bad.path, bad.reason) for bad in batch.failed)
-            if len(batch.labels):
-                images = batch.images.to(device, non_blocking=True)
-                yield batch, loaded.preprocessing.normalise(images)
-    finally:
-        loader.close()
 
 
 def machine(run: Training) -> str:
