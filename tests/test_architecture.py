@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEVEL_0 = {"vit.config", "vit.errors", "vit.presets", "vit.settings", "vit.version"}
+LEVEL_0 = {"vit.config", "vit.errors", "vit.nearby", "vit.presets", "vit.settings", "vit.version"}
 LEVEL_1 = {"vit.model", "vit.data", "vit.operators", "vit.precision"}
 LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation", "vit.runtime"}
 LEVEL_3 = {"vit.training", "vit.inference", "vit.export"}
@@ -18,6 +18,7 @@ NUMERIC = {"torch", "numpy"}
 ALLOWED = {
     "vit.errors": set(),
     "vit.version": set(),
+    "vit.nearby": {"vit.errors"},
     "vit.config": {"vit.errors"},
     "vit.presets": {"vit.errors"},
     "vit.settings": {"yaml", *LEVEL_0},

@@ -157,3 +157,9 @@ def test_there_are_recipes():
     assert {"digits", "smoke", "cifar10", "small_photos", "imagenet_small"} <= {
         path.stem for path in RECIPES
     }
+
+
+def test_a_missing_file_of_settings_has_the_nearest_name(tmp_path):
+    (tmp_path / "conf.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"No such file or directory; did you mean .*conf\.yaml"):
+        read_settings(tmp_path / "cnof.yaml")

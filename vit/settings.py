@@ -20,6 +20,7 @@ import yaml
 
 from vit.config import SECTIONS, ChosenModel, Config
 from vit.errors import ConfigError, printable
+from vit.nearby import did_you_mean
 from vit.presets import preset, usual_of_task
 
 MOST_BYTES = 1_000_000
@@ -270,7 +271,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ConfigError("is not a list of `name: value` lines")
     except OSError as error:
-        raise ConfigError(f"{printable(path)}: {error.strerror}") from None
+        hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{printable(path)}: {error.strerror}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         text = str(error).replace('in "<byte string>", ', "at ")
         reason = printable(" ".join(text.split()))

@@ -158,7 +158,10 @@ def test_out_is_untouched_when_the_work_breaks_off(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["nothing/*.jpg"], "nothing/*.jpg"),
+        (["nothing/*.jpg"], "nothing/*.jpg: matches no file, there is no folder nothing"),
+        (["near/*.jpg"], "matches no file; correct the pattern, or give near for all in it"),
+        (["naer/*.jpg"], "there is no folder naer; did you mean near?"),
+        (["photos.zip"], "photos.zip is an archive: unpack it first"),
         (["."], "no pictures"),
         (["a.jpg", "--out", "."], "is a folder"),
         (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),
@@ -172,10 +175,22 @@ def test_out_is_untouched_when_the_work_breaks_off(
 )
 def test_what_cannot_start_is_one_line(predict, tmp_path, monkeypatch, words, reason):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "near").mkdir()
+    (tmp_path / "photos.zip").write_bytes(b"PK")
     code, out, err = predict(*words)
     assert (code, out, len(err)) == (2, [], 1)
     assert err[0].startswith("vit predict: ")
     assert reason in err[0]
+
+
+def test_an_input_that_is_not_there_has_its_row_and_the_nearest_name(
+    predict, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    code, out, err = predict("photso")
+    assert (code, len(out)) == (1, 2)
+    assert err[0] == "vit predict: photso is not there; did you mean photos?"
 
 
 def test_a_missing_model_is_one_line(predict, pictures, tmp_path):

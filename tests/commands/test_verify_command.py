@@ -147,10 +147,24 @@ def test_pictures_are_drawn_where_there_are_none(check, tiny_run, monkeypatch):
     assert out.startswith("images     2\n")
 
 
+def test_a_run_and_a_file_side_by_side_are_told_what_to_type(check, tiny_run, tmp_path):
+    for words, message in (
+        (["RUN", "x.onnx", "a b.png"], "vit verify x.onnx --run RUN 'a b.png'"),
+        (["x.xml", "RUN", "a.png"], "vit verify x.xml --run RUN a.png"),
+        (["x.onnx", "y.onnx"], "y.onnx is no picture"),
+    ):
+        code, out, err = check(*[tiny_run if word == "RUN" else word for word in words])
+        assert (code, out, len(err)) == (2, "", 1)
+        assert message.replace("RUN", str(tiny_run)) in err[0]
+
+
 def test_what_cannot_start_is_one_line(check, tmp_path):
+    (tmp_path / "run").mkdir()
     for words, message in (
         ([tmp_path / "none.onnx"], "is missing, or not a file"),
-        ([tmp_path / "none"], "is no exported file: give X.onnx or X.xml, or a run folder"),
+        ([tmp_path / "none"], "none is not there; give X.onnx or X.xml, or a run folder"),
+        ([tmp_path / "RUM"], "RUM is not there; did you mean"),
+        ([__file__], "is no exported file: give X.onnx or X.xml, or a run folder"),
         ([tmp_path], "has no config.json"),
         ([tmp_path, tmp_path / "*.jpg"], "matches no file"),
     ):

@@ -5,8 +5,10 @@ import os
 import pytest
 from PIL import Image
 
+from vit.commands.main import main
 from vit.data.sources.opening import list_images, open_labelled, open_splits, relative
 from vit.errors import DataError
+from vit.nearby import did_you_mean
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
@@ -185,6 +187,79 @@ def test_missing_data_and_files_are_refused(tmp_path):
         opened(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.XLSX", r"an Excel workbook, not a list: .*Save As > CSV UTF-8 \(Comma delimited\)"),
+        ("a.xls", "an Excel workbook"),
+        ("a.ods", "a LibreOffice spreadsheet, .*Save As > Text CSV"),
+        ("a.numbers", "a Numbers spreadsheet, .*File > Export To > CSV"),
+        ("a.gsheet", "a link to a Google sheet, .*File > Download > Comma-separated values"),
+        ("a.zip", "is an archive: unpack it first"),
+        ("a.rar", "is an archive: unpack it first"),
+        ("a.7z", "is an archive: unpack it first"),
+        ("a.csv.gz", "is an archive: unpack it first"),
+        ("a.tgz", "compressed with gzip.*unpack it"),
+        ("a.jpg", "DATA is one folder, .*, not a single picture: .*a.jpg"),
+    ],
+)
+def test_what_is_no_data_is_told_what_to_do(tmp_path, name, message):
+    (tmp_path / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path / name)
+
+
+def test_a_spreadsheet_may_be_a_folder(make_tree):
+    root = make_tree({"a.numbers/Index": 0, "b.numbers/x": 5, "b.numbers/y": 5})
+    with pytest.raises(DataError, match="a Numbers spreadsheet"):
+        opened(root / "a.numbers")
+    assert opened(root / "b.numbers").classes == ("x", "y")
+
+
+def test_a_missing_path_has_the_nearest_name(make_tree, monkeypatch):
+    root = make_tree({"photos/cat": 1, ".phots": 0})
+    (root / "link").symlink_to("gone")
+    monkeypatch.chdir(root)
+    for given, offered in (
+        ("phots", "photos"),
+        ("PHOTOS/", "photos"),
+        ("photos/cap", "photos/cat"),
+        ("phtos/cat/0.png", "photos/cat/0.png"),
+        ("phtos/dog", "photos"),
+        (str(root / "phots"), str(root / "photos")),
+    ):
+        assert did_you_mean(given) == f"; did you mean {offered}?"
+        if not given.endswith("png"):
+            with pytest.raises(DataError, match=f"did you mean {offered}"):
+                opened(given)
+    (root / "b1").mkdir()
+    (root / "b2").mkdir()
+    assert did_you_mean("b3") == ""  # half of a short name is none
+    (root / "batch1").mkdir()
+    (root / "batch2").mkdir()
+    assert did_you_mean("batch3") == "; did you mean batch1 or batch2?"
+    for nothing in ("xyz", "link", "photos/cat/0.png/inside", "", "a\0b", "x" * 5000):
+        assert did_you_mean(nothing) == ""
+
+
+@pytest.mark.parametrize("command", ["train", "check", "evaluate", "data"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a/0.png", "a/1.png", "b/0.png"], "not single pictures: a/0.png and 2 more"),
+        (["a", "b"], "b is one too many: DATA is a already"),
+        (["0.tar", "1.tar"], "put the pattern in quotes"),
+        (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
+    ],
+)
+def test_words_after_data_are_told_what_is_wrong(capsys, command, words, message):
+    others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
+    assert main([command, *others, *words]) == 2
+    line = capsys.readouterr().err
+    assert message in line
+    assert line.count("\n") == 1
+
+
 def test_names_are_safe_on_a_terminal(make_tree):
     root = make_tree(SPLIT | {"val/red\x1b[31m\u202e": 1})
     with pytest.raises(DataError) as caught:
@@ -272,6 +347,8 @@ def test_inputs_that_give_nothing_are_refused(make_tree):
     root = make_tree({"x": 1, "empty": 0})
     with pytest.raises(DataError, match="no pictures in this folder"):
         list_images([str(root / "empty")])
+    with pytest.raises(DataError, match=r"one folder, .* not a pattern"):
+        opened(root / "x" / "*.png")
     with pytest.raises(DataError, match="matches no file"):
         list_images([str(root / "*.jpg")])
 

@@ -69,6 +69,13 @@ def records(rows, image="image", label="label"):
         ("list.csv", table()),
         ("list.csv", "\ufeff" + table(end="\r\n", header='"File_Name","Class"')),
         ("list.csv", "\n".join(["path;category", *(f'"{n}";{label}' for n, label in ROWS)])),
+        ("list.csv", "sep=;\n" + table(header="image,label").replace(",", ";")),
+        ("list.csv", '\ufeff"sep=~"\r\n' + table(end="\r\n").replace(",", "~")),
+        ("list.csv", "sep=\t\n" + table().replace(",", "\t")),
+        (
+            "list.csv",
+            table(header="image,label,,").replace("png,a", "png,a,,").replace("png,b", "png,b,,"),
+        ),
         ("list.tsv", "\n".join(["image\ttags", *("\t".join(row) for row in ROWS)])),
         ("list.jsonl", records(ROWS, "file_name", "labels")),
         ("list.ndjson", records([(n, [label]) for n, label in ROWS], "img", "target")),
@@ -85,6 +92,72 @@ def test_every_form_gives_what_the_folder_gives(pictures, write, name, content):
     assert splits.made
     assert not splits.several
     assert splits.root == pictures
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-8-sig"])
+@pytest.mark.parametrize("mark", ["\t", ";"])
+def test_what_excel_writes_is_read(pictures, coding, mark):
+    path = pictures / "list.csv"
+    path.write_bytes(table(end="\r\n").replace(",", mark).replace("a\r", "\xe4\r").encode(coding))
+    assert opened(path).classes == ("b", "\xe4")
+    assert len(list_images([str(path)])) == 20
+
+
+def test_damage_in_utf16_has_its_line(pictures):
+    path = pictures / "list.csv"
+    for damage, message in ((b"\0\xd8\n\0", "damaged UTF-16"), (b"\0\0\n\0", "a NUL character")):
+        path.write_bytes(b"\xff\xfe" + "image,label\na/1.png,a\n".encode("utf-16-le") + damage)
+        with pytest.raises(DataError, match=message):
+            opened(path)
+
+
+def test_lines_of_old_macs_are_one_line(write):
+    with pytest.raises(DataError, match="line 1: lines end in CR alone, as on old Macs; save it"):
+        opened(write(table(end="\r"), newline=""))
+
+
+def test_empty_rows_are_left_out_and_counted_once(pictures, write):
+    rows = [*ROWS[:3], ("", ""), (" ", ""), *ROWS[3:], ("", "", "", "")]
+    splits = opened(write(",,\n" + table(rows) + "\n\n"))
+    assert splits.train == open_splits(str(pictures), val_share=0.2, seed=0).train
+    empty = [note for note in splits.notes if "empty row" in note]
+    assert len(empty) == 1
+    assert "left out 4 empty rows, the first in line 1" in empty[0]
+    notes: list[str] = []
+    list_images([write(table(rows))], notes=notes)
+    assert [note for note in notes if "left out 3 empty rows, the first in line 5" in note]
+
+
+@pytest.mark.parametrize(
+    ("header", "asked", "top"),
+    [
+        ("a/0.png,a", {}, "image,label"),
+        ("a;a/0.png;x", {"image_column": "image"}, "label;image;column3"),
+        ("a/0.png", {}, "image"),
+    ],
+)
+def test_a_list_without_names_of_columns_is_told_to_have_them(write, header, asked, top):
+    path = write(f"{header}\n{header.replace('0', '1')}\n")
+    with pytest.raises(DataError, match=rf"line 1: looks like data .*names them: {top}$"):
+        opened(path, **asked)
+    if not asked:
+        with pytest.raises(DataError, match="line 1: looks like data"):
+            list_images([path])
+
+
+def test_a_column_may_be_called_as_a_picture_where_it_is_asked_for(write):
+    assert len(opened(write(table(header="x.jpg,label")), image_column="x.jpg").train) == 16
+
+
+def test_commas_in_labels_are_noted_and_stay(write):
+    said = [(name, '"red, round"' if name < "b" else "blue") for name in NAMES]
+    splits = opened(write(table(said)))
+    assert splits.classes == ("blue", "red, round")
+    assert noted(splits, "10 labels have a comma, and each is one class, such as 'red, round'; if")
+    assert noted(splits, "write red|round (or a list in JSON lines)")
+    one = opened(write(table([(n, '"red, round"' if n == "a/1.png" else n[0]) for n in NAMES])))
+    assert not noted(one, "comma")
+    assert not noted(opened(write(records(said), "list.jsonl")), "comma")
 
 
 def test_columns_may_be_named(write):

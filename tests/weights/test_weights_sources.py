@@ -242,8 +242,9 @@ def test_a_near_miss_has_the_nearest_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(Path("weights"), names=["vit_small.safetensors"])
     assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
-    assert "nearest in weights: vit_small" in refusal("weights/vit_small")  # not asked of the hub
-    assert "there is no folder weigths; the nearest here: weights" in refusal("weigths/x.pth")
+    near = refusal("weights/vit_small")  # not asked of the hub
+    assert "did you mean weights/vit_small.safetensors?" in near
+    assert "there is no folder weigths; did you mean weights?" in refusal("weigths/x.pth")
     assert "\\x1b.pth is not there" in refusal(tmp_path / "\x1b.pth")
 
 

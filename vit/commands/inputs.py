@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from vit.commands.output import say
-from vit.errors import DataError
+from vit.errors import DataError, printable
+from vit.nearby import did_you_mean
 
 
 def find_images(
@@ -49,10 +50,16 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     Raises:
         DataError: A pattern matches nothing, or the only input is a folder without pictures.
     """
+    from vit.data.sources.mistaken import refuse_mistaken
     from vit.data.sources.opening import list_images
 
+    if alone:  # among others it has its row
+        refuse_mistaken(word)
     try:
-        return list_images([word], notes=notes)
+        found = list_images([word], notes=notes)
+        if alone and found == [word] and (hint := did_you_mean(word)):
+            notes.append(f"{printable(word)} is not there{hint}")
+        return found
     except DataError:
         if alone or not os.path.isdir(word):
             raise

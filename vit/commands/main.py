@@ -44,10 +44,20 @@ class Parser(argparse.ArgumentParser):
         parse = self.parse_known_intermixed_args if several else self.parse_known_args
         found, unknown = parse(words)
         if unknown:
+            data = self._data_of(found)
+            if data is not None and not unknown[0].startswith("-"):
+                from vit.data.sources.mistaken import surplus
+
+                self.error(surplus(data, [word for word in unknown if word[:1] != "-"]))
             word = unknown[0].split("=")[0]
             hint = nearest(word, self._option_string_actions)
             self.error(f"{printable(unknown[0])} is not an argument{hint}")
         return found
+
+    def _data_of(self, found: argparse.Namespace) -> str | None:
+        """What was given as DATA, None where the command takes none."""
+        places = (one for one in self._actions if one.metavar == "DATA" and not one.option_strings)
+        return next((getattr(found, one.dest) for one in places), None)
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(printable(message).split())

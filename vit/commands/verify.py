@@ -5,13 +5,16 @@ import os
 
 from vit.commands.inputs import find_images
 from vit.commands.output import check_output, open_output, say, standard_output
-from vit.errors import VitError, printable
+from vit.errors import VitError, printable, quoted
+from vit.runtime.opening import EXPORTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(json=None, run_folder=None, engine=None)
     parser.add_argument(
-        "model", metavar="MODEL", help="a run folder, or the X.onnx or X.xml of vit export"
+        "model",
+        metavar="MODEL",
+        help="a run folder; or the X.onnx or X.xml of vit export, its run with --run",
     )
     parser.add_argument(
         "images",
@@ -42,8 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_order(model: str, images: list[str]) -> None:
+    """Refuse a run and an exported file side by side: the run comes with --run.
+
+    Raises:
+        VitError: An exported file, or a run folder, is among the pictures.
+    """
+    exported = [word for word in images if word.lower().endswith(tuple(EXPORTED))]
+    runs = [word for word in images if os.path.isfile(os.path.join(word, "model.safetensors"))]
+    if not exported and not runs:
+        return
+    is_run = os.path.isdir(model)
+    if len(exported) + len(runs) > 1 or bool(runs) == is_run:
+        word = printable((exported + runs)[0])
+        raise VitError(f"{word} is no picture: give one MODEL, its run with --run, then IMAGEs")
+    file, run = (exported[0], model) if is_run else (model, runs[0])
+    rest = [quoted(word) for word in images if word not in (file, run)]
+    words = " ".join(["vit verify", quoted(file), "--run", quoted(run), *rest[:3]])
+    more = " ..." if len(rest) > 3 else ""
+    raise VitError(f"an exported file comes first, and its run with --run: {words}{more}")
+
+
 def run(args: argparse.Namespace) -> int:
     folder = os.path.isdir(args.model)
+    check_order(args.model, args.images)
     for name, value in (("run", args.run_folder), ("engine", args.engine)):
         if folder and value is not None:
             raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")

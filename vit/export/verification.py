@@ -14,6 +14,7 @@ from vit.export.answering import Answers, Runner, Said, by_file, by_hand, by_pre
 from vit.export.causes import causes, metadata_differences
 from vit.export.pictures import pictures_for
 from vit.export.verdict import HAND, LIMITS, PREDICTOR, Compared, Limits, Verification
+from vit.nearby import did_you_mean
 from vit.runtime.opening import EXPORTED, runner_like
 from vit.weights.folder import load_run
 
@@ -69,6 +70,9 @@ def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Ru
     """
     suffix = Path(exported).suffix.lower()
     engine = engine or EXPORTED.get(suffix)
+    if engine is None and not os.path.exists(exported):
+        remedy = did_you_mean(exported) or "; give X.onnx or X.xml, or a run folder"
+        raise WeightsError(f"{printable(exported)} is not there{remedy}")
     if engine is None:
         raise WeightsError(
             f"{printable(exported)} is no exported file: give X.onnx or X.xml, or a run folder"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vit.errors import ConfigError, VitError, WeightsError, printable
+from vit.nearby import did_you_mean
 from vit.runtime.greedy import Array
 from vit.runtime.protobuf import check_external
 
@@ -121,7 +122,8 @@ def read(core: Any, source: str | os.PathLike[str] | bytes) -> Any:
     name = _name(source)
     if not isinstance(source, bytes):
         if not os.path.isfile(source):
-            raise WeightsError(f"{name} is missing, or not a file; give the file of vit export")
+            hint = did_you_mean(source) or "; give the file of vit export"
+            raise WeightsError(f"{name} is missing, or not a file{hint}")
         source = os.fspath(source)
         if not source.endswith(".xml"):
             check_external(source)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from vit.errors import WeightsError, printable
+from vit.nearby import did_you_mean
 
 PathLike = str | os.PathLike[str]
 Found = TypeVar("Found")
@@ -68,7 +69,8 @@ def check_external(path: PathLike) -> None:
 def _read(path: PathLike, find: Callable[[mmap.mmap], Found]) -> Found:
     name = printable(path)
     if not os.path.isfile(path):
-        raise WeightsError(f"{name} is missing, or not a file; give the .onnx of vit export")
+        hint = did_you_mean(path) or "; give the .onnx of vit export"
+        raise WeightsError(f"{name} is missing, or not a file{hint}")
     try:
         if not os.path.getsize(path):
             raise ValueError("it is empty")

@@ -9,6 +9,7 @@ from typing import Any
 
 from vit.data.captioning.tokenizer import Tokenizer
 from vit.errors import RunError, WeightsError, printable
+from vit.nearby import did_you_mean
 from vit.weights.tensorfile import read_tensors, write_tensors, write_text
 
 CONFIG_FILE = "config.json"
@@ -32,7 +33,9 @@ def read_config(folder: Path) -> bytes:
     try:
         if not path.is_file():
             there = "has no config.json" if folder.is_dir() else "is not a folder"
-            raise RunError(f"{printable(folder)} {there}; give the run folder of a training")
+            hint = "" if folder.exists() else did_you_mean(folder)
+            remedy = hint or "; give the run folder of a training"
+            raise RunError(f"{printable(folder)} {there}{remedy}")
         if path.stat().st_size > MOST_BYTES:
             raise WeightsError(f"{printable(path)} is larger than {MOST_BYTES:,} bytes")
         return path.read_bytes()

@@ -7,14 +7,13 @@
 A path is tried first. Then the hub, and its cache where the hub does not answer.
 """
 
-import difflib
-import itertools
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from vit.errors import WeightsError, printable
+from vit.nearby import did_you_mean, names_in
 from vit.weights import hub, registry
 from vit.weights.contents import ONNX
 from vit.weights.formats.names import some
@@ -26,7 +25,6 @@ HUB = ("hf-hub:", "hf_hub:", "hf/")
 LOCAL = "local-dir:"
 TIMM = "timm/"
 FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
-MOST_NEIGHBOURS = 10_000
 
 
 def locate(source: str | os.PathLike[str], *, offline: bool | None = None) -> Found:
@@ -91,29 +89,28 @@ def _means_path(text: str) -> bool:
 
 def _missing(path: Path) -> str:
     """Why `path` is not there, and what is there that looks like it."""
-    folder = path.parent
+    folder, hint = path.parent, did_you_mean(path)
     if not folder.is_dir():
         while not folder.is_dir() and folder != folder.parent:
             path, folder = folder, folder.parent
         what = f"there is no folder {printable(path)}"
     else:
         what = f"{printable(path)} is not there"
-    names: list[str] = []
-    if folder.is_dir():
-        with os.scandir(folder) as entries:
-            some_of_them = itertools.islice(entries, MOST_NEIGHBOURS)
-            names = [entry.name for entry in some_of_them if entry.name[0] != "."]
-    near = difflib.get_close_matches(path.name, sorted(names), n=3, cutoff=0.5)
+    if hint:
+        return f"{what}{hint}"
+    names = names_in(folder)
     inside = "here" if folder == Path() else f"in {printable(folder)}"
-    if near:
-        return f"{what}; the nearest {inside}: {some(near)}"
-    return f"{what}; {inside} is {some(sorted(names)) if names else 'nothing'}; give another path"
+    return f"{what}; {inside} is {some(names) if names else 'nothing'}; give another path"
 
 
 def _bare_word(path: Path, text: str) -> str:
     if registry.find(text) is not None:
         return f"{printable(text)} is not there; for timm's pretrained weights write timm/{text}"
-    return f"{_missing(path)}, or timm/NAME (`vit models --pretrained` lists them)"
+    missing = _missing(path)
+    others = (
+        "" if missing.endswith("?") else ", or timm/NAME (`vit models --pretrained` lists them)"
+    )
+    return missing + others
 
 
 def _from_timm(text: str, offline: bool | None) -> Found:

@@ -17,6 +17,7 @@ from vit.data.sources.folders import count, some
 from vit.data.sources.oddities import count_notes, equal_notes, name_notes
 from vit.data.sources.opening import hold_out, relative
 from vit.errors import DataError, printable
+from vit.nearby import did_you_mean
 
 __all__ = ["open_captioned", "open_captions"]
 
@@ -127,7 +128,8 @@ class _Source:
 
     def __init__(self, data: str, images: str | None) -> None:
         if images is not None and not os.path.isdir(images):
-            raise DataError(f"{printable(images)}: no such folder of images")
+            hint = did_you_mean(images)
+            raise DataError(f"{printable(images)}: no such folder of images{hint}")
         lists = find_lists(data)
         self.notes = lists.notes
         self.root = lists.root if images is None else Path(images)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from vit.data.captioning.columns import EXPECTED, Columns, Row, choose_columns, find_columns
 from vit.data.captioning.json_lists import coco_rows, json_rows
 from vit.data.sources.folders import some
-from vit.data.sources.tables import check_width, fields, read_table
+from vit.data.sources.tables import below_separator, check_width, fields, read_table
 from vit.data.sources.text_files import beginning, text_lines, wrong
 from vit.errors import DataError, printable
 
@@ -43,7 +43,7 @@ def read_rows(path: str, notes: list[str]) -> Iterator[Row]:
 def is_list(path: str) -> bool:
     """Whether the file begins like a list of captions."""
     try:
-        kind, start = format_of(path), beginning(path)
+        kind, (said, start) = format_of(path), below_separator(beginning(path).lstrip())
     except DataError:
         return False
     first = start.lstrip().split("\n", 1)[0]
@@ -51,7 +51,9 @@ def is_list(path: str) -> bool:
         return bool(re.search(r'"(images|annotations)"\s*:', start))
     if kind == "JSON lines":
         return find_columns(_keys(first)).whole
-    return kind == "token file" or any(find_columns(fields(first, d)).whole for d in DELIMITERS)
+    return kind == "token file" or any(
+        find_columns(fields(first, d)).whole for d in said or DELIMITERS
+    )
 
 
 def format_of(path: str) -> str:
@@ -60,7 +62,10 @@ def format_of(path: str) -> str:
     Raises:
         DataError: It begins like none of them.
     """
-    first, _, rest = beginning(path).lstrip().partition("\n")
+    said, start = below_separator(beginning(path).lstrip())
+    if said is not None:
+        return "table"
+    first, _, rest = start.partition("\n")
     if first.startswith(("{", "[")):
         return _json_format(path, first, alone=not rest.strip())
     if TOKEN.match(first):
@@ -104,6 +109,7 @@ def _table(path: str, notes: list[str]) -> Iterator[Row]:
     columns = choose_columns(table.names, path, table.line, notes)
     for line, cells in table.rows:
         yield _row_of_cells(cells, columns, path, line)
+    notes += table.blank_notes(path)
 
 
 def _row_of_cells(cells: list[str], columns: Columns, path: str, line: int) -> Row:

@@ -17,6 +17,7 @@ from vit.data.captioning.files import is_list, read_rows
 from vit.data.sources.asked import resolve
 from vit.data.sources.classes import SPLIT_NAMES
 from vit.data.sources.folders import Walk, some
+from vit.data.sources.mistaken import refuse_mistaken, refuse_pictures
 from vit.errors import DataError, printable
 
 LIST_SUFFIXES = frozenset((".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".token"))
@@ -52,6 +53,8 @@ def find_lists(data: str) -> Lists:
     Raises:
         DataError: There is none, or it is not clear which one is meant.
     """
+    refuse_mistaken(data)
+    refuse_pictures(data)
     if os.path.isfile(data):
         return Lists(Path(data).parent, {"": [str(Path(data))]}, [])
     root, notes = resolve(data)

@@ -7,7 +7,9 @@ from pathlib import Path
 from vit.config import DataConfig
 from vit.data.sources import builtin
 from vit.data.sources.classes import LAYOUT, VAL_NAMES
+from vit.data.sources.mistaken import refuse_mistaken, refuse_pictures
 from vit.errors import DataError, printable
+from vit.nearby import did_you_mean
 from vit.settings import nearest
 
 
@@ -65,18 +67,20 @@ def resolve(data: str) -> tuple[Path, list[str]]:
     if not data:
         raise DataError(f"no data given; {LAYOUT}")
     root = Path(data)
+    refuse_mistaken(data)
     if root.is_dir():
         here = f"{data} is the folder ./{data} here, not the built-in set of that name"
         return root, [here] if data in builtin.SETS else []
     if data in builtin.SETS:
         return builtin.SETS[data](), []
+    refuse_pictures(data)
     if root.exists():
         raise DataError(
             f"{printable(data)} is a file, not a folder; {LAYOUT}; or a list of pictures and "
             "their classes in .csv or .jsonl; or, for a list of captions, --task caption"
         )
     names = ", ".join(builtin.SETS)
-    hint = nearest(data, builtin.SETS)
+    hint = nearest(data, builtin.SETS) or did_you_mean(data)
     raise DataError(
         f"{printable(data)}: no such folder or file, and no built-in set ({names}){hint}"
     )

@@ -8,6 +8,7 @@ from vit.data.sources import builtin
 from vit.data.sources.folders import FOREIGN, SUFFIXES, Walk
 from vit.data.sources.label_lists import SUFFIXES as LISTS
 from vit.data.sources.list_source import pictures_in
+from vit.data.sources.mistaken import no_match
 from vit.data.sources.packed import pictures_inside
 from vit.data.sources.remote_shards import is_remote
 from vit.errors import DataError, printable
@@ -35,7 +36,7 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
         is_glob = glob.has_magic(given) and not os.path.lexists(given) and not is_remote(given)
         paths = sorted(glob.glob(given, recursive=True)) if is_glob else [given]
         if not paths:
-            raise DataError(f"{printable(given)}: matches no file")
+            raise DataError(no_match(given))
         if given in builtin.SETS and not os.path.lexists(given):
             paths = [str(builtin.SETS[given]() / "val")]
         listed: list[str] = []
@@ -51,7 +52,7 @@ def _pictures_of(path: str, notes: list[str] | None) -> list[str]:
     if os.path.isdir(path):
         return _walked(path, notes)
     if path.lower().endswith(LISTS) and os.path.isfile(path):
-        return pictures_in(path)
+        return pictures_in(path, notes)
     return _packed(path, notes) or [path]
 
 

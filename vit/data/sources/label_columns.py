@@ -1,13 +1,14 @@
 """Which columns of a list of pictures and classes are read, and what a cell of classes says."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vit.data.captioning.columns import IMAGE_COLUMNS, find_columns
 from vit.data.sources.asked import Asked
 from vit.data.sources.folders import some
-from vit.data.sources.tables import json_kind
+from vit.data.sources.mistaken import is_picture
+from vit.data.sources.tables import Table, json_kind
 from vit.data.sources.text_files import wrong
 from vit.errors import DataError, printable
 from vit.settings import nearest
@@ -83,8 +84,53 @@ def choose_columns(
     group = usual(names, (asked.group.strip().lower(),)) if asked.group else ""
     split = usual(names, (SPLIT_COLUMN,))
     used = {image, label, split, group}
-    unused = tuple(name.strip() for name in names if name not in used)
+    others = [name.strip() or "one without a name" for name in names if name not in used]
+    unused = tuple(dict.fromkeys(others))
     return LabelColumns(image, label, split, group, unused)
+
+
+def check_header(table: Table, path: str, asked: Asked) -> None:
+    """Refuse a table whose first line is a picture already: its columns have no names.
+
+    It is not read as it is: which column is the class, the split or the group would be a guess.
+
+    Raises:
+        DataError: It is so.
+    """
+    names = [name.strip() for name in table.names]
+    if usual(names, ((asked.image_column or "").strip().lower(),)):
+        return
+    at = next((place for place, name in enumerate(names) if is_picture(name)), None)
+    if at is None:
+        return
+    labels = iter(("label", *(f"column{number}" for number in range(3, len(names) + 1))))
+    line = table.delimiter.join(
+        "image" if place == at else next(labels) for place in range(len(names))
+    )
+    raise wrong(
+        path,
+        f"looks like data ({some(names, 3)}), not like names of columns; add a line at the top "
+        f"that names them: {line}",
+        table.line,
+    )
+
+
+def comma_notes(path: str, labels: Iterable[Sequence[str]]) -> list[str]:
+    """What to write where cells of classes have commas, as lists of tags have them.
+
+    Args:
+        path: The table.
+        labels: The classes that each line names.
+    """
+    commas = [name for names in labels for name in names if "," in name.strip(",")]
+    if len(commas) < 2:
+        return []
+    parts = [part.strip() for part in commas[0].split(",") if part.strip()]
+    return [
+        f"{printable(path)}: {len(commas):,} labels have a comma, and each is one class, such as "
+        f"{printable(commas[0])!r}; if these are several labels write {printable('|'.join(parts))} "
+        "(or a list in JSON lines)"
+    ]
 
 
 def check_record(

@@ -24,8 +24,10 @@ from vit.data.sources.label_columns import (
     LabelColumns,
     cell_group,
     cell_labels,
+    check_header,
     check_record,
     choose_columns,
+    comma_notes,
     no_label,
     split_cell,
     usual,
@@ -183,8 +185,8 @@ class Line(NamedTuple):
     values: dict[str, Any]
 
 
-def rows(path: str) -> Iterator[Line]:
-    """The lines of a list.
+def rows(path: str, asked: Asked, notes: list[str]) -> Iterator[Line]:
+    """The lines of a list; at its end `notes` receives how many were empty.
 
     Raises:
         DataError: It is damaged.
@@ -194,11 +196,14 @@ def rows(path: str) -> Iterator[Line]:
             yield Line(line, tuple(record), line, record)
         return
     table = read_table(path, delimiter)
-    doubled = [printable(name) for name, number in Counter(table.names).items() if number > 1]
+    check_header(table, path, asked)
+    named = Counter(name for name in table.names if name.strip())
+    doubled = [printable(name) for name, number in named.items() if number > 1]
     if doubled:
         raise wrong(path, f"two columns are called {some(doubled)}; rename one", table.line)
     for line, cells in table.rows:
         yield Line(line, table.names, table.line, dict(zip(table.names, cells, strict=True)))
+    notes += table.blank_notes(path)
 
 
 def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True) -> ReadList:
@@ -210,7 +215,7 @@ def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True)
     read = ReadList(path)
     table = not _is_json(path)
     first: Sequence[str] = ()
-    for line, names, header, values in rows(path):
+    for line, names, header, values in rows(path, asked, notes):
         if read.columns is None:
             read.columns, first = choose_columns(names, path, header, asked, labels=labels), names
         columns = read.columns
@@ -237,6 +242,8 @@ def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True)
         unused = some([printable(name) for name in read.columns.unused])
         label = printable(read.columns.label)
         notes.append(f"{printable(path)}: classes from {label}; not used: {unused}")
+    if table:
+        notes += comma_notes(path, (entry.labels for entry in read.entries.values()))
     if read.twice:
         pictures = count(read.twice, "line")
         notes.append(f"{printable(path)}: left out {pictures} that name a picture again")

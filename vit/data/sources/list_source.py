@@ -13,6 +13,7 @@ from vit.data.sources.label_lists import INSIDE, SUFFIXES, Entry, ReadList, list
 from vit.data.sources.list_names import common_folders, unlisted_notes
 from vit.data.sources.text_files import wrong
 from vit.errors import DataError, printable
+from vit.nearby import did_you_mean
 
 
 class _Opened(NamedTuple):
@@ -78,21 +79,27 @@ def lines_of(asked: Asked, paths: Collection[str]) -> dict[str, str]:
     }
 
 
-def pictures_in(path: str) -> list[str]:
+def pictures_in(path: str, notes: list[str] | None = None) -> list[str]:
     """The pictures that a list names, in its order; it needs no classes.
+
+    Args:
+        path: The list.
+        notes: Receives what of it is left out.
 
     Raises:
         DataError: It is damaged, or no list of pictures.
     """
     asked = Asked(path, allow_outside=True)
-    read = read_list(path, asked, [], labels=False)
-    return [*_placed(read, asked, []).entries]
+    told = [] if notes is None else notes
+    read = read_list(path, asked, told, labels=False)
+    return [*_placed(read, asked, told).entries]
 
 
 def _open(asked: Asked, notes: list[str]) -> dict[str, _Opened]:
     """The lists by split; a single one under the empty name."""
     if asked.images is not None and not os.path.isdir(asked.images):
-        raise DataError(f"{printable(asked.images)}: no such folder of images")
+        hint = did_you_mean(asked.images)
+        raise DataError(f"{printable(asked.images)}: no such folder of images{hint}")
     if not os.path.isdir(asked.data):
         read = read_list(asked.data, asked, notes)
         return {"": _placed(read, asked, notes)}

@@ -2,10 +2,20 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from vit.data.sources.folders import count
 from vit.data.sources.text_files import text_lines, wrong
+from vit.errors import printable
+
+SEPARATOR = re.compile(r'"?sep=(\\t|[^\r\n"])"?\1*[\r\n]*', re.IGNORECASE)
+"""A first line that tells Excel what is between two cells."""
+LONGEST = 80
+"""Characters that are told of a line that is no CSV."""
+MARKS = ' \t\r\n,;|"'
+"""What a line without anything may have all the same."""
 
 
 class Table(NamedTuple):
@@ -17,33 +27,71 @@ class Table(NamedTuple):
     """Where the header is, from 1."""
     rows: Iterator[tuple[int, list[str]]]
     """The line where each row begins, and its cells, as many as there are names."""
+    delimiter: str
+    """Between two cells."""
+    blank: list[int]
+    """Lines of rows whose cells are all empty, which are left out: complete once `rows` ended."""
+
+    def blank_notes(self, path: str) -> list[str]:
+        """How many rows of the table `path` were left out since they are empty."""
+        if not self.blank:
+            return []
+        rows = count(len(self.blank), "empty row")
+        return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 
 def read_table(path: str, delimiter_of: Callable[[str], str]) -> Table:
     """The table `path`, whose header's line tells `delimiter_of` what is between two cells.
+
+    A line `sep=;` above the header goes before that.
 
     Raises:
         DataError: It is no text, or has no header; while it is read: a row is no CSV or has
             another number of cells.
     """
     lines = text_lines(path)
-    found = next(((number, text) for number, text in enumerate(lines, 1) if text.strip()), None)
-    if found is None:
+    said: str | None = None
+    blank: list[int] = []
+    for line, header in enumerate(lines, 1):
+        if header.strip(MARKS):
+            if said is not None or (said := separator(header)) is None:
+                break
+        elif header.strip():
+            blank.append(line)
+    else:
         raise wrong(path, "nothing in it; expected a header and rows")
-    line, header = found
-    delimiter = delimiter_of(header)
+    if "\r" in header.rstrip("\r\n"):
+        raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
+    delimiter = said or delimiter_of(header)
     names = fields(header, delimiter)
-    return Table(names, line, _rows(path, lines, line, delimiter, len(names)))
+    rows = _rows(path, lines, line, delimiter, len(names), blank)
+    return Table(names, line, rows, delimiter, blank)
+
+
+def separator(line: str) -> str | None:
+    """What `sep=;` says is between two cells, None where `line` is no such line."""
+    found = SEPARATOR.fullmatch(line)
+    return found and found[1].replace("\\t", "\t")
+
+
+def below_separator(text: str) -> tuple[str | None, str]:
+    """What the first line of a file says is between two cells, if it is such a line; the rest."""
+    first, _, rest = text.partition("\n")
+    said = separator(first)
+    return said, text if said is None else rest
 
 
 def _rows(
-    path: str, lines: Iterator[str], above: int, delimiter: str, width: int
+    path: str, lines: Iterator[str], above: int, delimiter: str, width: int, blank: list[int]
 ) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    spaces = delimiter != " "
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     line = above + 1
     try:
         for cells in reader:
-            if cells:
+            if cells and not any(cell.strip() for cell in cells):
+                blank.append(line)
+            elif cells:
                 check_width(cells, width, path, line)
                 yield line, cells
             line = above + reader.line_num + 1  # where the next row begins: one may take several
@@ -54,8 +102,12 @@ def _rows(
 
 
 def fields(header: str, delimiter: str) -> list[str]:
-    """The cells of one line."""
-    return next(csv.reader([header.rstrip("\r\n")], delimiter=delimiter), [])
+    """The cells of one line; a single one where it is no CSV."""
+    text = header.rstrip("\r\n")
+    try:
+        return next(csv.reader([text], delimiter=delimiter), [])
+    except csv.Error:
+        return [text[:LONGEST]]
 
 
 def check_width(cells: list[str], width: int, path: str, line: int) -> None:

@@ -1,4 +1,7 @@
-"""Reads text files that somebody else wrote: UTF-8 line by line, or one clear error."""
+"""Reads text files that somebody else wrote, line by line, or says in one line why not.
+
+They are in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text".
+"""
 
 import codecs
 import os
@@ -12,6 +15,8 @@ MAX_JSON_BYTES = 2 * 2**30
 """Of a file that is read as a whole."""
 MAX_LINE = 2**24
 BEGINNING = 2**16
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
 
 
 def wrong(path: str, what: str, line: int = 0) -> DataError:
@@ -21,28 +26,50 @@ def wrong(path: str, what: str, line: int = 0) -> DataError:
 
 
 def text_lines(path: str) -> Iterator[str]:
-    """The lines of a UTF-8 file, each with its end; a byte order mark is left out.
+    """The lines of a file, each with its end; a byte order mark is left out.
 
     Raises:
         DataError: It is no file of text, or too long.
     """
-    check_file(path, MAX_BYTES)
+    utf16 = _bytes(path, MAX_BYTES, 2) in UTF16
     try:
-        with open(path, "rb") as file:
-            number = 0
-            while raw := file.readline(MAX_LINE + 1):
-                number += 1
-                if len(raw) > MAX_LINE:
-                    raise wrong(path, f"more than {MAX_LINE:,} bytes in one line", number)
-                yield _decoded(raw, path, number)
+        yield from _utf16_lines(path) if utf16 else _utf8_lines(path)
     except OSError as error:
         raise wrong(path, f"cannot be read ({error.strerror})") from None
 
 
+def _utf8_lines(path: str) -> Iterator[str]:
+    with open(path, "rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE + 1):
+            number += 1
+            if len(raw) > MAX_LINE:
+                raise wrong(path, f"more than {MAX_LINE:,} bytes in one line", number)
+            yield _decoded(raw, path, number)
+
+
+def _utf16_lines(path: str) -> Iterator[str]:
+    number = 1
+    try:
+        with open(path, encoding="utf-16", newline="\n") as text:
+            while line := text.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise wrong(path, f"more than {MAX_LINE:,} characters in one line", number)
+                if "\0" in line:
+                    raise wrong(path, "has a NUL character; expected text", number)
+                yield line
+                number += 1
+    except UnicodeDecodeError:
+        raise wrong(path, f"damaged UTF-16; {REMEDY}", number) from None
+
+
 def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
     """The text of `raw`, whose first line has this number; its end may be cut if not `whole`."""
-    if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise wrong(path, "is UTF-16; save it as UTF-8")
+    if number == 1 and raw.startswith(UTF16):
+        try:
+            return codecs.utf_16_decode(raw, "strict", whole)[0]
+        except UnicodeDecodeError:
+            raise wrong(path, f"damaged UTF-16; {REMEDY}") from None
     if b"\0" in raw:
         line = number + raw[: raw.index(b"\0")].count(b"\n")
         raise wrong(path, "has a NUL byte; expected text in UTF-8", line)
@@ -51,7 +78,7 @@ def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
     except UnicodeDecodeError as error:
         line = number + raw[: error.start].count(b"\n")
         byte = raw[error.start]
-        raise wrong(path, f"not UTF-8 (byte 0x{byte:02x}); save it as UTF-8", line) from None
+        raise wrong(path, f"not UTF-8 (byte 0x{byte:02x}); {REMEDY}", line) from None
     return text.removeprefix("\ufeff") if number == 1 else text
 
 
@@ -75,7 +102,7 @@ def check_file(path: str, most: int) -> None:
 
 
 def beginning(path: str) -> str:
-    """The first characters of a UTF-8 file, `BEGINNING` bytes of them.
+    """The first characters of a file of text, `BEGINNING` bytes of them.
 
     Raises:
         DataError: As in `text_lines`.
@@ -85,7 +112,7 @@ def beginning(path: str) -> str:
 
 
 def whole_text(path: str) -> str:
-    """All of a UTF-8 file that is short enough to be read as a whole.
+    """All of a file of text that is short enough to be read as a whole.
 
     Raises:
         DataError: As in `text_lines`.
