@@ -4,10 +4,11 @@ import argparse
 from contextlib import ExitStack
 from types import TracebackType
 
-from vit.commands.options import add_list_options, whole_number
+from vit.commands.options import add_list_options, add_setting, settings_given, whole_number
 from vit.commands.output import check_output, open_output, say, standard_output
 from vit.commands.progress import Progress
 from vit.errors import ConfigError
+from vit.settings import all_settings
 
 MOST_LINES = 10
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
     add_list_options(parser)
+    add_setting(parser, all_settings()["group"])
     parser.add_argument(
         "--json",
         metavar="FILE",
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         args.images,
         args.image_column,
         args.label_column,
+        settings_given(args).get("group"),
         allow_outside=args.allow_outside,
     )
     with Stages() as stages:

@@ -30,6 +30,19 @@ PACKED = (
 """First bytes of compressed files, their kind, and what unpacks them."""
 
 
+class BadShard(DataError):
+    """A tar file that is refused as a whole.
+
+    Args:
+        message: Where and why.
+        last: The last member that was read before, if any.
+    """
+
+    def __init__(self, message: str, last: str = "") -> None:
+        super().__init__(message)
+        self.last = last
+
+
 class Place(NamedTuple):
     """Where the bytes of a member are."""
 
@@ -88,13 +101,13 @@ def read_index(path: str) -> Index:
     """The index of the tar file `path`.
 
     Raises:
-        DataError: It is none, compressed, cut short or damaged, or a member's name is not safe.
+        BadShard: It is none, compressed, cut short or damaged, or a member's name is not safe.
     """
     try:
         with open(path, "rb") as file:
             return _Reading(path, file).index()
     except OSError as error:
-        raise DataError(f"{printable(path)}: cannot be read ({error.strerror})") from None
+        raise BadShard(f"{printable(path)}: cannot be read ({error.strerror})") from None
 
 
 class _Reading:
@@ -238,4 +251,4 @@ class _Reading:
 
     def wrong(self, what: str, member: bytes = b"") -> DataError:
         name = f", member {printable(member)}" if member else ""
-        return DataError(f"{printable(self.path)}{name}: {what}")
+        return BadShard(f"{printable(self.path)}{name}: {what}", self.last)

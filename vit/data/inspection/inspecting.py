@@ -10,6 +10,7 @@ from typing import Any
 
 from vit.data.inspection.copies import copies
 from vit.data.inspection.facts import Facts, Verdict
+from vit.data.inspection.groups import shared_groups
 from vit.data.inspection.listing import Listing, list_pictures
 from vit.data.inspection.pool import SECONDS, look_at_all
 from vit.data.inspection.problems import KINDS, Problem, bad_kind, shared
@@ -125,9 +126,11 @@ def inspect(
         say: Told why verdicts cannot be kept.
 
     Raises:
-        DataError: As in `list_pictures`.
+        DataError: As in `list_pictures`, or its group matches no path.
+        ConfigError: A setting is not for this kind of source.
     """
     listing = list_pictures(data)
+    listing.problems += shared_groups(listing, data.group if isinstance(data, Asked) else None)
     paths = list(dict.fromkeys(one.path for one in listing.pictures))
     with closing(Store(listing.root, cache_folder)) if cache else nullcontext() as store:
         if store is not None and store.note is not None:

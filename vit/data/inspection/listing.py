@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vit.data.inspection.problems import SHOWN, Problem
+from vit.data.inspection.problems import LOCATED, SHOWN, Problem
 from vit.data.sources.classes import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
+from vit.data.sources.faults import Fault
 from vit.data.sources.folders import FOREIGN, Walk, count, some
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.label_lists import is_list
@@ -33,6 +34,8 @@ class Listed:
     path: str
     split: str
     labels: tuple[str, ...]
+    group: str = ""
+    """As its source has it, if that was asked for."""
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Listing:
         pictures: All of them.
         problems: What is wrong with their places and names.
         asked: How a source other than a folder is read.
+        grouped: Whether the source itself says the groups of its pictures.
     """
 
     root: Path
@@ -54,6 +58,7 @@ class Listing:
     pictures: list[Listed] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     asked: Asked | None = None
+    grouped: bool = False
 
     def report(self, kind: str, detail: str, *images: str) -> None:
         """Add a problem."""
@@ -69,7 +74,11 @@ class Listing:
         """`problems`, with the lines of a list where its pictures or their classes are wrong."""
         if self.asked is None or not is_list(self.asked.data):
             return [*problems]
-        told = [one for one in problems if one.severity == "error" or one.kind in LABELS]
+        told = [
+            one
+            for one in problems
+            if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
+        ]
         lines = lines_of(self.asked, {path for one in told for path in one.images})
         found = []
         for one in problems:
@@ -99,7 +108,7 @@ def list_pictures(data: str | Asked) -> Listing:
     """
     asked = Asked(data) if isinstance(data, str) else data
     plain = next(read for takes, read in READERS if takes(asked.data)) is read_folder
-    if not plain or asked != Asked(asked.data):
+    if not plain or asked != Asked(asked.data, group=asked.group):
         return list_source(asked)
     root, _ = resolve(asked.data)
     return list_folder(root)
@@ -107,12 +116,19 @@ def list_pictures(data: str | Asked) -> Listing:
 
 def list_source(asked: Asked) -> Listing:
     """What a list, shards or a table hold."""
-    opened = read_source(dataclasses.replace(asked, everything=True))
+    faults: list[Fault] = []
+    asked = dataclasses.replace(asked, everything=True, faults=faults)
+    opened = read_source(asked)
     listing = Listing(opened.root, [name or ALL for name in opened.splits], asked=asked)
+    listing.grouped = opened.grouped
     for note in opened.notes:
         listing.report("source", note)
+    for fault in faults:
+        listing.report(fault.kind, str(fault.error), *fault.images)
     for name, items in opened.splits.items():
-        listing.pictures += [Listed(item.path, name or ALL, item.labels) for item in items]
+        listing.pictures += [
+            Listed(item.path, name or ALL, item.labels, item.group) for item in items
+        ]
     named = {
         name: {label for item in items for label in item.labels}
         for name, items in ((name or ALL, items) for name, items in opened.splits.items())

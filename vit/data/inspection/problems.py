@@ -32,6 +32,14 @@ KINDS: dict[str, Severity] = {
     "unknown_class": "error",
     "no_val_pictures": "error",
     "folder_unreadable": "error",
+    "bad_line": "error",
+    "bad_path": "error",
+    "no_label": "error",
+    "several_labels": "error",
+    "contradiction": "error",
+    "bad_shard": "error",
+    "bad_label": "error",
+    "group_leak": "error",
     # it goes on, and its result may be wrong
     "missing_class": "warning",
     "class_names": "warning",
@@ -48,10 +56,13 @@ KINDS: dict[str, Severity] = {
     "foreign_format": "warning",
     "beside_train": "warning",
     "suspected_label": "warning",
+    "lone_label": "warning",
+    "group_in_test": "warning",
     # worth knowing
     "no_val": "note",
     "test_as_val": "note",
     "source": "note",
+    "repeated_line": "note",
     "ignored_file": "note",
     "hidden": "note",
     "empty_folder": "note",
@@ -68,6 +79,11 @@ KINDS: dict[str, Severity] = {
     "greyscale": "note",
 }
 """How bad each kind is."""
+LOCATED = (
+    *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
+    *("bad_shard", "bad_label", "lone_label"),
+)
+"""Kinds whose words say where: in which line of a list, in which shard, or beside what."""
 
 
 REASONS = {
@@ -121,7 +137,8 @@ class Problem:
 
     def told(self, root: Path) -> str:
         """For a terminal, with the first two names."""
-        names = [printable(name_of(image, root)) for image in self.images[:2]]
+        images = () if self.kind in LOCATED else self.images[:2]
+        names = [printable(name_of(image, root)) for image in images]
         more = max(self.count, len(self.images)) - len(names)
         rest = f" and {more:,} more" if more > 0 and names else ""
         return f"{printable(self.detail)}{': ' if names else ''}{', '.join(names)}{rest}"

@@ -1,12 +1,13 @@
 """What is wanted of a source of pictures, and where a name on the command line leads."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vit.config import DataConfig
 from vit.data.sources import builtin
 from vit.data.sources.classes import LAYOUT, VAL_NAMES
+from vit.data.sources.faults import Faults
 from vit.data.sources.mistaken import refuse_mistaken, refuse_pictures
 from vit.errors import DataError, printable
 from vit.nearby import did_you_mean
@@ -30,6 +31,9 @@ class Asked:
     """The only part that is wanted; training and validation pictures if left out."""
     everything: bool = False
     """Whether all parts are wanted instead."""
+    faults: Faults = field(default=None, compare=False)
+    """Receives what is wrong with single lines or shards, which are left out then; if left out,
+    the first one is raised."""
 
     @classmethod
     def of(cls, data: DataConfig, *, several: bool | None = None) -> "Asked":

@@ -11,13 +11,13 @@ train.csv and val.csv. File names are relative to the folder of the pictures and
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vit.data.captioning.columns import IMAGE_COLUMNS
 from vit.data.captioning.lists import SPLIT
 from vit.data.sources.asked import Asked
 from vit.data.sources.classes import SPLIT_NAMES
+from vit.data.sources.faults import leave
 from vit.data.sources.folders import count, some
 from vit.data.sources.label_columns import (
     SPLIT_COLUMN,
@@ -28,84 +28,19 @@ from vit.data.sources.label_columns import (
     check_record,
     choose_columns,
     comma_notes,
-    no_label,
     split_cell,
     usual,
 )
+from vit.data.sources.list_entries import Entry, ReadList
 from vit.data.sources.list_names import tidy_name
 from vit.data.sources.tables import fields, json_records, read_table
-from vit.data.sources.text_files import beginning, wrong
+from vit.data.sources.text_files import OnWrong, beginning, stop, wrong
 from vit.errors import DataError, printable
 from vit.settings import nearest
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 DELIMITERS = ",\t;|"
 INSIDE = "say which folder holds the pictures with --images, or take it with --allow-outside"
-
-
-class Entry(NamedTuple):
-    """What a list says of a picture."""
-
-    line: int
-    labels: tuple[str, ...]
-    split: str
-    group: str
-
-
-@dataclass
-class ReadList:
-    """One list, read."""
-
-    path: str
-    entries: dict[str, Entry] = field(default_factory=dict)
-    """By name of the picture, relative to the folder of the pictures or absolute."""
-    columns: LabelColumns | None = None
-    several: int = 0
-    """The first line with several classes, 0 where there is none."""
-    empty: int = 0
-    """The first line without a class."""
-    merging: tuple[str, Entry, Entry] | None = None
-    """The first picture that has another class in another line, and both lines."""
-    twice: int = 0
-    """Lines that say again what is known."""
-
-    def add(self, name: str, entry: Entry) -> None:
-        """Take a line; a picture may be named again where that is no contradiction."""
-        known = self.entries.setdefault(name, entry)
-        if known is entry:
-            return
-        for what in ("split", "group"):
-            one, other = getattr(known, what), getattr(entry, what)
-            if one != other:
-                both = f"{printable(one) or 'none'} (line {known.line}) and {printable(other)}"
-                raise wrong(self.path, f"{name} is in two {what}s, {both}", entry.line)
-        if {*known.labels} == {*entry.labels}:
-            self.twice += 1
-            return
-        labels = tuple(dict.fromkeys((*known.labels, *entry.labels)))
-        self.merging = self.merging or (name, known, entry)
-        self.entries[name] = known._replace(labels=labels)
-
-    def check_single(self) -> None:
-        """Refuse what a picture of exactly one class cannot have.
-
-        Raises:
-            DataError: A picture has several classes, or none.
-        """
-        if self.several:
-            advice = "--task multilabel learns several; a name that has a | or ; needs JSON lines"
-            raise wrong(self.path, f"several labels; {advice}", self.several)
-        if self.merging is not None:
-            name, known, entry = self.merging
-            both = " and ".join(printable("|".join(e.labels) or "none") for e in (known, entry))
-            raise wrong(
-                self.path,
-                f"{name} has two labels, {both}, the first in line {known.line}; correct one, or "
-                "learn several with --task multilabel",
-                entry.line,
-            )
-        if self.empty:
-            raise no_label(self.path, self.empty)
 
 
 def is_list(data: str) -> bool:
@@ -185,17 +120,23 @@ class Line(NamedTuple):
     values: dict[str, Any]
 
 
-def rows(path: str, asked: Asked, notes: list[str]) -> Iterator[Line]:
+def rows(path: str, asked: Asked, notes: list[str], on_wrong: OnWrong = stop) -> Iterator[Line]:
     """The lines of a list; at its end `notes` receives how many were empty.
 
+    Args:
+        path: The list.
+        asked: Which columns are wanted.
+        notes: What to say of it.
+        on_wrong: Given a line that cannot be read.
+
     Raises:
-        DataError: It is damaged.
+        DataError: It is no list.
     """
     if _is_json(path):
-        for line, record in json_records(path):
+        for line, record in json_records(path, on_wrong):
             yield Line(line, tuple(record), line, record)
         return
-    table = read_table(path, delimiter)
+    table = read_table(path, delimiter, on_wrong)
     check_header(table, path, asked)
     named = Counter(name for name in table.names if name.strip())
     doubled = [printable(name) for name, number in named.items() if number > 1]
@@ -212,21 +153,52 @@ def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True)
     Raises:
         DataError: It is damaged or contradicts itself.
     """
-    read = ReadList(path)
+    read = ReadList(path, faults=None if asked.faults is None else [])
     table = not _is_json(path)
     first: Sequence[str] = ()
-    for line, names, header, values in rows(path, asked, notes):
+    for row in rows(path, asked, notes, lambda error: leave(read.faults, "bad_line", error)):
         if read.columns is None:
-            read.columns, first = choose_columns(names, path, header, asked, labels=labels), names
-        columns = read.columns
+            read.columns = choose_columns(row.names, path, row.header, asked, labels=labels)
+            first = row.names
+        _take(read, row, read.columns, asked, table=table, labels=labels, first=first)
+    if not read.entries and not read.faults:
+        raise wrong(path, "no pictures in it; expected a line for each")
+    if read.columns is not None and read.columns.unused and labels:
+        unused = some([printable(name) for name in read.columns.unused])
+        label = printable(read.columns.label)
+        notes.append(f"{printable(path)}: classes from {label}; not used: {unused}")
+    if table:
+        notes += comma_notes(path, (entry.labels for entry in read.entries.values()))
+    if read.twice and read.faults is None:
+        pictures = count(read.twice, "line")
+        notes.append(f"{printable(path)}: left out {pictures} that name a picture again")
+    return read
+
+
+def _take(
+    read: ReadList,
+    row: Line,
+    columns: LabelColumns,
+    asked: Asked,
+    *,
+    table: bool,
+    labels: bool,
+    first: Sequence[str],
+) -> None:
+    """Add what one line says to `read`, or leave it out as a fault."""
+    path, (line, names, _, values) = read.path, row
+    kind, name = "bad_line", ""
+    try:
         if names != first:
             check_record(names, columns, asked, path, line, labels=labels)
         written = values.get(columns.image)
         if not isinstance(written, str):
             raise wrong(path, f"{columns.image}: expected a file name in each line", line)
+        kind = "bad_path"
         name = tidy_name(
             written, path, line, absolute=True, outside=asked.allow_outside, remedy=INSIDE
         )
+        kind = "bad_line"
         value = values.get(columns.label)
         if table and isinstance(value, str):
             value = split_cell(value)
@@ -235,19 +207,10 @@ def read_list(path: str, asked: Asked, notes: list[str], *, labels: bool = True)
         read.empty = read.empty or (line if not found else 0)
         split = _split(values.get(columns.split), path, line) if columns.split else ""
         group = cell_group(values.get(columns.group), path, line) if columns.group else ""
+        kind = "contradiction"
         read.add(name, Entry(line, found, split, group))
-    if not read.entries:
-        raise wrong(path, "no pictures in it; expected a line for each")
-    if read.columns is not None and read.columns.unused and labels:
-        unused = some([printable(name) for name in read.columns.unused])
-        label = printable(read.columns.label)
-        notes.append(f"{printable(path)}: classes from {label}; not used: {unused}")
-    if table:
-        notes += comma_notes(path, (entry.labels for entry in read.entries.values()))
-    if read.twice:
-        pictures = count(read.twice, "line")
-        notes.append(f"{printable(path)}: left out {pictures} that name a picture again")
-    return read
+    except DataError as error:
+        leave(read.faults, kind, error, *filter(None, [name]))
 
 
 def _split(value: object, path: str, line: int) -> str:

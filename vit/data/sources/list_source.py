@@ -1,15 +1,18 @@
 """Opens lists of pictures and their classes: finds the pictures' folder, and the splits."""
 
+import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from vit.data.captioning.lists import pictures_folder
 from vit.data.samples import Item, Listed
 from vit.data.sources.asked import Asked
+from vit.data.sources.faults import Fault, leave, nothing_left
 from vit.data.sources.folders import some
-from vit.data.sources.label_lists import INSIDE, SUFFIXES, Entry, ReadList, lists_in, read_list
+from vit.data.sources.label_lists import INSIDE, SUFFIXES, lists_in, read_list
+from vit.data.sources.list_entries import Entry, ReadList
 from vit.data.sources.list_names import common_folders, unlisted_notes
 from vit.data.sources.text_files import wrong
 from vit.errors import DataError, printable
@@ -36,13 +39,16 @@ def read_lists(asked: Asked) -> Listed:
     opened = _open(asked, notes)
     reads = [one.read for one in opened.values()]
     several = asked.several or (asked.several is None and any(read.several for read in reads))
-    if not several:
+    named = {path for one in opened.values() for path in one.entries}
+    if asked.faults is not None:
+        opened = _without_faults(opened, asked.faults, notes, several=bool(several))
+        named |= {path for fault in asked.faults for path in fault.images}
+    elif not several:
         for read in reads:
             read.check_single()
     bases = {one.base for one in opened.values()}
     root = Path(bases.pop() if len(bases) == 1 else asked.images or asked.data)
     if asked.split is None:
-        named = {path for one in opened.values() for path in one.entries}
         folders = [
             folder
             for one in opened.values()
@@ -128,11 +134,39 @@ def _placed(read: ReadList, asked: Asked, notes: list[str]) -> _Opened:
     base = pictures_folder(read.path, within, asked.images, notes)
     if len(within) < len(read.entries):
         read = _made_relative(read, os.path.abspath(base), outside=asked.allow_outside)
-    entries = {
-        name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name)): entry
-        for name, entry in read.entries.items()
-    }
+    entries = {_path_of(name, base): entry for name, entry in read.entries.items()}
     return _Opened(read, base, entries)
+
+
+def _path_of(name: str, base: str) -> str:
+    return name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name))
+
+
+def _without_faults(
+    opened: Mapping[str, _Opened], faults: list[Fault], notes: list[str], *, several: bool
+) -> dict[str, _Opened]:
+    """The lists without lines that are wrong, which go to `faults`.
+
+    Raises:
+        DataError: No line is left.
+    """
+    kept: dict[str, _Opened] = {}
+    for split, one in opened.items():
+        read, base = one.read, one.base
+        if not several:
+            read.leave_unfit()
+        elif read.several:
+            advice = "so a picture may have several, or none, as --task multilabel learns them"
+            notes.append(f"{printable(read.path)}, line {read.several}: several labels, {advice}")
+        faults += [
+            fault._replace(images=tuple(_path_of(name, base) for name in fault.images))
+            for fault in read.faults or ()
+        ]
+        entries = {_path_of(name, base): entry for name, entry in read.entries.items()}
+        kept[split] = one._replace(entries=entries)
+    if not any(one.entries for one in kept.values()):
+        raise nothing_left(faults)
+    return kept
 
 
 def _made_relative(read: ReadList, base: str, *, outside: bool) -> ReadList:
@@ -141,18 +175,20 @@ def _made_relative(read: ReadList, base: str, *, outside: bool) -> ReadList:
     Raises:
         DataError: One lies elsewhere, and `outside` is not set.
     """
-    moved = ReadList(
-        read.path,
-        columns=read.columns,
-        several=read.several,
-        empty=read.empty,
-        merging=read.merging,
-        twice=read.twice,
-    )
     above = os.path.join(base, "")
+    moved = dataclasses.replace(
+        read,
+        entries={},
+        merged=[(name.removeprefix(above), one, other) for name, one, other in read.merged],
+    )
     for name, entry in read.entries.items():
-        if os.path.isabs(name) and not name.startswith(above) and not outside:
-            advice = f"lies outside of {base}; {INSIDE}"
-            raise wrong(read.path, f"{name} {advice}", entry.line)
-        moved.add(name.removeprefix(above), entry)
+        kind = "bad_path"
+        try:
+            if os.path.isabs(name) and not name.startswith(above) and not outside:
+                advice = f"lies outside of {base}; {INSIDE}"
+                raise wrong(read.path, f"{name} {advice}", entry.line)
+            kind = "contradiction"
+            moved.add(name.removeprefix(above), entry)
+        except DataError as error:
+            leave(moved.faults, kind, error, name)
     return moved

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from vit.data.samples import Listed
 from vit.data.sources import hub_datasets, torchvision_sets
 from vit.data.sources.asked import Asked
+from vit.data.sources.faults import Faults
 from vit.data.sources.remote_shards import is_remote, read_remote, remote_pictures
 from vit.data.sources.shard_names import is_shards, shard_files
 from vit.data.sources.shards import read_shards, shard_pictures
@@ -15,12 +16,12 @@ Reader = Callable[[Asked], Listed]
 COLUMNS = ("image_column", "label_column")
 
 
-def _reading(read: Callable[[str], Listed]) -> Reader:
+def _reading(read: Callable[[str, Faults], Listed]) -> Reader:
     """A reader of what has no columns."""
 
     def reader(asked: Asked) -> Listed:
         _refuse(asked, "images", *COLUMNS)
-        return _wanted(read(asked.data), asked)
+        return _wanted(read(asked.data, asked.faults), asked)
 
     return reader
 
@@ -29,6 +30,10 @@ def _read_dataset(asked: Asked) -> Listed:
     _refuse(asked, "images")
     listed = hub_datasets.read_dataset(asked.data, asked.image_column, asked.label_column)
     return _wanted(listed, asked)
+
+
+def _read_torchvision(data: str, _: Faults) -> Listed:
+    return torchvision_sets.read_torchvision(data)
 
 
 def _wanted(listed: Listed, asked: Asked) -> Listed:
@@ -47,7 +52,7 @@ def _refuse(asked: Asked, *names: str) -> None:
 
 PACKED: tuple[tuple[Callable[[str], bool], Reader], ...] = (
     (hub_datasets.is_named, _read_dataset),
-    (torchvision_sets.is_named, _reading(torchvision_sets.read_torchvision)),
+    (torchvision_sets.is_named, _reading(_read_torchvision)),
     (is_remote, _reading(read_remote)),
     (is_shards, _reading(read_shards)),
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 from vit.data.samples import Listed
 from vit.data.sources.builtin import user_cache
+from vit.data.sources.faults import Faults
 from vit.data.sources.folders import count, some
 from vit.data.sources.shard_names import PACKED, expand_braces
 from vit.data.sources.shards import listed_shards, shard_pictures
@@ -35,14 +36,18 @@ def is_remote(data: str) -> bool:
     return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
 
 
-def read_remote(data: str) -> Listed:
+def read_remote(data: str, faults: Faults = None) -> Listed:
     """The pictures in the shards at `data`, which are copied where they are not yet.
+
+    Args:
+        data: The address.
+        faults: As for `read_shards`.
 
     Raises:
         DataError: They cannot be reached or copied, or are no shards.
     """
     places, notes = _copies(data)
-    listed = listed_shards(places, data)
+    listed = listed_shards(places, data, faults)
     key = hashlib.blake2b(data.encode("utf-8", "replace"), digest_size=8).hexdigest()
     clash = not str(listed.root).endswith(".tar") and ".tar/" not in f"{listed.root}/"
     root = listed.root if clash else _cache() / f"{key}.tar" / _inside(listed.root)

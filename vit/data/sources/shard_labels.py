@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from vit.data.containers import read_bytes
+from vit.data.sources.faults import Faults, leave
 from vit.data.sources.folders import count, some
 from vit.data.sources.text_files import whole_text
 from vit.errors import DataError, printable
@@ -14,6 +15,9 @@ from vit.errors import DataError, printable
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
 MOST_BYTES = 2**24
 """Of a label."""
+Found = TypeVar("Found")
+Labels = list[tuple[str, ...] | None]
+"""The classes of each picture; None where that is a fault."""
 
 
 class Member(NamedTuple):
@@ -57,9 +61,16 @@ class Sidecars:
 
 
 def labelled_by(
-    pictures: Sequence[Member], sidecars: Sidecars, data: str
-) -> tuple[list[tuple[str, ...]], bool, list[str]]:
+    pictures: Sequence[Member], sidecars: Sidecars, data: str, faults: Faults = None
+) -> tuple[Labels, bool, list[str]]:
     """The classes of each picture, whether there may be several, and notes.
+
+    Args:
+        pictures: All of them.
+        sidecars: What lies beside them.
+        data: What the user calls them.
+        faults: Receives pictures that have none and labels that cannot be understood; those have
+            None instead of classes.
 
     Raises:
         DataError: A picture has none, or a label cannot be understood.
@@ -71,29 +82,66 @@ def labelled_by(
     kinds = (".cls", ".json")
     beside = {kind: [_beside(member, sidecars, kind) for member in pictures] for kind in kinds}
     kind = next((kind for kind in kinds if any(beside[kind])), None)
-    alone = {kind: len(sidecars.of(kind)) - len(set(beside[kind]) - {""}) for kind in kinds}
-    notes += [
-        f"left out {count(n, 'file')} {kind} beside no picture" for kind, n in alone.items() if n
-    ]
-    if kind == ".json" and not _has_label(pictures, beside[kind]):
+    notes += _alone(pictures, sidecars, beside, faults)
+    if kind == ".json" and not _has_label(pictures, beside[kind], faults):
         notes.append("left out NAME.json beside pictures: they have neither label nor labels")
         kind = None
     if kind is None:
-        return _by_folder(pictures, data), False, notes
+        return _by_folder(pictures, data, faults), False, notes
     lacking = [m.path for m, name in zip(pictures, beside[kind], strict=True) if not name]
-    if lacking:
+    if lacking and faults is None:
         raise DataError(
             f"{printable(data)}: {count(len(lacking), 'picture')} without {kind} beside, "
             f"which others have: {some([*map(printable, lacking)], 3)}"
         )
+    _lack(lacking, f"no {kind} beside, which others have", faults)
     read = _cls if kind == ".cls" else _json
-    cells = [read(m, name) for m, name in zip(pictures, beside[kind], strict=True)]
+    cells = [
+        _tried(lambda: read(m, name), m, faults) if name else None  # noqa: B023
+        for m, name in zip(pictures, beside[kind], strict=True)
+    ]
     several = any(isinstance(cell, list) for cell in cells)
     named = [
-        tuple(dict.fromkeys(_name(word, table, member) for word in _words(cell)))
-        for cell, member in zip(cells, pictures, strict=True)
+        None if cell is None else _tried(lambda: _named(cell, table, m), m, faults)  # noqa: B023
+        for cell, m in zip(cells, pictures, strict=True)
     ]
     return named, several, notes
+
+
+def _tried(work: Callable[[], Found], member: Member, faults: Faults) -> Found | None:
+    """What `work` says of a picture, or None where that is a fault."""
+    try:
+        return work()
+    except DataError as error:
+        leave(faults, "bad_label", error, member.path)
+        return None
+
+
+def _lack(paths: Sequence[str], what: str, faults: Faults) -> None:
+    for path in paths:
+        leave(faults, "no_label", DataError(f"{printable(path)}: {what}"), path)
+
+
+def _alone(
+    pictures: Sequence[Member],
+    sidecars: Sidecars,
+    beside: Mapping[str, Sequence[str]],
+    faults: Faults,
+) -> list[str]:
+    """What there is of labels beside no picture: a note for each ending, or a fault for each."""
+    notes = []
+    for kind, names in beside.items():
+        if faults is None:
+            if alone := len(sidecars.of(kind)) - len(set(names) - {""}):
+                notes.append(f"left out {count(alone, 'file')} {kind} beside no picture")
+            continue
+        known = {(m.file, name) for m, name in zip(pictures, names, strict=True) if name}
+        for file, stem in sorted(sidecars.of(kind)):
+            if (file, stem + kind) not in known:
+                path = f"{file}/{stem}{kind}"
+                error = DataError(f"{printable(path)}: no picture beside, so it is left out")
+                leave(faults, "lone_label", error, path)
+    return notes
 
 
 def _beside(member: Member, sidecars: Sidecars, suffix: str) -> str:
@@ -108,22 +156,35 @@ def _beside(member: Member, sidecars: Sidecars, suffix: str) -> str:
     return ""
 
 
-def _has_label(pictures: Sequence[Member], names: Sequence[str]) -> bool:
-    first = next(at for at, name in enumerate(names) if name)
-    found = _object(pictures[first], names[first])
-    return "label" in found or "labels" in found
+def _has_label(pictures: Sequence[Member], names: Sequence[str], faults: Faults) -> bool:
+    """Whether the first .json, of those that can be read if all faults are wanted, has a label."""
+    for member, name in zip(pictures, names, strict=True):
+        try:
+            found = _object(member, name) if name else None
+        except DataError:
+            if faults is None:
+                raise
+            continue
+        if found is not None:
+            return "label" in found or "labels" in found
+    return True
 
 
-def _by_folder(pictures: Sequence[Member], data: str) -> list[tuple[str, ...]]:
+def _by_folder(pictures: Sequence[Member], data: str, faults: Faults) -> Labels:
     loose = [member.path for member in pictures if "/" not in member.name]
-    if loose:
+    if loose and faults is None:
         what = f"{count(len(loose), 'picture')} without a class, such as {printable(loose[0])}"
         raise DataError(f"{printable(data)}: {what}; {LAYOUT}")
-    return [(member.name.split("/")[0],) for member in pictures]
+    _lack(loose, f"without a class; {LAYOUT}", faults)
+    return [(m.name.split("/")[0],) if "/" in m.name else None for m in pictures]
 
 
 def _words(cell: object) -> list[object]:
     return cell if isinstance(cell, list) else [cell]
+
+
+def _named(cell: object, table: dict[str, str], member: Member) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_name(word, table, member) for word in _words(cell)))
 
 
 def _name(word: object, table: dict[str, str], member: Member) -> str:

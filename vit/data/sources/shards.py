@@ -16,33 +16,43 @@ from pathlib import Path
 from vit.data.containers import index_of
 from vit.data.samples import Item, Listed
 from vit.data.sources.classes import SPLIT_NAMES
+from vit.data.sources.faults import Faults, leave, nothing_left
 from vit.data.sources.folders import FOREIGN, SUFFIXES, SYSTEM, count, some
 from vit.data.sources.shard_labels import Member, Sidecars, labelled_by
 from vit.data.sources.shard_names import shard_files, split_of
+from vit.data.tar_index import BadShard, Index
 from vit.errors import DataError, printable
 
 SIDECARS = (".cls", ".json", ".txt")
 TABLES = ("classes.json", "classes.txt")
 
 
-def read_shards(data: str) -> Listed:
+def read_shards(data: str, faults: Faults = None) -> Listed:
     """The pictures in the shards that `data` names: one, a pattern or a folder.
 
+    Args:
+        data: As the user calls them.
+        faults: Receives shards that are damaged and pictures without a class, which are left out.
+
     Raises:
-        DataError: One is damaged, missing or packed, or a picture has no class.
+        DataError: One is missing, or all are damaged or packed; without `faults` one of them is,
+            or a picture has no class.
     """
     files = shard_files(data)
-    return listed_shards(files, data)
+    return listed_shards(files, data, faults)
 
 
-def listed_shards(files: Sequence[str], data: str) -> Listed:
+def listed_shards(files: Sequence[str], data: str, faults: Faults = None) -> Listed:
     """The pictures in these shards.
 
     Args:
         files: The shards, sorted.
         data: What the user calls them.
+        faults: As for `read_shards`.
     """
-    pictures, sidecars, notes = _members(files)
+    pictures, sidecars, notes = _members(files, faults=faults)
+    if faults and not pictures:
+        raise nothing_left(faults)
     if not pictures:
         raise DataError(f"{printable(data)}: no pictures in {count(len(files), 'shard')}")
     pictures, inside = _unwrapped(pictures)
@@ -50,11 +60,14 @@ def listed_shards(files: Sequence[str], data: str) -> Listed:
         notes.append(f"took {printable(inside)} in the shards for the folder of the data")
     pictures, more = _with_splits(pictures)
     notes += more
-    found, several, more = labelled_by(pictures, sidecars, data)
+    found, several, more = labelled_by(pictures, sidecars, data, faults)
     notes += more
     splits: dict[str, list[Item]] = {}
     for member, labels in zip(pictures, found, strict=True):
-        splits.setdefault(member.split, []).append(Item(member.path, labels))
+        if labels is not None:
+            splits.setdefault(member.split, []).append(Item(member.path, labels))
+    if faults and not splits:
+        raise nothing_left(faults)
     root = _root(pictures, files, data, inside)
     _in_order(splits, pictures)
     where = {name: f"{printable(data)}" + (f" ({name})" if name else "") for name in splits}
@@ -79,14 +92,16 @@ def shard_pictures(files: Sequence[str], data: str) -> tuple[list[str], list[str
 
 
 def _members(
-    files: Sequence[str], suffixes: Collection[str] = SUFFIXES
+    files: Sequence[str], suffixes: Collection[str] = SUFFIXES, faults: Faults = None
 ) -> tuple[list[Member], Sidecars, list[str]]:
     """All pictures, what lies beside them, and what was left out."""
     pictures: list[Member] = []
     sidecars = Sidecars()
     other, ignored, junk = Counter[str](), Counter[str](), set[str]()
     for file in files:
-        index = index_of(file)
+        index = _index(file, faults)
+        if index is None:
+            continue
         ignored += index.ignored
         for name in index:
             parts = name.split("/")
@@ -106,6 +121,17 @@ def _members(
         beside = (os.path.join(folder, name) for name in TABLES)
         sidecars.tables += [("", path) for path in beside if os.path.isfile(path)]
     return pictures, sidecars, _left_out(other, ignored, junk)
+
+
+def _index(file: str, faults: Faults) -> Index | None:
+    try:
+        return index_of(file)
+    except DataError as error:
+        last = printable(error.last) if isinstance(error, BadShard) else ""
+        if faults is not None and last not in str(error):
+            error = DataError(f"{error}; the last good member is {last}")
+        leave(faults, "bad_shard", error, file)
+        return None
 
 
 def _left_out(other: Counter[str], ignored: Counter[str], junk: set[str]) -> list[str]:

@@ -3,12 +3,13 @@
 import csv
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from vit.data.sources.folders import count
-from vit.data.sources.text_files import text_lines, wrong
-from vit.errors import printable
+from vit.data.sources.text_files import OnWrong, stop, text_lines, wrong
+from vit.errors import DataError, printable
 
 SEPARATOR = re.compile(r'"?sep=(\\t|[^\r\n"])"?\1*[\r\n]*', re.IGNORECASE)
 """A first line that tells Excel what is between two cells."""
@@ -40,14 +41,29 @@ class Table(NamedTuple):
         return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 
-def read_table(path: str, delimiter_of: Callable[[str], str]) -> Table:
+class Header(NamedTuple):
+    """What rows have to fit."""
+
+    line: int
+    """Where it is, from 1."""
+    delimiter: str
+    """Between two cells."""
+    width: int
+    """How many of them."""
+
+
+def read_table(path: str, delimiter_of: Callable[[str], str], on_wrong: OnWrong = stop) -> Table:
     """The table `path`, whose header's line tells `delimiter_of` what is between two cells.
 
     A line `sep=;` above the header goes before that.
 
+    Args:
+        path: The file.
+        delimiter_of: Given the header.
+        on_wrong: Given a row that is no CSV or has another number of cells, while it is read.
+
     Raises:
-        DataError: It is no text, or has no header; while it is read: a row is no CSV or has
-            another number of cells.
+        DataError: It is no text, or has no header.
     """
     lines = text_lines(path)
     said: str | None = None
@@ -64,7 +80,7 @@ def read_table(path: str, delimiter_of: Callable[[str], str]) -> Table:
         raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
     delimiter = said or delimiter_of(header)
     names = fields(header, delimiter)
-    rows = _rows(path, lines, line, delimiter, len(names), blank)
+    rows = _rows(path, lines, Header(line, delimiter, len(names)), blank, on_wrong)
     return Table(names, line, rows, delimiter, blank)
 
 
@@ -82,23 +98,51 @@ def below_separator(text: str) -> tuple[str | None, str]:
 
 
 def _rows(
-    path: str, lines: Iterator[str], above: int, delimiter: str, width: int, blank: list[int]
+    path: str, text: Iterator[str], header: Header, blank: list[int], on_wrong: OnWrong
 ) -> Iterator[tuple[int, list[str]]]:
-    spaces = delimiter != " "
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
-    line = above + 1
-    try:
-        for cells in reader:
-            if cells and not any(cell.strip() for cell in cells):
-                blank.append(line)
-            elif cells:
-                check_width(cells, width, path, line)
+    delimiter, spaces = header.delimiter, header.delimiter != " "
+    row: list[str] = []  # the lines of a row: one may take several
+    again: deque[str] = deque()
+
+    def begin() -> Iterator[list[str]]:
+        lines = _noted(text, row, again)
+        return csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
+
+    reader, line = begin(), header.line + 1
+    while True:
+        broken = ""
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            broken = f"not CSV ({error}); a quote inside a quoted cell is doubled"
+        if broken:
+            on_wrong(wrong(path, broken, line))
+            again.extendleft(reversed(row[1:]))  # its quote may have swallowed good rows
+            del row[1:]
+            reader, cells = begin(), []
+        if cells is None:
+            return
+        if cells and not any(cell.strip() for cell in cells):
+            blank.append(line)
+        elif cells:
+            try:
+                check_width(cells, header.width, path, line)
+            except DataError as error:
+                on_wrong(error)
+            else:
                 yield line, cells
-            line = above + reader.line_num + 1  # where the next row begins: one may take several
-    except csv.Error as error:
-        raise wrong(
-            path, f"not CSV ({error}); a quote inside a quoted cell is doubled", line
-        ) from None
+        line += len(row)
+        row.clear()
+
+
+def _noted(text: Iterator[str], row: list[str], again: deque[str]) -> Iterator[str]:
+    """The lines `again`, and then those of `text`; each of them is added to `row`."""
+    while again:
+        row.append(again.popleft())
+        yield row[-1]
+    for line in text:
+        row.append(line)
+        yield line
 
 
 def fields(header: str, delimiter: str) -> list[str]:
@@ -117,19 +161,32 @@ def check_width(cells: list[str], width: int, path: str, line: int) -> None:
         raise wrong(path, f"{len(cells)} cells, but {width} in the header; {advice}", line)
 
 
-def json_records(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_records(path: str, on_wrong: OnWrong = stop) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file that has one in each line, and their lines.
 
+    Args:
+        path: The file.
+        on_wrong: Given a line that is no such object.
+
     Raises:
-        DataError: A line is no such object.
+        DataError: It is no text.
     """
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
             continue
-        record = parse_json(text, path, line)
-        if not isinstance(record, dict):
-            raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
-        yield line, record
+        try:
+            record = _record(text, path, line)
+        except DataError as error:
+            on_wrong(error)
+        else:
+            yield line, record
+
+
+def _record(text: str, path: str, line: int) -> dict[str, Any]:
+    record = parse_json(text, path, line)
+    if not isinstance(record, dict):
+        raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
+    return record
 
 
 def parse_json(text: str, path: str, line: int = 0) -> Any:

@@ -6,7 +6,7 @@ They are in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode 
 import codecs
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vit.errors import DataError, printable
 
@@ -17,6 +17,18 @@ MAX_LINE = 2**24
 BEGINNING = 2**16
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
+
+OnWrong = Callable[[DataError], object]
+"""What a reader does about a line that is wrong; where it returns, the line is left out."""
+
+
+def stop(error: DataError) -> None:
+    """Read no further.
+
+    Raises:
+        DataError: Always.
+    """
+    raise error
 
 
 def wrong(path: str, what: str, line: int = 0) -> DataError:

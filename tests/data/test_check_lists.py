@@ -1,0 +1,319 @@
+"""`vit check` of lists and shards: all faults at once, where training stops at the first."""
+
+import io
+import json
+import tarfile
+
+import pytest
+from PIL import Image
+
+from vit.commands.main import main
+from vit.data.inspection.inspecting import inspect
+from vit.data.inspection.problems import KINDS
+from vit.data.sources.asked import Asked
+from vit.data.sources.opening import open_splits
+from vit.data.sources.tables import read_table
+from vit.errors import ConfigError, DataError
+
+NAMES = [f"{label}/{number}.png" for label in "ab" for number in range(4)]
+GOOD = [f"{name},{name[0]}" for name in NAMES]
+
+
+@pytest.fixture
+def pictures(make_tree):
+    """Four pictures in a/, four in b/."""
+    return make_tree({"a": 4, "b": 4})
+
+
+@pytest.fixture
+def write(pictures):
+    def write(lines, name="list.csv"):
+        path = pictures / name
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def checked(data, **asked):
+    return inspect(Asked(str(data), **asked), workers=1, cache=False)
+
+
+def told(report, *kinds):
+    """(kind, line) of all problems of these kinds."""
+    return [
+        (one.kind, int(one.detail.partition(", line ")[2].partition(":")[0]))
+        for one in report.problems
+        if one.kind in kinds
+    ]
+
+
+FAULTS = ("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line")
+
+
+def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, pictures):
+    bad = [
+        *("a/0.png,a,b", "a/1.png", ",a", "../x.png,a", "http://x.org/1.png,a", "/etc/passwd,a"),
+        *('"a/2.png,a', "a/3.png,b", "a/2.png,a", "b/9.png,", "b/0.png,a", 'a/1.png,"a"x'),
+    ]
+    (pictures / "b/3.png").write_bytes(b"<html>")
+    path = write(["image,label", *GOOD[:4], *bad, *GOOD[4:]])
+    report = checked(path)
+    assert told(report, *FAULTS) == [
+        *(("bad_line", line) for line in (6, 7, 12, 17)),
+        *(("bad_path", line) for line in (8, 9, 10, 11)),
+        ("no_label", 15),
+        ("contradiction", 13),
+        # the first line of a picture stays, whatever comes later
+        ("contradiction", 18),
+        ("repeated_line", 14),
+    ]
+    assert {one.path for one in report.listing.pictures} == {str(pictures / n) for n in NAMES}
+    assert report.kinds()["unreadable"] == 1
+    assert report.listing.counts("all") == {"a": 5, "b": 3}
+    assert not any("left out" in one.detail for one in report.problems)
+    errors = [one for one in report.to_dict()["problems"] if one["severity"] == "error"]
+    assert {one["kind"] for one in errors} == {*FAULTS[:3], "contradiction", "unreadable"}
+    with pytest.raises(DataError, match=r"list\.csv, line 6: 3 cells, but 2 in the header"):
+        open_splits(path, val_share=0.2, seed=0)
+
+
+def test_every_bad_record_of_json_is_told(write, pictures):
+    good = [json.dumps({"image": name, "label": name[0]}) for name in NAMES]
+    bad = [
+        *("{", "[1]", '{"image": 3, "label": "a"}', '{"image": "x.png", "label": true}'),
+        *('{"image": "x.png"}', '{"image": "a/1.png", "tags": "a"}', '{"image": "", "label": "a"}'),
+    ]
+    for name in ("list.jsonl", "list.ndjson"):
+        path = write([*bad[:1], *good, *bad[1:]], name)
+        report = checked(path)
+        assert told(report, *FAULTS) == [
+            *(("bad_line", line) for line in (1, 10, 11, 12, 14)),
+            ("bad_path", 15),
+            ("no_label", 13),
+        ]
+        assert len(report.facts) == 8
+        lost = next(one for one in report.problems if one.kind == "no_label")
+        assert lost.images == (str(pictures / "x.png"),)
+        with pytest.raises(DataError, match="line 1: not JSON"):
+            open_splits(path, val_share=0.2, seed=0)
+
+
+def test_lists_with_splits_tell_all_of_each(write, pictures):
+    rows = [f"{line},{'val' if '3' in line else 'train'}" for line in GOOD]
+    path = write(["image,label,split", *rows, "a/0.png,a,val", "b/9.png,b,trian"])
+    assert told(checked(path), *FAULTS) == [("bad_line", 11), ("contradiction", 10)]
+    write(["image,label", *GOOD[:3], "x", *GOOD[4:7]], "train.csv")
+    write(["image,label", "x", GOOD[3], GOOD[7]], "val.csv")
+    report = checked(pictures)
+    assert told(report, *FAULTS) == [("bad_line", 5), ("bad_line", 2)]
+    assert sum(report.listing.counts("val").values()) == 2
+
+
+def test_several_labels_are_said_where_the_list_has_them(write):
+    path = write(["image,label", *GOOD, "a/0.png,b", "a/1.png,a|b"])
+    report = checked(path)
+    assert not report.failed
+    assert any("line 11: several labels, so" in one.detail for one in report.problems)
+    single = checked(path, several=False)
+    assert told(single, *FAULTS) == [("contradiction", 10), ("contradiction", 11)]
+    alone = checked(write(["image,label", *GOOD[1:], "a/0.png,a|b"]), several=False)
+    assert told(alone, *FAULTS) == [("several_labels", 9)]
+
+
+def test_absolute_names_are_those_of_the_folder(write, pictures):
+    lines = [f"{pictures}/{line}" for line in GOOD[:2]]
+    path = write(["image,label", *GOOD, *lines, f"{pictures}/a/3.png,b", "/etc/x.png,a"])
+    assert told(checked(path), *FAULTS) == [
+        ("bad_path", 13),
+        ("contradiction", 12),
+        ("repeated_line", 10),
+        ("repeated_line", 11),
+    ]
+    outside = checked(path, allow_outside=True)
+    assert outside.kinds()["unreadable"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["picture,kind", *GOOD], "line 1: no column of pictures among"),
+        (["image,label"], "no pictures in it; expected a line for each"),
+        (["image,label", *GOOD, "a/\0.png,a"], "line 10: has a NUL byte"),
+        (["image,label", "a", "b,c,d"], r"line 2: 1 cells, .* \(and 1 more such faults"),
+        (
+            ["image,label", "a/0.png,", "a/0.png,"],
+            "line 2: no label; give it one",
+        ),
+    ],
+)
+def test_what_concerns_all_of_a_list_is_one_line(write, capsys, lines, message):
+    path = write(lines)
+    with pytest.raises(DataError, match=message):
+        checked(path)
+    assert main(["check", path]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_quote_that_is_never_closed_costs_its_own_line_alone(tmp_path):
+    path = tmp_path / "x.csv"
+    body = 'a,1\n"b,2\nc,3\n\n"d\ne",4\n"f,5\ng,6'
+    path.write_text(f"name,number\n{body}")
+    wrong: list[DataError] = []
+    rows = [*read_table(str(path), lambda _: ",", wrong.append).rows]
+    assert rows == [(2, ["a", "1"]), (4, ["c", "3"]), (6, ["d\ne", "4"]), (9, ["g", "6"])]
+    assert [str(error).split(": ")[0] for error in wrong] == [
+        f"{path}, line 3",
+        f"{path}, line 8",
+    ]
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((12 + seed, 12), 90).convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+def pack(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Four shards of four pictures: three of train, one of val."""
+    root = tmp_path / "shards"
+    root.mkdir()
+    for place, name in enumerate(("train-0", "train-1", "train-2", "val-0")):
+        members = {f"{label}/{name}-{n}.png": png(4 * place + n) for label in "ab" for n in (0, 1)}
+        pack(root / f"{name}.tar", members)
+    return root
+
+
+def test_broken_shards_are_told_and_the_others_are_looked_at(shards):
+    cut = shards / "train-1.tar"
+    cut.write_bytes(cut.read_bytes()[:3000])
+    (shards / "train-3.tar").write_bytes(b"no tar at all " * 99)
+    (shards / "train-4.tar").write_bytes(b"")
+    report = checked(shards)
+    bad = [one for one in report.problems if one.kind == "bad_shard"]
+    assert [one.images for one in bad] == [(str(shards / f"train-{n}.tar"),) for n in (1, 3, 4)]
+    assert "cut short" in bad[0].detail
+    assert "after a/train-1-1.png" in bad[0].detail
+    assert "not a tar file" in bad[1].detail
+    assert "an empty file" in bad[2].detail
+    assert len(report.facts) == 12
+    assert report.failed
+    with pytest.raises(DataError, match=r"train-1\.tar.*cut short"):
+        open_splits(str(shards), val_share=0.2, seed=0)
+
+
+def test_the_last_good_member_is_named(tmp_path):
+    (tmp_path / "x").mkdir()
+    for name in "01":
+        members = {f"{label}/{name}.jpg": b"x" * 700 for label in "abc"}
+        pack(tmp_path / "x" / f"{name}.tar", members)
+    cut = tmp_path / "x" / "1.tar"
+    cut.write_bytes(cut.read_bytes()[:2500])
+    words = next(one.detail for one in checked(tmp_path / "x").problems if one.kind == "bad_shard")
+    assert "member b/1.jpg: cut short" in words
+    assert words.endswith("the last good member is a/1.jpg")
+    with pytest.raises(DataError, match=r"copy it again$"):
+        open_splits(str(tmp_path / "x"), val_share=0.2, seed=0)
+
+
+def test_nothing_but_broken_shards_is_one_line(shards, capsys):
+    for path in shards.iterdir():
+        path.write_bytes(path.read_bytes()[:700])
+    assert main(["check", str(shards)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "train-0.tar" in line
+    assert "3 more such faults" in line
+
+
+def test_pairs_that_are_not_whole_are_told_one_by_one(tmp_path):
+    members = {f"{n}.png": png(n) for n in range(8)} | {
+        f"{n}.cls": b"ab"[n % 2 :][:1] for n in range(4)
+    }
+    members |= {"4.cls": b"", "5.cls": b"\xff\xfe", "9.cls": b"a"}
+    path = pack(tmp_path / "x.tar", members)
+    report = checked(path)
+    found = {(one.kind, one.images[0].rpartition("/")[2]) for one in report.problems if one.images}
+    assert {one for one in found if one[0] in ("no_label", "bad_label", "lone_label")} == {
+        ("no_label", "6.png"),
+        ("no_label", "7.png"),
+        ("bad_label", "4.png"),
+        ("bad_label", "5.png"),
+        ("lone_label", "9.cls"),
+    }
+    assert len(report.facts) == 4
+    assert KINDS["lone_label"] == "warning"
+    with pytest.raises(DataError, match=r"2 pictures without \.cls beside, which others have"):
+        open_splits(str(path), val_share=0.2, seed=0)
+
+
+def test_labels_in_json_and_pictures_in_no_folder(tmp_path):
+    members = {f"{n}.png": png(n) for n in range(4)}
+    labels = {"0.json": b"{", "1.json": b'{"label": "a"}', "2.json": b'{"label": "b"}'}
+    report = checked(pack(tmp_path / "x.tar", {**members, **labels, "3.json": b'{"label": 1.5}'}))
+    assert report.kinds()["bad_label"] == 2
+    assert report.listing.classes == ["a", "b"]
+    tree = {f"{'ab'[n % 2]}/{n}.png": png(n) for n in range(4)}
+    report = checked(pack(tmp_path / "y.tar", {**tree, "loose.png": png(9)}))
+    assert report.kinds()["no_label"] == 1
+    assert len(report.facts) == 4
+
+
+@pytest.fixture
+def patients(make_tree):
+    return make_tree({"train/a": 4, "train/b": 4, "val/a": 2, "val/b": 2, "test/a": 1, "test/b": 1})
+
+
+def test_groups_on_both_sides_are_told(patients):
+    report = checked(patients, group=r"/(\d)\.png")
+    leaks = {one.detail: one for one in report.problems if one.kind == "group_leak"}
+    assert len(leaks) == 2
+    (words, first), _ = sorted(leaks.items())
+    assert words.startswith("group 0 (/(")
+    assert words.endswith("has 2 pictures in train and 2 in val")
+    assert {path.removeprefix(f"{patients}/") for path in first.images} == {
+        *("train/a/0.png", "train/b/0.png", "val/a/0.png", "val/b/0.png")
+    }
+    assert report.kinds()["group_in_test"] == 1
+    assert report.failed
+    with pytest.raises(DataError, match=r"2 groups .* in training too"):
+        open_splits(Asked(str(patients), group=r"/(\d)\.png"), val_share=0.2, seed=0)
+    assert "group_leak" not in checked(patients, group=r"(.*)/\d").kinds()
+
+
+def test_groups_of_a_column(patients):
+    lines = ["image,label,split,patient"]
+    for place, path in enumerate(sorted(patients.rglob("*.png"))):
+        split, label = path.relative_to(patients).parts[:2]
+        lines.append(f"{path.relative_to(patients)},{label},{split},p{place % 11}")
+    (patients / "list.csv").write_text("\n".join(lines))
+    report = checked(patients / "list.csv", group="patient")
+    (words,) = [one.detail for one in report.problems if one.kind == "group_leak"]
+    assert words.startswith("group p2 (patient) has 1 picture in train and 1 in val (")
+    assert "list.csv, line 4; " in words
+    assert "list.csv, line 15)" in words
+    assert "11 groups by the column patient" in {one.detail for one in report.problems}
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        ("patient", DataError, "no column of that name, and as a regular expression it matches"),
+        ("(", ConfigError, "no column of the data, and no regular expression"),
+    ],
+)
+def test_groups_that_are_none_are_one_line(patients, capsys, group, error, message):
+    with pytest.raises(error, match=message):
+        checked(patients, group=group)
+    assert main(["check", str(patients), "--group", group]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
