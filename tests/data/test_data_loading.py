@@ -276,22 +276,59 @@ def test_orders_are_the_same_on_every_machine_and_version():
 
 
 LEAVING = """
-import sys
+import os, sys
+from vit.data.feed import Feed
 from vit.data.loading import EvaluationLoader
 from vit.data.preprocessing import Preprocessing
 from vit.data.samples import Sample
 
-samples = [Sample(path, 0) for path in sys.argv[1:]]
-loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=2, workers=2)
-batches = iter(loader)
-next(batches)
+samples = [Sample(path, 0) for path in sys.argv[2:]]
+loaders = [
+    EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=2, workers=2)
+    for _ in range(2)
+]
+passes = [iter(loader) for loader in loaders]
+for batches in passes:
+    next(batches)
+if sys.argv[1] == "torch fails":
+    def fail(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    Feed.stop = fail
+if sys.argv[1] == "fork":
+    if os.fork() == 0:
+        os.close(2)  # where multiprocessing complains of a plain fork
+        sys.exit(0)
+    assert os.wait()[1] == 0
+    assert sum(len(batch.images) for batch in passes[0]) == len(samples) - 2
 print("left")
 """
 
 
-def test_a_script_ends_in_the_middle_of_an_epoch(samples):
+@pytest.mark.parametrize("how", ["usual", "torch fails", "fork"])
+def test_a_script_ends_in_the_middle_of_an_epoch(samples, how):
     paths = [sample.path for sample in samples]
     left = subprocess.run(
-        [sys.executable, "-c", LEAVING, *paths], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore", "-c", LEAVING, how, *paths],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (left.returncode, left.stdout, left.stderr) == (0, "left\n", "")
+
+
+class Changing:
+    image_size = (8, 8)
+
+    def __init__(self, later: torch.Tensor) -> None:
+        self.given = [torch.zeros(3, 8, 8, dtype=torch.uint8), later]
+
+    def __call__(self, _):
+        return self.given.pop(0)
+
+
+@pytest.mark.parametrize(
+    "later", [torch.zeros(3, 8, 1, dtype=torch.uint8), torch.zeros(3, 8, 8)], ids=["shape", "type"]
+)
+def test_pictures_of_a_batch_that_do_not_fit_together_are_refused(samples, later):
+    with pytest.raises(RuntimeError, match=r"\d\d.png: the transform gave .* after \(3, 8, 8\)"):
+        everything(samples, transform_for=Always(Changing(later)))

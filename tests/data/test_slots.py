@@ -193,6 +193,23 @@ def test_a_batch_lies_in_memory_as_its_pictures_do(order):
     assert slots.room(0, 5, picture).stride() == room.stride()
 
 
+def test_a_kernel_that_cannot_take_memory_back_changes_nothing(samples, monkeypatch):
+    # as gVisor: MADV_REMOVE is not implemented
+    monkeypatch.setattr("vit.data.slots.mmap.MADV_REMOVE", 12345)
+    loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=6, workers=1)
+    assert sum(len(batch.images) for batch in loader) == len(samples)
+    loader.close()
+
+
+def test_a_batch_of_a_loader_that_is_gone_is_nobodys():
+    slots = Slots(1, 100)
+    number = slots.number
+    del slots
+    none = torch.zeros(0, dtype=torch.int64).numpy()
+    batch = arrived(number, 0, ((1, 3, 2, 2), (12, 4, 2, 1)), [none, none, none, [], None, None])
+    assert len(batch.images) == 0
+
+
 def test_too_large_batches_are_one_clear_line():
     with pytest.raises(DataError, match=r"^4 batches of 1,099,511,627,776 MiB .* fewer"):
         Slots(4, 2**60).map()

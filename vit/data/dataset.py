@@ -123,6 +123,12 @@ class ImageDataset(Dataset[Batch]):
                 continue
             if pictures is None:
                 pictures = room(len(keys), image)
+            if image.shape != pictures.shape[1:] or image.dtype != pictures.dtype:
+                path = printable(self.path(key.sample))
+                raise RuntimeError(
+                    f"{path}: the transform gave {tuple(image.shape)} {image.dtype} after "
+                    f"{tuple(pictures.shape[1:])} {pictures.dtype} in the same batch"
+                )
             pictures[len(good)] = image
             good.append(key)
         if pictures is None:
@@ -198,7 +204,8 @@ def counters(key: Key) -> tuple[int, ...]:
 def room_for(count: int, picture: Tensor) -> Tensor:
     """Room for `count` pictures such as `picture`, each with its order in memory."""
     one = torch.empty_like(picture)
-    return torch.empty_strided((count, *one.shape), (one.numel(), *one.stride()), dtype=one.dtype)
+    lie = (count, *one.shape), (one.numel(), *one.stride())
+    return torch.empty_strided(*lie, dtype=one.dtype, device=one.device)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """torch's loader, with processes that end when they should and failures told where they matter."""
 
 import atexit
+import contextlib
+import os
+import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -67,6 +70,8 @@ class Feed:
                 generator=torch.Generator(),
             )
         self.batches: Iterator[Batch] = iter(())
+        self.process = 0
+        """In which the processes were started."""
         LIVING.add(self)
 
     def start(self) -> None:
@@ -75,6 +80,7 @@ class Feed:
             come_to_rest()
         if self.slots is not None:
             self.slots.map()
+        self.process = os.getpid()
         with quiet():
             self.batches = iter(self.loader)
 
@@ -121,6 +127,18 @@ class Feed:
         if self.slots is not None:
             self.slots.drop()  # what was lent to those processes never comes back
 
+    def end(self) -> None:
+        """End the processes for good, whatever torch says to it."""
+        workers = [*getattr(self.batches, "_workers", [])]
+        # Python 3.12 starts no thread any more while it ends, which torch's way needs at times.
+        with contextlib.suppress(BaseException):
+            self.stop()
+        if any(worker.is_alive() for worker in workers):
+            if sys.platform != "win32":
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where torch would complain of it
+            for worker in workers:
+                worker.kill()
+
 
 def as_it_is(batch: Any) -> Any:
     """The dataset stacks the pictures itself."""
@@ -131,10 +149,11 @@ LIVING: "weakref.WeakSet[Feed]" = weakref.WeakSet()
 
 
 @atexit.register
-def stop_all() -> None:
+def end_all() -> None:
     """End all processes before Python does, which waits for them when it has sent a signal.
 
     They do not listen to signals (processes.py), so it would wait for ever.
     """
     for feed in list(LIVING):
-        feed.stop()
+        if feed.process == os.getpid():  # not where a process was forked that is ending by itself
+            feed.end()

@@ -156,7 +156,7 @@ class EvaluationLoader:
             workers=min(workers, len(self.keys)),
             on_bad_image=on_bad_image,
             pin_memory=pin_memory,
-            size=bytes_of(batch_size, preprocessing.image_size),
+            size=bytes_of(max(map(len, self.keys), default=0), preprocessing.image_size),
             persistent=True,
         )
 

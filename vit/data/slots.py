@@ -10,6 +10,7 @@ travels, and /dev/shm, which containers keep small, holds nothing of it. Where n
 batch does not fit, the pictures go as torch sends tensors.
 """
 
+import contextlib
 import itertools
 import mmap
 import weakref
@@ -67,6 +68,7 @@ class Slots:
 
     def drop(self) -> None:
         """Let go of the memory, of which the processes are gone; tensors over it keep it."""
+        self.give_back()  # other processes may have been forked meanwhile, which map it too
         self.memory, self.free = None, []
 
     def lend(self) -> int | None:
@@ -91,7 +93,8 @@ class Slots:
         """Let the system have the memory of free slots, until they are filled again."""
         for slot in list(self.free):
             assert self.memory is not None
-            self.memory.madvise(mmap.MADV_REMOVE, slot * self.size, self.size)
+            with contextlib.suppress(OSError):  # not every kernel can, and it only saves memory
+                self.memory.madvise(mmap.MADV_REMOVE, slot * self.size, self.size)
 
     def _bytes(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         assert self.memory is not None
@@ -173,8 +176,10 @@ class Carried:
 
 def arrived(number: int, slot: int | None, images: Tensor | Lie, values: list[Any]) -> Batch:
     """The batch that was carried."""
-    slots = KNOWN[number]
-    if not isinstance(images, Tensor):
+    slots = KNOWN.get(number)
+    if slots is None:  # its loader is gone, and nobody will look at it
+        images = torch.empty(0)
+    elif not isinstance(images, Tensor):
         assert slot is not None
         images = slots.filled(slot, images)
     elif slot is not None:
