@@ -8,7 +8,7 @@ import pytest
 
 from vit.config import DataConfig
 from vit.errors import ConfigError
-from vit.training import ending, loop, reading
+from vit.training import answering, loop, reading
 from vit.training.interruption import Interrupted
 from vit.training.reading import waiting
 from vit.training.train import train
@@ -70,13 +70,13 @@ def test_a_cache_that_nothing_reads_is_refused(tiny_config, tmp_path):
 def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reading, "time_reading", lambda *_: (0.003, 0.001))
     monkeypatch.setattr(reading, "default_workers", lambda _: 1)
-    counts, original = [], ending.EvaluationLoader
+    counts, original = [], answering.EvaluationLoader
 
     def evaluation(*args, workers, **settings):
         counts.append(workers)
         return original(*args, workers=0, **settings)
 
-    monkeypatch.setattr(ending, "EvaluationLoader", evaluation)
+    monkeypatch.setattr(answering, "EvaluationLoader", evaluation)
     train(tiny_config(epochs=2, workers=None), tmp_path / "run")
     assert counts == [4]  # the report is made with as many
     told = capsys.readouterr().err
