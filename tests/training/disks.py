@@ -49,9 +49,16 @@ def _call(name: str, *arguments: object) -> None:
 
 def fill(place: Path, left: int) -> None:
     """Let somebody else take all of the disk at `place` but `left` bytes."""
-    room = os.statvfs(place)
+    taken = 0
     with (place / "others").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - left)
+        # more than once: a file frees its room a moment after its name is gone
+        for _ in range(3):
+            room = os.statvfs(place)
+            more = room.f_bavail * room.f_frsize - left
+            if more > 0:
+                os.posix_fallocate(file.fileno(), taken, more)
+                taken += more
+            time.sleep(0.02)
 
 
 def full(words: list[str], place: Path, kept: Path, step: int, left: int, saved: int) -> int:
