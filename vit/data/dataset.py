@@ -33,6 +33,10 @@ Room = Callable[[int, Tensor], Tensor]
 """(count, picture) -> where so many pictures like that one go, (count, *picture.shape)."""
 
 
+Lie = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor."""
+
+
 class Batch(NamedTuple):
     """Pictures of one micro-batch; those that could not be read are missing from the tensors."""
 
@@ -203,9 +207,14 @@ def counters(key: Key) -> tuple[int, ...]:
 
 def room_for(count: int, picture: Tensor) -> Tensor:
     """Room for `count` pictures such as `picture`, each with its order in memory."""
+    lie = lie_of(count, picture)
+    return torch.empty_strided(*lie, dtype=picture.dtype, device=picture.device)
+
+
+def lie_of(count: int, picture: Tensor) -> Lie:
+    """How `count` pictures lie behind each other without gaps, each with its order in memory."""
     one = torch.empty_like(picture)
-    lie = (count, *one.shape), (one.numel(), *one.stride())
-    return torch.empty_strided(*lie, dtype=one.dtype, device=one.device)
+    return (count, *one.shape), (one.numel(), *one.stride())
 
 
 @dataclass(frozen=True)

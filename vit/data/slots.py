@@ -22,12 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vit.data.dataset import Batch, ImageDataset, room_for
+from vit.data.dataset import Batch, ImageDataset, Lie, lie_of, room_for
 from vit.data.schedule import Key
 from vit.errors import DataError
-
-Lie = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
 
 
 class Slots:
@@ -79,9 +76,7 @@ class Slots:
         """As `room_for`, in a slot that was lent; None where it does not fit."""
         if picture.dtype != torch.uint8 or count * picture.numel() > self.size:
             return None
-        one = torch.empty_like(picture)
-        lie = (count, *one.shape), (one.numel(), *one.stride())
-        return torch.from_numpy(self._bytes(slot)).as_strided(*lie)
+        return torch.from_numpy(self._bytes(slot)).as_strided(*lie_of(count, picture))
 
     def filled(self, slot: int, lie: Lie) -> Tensor:
         """The tensor of bytes in `slot`, which is free again when nothing looks at it any more."""

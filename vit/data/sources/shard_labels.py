@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from vit.data.containers import read_bytes
@@ -97,12 +98,12 @@ def labelled_by(
     _lack(lacking, f"no {kind} beside, which others have", faults)
     read = _cls if kind == ".cls" else _json
     cells = [
-        _tried(lambda: read(m, name), m, faults) if name else None  # noqa: B023
+        _tried(partial(read, m, name), m, faults) if name else None
         for m, name in zip(pictures, beside[kind], strict=True)
     ]
     several = any(isinstance(cell, list) for cell in cells)
     named = [
-        None if cell is None else _tried(lambda: _named(cell, table, m), m, faults)  # noqa: B023
+        None if cell is None else _tried(partial(_named, cell, table, m), m, faults)
         for cell, m in zip(cells, pictures, strict=True)
     ]
     return named, several, notes
