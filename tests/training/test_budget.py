@@ -1,6 +1,7 @@
 """Epochs that fit a given time, and the time that is left: on a clock that the tests turn."""
 
 import dataclasses
+import math
 import re
 import time
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 
 from vit.errors import ConfigError
 from vit.training import budget
-from vit.training.budget import Costs, count_that_fit, fit_time
+from vit.training.budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.devices import make_accelerator
 from vit.training.looking import look_at_data
 from vit.training.loop import Step
@@ -73,7 +74,7 @@ def fit(tiny_config):
         config = tiny_config(**{"warmup_epochs": None, **changes})
         accelerator = make_accelerator(config.run)
         config, splits, _ = look_at_data(config, [], accelerator, said.append)
-        fitted = fit_time(config, splits, accelerator, said.append, began=began)
+        fitted, act.budget = fit_time(config, splits, accelerator, said.append, began=began)
         assert accelerator._models == accelerator._optimizers == []
         return config, said, fitted
 
@@ -84,37 +85,70 @@ def test_the_schedule_ends_inside_the_time(clock, fit):
     config, said, fitted = fit(95.0, time="5m")
     assert config.training.epochs == 3
     assert fitted.training.time is None
-    training = dataclasses.replace(fitted.training, epochs=3, time="5m")
+    found = {"epochs": 3, "steps": None, "epoch_steps": None, "time": "5m"}
+    training = dataclasses.replace(fitted.training, **found)
     assert dataclasses.replace(fitted, training=training) == config  # nothing else has changed
     spent = clock.now - 95
     assert spent < 5 + COMPILING + 2 * STARTING + 300 / 10
-    epochs = fitted.training.epochs
-    needed = spent + STARTING + epochs * (3 * STEP + VALIDATION)
-    assert 0.93 * 300 < needed <= 0.95 * 300
+    steps, epochs = fitted.training.steps, fitted.training.epochs
+    assert epochs == math.ceil(steps / fitted.training.epoch_steps)
+    needed = spent + STARTING + steps * STEP + epochs * VALIDATION
+    assert 0.98 * 300 < needed <= 0.985 * 300
+    assert epochs * VALIDATION <= budget.VALIDATIONS_SHARE * 300
     match = re.fullmatch(
-        r"note: time=5m: (\d+) epochs \(0\.25 s a step, 0\.5 s a validation\), about 5 min", said[0]
+        r"note: time=5m: (\d,\d+) steps \(0\.25 s a step, 0\.5 s a validation\), about 5 min",
+        said[0],
     )
     assert match is not None
-    assert int(match[1]) == epochs
+    assert int(match[1].replace(",", "")) == steps
     assert len(said) == 1
+    assert fit.budget is None  # a cosine cannot settle its length on the way
 
 
 def test_pictures_that_grow_cost_less_at_first(clock, fit):
     config, _, fitted = fit(100.0, time="5m", **GROWING)
     assert set(clock.steps) == {8, 32}  # the smallest and the full size were measured
-    epochs = fitted.training.epochs
-    sides = [picture_side(config, epoch, epochs) for epoch in range(epochs)]
+    steps, epochs = fitted.training.steps, fitted.training.epochs
+    sides = [
+        picture_side(config, step // fitted.training.epoch_steps, epochs) for step in range(steps)
+    ]
     assert {8, 12, 16, 20, 24, 28, 32} == set(sides)
     spent = clock.now - 100
-    steps = sum(3 * STEP * side**2 / 32**2 for side in sides)
-    needed = spent + 2 * STARTING + steps + epochs * VALIDATION
-    assert 0.93 * 300 < needed <= 0.95 * 300
+    seconds = sum(STEP * side**2 / 32**2 for side in sides)
+    needed = spent + 2 * STARTING + seconds + epochs * VALIDATION
+    assert 0.98 * 300 < needed <= 0.985 * 300
     _, _, full = fit(100.0, time="5m", image_size=32, patch_size=4)
-    assert full.training.epochs < epochs
+    assert full.training.steps < steps
+
+
+def test_whoever_counts_in_epochs_keeps_passes_over_the_images(clock, fit):
+    _, _, fitted = fit(clock.now, time="5m", warmup_epochs=2)
+    assert fitted.training.epoch_steps is None
+    assert fitted.training.epochs == math.ceil(fitted.training.steps / 3)
+
+
+@pytest.mark.parametrize("pace", [0.8, 1.0, 1.5])
+def test_a_run_settles_its_steps_when_its_cooldown_begins(clock, fit, pace):
+    _, _, fitted = fit(clock.now, time="10m", schedule="wsd", **GROWING)
+    training = fitted.training
+    each, ends = training.epoch_steps, fit.budget.ends
+    first = training.steps - round(training.cooldown_epochs * each)
+    assert first % each == 0
+    assert 0.25 < first / training.steps < 0.35
+    costs, accelerator = fit.budget.costs, make_accelerator(fitted.run)
+    took = pace * costs.between(fitted, each, 0, first)
+    clock.now = ends - costs.ending - costs.between(fitted, each, 0, training.steps) + took
+    settled = settle_steps(fitted, fit.budget, each, first, pace, accelerator)
+    left = pace * (costs.between(settled, each, first, settled.training.steps) + costs.ending)
+    assert ends - 2 * pace * STEP - VALIDATION < clock.now + left <= ends
+    sizes = [picture_side(fitted, epoch, training.epochs) for epoch in range(first // each)]
+    again = [picture_side(settled, n, settled.training.epochs) for n in range(first // each)]
+    assert sizes == again  # what was learned is what the settings say
+    assert settled.training.cooldown_epochs == (settled.training.steps - first) / each
 
 
 def test_a_time_without_room_names_one_that_has(clock, fit):
-    with pytest.raises(ConfigError, match="time=29s: has no room for one epoch") as refused:
+    with pytest.raises(ConfigError, match="time=29s: start, one step") as refused:
         fit(clock.now, time="29s")
     enough = re.search(r"use --time (\d+s) or more", str(refused.value))
     assert enough
@@ -177,9 +211,11 @@ def test_saving_and_ending_count():
     costs = Costs(start=1, small_step=2, full_step=2, validation=3, saving=4, ending=5)
     config = SimpleNamespace(
         model=SimpleNamespace(image_size=16, patch_size=8),
-        training=SimpleNamespace(start_image_size=None),
+        training=SimpleNamespace(start_image_size=None, growth_epochs=None),
     )
-    assert costs.of(config, steps_per_epoch=10, epochs=2) == 1 + 2 * (10 * 2 + 3 + 4) + 5
+    assert costs.of(config, epoch_steps=10, steps=20) == 1 + 2 * (10 * 2 + 3 + 4) + 5
+    assert costs.of(config, epoch_steps=10, steps=11) == 1 + 11 * 2 + 2 * (3 + 4) + 5
+    assert costs.between(config, 10, 10, 11) == 2 + 3 + 4
 
 
 def lines(pace: Pace, clock: Clock, seconds: list[float]) -> list[str | None]:

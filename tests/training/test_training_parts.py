@@ -16,7 +16,7 @@ from vit.settings import make_config
 from vit.training.ema import MovingAverage, exchanged
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.optimization import layer_of, make_optimizer, parameter_groups, set_lr
-from vit.training.schedule import CosineSchedule, image_size_at
+from vit.training.schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
 from vit.training.setup import make_training
 
 from vit.model.build import create_model  # isort: skip
@@ -48,8 +48,29 @@ def test_warm_up_rises_to_the_peak_and_the_end_is_the_least():
     assert all(rate(step) > rate(step + 1) for step in range(4, 20))
 
 
+def test_wsd_is_constant_then_linear():
+    rate = WarmupStableDecay(
+        peak=1.0, least=0.001, warmup_steps=4, cooldown_steps=10, total_steps=20
+    )
+    assert [rate(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [rate(step) for step in range(4, 11)] == [1.0] * 7
+    assert [rate(step) for step in range(10, 20)] == pytest.approx([1 - n / 10 for n in range(10)])
+    assert rate(20) == 0.001
+
+
+def test_wsd_before_the_cooldown_does_not_depend_on_the_length_of_the_run():
+    short = TrainingConfig(schedule="wsd", epochs=8, cooldown_epochs=4.5, warmup_epochs=1)
+    long = TrainingConfig(schedule="wsd", epochs=12, cooldown_epochs=8.25, warmup_epochs=1)
+    rates = [
+        learning_rate(training, epoch_steps=20, total=total)
+        for training, total in ((short, 150), (long, 225))
+    ]
+    assert [rates[0](step) for step in range(60)] == [rates[1](step) for step in range(60)]
+    assert rates[0](62) < rates[1](60) == short.lr
+
+
 def test_pictures_grow_to_full_size_and_fit_the_patch():
-    sizes = [image_size_at(epoch, epochs=20, start=32, full=64, multiple=8) for epoch in range(20)]
+    sizes = [image_size_at(epoch, growth=15, start=32, full=64, multiple=8) for epoch in range(20)]
     assert sizes[0] == 32
     assert sizes == sorted(sizes)
     assert set(sizes) == {32, 40, 48, 56, 64}

@@ -19,15 +19,23 @@ class TrainingConfig(Section):
     model: str = "vit_tiny_patch16_224"
     """Preset that gives the model settings not set otherwise; `vit models` lists them."""
     epochs: int = 30
-    """Passes over the training pictures."""
+    """Passes over the training images, or as many times epoch_steps; a validation follows each."""
+    epoch_steps: int | None = None
+    """Optimiser steps of an epoch; one pass over the training images when left empty."""
+    steps: int | None = None
+    """Optimiser steps of the whole training, instead of epochs; the last epoch may be shorter."""
     time: str | None = None
-    """Time for the whole training, such as 90s, 30m or 2h; it then chooses epochs itself."""
+    """Time for the whole training, such as 90s, 30m or 2h; steps are chosen to fill it."""
     lr: float = 1e-3
     """Peak learning rate, for the whole batch."""
     encoder_lr: float | None = None
     """Captions: peak learning rate of the encoder; lr when left empty."""
+    schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched")
+    """Learning rate after the warm-up: a cosine, or constant with a linear end (2404.06395)."""
+    cooldown_epochs: float | None = None
+    """wsd: epochs of the linear end; 0.7 of all when left empty."""
     min_lr: float = 1e-6
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end."""
     warmup_epochs: float | None = None
     """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
     optimizer: str = setting("adamw", "--opt")
@@ -52,6 +60,8 @@ class TrainingConfig(Section):
     """Decay per step of the moving average of the weights; 0 keeps none."""
     start_image_size: int | None = None
     """Side of pictures in the first epochs, growing to image_size; image_size when left empty."""
+    growth_epochs: float | None = None
+    """Epochs in which start_image_size grows to image_size; three quarters of all when empty."""
     seed: int = 0
     """Decides initial weights, order and augmentation of pictures, dropout and our own split."""
     patience: int | None = None
@@ -76,6 +86,19 @@ class TrainingConfig(Section):
             self.refuse("time", "write a number and s, m or h, such as 90s, 30m or 1.5h")
         if self.min_lr > self.lr:
             self.refuse("min_lr", f"is more than lr={self.lr}")
+        for name in ("epoch_steps", "steps"):
+            if getattr(self, name) is not None:
+                self.check_least(1, name)
+        if self.steps is not None and self.time is not None:
+            self.refuse("steps", f"time={self.time} chooses the number of steps; give one of them")
+        if self.cooldown_epochs is not None:
+            self.check_least(0, "cooldown_epochs")
+            if self.schedule != "wsd":
+                self.refuse("cooldown_epochs", f"schedule={self.schedule} has none; use wsd")
+        if self.growth_epochs is not None:
+            self.check_above(0, "growth_epochs")
+            if self.start_image_size is None:
+                self.refuse("growth_epochs", "nothing grows: give start_image_size")
         if self.warmup_epochs is not None:
             self.check_least(0, "warmup_epochs")
             if self.time is None and self.warmup_epochs >= self.epochs:

@@ -202,7 +202,7 @@ class ImageDataset(Dataset[Batch]):
 
 def counters(key: Key) -> tuple[int, ...]:
     """What the draws of a picture depend on, besides the seed of the run and their name."""
-    return (key.epoch, key.sample, *([key.repetition] if key.repetition else []))
+    return (key.visit, key.sample, *([key.repetition] if key.repetition else []))
 
 
 def room_for(count: int, picture: Tensor) -> Tensor:

@@ -4,6 +4,9 @@
     batch of a step          order[step * batch_size :][:batch_size]; an incomplete last one is left
     micro-batch of a device  a fixed slice of the batch
 
+An epoch is one pass over the images, or `epoch_steps` steps: passes then follow each other through
+the epochs, and an epoch may hold a part of one, or several.
+
 So a run resumes anywhere with nothing saved but the step, and a step sees the same pictures on any
 number of devices.
 
@@ -34,7 +37,9 @@ class Key(NamedTuple):
     sample: int
     position: int
     repetition: int = 0
-    """How often the epoch had the picture before; each time it is augmented otherwise."""
+    """How often the pass had the picture before; each time it is augmented otherwise."""
+    visit: int = 0
+    """Pass over the images, from 0; with sample and repetition it seeds the augmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ class Schedule:
         world_size: Number of devices.
         repeats: How often a batch has each of its pictures.
         balanced: Classes of the samples, (count,), where all are to come equally often.
+        epoch_steps: Steps of an epoch; those of one pass over the samples where left out.
 
     Raises:
         DataError: The batch is larger than the data, or does not split evenly.
@@ -63,6 +69,7 @@ class Schedule:
     world_size: int = 1
     repeats: int = 1
     balanced: Tensor | None = field(default=None, repr=False, compare=False)
+    epoch_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size % self.repeats:
@@ -82,9 +89,14 @@ class Schedule:
             )
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_pass(self) -> int:
         """Whole batches in the training pictures."""
         return self.count // self.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps between two validations."""
+        return self.epoch_steps or self.steps_per_pass
 
     @property
     def micro_batch_size(self) -> int:
@@ -97,27 +109,29 @@ class Schedule:
         Those of micro-batch 0 over all devices come first in the batch of a step, then those of
         micro-batch 1.
         """
-        order = self.order(epoch)
-        again = repetitions(order)
-        size = self.micro_batch_size
+        size, loaded = self.micro_batch_size, -1
         for number in range(start, self.steps_per_epoch * self.accumulate):
-            step, micro = divmod(number, self.accumulate)
+            in_epoch, micro = divmod(number, self.accumulate)
+            visit, step = divmod(epoch * self.steps_per_epoch + in_epoch, self.steps_per_pass)
+            if visit != loaded:
+                order = self.order(visit)
+                again, loaded = repetitions(order), visit
             first = (micro * self.world_size + self.rank) * size
             here = slice(step * self.batch_size + first, step * self.batch_size + first + size)
             pairs = zip(order[here].tolist(), again[here].tolist(), strict=True)
-            yield [Key(epoch, sample, first + at, n) for at, (sample, n) in enumerate(pairs)]
+            yield [Key(epoch, sample, first + at, n, visit) for at, (sample, n) in enumerate(pairs)]
 
-    def order(self, epoch: int) -> Tensor:
-        """The samples of all batches of an epoch, one batch after the other, int64."""
-        generator = torch.Generator().manual_seed(random_seed(self.seed, "order", epoch))
+    def order(self, visit: int) -> Tensor:
+        """The samples of all batches of a pass, one batch after the other, int64."""
+        generator = torch.Generator().manual_seed(random_seed(self.seed, "order", visit))
         if self.balanced is None:
             drawn = torch.randperm(self.count, generator=generator)
         else:
             drawn = balanced_order(self.balanced, generator)
         if self.repeats == 1:
             return drawn
-        different = drawn[: self.steps_per_epoch * (self.batch_size // self.repeats)]
-        batches = different.view(self.steps_per_epoch, 1, -1)
+        different = drawn[: self.steps_per_pass * (self.batch_size // self.repeats)]
+        batches = different.view(self.steps_per_pass, 1, -1)
         return batches.expand(-1, self.repeats, -1).flatten()
 
 

@@ -61,6 +61,7 @@ def make_schedule(
         world_size=processes,
         repeats=config.augment.repeats,
         balanced=balanced,
+        epoch_steps=config.training.epoch_steps,
     )
 
 

@@ -1,8 +1,9 @@
-"""`--time 30m`: as many epochs as fit into a given time, found by measuring before they begin.
+"""`--time 30m`: as many optimiser steps as fill a given time, found by measuring.
 
-    start + sum of steps + epochs * (validation + saving) + ending <= time - margin
+    start + sum of steps + epochs * (validation + saving) + ending = time - margin
 
-The schedule is made for that number of epochs, so it ends where it should: at its last step.
+Measured on a training that is thrown away, before the run begins; with schedule=wsd once more on
+the run itself when its cooldown begins, since no step before it depends on how many follow.
 """
 
 import dataclasses
@@ -28,18 +29,25 @@ from vit.training.batches import evaluation_loader, make_schedule, micro_batch_s
 from vit.training.loop import Training, train_one_step
 from vit.training.pace import duration
 from vit.training.rehearsal import LONG, largest, rehearse
-from vit.training.schedule import picture_side
+from vit.training.schedule import COOLDOWN, GROWN, picture_side
 from vit.training.starting import chosen
 from vit.training.validation import validate
 
 Say = Callable[[str], None]
 
 # Share of the time that stays free, since no two minutes of a machine are alike.
-MARGIN = 0.05
+MARGIN = 0.015
 # One measurement (of steps at one size, of validation) takes this share of the time, and no more
 # seconds than this.
-SHARE = 0.03
-MOST_SECONDS = 10.0
+SHARE = 0.004
+MOST_SECONDS = 2.0
+# Validations of a run: their share of its time, at least, and at most where passes over the images
+# are fewer.
+VALIDATIONS_SHARE = 0.04
+LEAST_VALIDATIONS = 3
+MOST_VALIDATIONS = 24
+# Settings in epochs: whoever gives one thinks of passes over the images.
+IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs", "patience")
 # Nothing is written to find out. Bytes a second of a checkpoint, digest included, and seconds of
 # each one whatever its size; and seconds of the report beside measuring.
 DISK = 200e6
@@ -63,12 +71,19 @@ class Costs:
     ending: float
     """From the last epoch to the end of the process."""
 
-    def of(self, config: Config, steps_per_epoch: int, epochs: int) -> float:
-        """Seconds of a run of so many epochs."""
-        sides = Counter(picture_side(config, epoch, epochs) for epoch in range(epochs))
-        steps = sum(count * self.step(config, side) for side, count in sides.items())
-        each = self.validation + self.saving
-        return self.start + steps_per_epoch * steps + epochs * each + self.ending
+    def of(self, config: Config, epoch_steps: int, steps: int) -> float:
+        """Seconds of a run of so many steps, and a validation after each `epoch_steps` of them."""
+        return self.start + self.between(config, epoch_steps, 0, steps) + self.ending
+
+    def between(self, config: Config, epoch_steps: int, first: int, last: int) -> float:
+        """Seconds of steps `first` to `last`, excluded, of a run of `last` steps."""
+        epochs = math.ceil(last / epoch_steps)
+        sides: Counter[int] = Counter()
+        for epoch in range(first // epoch_steps, epochs):
+            ends = min((epoch + 1) * epoch_steps, last)
+            sides[picture_side(config, epoch, epochs)] += ends - max(epoch * epoch_steps, first)
+        seconds = sum(count * self.step(config, side) for side, count in sides.items())
+        return seconds + (epochs - first // epoch_steps) * (self.validation + self.saving)
 
     def step(self, config: Config, side: int) -> float:
         """Seconds of a step at pictures of `side`, on a line over the number of patches."""
@@ -78,10 +93,40 @@ class Costs:
         return self.full_step + share * (self.small_step - self.full_step)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimeBudget:
+    """When a run has to end, and what its parts cost."""
+
+    ends: float
+    """By `time.monotonic`; the margin is not part of it."""
+    costs: Costs
+
+    def steps_from(
+        self, config: Config, epoch_steps: int, step: int, *, pace: float, room: float
+    ) -> int:
+        """Steps of the whole run, of which `step` are made, that end when the time does.
+
+        Args:
+            config: Settings of the run.
+            epoch_steps: Steps of an epoch.
+            step: The next one; an epoch begins with it.
+            pace: Seconds that the run took so far, as a share of what was expected of it.
+            room: Seconds until the end.
+        """
+        room -= self.costs.ending * pace
+
+        def needed(more: int) -> float:
+            return pace * self.costs.between(config, epoch_steps, step, step + more)
+
+        return step + max(count_that_fit(room, needed), 1)
+
+
 def fit_time(
     config: Config, splits: Splits, accelerator: Accelerator, say: Say, *, began: float
-) -> Config:
-    """`config` with as many epochs as its `time` has room for, found out by measuring.
+) -> tuple[Config, TimeBudget | None]:
+    """`config` with as many steps as its `time` has room for, found out by measuring.
+
+    Unless a setting counts in epochs, an epoch is as long as validations may take their share.
 
     Args:
         config: Settings; `accumulate` is known.
@@ -91,35 +136,109 @@ def fit_time(
         began: When the run was started, by `time.monotonic`.
 
     Returns:
-        Settings with `epochs`, and without `time`: they repeat the run.
+        Settings with `steps` and `epochs`, and without `time`: they repeat the run. And the budget
+        by which a run with schedule=wsd settles its steps.
 
     Raises:
-        ConfigError: Not one epoch fits, or too few for `warmup_epochs`.
+        ConfigError: Not one step fits, or too few epochs for `warmup_epochs`.
     """
     seconds = config.training.seconds
     if seconds is None:
-        return config
+        return config, None
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
     costs_of(config, splits, accelerator, 0.0)  # what it imports and compiles, the run finds
     costs = costs_of(config, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
+    budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
     spent = largest(accelerator, time.monotonic() - began)
+    epoch_steps = epoch_length(config, schedule.steps_per_pass, costs, seconds - spent)
 
-    def end(epochs: int) -> float:
-        return spent + costs.of(config, schedule.steps_per_epoch, epochs)
+    def end(steps: int) -> float:
+        return spent + costs.of(config, epoch_steps, steps)
 
-    epochs = count_that_fit((1 - MARGIN) * seconds, end)
-    if not epochs:
-        raise ConfigError(too_short(config, costs, end(1), schedule.steps_per_epoch))
+    steps = count_that_fit((1 - MARGIN) * seconds, end)
+    if not steps:
+        raise ConfigError(too_short(config, costs, end(1)))
+    epochs = math.ceil(steps / epoch_steps)
     say(
-        f"note: time={config.training.time}: {counted(epochs, 'epoch')} ({costs.full_step:.2g} s a "
-        f"step, {costs.validation:.2g} s a validation), about {duration(end(epochs))}"
+        f"note: time={config.training.time}: {counted(steps, 'step')} ({costs.full_step:.2g} s a "
+        f"step, {costs.validation:.2g} s a validation), about {duration(end(steps))}"
     )
+    chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
     try:
-        return with_training(config, epochs=epochs, time=None)
+        fitted = with_training(config, steps=steps, epochs=epochs, epoch_steps=chosen, time=None)
     except ConfigError as error:
         raise ConfigError(
             f"time={config.training.time} has room for {counted(epochs, 'epoch')}: {error}"
         ) from None
+    return (
+        (fitted, None)
+        if fitted.training.schedule == "cosine"
+        else (before_cooldown(fitted, epoch_steps, steps), budget)
+    )
+
+
+def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: float) -> int:
+    """Optimiser steps of an epoch, so that validations take their share of the time."""
+    if any(getattr(config.training, name) is not None for name in IN_EPOCHS):
+        return config.training.epoch_steps or steps_per_pass
+    each = costs.validation + costs.saving
+    room = seconds - costs.start - costs.ending
+    free = dataclasses.replace(costs, start=0.0, validation=0.0, saving=0.0, ending=0.0)
+    steps = count_that_fit(room, lambda steps: free.of(config, steps_per_pass, steps))
+    passes = steps / steps_per_pass
+    most = max(MOST_VALIDATIONS, int(passes))
+    count = int(min(max(VALIDATIONS_SHARE * room / max(each, 1e-9), LEAST_VALIDATIONS), most))
+    return steps_per_pass if count == int(passes) else max(math.ceil(steps / count), 1)
+
+
+def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
+    """`config` of a run of so many steps with what must not change if their number does.
+
+    The cooldown begins with an epoch: then the run knows how long its epochs really take.
+    """
+    training = config.training
+    epochs = math.ceil(steps / epoch_steps)
+    cooldown = steps / epoch_steps * COOLDOWN
+    if training.cooldown_epochs is not None:
+        cooldown = training.cooldown_epochs
+    stable = min(max(round(steps / epoch_steps - cooldown), 0), epochs - 1)
+    growth = None
+    if training.start_image_size is not None:
+        growth = GROWN * epochs if training.growth_epochs is None else training.growth_epochs
+    return with_training(
+        config,
+        warmup_epochs=training.warmup,
+        cooldown_epochs=steps / epoch_steps - stable,
+        growth_epochs=growth,
+    )
+
+
+def settle_steps(
+    config: Config,
+    budget: TimeBudget,
+    epoch_steps: int,
+    step: int,
+    pace: float,
+    accelerator: Accelerator,
+) -> Config:
+    """`config` with as many steps as fit the rest of the time, when the cooldown begins.
+
+    Args:
+        config: Settings of the run.
+        budget: Its time.
+        epoch_steps: Steps of an epoch.
+        step: The first of the cooldown.
+        pace: As for `TimeBudget.steps_from`.
+        accelerator: The devices; all processes choose the same number.
+    """
+    late = largest(accelerator, time.monotonic() - budget.ends)
+    steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
+    return with_training(
+        config,
+        steps=steps,
+        epochs=math.ceil(steps / epoch_steps),
+        cooldown_epochs=(steps - step) / epoch_steps,
+    )
 
 
 def endless(config: Config) -> Config:
@@ -128,7 +247,14 @@ def endless(config: Config) -> Config:
     Pictures that cannot be read are for the run itself to meet, which can say how to go on.
     """
     data = dataclasses.replace(config.data, on_bad_image="skip")
-    whole = with_training(config, epochs=LONG, warmup_epochs=None)
+    whole = with_training(
+        config,
+        epochs=LONG,
+        steps=None,
+        warmup_epochs=None,
+        cooldown_epochs=None,
+        growth_epochs=None,
+    )
     return dataclasses.replace(whole, data=data)
 
 
@@ -268,14 +394,13 @@ def count_that_fit(room: float, end: Callable[[int], float]) -> int:
     return bisect_right(range(1, most + 1), room, key=end)
 
 
-def too_short(config: Config, costs: Costs, needed: float, steps_per_epoch: int) -> str:
-    """Why not one epoch fits, and what would."""
-    epoch = costs.of(config, steps_per_epoch, 1) - costs.start - costs.ending
+def too_short(config: Config, costs: Costs, needed: float) -> str:
+    """Why not one step fits, and what would."""
     enough = math.ceil(1.1 * needed / (1 - MARGIN))
     return (
-        f"time={config.training.time}: has no room for one epoch of about {duration(epoch)}, with "
-        f"{duration(needed - epoch)} for start and report: use --time {enough}s or more, a "
-        "smaller --model or --image-size, or fewer pictures"
+        f"time={config.training.time}: start, one step, its validation and the report take about "
+        f"{duration(needed)} (a step {costs.full_step:.2g} s, a validation {costs.validation:.2g} "
+        f"s): use --time {enough}s or more, a smaller --model or --image-size, or fewer images"
     )
 
 
@@ -286,4 +411,4 @@ def with_training(config: Config, **changes: Any) -> Config:
 
 def counted(count: int, what: str) -> str:
     """`1 epoch`, `2 epochs`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from math import lcm
+from math import ceil, lcm
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -49,6 +49,7 @@ def look_at_data(
     if config.training.captions:
         config, splits = complete_words(config, splits, accelerator, begun, known, say)
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, say)
+    config = count_epochs(config, len(splits.train), given)
     batch_size, images = config.data.batch_size, len(splits.train)
     probing = config.finetune.method == "probe"  # which sees all of them, once
     once = config.augment.repeats == 1 and config.training.balance != "sampler"
@@ -167,6 +168,25 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
             "--on-bad-image skip",
         )
     return bad
+
+
+def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
+    """`config` with as many epochs as its `steps` make, where they are given.
+
+    Raises:
+        ConfigError: Another number of epochs was chosen.
+    """
+    training = config.training
+    if training.steps is None:
+        return config
+    epoch_steps = training.epoch_steps or images // config.data.batch_size
+    epochs = ceil(training.steps / epoch_steps)
+    if "epochs" in given and training.epochs != epochs:
+        raise ConfigError(
+            f"epochs={training.epochs}: steps={training.steps} make {epochs} epochs of "
+            f"{epoch_steps} steps; leave one of them out (--steps none)"
+        )
+    return dataclasses.replace(config, training=dataclasses.replace(training, epochs=epochs))
 
 
 def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Config:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from vit.config import Config
-from vit.training.schedule import picture_side
+from vit.training.schedule import picture_side, total_steps
 
 # Steps before the clock starts: the first ones start loaders, compile, and warm up.
 WARM_UP = 2
@@ -87,12 +87,16 @@ def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
     if not steps_per_epoch:
         return 0.0
     first = step // steps_per_epoch
-    epochs = config.training.epochs
+    epochs, total = config.training.epochs, total_steps(config, steps_per_epoch)
     sizes = [picture_side(config, epoch, epochs) ** 2 for epoch in range(first, epochs)]
     if not sizes:
         return 0.0
+    counts = [
+        min(total - epoch * steps_per_epoch, steps_per_epoch) for epoch in range(first, epochs)
+    ]
     begun = step - first * steps_per_epoch
-    return steps_per_epoch * sum(sizes) / sizes[0] - begun
+    weighted = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    return weighted / sizes[0] - begun
 
 
 def duration(seconds: float) -> str:

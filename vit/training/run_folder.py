@@ -118,6 +118,12 @@ def clean_leftovers(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
+FOUND_BY_TIME = (
+    *("epochs", "steps", "epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs"),
+)
+"""Settings that `time` decides."""
+
+
 def stored_config(folder: Path) -> Config:
     """The completed settings of the run in `folder`."""
     return make_config(read_settings(folder / "config.yaml"), complete=True)
@@ -137,7 +143,8 @@ def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
         config = make_config({**theirs, **kept}, complete=True)
     training, data = config.training, config.data
     if training.time is not None:
-        training = dataclasses.replace(training, time=None, epochs=stored.training.epochs)
+        found = {name: getattr(stored.training, name) for name in FOUND_BY_TIME}
+        training = dataclasses.replace(training, time=None, **found)
     if data.accumulate is None:
         data = dataclasses.replace(data, accumulate=stored.data.accumulate)
     return dataclasses.replace(config, training=training, data=data)
@@ -163,12 +170,17 @@ def require_same_settings(config: Config, folder: Path) -> None:
         )
 
 
+def write_config(folder: Path, config: Config) -> None:
+    """Record the settings that reproduce the run, in one piece."""
+    header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
+    write_safely(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
+
+
 def write_start(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a folder that is ours, and record what reproduces the run: settings, and our split."""
     with naming(folder):
         clear(folder)
-    header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
-    write_safely(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
+    write_config(folder, config)
     if splits.tokenizer is not None:
         write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
     if splits.made:

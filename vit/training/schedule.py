@@ -1,19 +1,25 @@
-"""Learning rate and picture size as pure functions of how far a run has come.
+"""Learning rate and image size as pure functions of how far a run has come.
 
-    lr(step) = peak * step / warmup                                    while warming up
-    lr(step) = min + (peak - min) * (1 + cos(pi * progress)) / 2       afterwards
+    cosine   lr(step) = min + (peak - min) * (1 + cos(pi * progress)) / 2      after the warm-up
+    wsd      lr(step) = peak until the cooldown, then linear to min
 
-Nothing is stored, so nothing can go wrong on resume or on several processes. Source: Loshchilov
-and Hutter, "SGDR", section 3, arXiv:1608.03983; linear warm-up: Goyal et al., arXiv:1706.02677.
+Nothing is stored, so nothing can go wrong on resume or on several processes. With wsd a step before
+the cooldown does not depend on how many follow, so that the length of a run may be settled late.
+
+Source: Loshchilov and Hutter, "SGDR", section 3, arXiv:1608.03983; wsd: Hu et al., "MiniCPM",
+section 4, arXiv:2404.06395; linear warm-up: Goyal et al., arXiv:1706.02677.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from vit.config import Config
+from vit.config import Config, TrainingConfig
 
-# share of a run after which pictures have their full size
+# share of a run after which images have their full size
 GROWN = 0.75
+# share of a run in which the learning rate of wsd falls
+COOLDOWN = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +47,73 @@ class CosineSchedule:
         return self.least + (self.peak - self.least) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def image_size_at(epoch: int, *, epochs: int, start: int, full: int, multiple: int) -> int:
-    """Side of training pictures in `epoch`: small ones first, which cost less, then full size.
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay:
+    """Linear warm-up to `peak`, constant, then linear to `least`.
 
-    Grows linearly over the first three quarters of the run, in steps of `multiple` pixels. Source:
+    Args:
+        peak: Learning rate between warm-up and cooldown.
+        least: Learning rate at the last step.
+        warmup_steps: Optimiser steps of warm-up; 0 is none.
+        cooldown_steps: Optimiser steps of the linear end; 0 is none.
+        total_steps: Optimiser steps of the whole run.
+    """
+
+    peak: float
+    least: float
+    warmup_steps: int
+    cooldown_steps: int
+    total_steps: int
+
+    def __call__(self, step: int) -> float:
+        """Learning rate of optimiser step `step`, the first being 0."""
+        warm = min((step + 1) / (self.warmup_steps + 1), 1.0)
+        left = (self.total_steps - step) / max(self.cooldown_steps, 1)
+        return max(self.peak * min(warm, left, 1.0), self.least)
+
+
+def learning_rate(
+    training: TrainingConfig, *, epoch_steps: float, total: int
+) -> Callable[[int], float]:
+    """The learning rate of each step of a run of `total` steps, `epoch_steps` an epoch."""
+    warmup_steps = round(training.warmup * epoch_steps)
+    if training.schedule == "cosine":
+        return CosineSchedule(
+            peak=training.lr, least=training.min_lr, warmup_steps=warmup_steps, total_steps=total
+        )
+    cooldown = training.cooldown_epochs
+    return WarmupStableDecay(
+        peak=training.lr,
+        least=training.min_lr,
+        warmup_steps=warmup_steps,
+        cooldown_steps=round(COOLDOWN * total if cooldown is None else cooldown * epoch_steps),
+        total_steps=total,
+    )
+
+
+def total_steps(config: Config, epoch_steps: int) -> int:
+    """Optimiser steps of a whole run of epochs of `epoch_steps`; 0 where these are 0."""
+    if not epoch_steps or config.training.steps is None:
+        return config.training.epochs * epoch_steps
+    return config.training.steps
+
+
+def image_size_at(epoch: int, *, growth: float, start: int, full: int, multiple: int) -> int:
+    """Side of training images in `epoch`: small ones first, which cost less, then full size.
+
+    Grows linearly over the first `growth` epochs, in steps of `multiple` pixels. Source:
     Tan and Le, "EfficientNetV2", section 4, arXiv:2104.00298.
     """
-    share = min(epoch / max(GROWN * epochs, 1), 1.0)
+    share = min(epoch / max(growth, 1), 1.0)
     return min(full, start + round(share * (full - start) / multiple) * multiple)
 
 
 def picture_side(config: Config, epoch: int, epochs: int) -> int:
     """Side of the training pictures in an epoch of so many."""
-    full = config.model.image_size
+    full, growth = config.model.image_size, config.training.growth_epochs
     return image_size_at(
         epoch,
-        epochs=epochs,
+        growth=GROWN * epochs if growth is None else growth,
         start=config.training.start_image_size or full,
         full=full,
         multiple=config.model.patch_size,

@@ -1,6 +1,7 @@
 """One training from its first or resumed step to its last: steps, epochs, and when to save."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vit.errors import BadImage, DataError, WeightsError, quoted
 from vit.training.agreement import agreed_signal, require_same_step
 from vit.training.batches import evaluation_loader, training_loader
 from vit.training.best import BestEpochs, stopped_early
+from vit.training.budget import TimeBudget, settle_steps
 from vit.training.checkpoint import CHECKPOINTS, load_checkpoint
 from vit.training.ending import end
 from vit.training.interruption import Interrupted
@@ -21,7 +23,10 @@ from vit.training.loop import Step, Training, train_one_epoch
 from vit.training.pace import Pace, steps_left
 from vit.training.progress import Progress
 from vit.training.records import Records
+from vit.training.rehearsal import largest
 from vit.training.result import TrainingResult
+from vit.training.run_folder import write_config
+from vit.training.schedule import learning_rate, total_steps
 from vit.training.setup import fingerprint, preflight
 from vit.training.sharding import pieces_like
 from vit.training.soup import make_soup
@@ -37,14 +42,23 @@ class Session:
         folder: The run folder.
         splits: The data.
         steps: Optimiser steps of an epoch.
+        budget: By which the run settles its steps when its cooldown begins.
     """
 
-    def __init__(self, run: Training, folder: Path, splits: Splits, steps: int) -> None:
+    def __init__(
+        self,
+        run: Training,
+        folder: Path,
+        splits: Splits,
+        steps: int,
+        budget: TimeBudget | None = None,
+    ) -> None:
         self.run = run
         self.folder = folder
         self.splits = splits
         self.data = fingerprint(splits)
         self.steps = steps
+        self.budget = budget
         self.epoch = 0  # how many are recorded
         self.part = {"images": 0, "loss_sum": 0.0}  # of an epoch that a checkpoint cut in two
         self.best = BestEpochs(folder, run.config.run.keep_best)
@@ -55,7 +69,7 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        return self.run.config.training.epochs * self.steps
+        return total_steps(self.run.config, self.steps)
 
     def begin(self, resuming: bool, probed: Probed | None = None) -> None:
         """Restore the newest checkpoint, if there is one, and say what is about to happen.
@@ -136,14 +150,15 @@ class Session:
 
     def run_all(self) -> TrainingResult:
         """Train what is left of the epochs."""
-        run, training = self.run, self.run.config.training
+        run, began = self.run, time.monotonic()
+        training = run.config.training
         self.pace = Pace(
             steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
             validations=training.epochs - self.epoch,
             validation_share=len(self.splits.val) / run.config.data.batch_size,
             growing=training.start_image_size is not None,
         )
-        while self.epoch < training.epochs and not self.stopped_early():
+        while self.epoch < run.config.training.epochs and not self.stopped_early():
             done = run.step - self.epoch * self.steps
             with self.saving_at_bad_images():
                 progress = self.run_epoch(self.training.epoch(self.epoch, done))
@@ -152,6 +167,7 @@ class Session:
             assert measured is not None
             self.finish_epoch(measured, progress)
             self.pace.validated()
+            self.keep_to_time(began)
         self.keeper.wait()
         self.training.close()
         soup = self.cook() if training.soup else None
@@ -174,9 +190,40 @@ class Session:
             failed=run.failed,
         )
 
+    def keep_to_time(self, began: float) -> None:
+        """When the cooldown begins, settle how many steps follow, by how long those before took.
+
+        Args:
+            began: When the first step did, by `time.monotonic`.
+        """
+        run, step = self.run, self.run.step
+        training = run.config.training
+        if self.budget is None or training.cooldown_epochs is None:
+            return
+        cooldown = self.total_steps - round(training.cooldown_epochs * self.steps)
+        if step != cooldown or not step:
+            return
+        expected = self.budget.costs.between(run.config, self.steps, 0, step)
+        pace = largest(run.accelerator, (time.monotonic() - began) / expected)
+        before, config = (
+            self.total_steps,
+            settle_steps(run.config, self.budget, self.steps, step, pace, run.accelerator),
+        )
+        self.budget = None
+        if run.accelerator.is_main_process:
+            write_config(self.folder, config)
+        run.config = config
+        run.lr_at = learning_rate(config.training, epoch_steps=self.steps, total=self.total_steps)
+        self.training.close()
+        self.training = training_loader(run, self.splits.train)
+        self.records.tell(
+            f"note: {self.total_steps:,} steps instead of {before:,}: the first {step:,} took "
+            f"{pace:.0%} of the time expected"
+        )
+
     def run_epoch(self, batches: Iterator[Batch]) -> Progress:
         """Make the steps that are left of the epoch."""
-        left = (self.epoch + 1) * self.steps - self.run.step
+        left = min((self.epoch + 1) * self.steps, self.total_steps) - self.run.step
         progress = self.records.open_progress(self.epoch, left * self.run.config.data.batch_size)
         train_one_epoch(
             self.run,

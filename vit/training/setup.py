@@ -29,7 +29,7 @@ from vit.training.freezing import counted
 from vit.training.loop import Training
 from vit.training.optimization import make_optimizer
 from vit.training.recomputation import recompute_blocks
-from vit.training.schedule import CosineSchedule
+from vit.training.schedule import learning_rate
 from vit.training.several import MultiLabel
 from vit.training.sharding import is_sharded, require_shardable
 from vit.training.tasks import Classification, Task
@@ -109,6 +109,8 @@ def make_training(
     total_steps: int,
     network: VisionTransformer | None = None,
     splits: Splits | None = None,
+    *,
+    epoch_steps: float | None = None,
 ) -> Training:
     """Network, optimiser, average and schedule, on their devices.
 
@@ -118,8 +120,10 @@ def make_training(
         total_steps: Optimiser steps of the whole training.
         network: From `make_network`; a fresh one where left out.
         splits: The data, which know the words of captions; not needed for classes.
+        epoch_steps: Those of an epoch; all epochs have as many where left out.
     """
     training = config.training
+    epoch_steps = total_steps / training.epochs if epoch_steps is None else epoch_steps
     require_shardable(accelerator, config)
     network = make_network(config) if network is None else network
     network.to(accelerator.device)
@@ -134,10 +138,6 @@ def make_training(
     model, prepared = accelerator.prepare(network, optimizer)
     # of the parameters as they are now: sharding has replaced them
     average = MovingAverage(network, training.ema) if training.ema else None
-    warmup_steps = round(training.warmup * total_steps / training.epochs)
-    schedule = CosineSchedule(
-        peak=training.lr, least=training.min_lr, warmup_steps=warmup_steps, total_steps=total_steps
-    )
     return Training(
         config=config,
         accelerator=accelerator,
@@ -146,7 +146,7 @@ def make_training(
         optimizer=prepared,
         average=average,
         preprocessing=Preprocessing.of(config.data, config.model.image_size),
-        lr_at=schedule,
+        lr_at=learning_rate(training, epoch_steps=epoch_steps, total=total_steps),
         task=make_task(config, splits),
         tokenizer=None if splits is None else splits.tokenizer,
         cache=None if splits is None else splits.cache,
@@ -209,6 +209,15 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
 
 
+def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
+    """How many steps and epochs, and what an epoch is where it is no pass over the images."""
+    epochs = f"{total_steps:,} steps in {config.training.epochs} epochs"
+    if config.training.epoch_steps is None:
+        return epochs
+    passes = total_steps * config.data.batch_size / len(splits.train)
+    return f"{epochs} of {config.training.epoch_steps} steps, {passes:.1f} passes over the images"
+
+
 def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     """What will be trained, on what, how."""
     accelerator, config = run.accelerator, run.config
@@ -227,6 +236,6 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
         *words,
         f"{size} parameters{sharded}, {config.model.image_size} px, "
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
-        f"{total_steps:,} steps in {config.training.epochs} epochs",
+        f"{steps_line(config, splits, total_steps)}",
         *notes(config, splits),
     ]

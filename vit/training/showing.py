@@ -58,7 +58,7 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
             "leave one of it and --show-batch out"
         )
     known = known_words(config, source, given)
-    config, splits, _ = complete_settings(config, given, accelerator, None, 0.0, known)
+    config, splits, *_ = complete_settings(config, given, accelerator, None, 0.0, known)
 
     def draw(run: Training) -> str:
         pictures, texts = first_batch(run, splits)

@@ -22,7 +22,7 @@ from vit.errors import RunError, VitError, printable
 from vit.settings import changed_settings, default_folder
 from vit.training.agreement import on_main
 from vit.training.batches import make_schedule
-from vit.training.budget import fit_time
+from vit.training.budget import TimeBudget, fit_time
 from vit.training.devices import make_accelerator
 from vit.training.finetuning import complete_for_weights, other_words
 from vit.training.interruption import Interruption
@@ -38,6 +38,7 @@ from vit.training.run_folder import (
     settled,
     write_start,
 )
+from vit.training.schedule import total_steps
 from vit.training.session import Session
 from vit.training.setup import make_network, make_training
 from vit.training.starting import start_from_probe
@@ -83,19 +84,23 @@ def train(
         teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
     config, source = look_at_weights(config, given, accelerator, begun)
     known = known_words(config, source, given)
-    config, splits, failed = complete_settings(config, given, accelerator, begun, began, known)
+    config, splits, failed, budget = complete_settings(
+        config, given, accelerator, begun, began, known
+    )
     with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
         network = make_network(
             config, source, splits.classes, teller(accelerator), splits.tokenizer
         )
         fresh, source = source is not None, None  # its tensors are in the network now
         steps = steps_of_epoch(config, splits, accelerator)
-        run = make_training(config, accelerator, config.training.epochs * steps, network, splits)
+        run = make_training(
+            config, accelerator, total_steps(config, steps), network, splits, epoch_steps=steps
+        )
         run.failed, run.interruption = failed, signals
         run.workers = measured_workers(run, splits.train)
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
         probed = start_from_probe(run, splits) if fresh and probes(config) else None
-        session = Session(run, folder, splits, steps)
+        session = Session(run, folder, splits, steps, budget)
         stack.callback(session.close)
         session.begin(resuming, probed)
         return session.run_all()
@@ -185,7 +190,7 @@ def complete_settings(
     begun: Path | None,
     began: float,
     known: Tokenizer | None = None,
-) -> tuple[Config, Splits, dict[str, str]]:
+) -> tuple[Config, Splits, dict[str, str], TimeBudget | None]:
     """The settings of a run with all that data, memory and time say of them.
 
     Args:
@@ -197,7 +202,7 @@ def complete_settings(
         known: The tokenizer of the weights that are trained on, where they write captions.
 
     Returns:
-        Settings, the pictures, and those that cannot be read with the reason.
+        Settings, the pictures, those that cannot be read with the reason, and the time budget.
     """
     tell = teller(accelerator)
     if begun is not None:
@@ -208,8 +213,8 @@ def complete_settings(
     splits = with_cache(config, splits, accelerator, tell)
     with mendable():
         config = fit_memory(config, accelerator, tell, splits)
-        config = fit_time(config, splits, accelerator, tell, began=began)
-    return config, splits, failed
+        config, budget = fit_time(config, splits, accelerator, tell, began=began)
+    return config, splits, failed, budget
 
 
 @contextlib.contextmanager
