@@ -34,16 +34,18 @@ class TrainingConfig(Section):
     """Learning rate after the warm-up: a cosine, or constant with a linear end (2404.06395)."""
     cooldown_epochs: float | None = None
     """wsd: epochs of the linear end; 0.7 of all when left empty."""
+    fallback_lr: float | None = None
+    """Muon: peak learning rate of what is not a matrix of a block; lr when left empty."""
     min_lr: float = 1e-6
     """Learning rate at the end."""
     warmup_epochs: float | None = None
     """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
     optimizer: str = setting("adamw", "--opt")
-    """adamw, or the name of any optimiser in timm's factory."""
+    """adamw, muon, or the name of any optimiser in timm's factory."""
     weight_decay: float = 0.05
     """Decay of weight matrices; biases, norms, positions and tokens have none."""
     betas: tuple[float, float] | None = setting(None, "--opt-betas")
-    """Momentum decays of the optimiser; its own default when left empty."""
+    """Decays of the optimiser's moments, of Muon those of its AdamW; its own when left empty."""
     layer_decay: float = 1.0
     """Factor on the learning rate from each block to the one before it; 1 is off."""
     clip_grad: float = 1.0
@@ -77,6 +79,12 @@ class TrainingConfig(Section):
         self.check_above(0, "lr", "layer_decay")
         if self.encoder_lr is not None:
             self.check_above(0, "encoder_lr")
+        if self.fallback_lr is not None:
+            self.check_above(0, "fallback_lr")
+            if self.optimizer != "muon":
+                self.refuse("fallback_lr", f"only muon has one, not optimizer={self.optimizer}")
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            self.refuse("betas", "each must be at least 0 and less than 1")
         self.check_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
         self.check_least(0, "balance_loss", "router_z_loss")
         self.check_share("smoothing", "ema")

@@ -37,7 +37,8 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # What a probe has no use for: it is one fit to pictures that are not varied.
 NOT_OF_A_PROBE = (
-    *("epochs", "time", "lr", "min_lr", "warmup_epochs", "optimizer", "weight_decay", "betas"),
+    *("epochs", "time", "lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
+    *("weight_decay", "betas"),
     *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
     *("router_jitter", "balance_loss", "router_z_loss", "balance"),

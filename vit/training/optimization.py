@@ -12,12 +12,16 @@ from torch.optim import Optimizer
 from vit.config import TrainingConfig
 from vit.errors import ConfigError
 from vit.training.freezing import HEAD
+from vit.training.muon import Muon
 
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
 
 # matrices inside blocks; not pairs of LoRA, which are factors of one, nor biases of any shape
 MATRIX = re.compile(r"(decoder\.)?blocks\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
+
+# of a matrix of Muon: its shortest side, and how many times that its longest may be
+SHORTEST, SLIMMEST = 4, 128
 
 # timm's that a training here cannot use
 UNFIT = ("kron", "adahessian")
@@ -78,7 +82,7 @@ def layer_of(name: str, depth: int) -> int:
 def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> Optimizer:
     """The optimiser named in `config`, over the parameters of `model`.
 
-    AdamW is torch's; every other name is looked up in timm's factory.
+    AdamW is torch's, Muon our own; every other name is looked up in timm's factory.
 
     Raises:
         ConfigError: timm has no optimiser of that name, or it does not take these settings.
@@ -93,6 +97,9 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> O
     options: dict[str, Any] = {} if config.betas is None else {"betas": config.betas}
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, **options)
+    if config.optimizer == "muon":
+        fallback = 1.0 if config.fallback_lr is None else config.fallback_lr / config.lr
+        return Muon(_for_muon(groups, fallback=fallback), lr=config.lr, **options)
     return _timm_optimizer(groups, config, options)
 
 
@@ -127,26 +134,43 @@ def _timm_optimizer(
     return optimizer
 
 
-def _for_muon(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _for_muon(groups: list[dict[str, Any]], *, fallback: float = 1.0) -> list[dict[str, Any]]:
     """Muon is for the matrices inside the blocks; everything else falls back to AdamW.
 
-    So do the stacked weights of experts, which timm's Muon would take for one flat matrix.
+    So do the stacked weights of experts, which timm's Muon would take for one flat matrix, and
+    matrices that are too slim for it, such as those of routers to a few experts.
+
+    Args:
+        groups: From `parameter_groups`.
+        fallback: Factor on the learning rate of what falls back.
+
+    Returns:
+        The groups, each split in two by `use_fallback`.
 
     Source: Jordan et al., "Muon", 2024, kellerjordan.github.io/posts/muon.
     """
     split = []
     for group in groups:
-        for fallback in (False, True):
+        for falls_back in (False, True):
             chosen = [
                 (name, parameter)
                 for name, parameter in zip(group["names"], group["params"], strict=True)
-                if (parameter.ndim == 2 and MATRIX.match(name) is not None) is not fallback
+                if _is_matrix(name, parameter) is not falls_back
             ]
             if chosen:
                 names, parameters = (list(part) for part in zip(*chosen, strict=True))
-                new = {"names": names, "params": parameters, "use_fallback": fallback}
-                split.append({**group, **new})
+                new = {"names": names, "params": parameters, "use_fallback": falls_back}
+                scale = group["lr_scale"] * (fallback if falls_back else 1.0)
+                split.append({**group, **new, "lr_scale": scale})
     return split
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon moves the parameter; the limits of its sides are timm's."""
+    if parameter.ndim != 2 or MATRIX.match(name) is None:
+        return False
+    short, long = sorted(parameter.shape)
+    return short >= SHORTEST and long <= SLIMMEST * short
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

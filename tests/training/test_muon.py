@@ -1,0 +1,284 @@
+"""Our Muon against timm's, its fallback against torch's AdamW, its directions against the SVD."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import timm.optim.muon as theirs
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vit.config import TrainingConfig
+from vit.errors import ConfigError
+from vit.settings import make_config
+from vit.training import muon as ours
+from vit.training.checkpoint import find_checkpoints
+from vit.training.muon import COEFFICIENTS, SCALES, Muon, compute_dtype, orthogonalize
+from vit.training.optimization import make_optimizer, set_lr
+from vit.training.train import train
+
+from vit.model.build import create_model  # isort: skip
+
+# square, wide, tall, and twice the same; wide and tall ones share a stack
+SHAPES = [(12, 12), (8, 24), (24, 8), (8, 24), (36, 12), (12, 12), (5, 40), (4, 4)]
+TINY = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2}
+
+
+def parameters(shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [nn.Parameter(tensor.to(dtype)) for tensor in made]
+
+
+def groups(members: list[nn.Parameter], **settings) -> list[dict]:
+    """Two groups, of which each has every other parameter and a decay and lr of its own."""
+    first = {"params": members[::2], "lr": 0.02, "weight_decay": 0.1}
+    return [first | settings, {"params": members[1::2], "lr": 0.003, "weight_decay": 0} | settings]
+
+
+def set_gradients(members: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in members:
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = drawn.to(parameter.dtype)
+
+
+@pytest.fixture
+def timm_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]:
+    """Let timm iterate in another type than bf16, in which nothing agrees to many digits."""
+    original = theirs.zeropower_via_newtonschulz
+
+    def change(dtype: torch.dtype) -> None:
+        changed = partial(original, dtype=dtype)
+        monkeypatch.setattr(theirs, "zeropower_via_newtonschulz", changed)
+
+    return change
+
+
+# Newton-Schulz multiplies the smallest singular values, and the rounding in them, by about 500:
+# of numbers near 1 that is 3e-5 in float32, times 0.02 of learning rate and 1.3 of scale
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 5e-6), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("coefficients", "scale"), [("quintic", "match_rms_adamw"), ("original", "original")]
+)
+def test_steps_equal_timms(timm_in, dtype, atol, nesterov, coefficients, scale):
+    timm_in(dtype)
+    settings = {"ns_coefficients": coefficients, "adjust_lr_fn": scale, "nesterov": nesterov}
+    expected, found = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
+    their = theirs.Muon(groups(expected), momentum=0.9, **settings)
+    our = Muon(groups(found), **settings)
+    for step in range(6):
+        for members, optimizer in ((expected, their), (found, our)):
+            set_gradients(members, step)
+            optimizer.step()
+    for mine, timms, start in zip(found, expected, parameters(SHAPES, dtype), strict=True):
+        torch.testing.assert_close(mine, timms, atol=atol, rtol=0)
+        assert (mine - start).abs().max() > 1e-3
+
+
+def test_defaults_are_those_of_timms_factory():
+    from timm.optim import create_optimizer_v2
+
+    their = create_optimizer_v2(parameters([(8, 8)]), opt="muon", lr=1e-3).defaults
+    our = Muon(parameters([(8, 8)])).defaults
+    del our["use_fallback"]
+    assert our == {name: their[name] for name in our}
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_directions_are_those_of_the_singular_vectors(name):
+    matrices = parameters([(3, 16, 40)], torch.float64)[0].detach()
+    matrices[1] *= 1e4
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    found = u.mT @ orthogonalize(matrices.clone(), COEFFICIENTS[name]) @ vh.mT
+    values = found.diagonal(dim1=-2, dim2=-1)
+    assert (found - torch.diag_embed(values)).abs().max() < 1e-9
+    assert values.min() > 0.65
+    assert values.max() < 1.25
+
+
+def test_nothing_to_learn_moves_nothing():
+    members = parameters(SHAPES)
+    optimizer = Muon(members, lr=0.1)
+    for parameter in members:
+        parameter.grad = torch.zeros_like(parameter)
+    members[0].grad = None
+    optimizer.step()
+    assert all(map(torch.equal, members, parameters(SHAPES)))
+    assert members[0] not in optimizer.state
+
+
+def test_the_fallback_equals_torchs_adamw():
+    shapes = [(16,), (3, 8, 8), (), (20, 6)]
+    expected, found = parameters(shapes), parameters(shapes)
+    their = torch.optim.AdamW(groups(expected), betas=(0.8, 0.99), eps=1e-7, foreach=False)
+    our = Muon(groups(found, use_fallback=True), betas=(0.8, 0.99))
+    for step in range(8):
+        for members, optimizer in ((expected, their), (found, our)):
+            set_gradients(members, step)
+            optimizer.step()
+    for mine, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, torchs, atol=1e-6, rtol=0)
+        assert our.state[mine].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vit_tiny_patch16_224", num_classes=3, **TINY)
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    set_gradients(list(model.parameters()), 0)
+    return model
+
+
+def test_matrices_of_one_size_share_their_products(monkeypatch):
+    def steps() -> tuple[int, list[torch.Tensor]]:
+        model = with_gradients(network())
+        optimizer = make_optimizer(model, TrainingConfig(optimizer="muon"), depth=2)
+        with Operators() as ran:
+            optimizer.step()
+        products = ran.names["bmm"] + ran.names["baddbmm"]
+        return products, [parameter.detach() for parameter in model.parameters()]
+
+    products, together = steps()
+    assert products == 3 * 5 * 3  # qkv; proj; fc1 and fc2, one of them on its side
+    monkeypatch.setattr(ours, "STACK", 2 * 32 * 128)
+    products, pairs = steps()
+    assert products == 3 * 5 * 4
+    for one, other in zip(together, pairs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_a_step_on_a_gpu_reads_nothing_back():
+    """On tensors that have a device and no values, and refuse to be read."""
+    with FakeTensorMode():
+        members = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
+        others = [nn.Parameter(torch.empty(size, device="cuda")) for size in (7, 9)]
+        for parameter in (*members, *others):
+            parameter.grad = torch.empty_like(parameter)
+    optimizer = Muon([{"params": members}, {"params": others, "use_fallback": True}])
+    for _ in range(2):
+        optimizer.step()
+    assert compute_dtype(members[0]) == torch.bfloat16
+    assert optimizer.state[others[0]]["step"] == 2  # on the CPU, and real
+    with pytest.raises(DataDependentOutputException):
+        members[0].sum().item()
+
+
+def test_types_of_the_iterations_on_a_cpu():
+    types = (torch.float32, torch.float64, torch.bfloat16)
+    found = [compute_dtype(torch.empty(2, 2, dtype=dtype)) for dtype in types]
+    assert found == [torch.float32, torch.float64, torch.float32]
+
+
+def test_what_is_no_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\) is no matrix: its group needs use_fallback"):
+        Muon(parameters([(8, 8), (3, 8, 8)]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1}, "lr=-1"),
+        ({"momentum": 1}, "momentum=1"),
+        ({"betas": (0.9, 1.1)}, r"betas=\(0.9, 1.1\)"),
+        ({"ns_coefficients": "polar"}, f"'polar' is none of {', '.join(COEFFICIENTS)}"),
+        ({"adjust_lr_fn": "none"}, f"'none' is none of {', '.join(SCALES)}"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Muon(parameters([(8, 8)]), **settings)
+
+
+def test_slim_matrices_fall_back():
+    class Slim(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = {"router": (3, 8), "long": (4, 516), "whole": (4, 512), "norm": (8,)}
+            self.blocks = nn.ModuleList([nn.Module()])
+            for name, shape in shapes.items():
+                self.blocks[0].register_parameter(name, nn.Parameter(torch.ones(shape)))
+
+    optimizer = make_optimizer(Slim(), TrainingConfig(optimizer="muon"), depth=1)
+    moved = {n for g in optimizer.param_groups if not g["use_fallback"] for n in g["names"]}
+    assert moved == {"blocks.0.whole"}
+
+
+def test_the_fallback_has_a_learning_rate_of_its_own():
+    config = make_config({"opt": "muon", "lr": 4e-3, "fallback_lr": 1e-3, "layer_decay": 0.5})
+    optimizer = make_optimizer(network(), config.training, depth=2)
+    for lr in (4e-3, 2e-3):
+        set_lr(optimizer, lr)
+        lrs = {name: g["lr"] for g in optimizer.param_groups for name in g["names"]}
+        assert lrs["head.weight"] == pytest.approx(lr / 4)
+        assert lrs["blocks.1.norm1.weight"] == pytest.approx(lr / 8)
+        assert lrs["blocks.1.attn.qkv.weight"] == pytest.approx(lr / 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fallback_lr": 1e-3}, r"fallback_lr=0\.001: only muon has one, not optimizer=adamw"),
+        ({"fallback_lr": 1e-3, "opt": "adamuon"}, "only muon has one"),
+        ({"fallback_lr": 0, "opt": "muon"}, "fallback_lr=0"),
+        ({"betas": [0.9, 1.0], "opt": "muon"}, r"betas=\(0\.9, 1\.0\): each must be"),
+        ({"betas": [-0.1, 0.9]}, "betas="),
+    ],
+)
+def test_settings_of_another_optimiser_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(settings)
+
+
+def test_variants_stay_timms():
+    optimizer = make_optimizer(network(), TrainingConfig(optimizer="adamuon"), depth=2)
+    assert isinstance(optimizer, theirs.Muon)
+    optimizer = make_optimizer(network(), TrainingConfig(optimizer="muon"), depth=2)
+    assert isinstance(optimizer, Muon)
+
+
+def test_a_run_of_timms_muon_goes_on(tiny_config, tmp_path, monkeypatch, timm_in):
+    """Its checkpoints have the same names of state and settings of groups."""
+    timm_in(torch.float32)
+    config = tiny_config(optimizer="muon", clip_grad=0)
+
+    def weights(run) -> dict[str, torch.Tensor]:
+        return load_file(find_checkpoints(run / "checkpoints")[0])
+
+    with monkeypatch.context() as patched:
+        timms = partial(theirs.Muon, momentum=0.9)
+        patched.setattr("vit.training.optimization.Muon", timms)
+        train(config, tmp_path / "theirs")
+        assert weights(tmp_path / "theirs")
+        train(config, tmp_path / "both")
+    newest = max((tmp_path / "both/checkpoints").iterdir())
+    newest.unlink()
+    train(config, tmp_path / "both", resume=True)
+    assert newest.exists()
+    first, second = weights(tmp_path / "theirs"), weights(tmp_path / "both")
+    assert first.keys() == second.keys()
+    assert any(name.endswith("/momentum_buffer") for name in first)
+    changed = 0
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, atol=1e-4, rtol=1e-3)
+        changed += not torch.equal(second[name], value)
+    assert changed, "the last epoch was timm's"

@@ -1,0 +1,248 @@
+"""Muon: momentum, made orthogonal by Newton-Schulz iterations, matrices of one size at a time.
+
+    M <- momentum * M + (1 - momentum) * G
+    W <- (1 - lr * weight_decay) * W - lr * scale * UV^T        where M = U S V^T
+
+Source: Jordan et al., "Muon", 2024, kellerjordan.github.io/posts/muon; the scale is that of Liu et
+al., arXiv:2502.16982, section 2.2. Settings, defaults and state are those of timm's `muon`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+# of the polynomials a X + b (X X^T) X + c (X X^T)^2 X, one an iteration
+COEFFICIENTS: dict[str, Coefficients] = {
+    # Jordan et al.
+    "original": ((3.4445, -4.7750, 2.0315),) * 5,
+    # leloykun.github.io/ponder/muon-opt-coeffs, as in timm
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+# factor on the learning rate of a matrix of (rows, cols)
+SCALES: dict[str, Callable[[int, int], float]] = {
+    # Jordan et al.
+    "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
+    # updates as large as AdamW's are, so that both take the same learning rate: arXiv:2502.16982
+    "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
+}
+
+# numbers in a stack: larger matrices fill a device alone, and stacks of them would fill its memory
+STACK = 2**24
+
+
+class Update(NamedTuple):
+    """A matrix, the momentum that moves it, both (rows, cols), and the factor on its direction."""
+
+    parameter: Tensor
+    momentum: Tensor
+    factor: float
+
+
+class Muon(Optimizer):
+    """Muon for matrices, AdamW for everything else.
+
+    The iterations run in float32 on CPUs (float64 for parameters in float64), since bf16 is slow
+    there, and in bf16 on GPUs, as in Jordan et al. `step` never waits for a GPU.
+
+    Its state is timm's: `momentum_buffer` of a matrix; `step`, `exp_avg` and `exp_avg_sq` of
+    anything else.
+
+    Args:
+        params: Parameters or groups of them. Those of a group with `use_fallback` go to AdamW; the
+            others must be matrices (rows, cols), whole on each process.
+        lr: Learning rate of both.
+        weight_decay: Decoupled: a step multiplies weights by 1 - lr * weight_decay.
+        momentum: Decay of the momentum of matrices, in [0, 1).
+        nesterov: Look ahead by one step of momentum, matrices only.
+        ns_coefficients: Name of the iterations, in `COEFFICIENTS`.
+        adjust_lr_fn: Name of the factor on the learning rate of a matrix, in `SCALES`.
+        eps: Least norm of a momentum, and what AdamW adds to its denominator.
+        betas: Decays of AdamW's two moments, in [0, 1); nothing for matrices.
+
+    Raises:
+        ValueError: A setting is out of its range, or Muon is to move what is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        *,
+        nesterov: bool = False,
+        ns_coefficients: str = "quintic",
+        adjust_lr_fn: str = "match_rms_adamw",
+        eps: float = 1e-7,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        if min(lr, weight_decay, eps) < 0:
+            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, eps={eps}: none is below 0")
+        if not all(0 <= decay < 1 for decay in (momentum, *betas)):
+            raise ValueError(f"momentum={momentum}, betas={betas}: each is in [0, 1)")
+        for name, table in ((ns_coefficients, COEFFICIENTS), (adjust_lr_fn, SCALES)):
+            if name not in table:
+                raise ValueError(f"{name!r} is none of {', '.join(table)}")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "adjust_lr_fn": adjust_lr_fn,
+            "eps": eps,
+            "betas": betas,
+            "use_fallback": False,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        shapes = [tuple(p.shape) for p in group["params"] if p.ndim != 2]
+        if shapes and not group["use_fallback"]:
+            raise ValueError(f"{shapes[0]} is no matrix: its group needs use_fallback")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        alike: dict[tuple[Any, ...], list[Update]] = defaultdict(list)
+        for group in self.param_groups:
+            learning = [p for p in group["params"] if p.grad is not None]
+            if group["use_fallback"]:
+                self._step_adamw(group, learning)
+                continue
+            for update in self._step_momentum(group, learning):
+                alike[_kind(update.parameter, group)].append(update)
+        for (shape, _, _, name, eps), updates in alike.items():
+            for part in _chunks(updates, max(1, STACK // shape.numel())):
+                _apply(part, COEFFICIENTS[name], eps)
+        return loss
+
+    def _step_momentum(self, group: dict[str, Any], parameters: list[Tensor]) -> Iterator[Update]:
+        """Decay matrices and update their momentum."""
+        if not parameters:
+            return
+        gradients = [_gradient(p) for p in parameters]
+        for p in parameters:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        momenta = buffers
+        if group["nesterov"]:
+            momenta = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+        scale = SCALES[group["adjust_lr_fn"]]
+        for p, momentum in zip(parameters, momenta, strict=True):
+            yield Update(p, momentum, -group["lr"] * scale(*p.shape))
+
+    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """AdamW (Loshchilov and Hutter, arXiv:1711.05101), by torch's kernels for many tensors."""
+        if not parameters:
+            return
+        for p in parameters:
+            state = self.state[p]
+            if "step" not in state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
+        states = [self.state[p] for p in parameters]
+        beta1, beta2 = group["betas"]
+        # one kernel for all needs the step counts beside the parameters: those are on the CPU
+        fused = all(p.device.type == "cpu" for p in parameters)
+        adamw(
+            parameters,
+            [_gradient(p) for p in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
+    """About U V^T of each matrix U S V^T: its singular values are brought near 1.
+
+    Args:
+        matrices: (batch, rows, cols), rows <= cols; changed in place.
+        coefficients: Of one iteration after the other.
+        eps: Least norm that a matrix is divided by.
+
+    Returns:
+        (batch, rows, cols).
+    """
+    x = matrices
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
+    spare = torch.empty_like(x)
+    gram = x.new_empty(*x.shape[:-1], x.shape[-2])
+    polynomial = torch.empty_like(gram)
+    for a, b, c in coefficients:
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x, polynomial, x, beta=a, out=spare)
+        x, spare = spare, x
+    return x
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """Of the iterations: bf16 on a GPU, elsewhere float32; float64 where parameters are."""
+    if parameter.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
+
+
+def _kind(parameter: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for matrices that one stack can hold; tall ones lie on their side in it."""
+    shape = torch.Size(sorted(parameter.shape))
+    return shape, parameter.device, parameter.dtype, group["ns_coefficients"], group["eps"]
+
+
+def _chunks(updates: Sequence[Update], size: int) -> Iterator[Sequence[Update]]:
+    for start in range(0, len(updates), size):
+        yield updates[start : start + size]
+
+
+def _apply(updates: Sequence[Update], coefficients: Coefficients, eps: float) -> None:
+    """Move matrices of one size, tall or wide, along their orthogonal directions."""
+    parameters = [update.parameter for update in updates]
+    tall = [p.shape[0] > p.shape[1] for p in parameters]
+    sides = zip(updates, tall, strict=True)
+    stack = torch.stack([u.momentum.mT if turned else u.momentum for u, turned in sides])
+    stack = orthogonalize(stack.to(compute_dtype(stack)), coefficients, eps)
+    moves = list(stack.to(parameters[0].dtype).unbind())
+    torch._foreach_mul_(moves, [update.factor for update in updates])
+    turns = zip(moves, tall, strict=True)
+    torch._foreach_add_(parameters, [move.mT if turned else move for move, turned in turns])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
