@@ -25,6 +25,8 @@ OPTIONS = [
     {"feedforward": "swiglu", "hidden_dim": 40, "pooling": "class_token_mean", "norm_pre": True},
     {"norm_order": "sandwich", "num_kv_heads": 2, "repeat_blocks": 2},
     {"parallel_blocks": True, "feedforward": "swiglu_packed"},
+    {"stem": "conv", "pooling": "mean"},
+    {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 4, "stem_width": 6, "channels": 4},
     {"num_classes": 0, "dropout": 0.1, "drop_path": 0.1, "channels": 5},
 ]
 
@@ -45,6 +47,9 @@ def products(network: nn.Module, images: torch.Tensor, monkeypatch) -> int:
     def by_linear(module: nn.Linear, _given, made: torch.Tensor) -> None:
         found.append(made.numel() * module.in_features)
 
+    def by_convolution(module: nn.Conv2d, _given, made: torch.Tensor) -> None:
+        found.append(made.numel() * module.in_channels * prod(module.kernel_size))
+
     def by_attention(query, key, value, **options):
         scores = prod(query.shape[:-1]) * key.shape[-2]
         found.append(scores * (query.shape[-1] + value.shape[-1]))
@@ -55,6 +60,8 @@ def products(network: nn.Module, images: torch.Tensor, monkeypatch) -> int:
     for module in network.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(by_linear)
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(by_convolution)
     with torch.no_grad():
         network.eval()(images)
     assert len(found) > 5 * len(network.blocks)
@@ -104,6 +111,15 @@ def test_attention_and_feed_forward_by_hand():
     assert norms.parameters == 4 * dim
     assert norms.flops == 0
     assert feedforward.kinds == ("MLP",)
+
+
+def test_convolutions_by_hand():
+    cost = cost_of(changed(stem="conv"), batch_size=1)
+    stem = cost.parts[0]
+    assert (stem.name, stem.kinds, stem.shape) == ("patch embedding", ("ConvStem",), (9, 32))
+    # 24 x 24 pixels: 12 x 12 after the stride, pooled to 6 x 6 and 3 x 3 after the last two
+    assert stem.flops == 2 * 9 * (144 * 3 * 8 + 144 * 8 * 16 + 36 * 16 * 32)
+    assert stem.parameters == 9 * (3 * 8 + 8 * 16 + 16 * 32) + 2 * (8 + 16 + 32)
 
 
 class Chooser(nn.Module):

@@ -24,6 +24,8 @@ TABLES = {
     "norm_order": build.BLOCKS,
     "pooling": build.POOLINGS,
     "activation": build.ACTIVATIONS,
+    "stem": build.STEMS,
+    "stem_norm": build.STEM_NORMS,
 }
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 # pooling=none is for networks without a head: those of captions (test_model_decoder.py)
@@ -31,7 +33,7 @@ CHOICES = [
     (field, name)
     for field, table in TABLES.items()
     for name in table
-    if (field, name) != ("pooling", "none")
+    if (field, name) != ("pooling", "none") and field != "stem_norm"
 ]
 EXTRAS = [
     {"class_token": False, "pooling": "mean"},
@@ -60,6 +62,8 @@ EXTRAS = [
     {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
     {"patch_dropout": 0.5, "position": "rotary"},
     {"patch_sizes": (4, 16)},
+    {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 2, "stem_width": 12},
+    {"stem": "conv", "stem_depth": 4, "position": "rotary", "channels": 4},
     {"feedforward": "moe", "moe_every": 1, "capacity_factor": 0.8, "router_priority": "score"},
     {"feedforward": "moe", "moe_every": 1, "top_k": 1, "shared_expert": True, "num_experts": 3},
 ]
@@ -257,6 +261,9 @@ def random_network(options):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if "running_" in name:
+                buffer.add_(torch.rand_like(buffer))
     return model
 
 
@@ -273,6 +280,8 @@ MIXTURES = [
     | {"feedforward": "swiglu_packed", "layer_scale": 0.1},
     {"position": "relative", "feedforward": "moe", "moe_every": 1, "norm_order": "post"},
     {"merge_tokens": 1, "position": "learned_rotary", "pooling": "mean", "layer_scale": 0.1},
+    {"stem": "conv", "pooling": "mean", "class_token": False, "position": "sinusoidal_2d"},
+    {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 4, "registers": 2},
 ]
 SINGLE = [
     pytest.param(options, marks=pytest.mark.slow, id=str(options)) for options in OPTIONS + SHORTER

@@ -15,6 +15,8 @@ OPTIONS = {
     "default": {},
     "everything": {"registers": 2, "layer_scale": 1e-4, "qk_norm": True, "feedforward": "swiglu"},
     "mean_rmsnorm": {"pooling": "mean", "norm": "rmsnorm", "qk_norm": True, "class_token": False},
+    "conv": {"stem": "conv"},
+    "conv_layernorm": {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 2},
     "post": {"norm_order": "post", "position": "sinusoidal_2d"},
 }
 

@@ -16,6 +16,8 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
         ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d"),
     ),
     "activation": ("feedforward", ("mlp", "moe")),
+    **dict.fromkeys(("patch_sizes", "patch_bias"), ("stem", ("linear",))),
+    **dict.fromkeys(("stem_depth", "stem_width", "stem_norm"), ("stem", ("conv",))),
     **dict.fromkeys(
         (
             *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
@@ -36,6 +38,14 @@ class ModelConfig(Section):
     """Side of one square patch, in pixels."""
     patch_sizes: tuple[int, ...] = ()
     """Further sides of patches, such as 8,32, of which each step draws one (arXiv:2212.08013)."""
+    stem: Literal["linear", "conv"] = "linear"
+    """How patches become tokens: one linear projection, or 3x3 convolutions (arXiv:2106.14881)."""
+    stem_depth: int = 3
+    """Convolutional stem: number of 3x3 convolutions."""
+    stem_width: int | None = None
+    """Convolutional stem: channels of the first, doubled by each up to dim; dim // 4 when empty."""
+    stem_norm: Literal["layernorm", "batchnorm"] = "batchnorm"
+    """Convolutional stem: normalisation after each convolution."""
     channels: int = setting(3, "--in-chans")
     """Colour channels of a picture."""
     num_classes: int = 1000
@@ -130,14 +140,14 @@ class ModelConfig(Section):
     def check_each(self) -> None:
         """Refuse values that are wrong in any network."""
         self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
-        self.check_least(1, "repeat_blocks")
+        self.check_least(1, "repeat_blocks", "stem_depth")
         self.check_least(1, "num_experts", "top_k", "moe_every")
         self.check_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
         self.check_least(0, "capacity_factor")
         self.check_above(0, "norm_eps", "rotary_temperature")
         self.check_share("dropout", "attention_dropout", "drop_path", "patch_dropout")
         self.check_share("router_jitter")
-        for name in ("hidden_dim", "num_kv_heads", "rotary_reference"):
+        for name in ("hidden_dim", "num_kv_heads", "rotary_reference", "stem_width"):
             if getattr(self, name) is not None:
                 self.check_least(1, name)
 
@@ -151,6 +161,7 @@ class ModelConfig(Section):
                 f"not a multiple of patch_size={self.patch_size}; the nearest are {down} and {up}",
             )
         self._check_patch_sizes()
+        self._check_stem()
         if self.dim % self.num_heads:
             self.refuse("dim", f"does not split into num_heads={self.num_heads} equal heads")
         if self.position == "sinusoidal_2d" and self.dim % 4:
@@ -191,6 +202,22 @@ class ModelConfig(Section):
                 self.refuse("patch_sizes", why)
         if self.patch_sizes and {*self.patch_sizes} == {self.patch_size}:
             self.refuse("patch_sizes", "is patch_size alone; name another size, or none")
+
+    def _check_stem(self) -> None:
+        if self.stem != "conv":
+            return
+        size, pools = self.patch_size, self.stem_pools
+        if size & (size - 1):
+            down = 1 << size.bit_length() - 1
+            why = f"stem=conv halves the image; choose a power of two, such as {down} or {2 * down}"
+            self.refuse("patch_size", why)
+        if pools > self.stem_depth:
+            least = f"needs stem_depth={pools} or more, since each convolution halves at most once"
+            self.refuse("stem_depth", f"stem=conv with patch_size={size} {least}")
+        if self.stem_width is not None and self.stem_depth == 1:
+            self.refuse("stem_width", f"the one convolution of stem_depth=1 has dim={self.dim}")
+        if self.stem_width is not None and self.stem_width > self.dim:
+            self.refuse("stem_width", f"the last convolution has dim={self.dim}; take at most that")
 
     def _check_tokens(self) -> None:
         for name in ("patch_dropout", "merge_tokens"):
@@ -239,6 +266,23 @@ class ModelConfig(Section):
     def feedforward_dim(self) -> int:
         """Inner width of the feed-forward part."""
         return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
+
+    @property
+    def stem_stride(self) -> int:
+        """Stride of the first convolution of a stem; the others have 1."""
+        return 2 if self.patch_size >= 8 else 1
+
+    @property
+    def stem_pools(self) -> int:
+        """How many of the last convolutions of a stem are followed by a 2x2 pooling."""
+        return self.patch_size.bit_length() - self.stem_stride
+
+    @property
+    def stem_widths(self) -> tuple[int, ...]:
+        """Channels that each convolution of a stem makes; the last makes tokens."""
+        first = max(self.dim // 4, 1) if self.stem_width is None else self.stem_width
+        inner = (min(first << index, self.dim) for index in range(self.stem_depth - 1))
+        return (*inner, self.dim)
 
     @property
     def drawn_patch_sizes(self) -> tuple[int, ...]:

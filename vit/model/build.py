@@ -24,6 +24,7 @@ from vit.model.blocks import (
     SandwichNormBlock,
 )
 from vit.model.classifier import VisionTransformer
+from vit.model.conv_stem import BatchNorm, ChannelLayerNorm, ConvStem
 from vit.model.dropping import KeepAll, PatchDropout
 from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.initialise import initialise
@@ -37,7 +38,7 @@ from vit.model.moe import (
     token_order,
 )
 from vit.model.norms import RMSNorm
-from vit.model.patches import FlexiblePatchEmbedding, PatchEmbedding
+from vit.model.patches import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
 from vit.model.pooling import (
     AttentionPooling,
     ClassTokenMeanPooling,
@@ -62,6 +63,22 @@ Builder = Callable[[ModelConfig], nn.Module]
 NORMS: dict[str, Callable[..., nn.Module]] = {
     "layernorm": nn.LayerNorm,
     "rmsnorm": RMSNorm,
+}
+
+STEMS: dict[str, Callable[[ModelConfig], ImageEmbedding]] = {
+    "linear": lambda c: _patches(c),
+    "conv": lambda c: ConvStem(
+        c.channels,
+        c.stem_widths,
+        stride=c.stem_stride,
+        pools=c.stem_pools,
+        norm=STEM_NORMS[c.stem_norm](c),
+    ),
+}
+
+STEM_NORMS: dict[str, Callable[[ModelConfig], Callable[[int], nn.Module]]] = {
+    "layernorm": lambda c: partial(ChannelLayerNorm, eps=c.norm_eps),
+    "batchnorm": lambda _: BatchNorm,
 }
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -164,7 +181,7 @@ def parts_of(config: ModelConfig) -> dict[str, Any]:
     """What a VisionTransformer is made of, by its constructor's names."""
     last = config.last_norm
     return {
-        "patch_embed": _patches(config),
+        "patch_embed": STEMS[config.stem](config),
         "positions": POSITIONS[config.position](config),
         "rotary": _rotary(config),
         "patch_drop": _patch_drop(config),

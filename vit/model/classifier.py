@@ -18,7 +18,7 @@ from vit.model.attention import Attend, Places, attend
 from vit.model.blocks import Block
 from vit.model.maps import Recorder
 from vit.model.packing import check_packable, pack, same_sizes, unpack
-from vit.model.patches import PatchEmbedding
+from vit.model.patches import ImageEmbedding
 from vit.model.positions import LearnedPositions, NoPositions
 from vit.model.rotary import NoRotation, RotaryPositions
 
@@ -52,7 +52,7 @@ class VisionTransformer(nn.Module):
     def __init__(
         self,
         *,
-        patch_embed: PatchEmbedding,
+        patch_embed: ImageEmbedding,
         positions: LearnedPositions | NoPositions,
         rotary: RotaryPositions | NoRotation,
         patch_drop: nn.Module,

@@ -46,6 +46,17 @@ def lecun_normal(weight: Tensor) -> None:
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
+def patch_projection(weight: Tensor) -> None:
+    """LeCun-normal for a matrix; for a convolution before a GELU, He's normal by its fan-in.
+
+    Source: He et al., "Delving Deep into Rectifiers", section 2.2, arXiv:1502.01852.
+    """
+    if weight.ndim == 2:
+        lecun_normal(weight)
+    else:
+        nn.init.kaiming_normal_(weight, nonlinearity="relu")
+
+
 def normal(std: float) -> Callable[[Tensor], object]:
     """Normal with mean zero."""
     return lambda tensor: nn.init.normal_(tensor, std=std)
@@ -61,7 +72,8 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"(^|\.)token_embed\.weight$|positions\.pos_embed$", normal(0.02)),
     # Zeros, as BEiT: offsets get different gradients, and positions begin by saying nothing.
     (r"\.relative_position_bias_table$", nn.init.zeros_),
-    (r"^patch_embed\.proj\.weight$", lecun_normal),
+    (r"^patch_embed\.(proj|convs\.\d+)\.weight$", patch_projection),
+    (r"^patch_embed\.norms\.\d+\.weight$", nn.init.ones_),
     (r"norm\d?(_pre|_post|_cross|_memory)?\.weight$|\.gamma$", nn.init.ones_),
     (r"\.attn\.qkv\.weight$", xavier_attention),
     (r"^attn_pool\.kv\.weight$", xavier_squares),

@@ -20,24 +20,20 @@ from torch.nn import functional as F
 from vit.model.positions import Grid
 
 
-class PatchEmbedding(nn.Module):
-    """Cuts images into square patches and projects each to one token, row by row.
-
-    The pixels of a patch are ordered (channels patch_h patch_w): the matrix is the weight of the
-    usual strided convolution, flattened.
+class ImageEmbedding(nn.Module):
+    """What makes tokens of images: one for each square patch, row by row.
 
     Args:
         channels: Channels of an image.
         patch_size: Side of a patch, in pixels.
-        dim: Width of a token.
-        bias: Whether E x has a bias.
     """
 
-    def __init__(self, channels: int, patch_size: int, dim: int, *, bias: bool = True) -> None:
+    proj: nn.Linear | nn.Conv2d
+
+    def __init__(self, channels: int, patch_size: int) -> None:
         super().__init__()
         self.channels = channels
         self.patch_size = patch_size
-        self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
 
     def grid(self, images: Tensor, patch_size: int) -> Grid:
         """(rows, cols) of patches in `images`.
@@ -55,6 +51,24 @@ class PatchEmbedding(nn.Module):
                     f"resize or pad the images"
                 )
         return height // patch_size, width // patch_size
+
+
+class PatchEmbedding(ImageEmbedding):
+    """Cuts images into square patches and projects each to one token, row by row.
+
+    The pixels of a patch are ordered (channels patch_h patch_w): the matrix is the weight of the
+    usual strided convolution, flattened.
+
+    Args:
+        channels: Channels of an image.
+        patch_size: Side of a patch, in pixels.
+        dim: Width of a token.
+        bias: Whether E x has a bias.
+    """
+
+    def __init__(self, channels: int, patch_size: int, dim: int, *, bias: bool = True) -> None:
+        super().__init__(channels, patch_size)
+        self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
 
     def cut(self, images: Tensor, patch_size: int) -> tuple[Tensor, Grid]:
         """Images -> their patches, (batch, rows * cols, channels * patch_size²), and (rows, cols)

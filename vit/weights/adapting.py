@@ -23,6 +23,7 @@ from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
 from vit.weights.heads import adapt_head, adapt_pooling
 from vit.weights.pretrained import Pretrained
 from vit.weights.resampling import change_channels, spread_offsets
+from vit.weights.timm_config import first_convolution
 from vit.weights.upcycling import UPCYCLED, becomes_experts, check_feedforward, upcycle
 
 State = dict[str, Tensor]
@@ -136,6 +137,11 @@ def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
     """
     source = pretrained.config
     check_feedforward(pretrained, config.feedforward)
+    if source.stem == config.stem == "conv" and source.patch_size != config.patch_size:
+        raise WeightsError(
+            f"patch_size={config.patch_size}: the convolutions of {printable(pretrained.origin)} "
+            f"make tokens of patch_size={source.patch_size} alone; leave it out"
+        )
     free = ADAPTABLE + WITHOUT_TENSORS + (UPCYCLED if becomes_experts(source, config) else ())
     if "none" in (source.pooling, config.pooling):  # a network for captions begins or ends here
         free += ("pooling", "final_norm")
@@ -186,10 +192,12 @@ def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> li
     """Make the patch projection fit; tells what was changed."""
     changed = []
     if source.channels != config.channels:
-        state[PATCH_WEIGHT] = change_channels(
-            state[PATCH_WEIGHT], old=source.channels, new=config.channels
-        )
-        changed.append(f"{PATCH_WEIGHT} {source.channels} -> {config.channels} channels")
+        name = f"{first_convolution(source)}.weight"
+        old = state[name]
+        matrix = change_channels(old.flatten(1), old=source.channels, new=config.channels)
+        shape = (len(old), config.channels, *old.shape[2:]) if old.ndim > 2 else matrix.shape
+        state[name] = matrix.reshape(shape)
+        changed.append(f"{name} {source.channels} -> {config.channels} channels")
     if source.patch_size != config.patch_size:
         old, new = source.patch_size, config.patch_size
         state[PATCH_WEIGHT] = resize_patches(state[PATCH_WEIGHT], old=old, new=new)

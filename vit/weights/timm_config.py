@@ -115,7 +115,7 @@ def timm_config(
             "std": list(preprocessing.std),
             "num_classes": len(classes),
             "pool_size": None,
-            "first_conv": "patch_embed.proj",
+            "first_conv": first_convolution(config),
             "classifier": "head",
         },
     }
@@ -232,6 +232,12 @@ def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
         "use_post_transformer_norm": last == "tokens",
         "use_fc_norm": last == "pooled",
     }
+
+
+def first_convolution(config: ModelConfig) -> str:
+    """Name of the module that reads the pixels."""
+    inner = config.stem == "conv" and config.stem_depth > 1
+    return "patch_embed.convs.0" if inner else "patch_embed.proj"
 
 
 def _has_table(config: ModelConfig) -> bool:

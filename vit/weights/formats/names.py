@@ -19,6 +19,7 @@ State = dict[str, Tensor]
 Table = tuple[tuple[str, str], ...]
 
 PATCH_WEIGHT = "patch_embed.proj.weight"
+STEM = ("patch_embed.convs.", "patch_embed.norms.")  # what a convolutional stem alone has
 
 BIAS_TABLE = "relative_position_bias_table"
 SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of one that all blocks have
@@ -35,13 +36,16 @@ WORDS = {
 def flatten_patches(state: Mapping[str, Tensor]) -> State:
     """`state` with its patch projection as a matrix instead of a convolution.
 
+    The convolutions of a stem stay as they are.
+
     Raises:
         WeightsError: There is no patch projection.
     """
     flat = dict(state)
     if PATCH_WEIGHT not in flat:
         raise WeightsError(f"{PATCH_WEIGHT} is missing: these are not a Vision Transformer's")
-    flat[PATCH_WEIGHT] = flat[PATCH_WEIGHT].flatten(1)
+    if not any(name.startswith(STEM) for name in flat):
+        flat[PATCH_WEIGHT] = flat[PATCH_WEIGHT].flatten(1)
     return flat
 
 

@@ -119,8 +119,9 @@ def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
 def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     """Our weights of the network `config`, as those of the timm network that computes the same."""
     theirs = dict(state)
-    matrix, side = theirs[PATCH_WEIGHT], config.patch_size
-    theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
+    if config.stem == "linear":
+        matrix, side = theirs[PATCH_WEIGHT], config.patch_size
+        theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
     if not config.is_rotary:
         return theirs
     return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
