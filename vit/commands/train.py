@@ -11,7 +11,7 @@ from typing import Any
 
 from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import add_setting, settings_given
-from vit.commands.output import check_output, resolved
+from vit.commands.output import check_output, resolved, say
 from vit.config import SECTIONS, Config
 from vit.errors import ConfigError, RunError, printable
 from vit.settings import all_settings, checked, default_folder, make_config, read_settings
@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 where pictures were left out, or comes with the error."""
     began = time.monotonic()
     start_processes_if_asked()
-    values = gather(args)
-    config = make_config(values)
-    if not config.data.data:
+    values, stored = gather(args)
+    if not values.get("data"):
         raise ConfigError(
             f"{printable(args.out)}: no run to resume there; give the --out of one, or DATA"
             if args.resume and args.out
@@ -84,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             "(digits, shapes), or --resume with the --out of a run"
         )
     given = checked(values)
+    config = planned(given) if not stored else make_config(values)
     if args.show_batch is not None:
         return show(args, config, [*given])
     if config.data.folds is not None and config.data.fold is None:
@@ -99,6 +99,19 @@ def run(args: argparse.Namespace) -> int:
         began=began,
     )
     return int(bool(result.failed))
+
+
+def planned(given: Mapping[str, Any]) -> Config:
+    """Settings as given, and what the plan says of the others where it has a say."""
+    from vit.training.plan import is_planned, plan_training, summary_lines
+
+    if not is_planned(given):
+        return make_config(given)
+    config, plan = plan_training(given)
+    if os.environ.get("RANK", "0") == "0":
+        for line in summary_lines(plan):
+            say(line)
+    return config
 
 
 def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
@@ -160,8 +173,8 @@ def told_folds(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"({record['level']:.0%} interval: {record['method']})"])
 
 
-def gather(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings as given, the flags over the file.
+def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Settings as given, the flags over the file, and whether there is a file.
 
     A run that is resumed brings its own settings, so DATA and flags may be left out.
     """
@@ -173,17 +186,17 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     if source is None and args.resume and (args.out or args.data):
         folder = Path(args.out or default_folder(args.data))
         if (folder / FOLDS_FILE).is_file():
-            return {**checked(settings_of_folds(folder / FOLDS_FILE)), **flags}
+            return {**checked(settings_of_folds(folder / FOLDS_FILE)), **flags}, True
         stored = folder / "config.yaml"
         source = stored if stored.is_file() else None
     if source is None:
-        return flags
+        return flags, False
     try:
         values = checked(read_settings(source))
     except ConfigError as error:
         where = printable(source)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
-    return {**values, **flags}
+    return {**values, **flags}, True
 
 
 def settings_of_folds(path: Path) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""`vit plan DATA [--time T]`: the settings that `vit train` would choose, each with its reason."""
+
+import argparse
+
+from vit.commands.options import add_setting
+from vit.commands.output import check_output
+from vit.commands.train import TITLES, gather
+from vit.config import SECTIONS
+from vit.errors import ConfigError
+from vit.settings import all_settings, checked, write_settings
+
+HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """DATA, where the recipe is written, and a flag for every setting."""
+    parser.usage = "vit plan DATA [--time T] [--save FILE] [settings...]"
+    parser.set_defaults(config=None, resume=False, out=None)
+    parser.add_argument("data", metavar="DATA", help="as for vit train")
+    parser.add_argument("--save", metavar="FILE", help="write the settings as a YAML file")
+    parser.add_argument("--overwrite", action="store_true", help="replace an older FILE")
+    for section in SECTIONS:
+        group = parser.add_argument_group(TITLES[section])
+        for setting in all_settings().values():
+            if setting.section == section and setting.name != "data":
+                add_setting(group, setting)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, and write it where asked."""
+    values, _ = gather(args)
+    chosen = checked(values)
+    if args.save is not None:
+        check_output(args.save, overwrite=args.overwrite)
+    from vit.training.plan import is_planned, plan_lines, plan_training
+
+    if not is_planned(chosen):
+        raise ConfigError(
+            "a plan chooses the network of a classifier: leave out --model, --weights and "
+            "--method; captions have no plan"
+        )
+    config, plan = plan_training(chosen)
+    print("\n".join(plan_lines(plan, config)))
+    if args.save is not None:
+        write_settings(args.save, config, HEADER)
+    return 0

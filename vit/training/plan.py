@@ -1,0 +1,196 @@
+"""From data, device and time to the settings of a run, where nobody chose a network or a recipe.
+
+open data -> facts (images, sizes, colours) -> speed of this machine, measured -> rules -> settings
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
+
+from vit.config import Config
+from vit.data.decoding import read_image, read_size
+from vit.data.room import room_in
+from vit.data.samples import Sample, Splits
+from vit.errors import BadImage
+from vit.evaluation.cost import cost_of
+from vit.model.build import create_model
+from vit.precision import autocast
+from vit.settings import all_settings, checked, make_config
+from vit.training.devices import inference_precision, make_accelerator
+from vit.training.looking import open_data
+from vit.training.optimization import make_optimizer
+from vit.training.pace import duration
+from vit.training.plan_rules import (
+    TINY_SIDE,
+    TRAINING_FLOPS,
+    Facts,
+    Plan,
+    forward_flops,
+    make_plan,
+)
+from vit.training.rehearsal import largest
+
+SHARED_MEMORY = Path("/dev/shm")
+# Images whose headers are read, and those that are decoded to see whether they have colours.
+HEADERS, DECODED = 64, 12
+# A step of this network and batch is timed: like those that the plan chooses, and quick.
+PROBE = {"image_size": 64, "patch_size": 8, "dim": 128, "depth": 4, "num_heads": 4}
+PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 32, 6, 0.6
+# Settings of the training that decide what is planned with, beside those of data and device.
+BEFORE = ("task", "time", "seed")
+# Weights that most people should start from, all of a permissive licence; see docs/weights.md.
+PRETRAINED = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
+
+
+def is_planned(chosen: Mapping[str, Any]) -> bool:
+    """Whether these settings leave a plan to make: no model, weights or method, and classes."""
+    decided = {"model", "weights", "method", "probe_first", "lora_rank"} & set(chosen)
+    return not decided and "caption" not in chosen.get("task", "classify")
+
+
+def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
+    """Settings of a training: those in `chosen`, and for all others what the plan says.
+
+    Args:
+        chosen: Settings by name, `data` among them; `is_planned` holds.
+
+    Returns:
+        The settings, with which `train` does what the plan says, and the plan.
+
+    Raises:
+        DataError: The data cannot be trained on.
+        ConfigError: A setting is wrong, or contradicts another one.
+    """
+    values = checked(chosen)
+    before = {
+        name: value
+        for name, value in values.items()
+        if all_settings()[name].section in ("data", "run") or name in BEFORE
+    }
+    if before.get("accumulate") is None:  # of a batch that is still to be chosen
+        before.pop("accumulate", None)
+    config = make_config({**before, "batch_size": before.get("batch_size", 1)})
+    accelerator = make_accelerator(config.run)
+    splits = open_data(config)
+    plan = make_plan(facts_of(config, splits, accelerator), values)
+    return make_config({**values, **plan.settings}), plan
+
+
+def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
+    """What the plan follows from, the same on all processes."""
+    side, grey = look_at_images(splits.train)
+    return Facts(
+        images=len(splits.train),
+        classes=len(splits.classes),
+        side=side,
+        grey=grey,
+        validation=len(splits.val),
+        divided=splits.made,
+        device=accelerator.device.type,
+        flops=1 / largest(accelerator, 1 / measured_flops(config, accelerator)),
+        memory=room_in(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
+        seconds=config.training.seconds,
+    )
+
+
+def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool]:
+    """Median short side of some images, in pixels, and whether none of them has colours."""
+    some = samples[:: max(len(samples) // HEADERS, 1)][:HEADERS]
+    sides, colours = [], False
+    for number, sample in enumerate(some):
+        with contextlib.suppress(BadImage):  # the run itself meets it, and says how to go on
+            sides.append(min(read_size(sample.path)))
+            if number % max(len(some) // DECODED, 1) == 0 and not colours:
+                bands = read_image(sample.path).split()
+                colours = any(band.tobytes() != bands[0].tobytes() for band in bands[1:])
+    return int(median(sides)) if sides else 224, not colours
+
+
+def measured_flops(config: Config, accelerator: Accelerator) -> float:
+    """Floating-point operations a second of training steps here, over all processes."""
+    device = accelerator.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        network = create_model("vit_tiny_patch16_224", stem="conv", **PROBE).to(device)
+        images = torch.randn(PROBE_BATCH, 3, PROBE["image_size"], PROBE["image_size"]).to(device)
+    settings = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
+    optimizer = make_optimizer(network, settings, depth=PROBE["depth"])
+    labels = torch.arange(PROBE_BATCH, device=device)
+    precision = inference_precision(config.run.precision, device)
+    seconds: list[float] = []
+    while len(seconds) < 2 or (sum(seconds[1:]) < PROBE_SECONDS and len(seconds) < PROBE_STEPS):
+        began = time.perf_counter()
+        with autocast(precision, device):
+            loss = F.cross_entropy(network(images).float(), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    cost = forward_flops(PROBE["image_size"], PROBE["patch_size"], PROBE["dim"], PROBE["depth"])
+    step = median(seconds[1:])
+    return TRAINING_FLOPS * PROBE_BATCH * cost * int(accelerator.num_processes) / step
+
+
+def plan_lines(plan: Plan, config: Config) -> list[str]:
+    """The plan for reading: the facts, a line a setting with its reason, and what it costs."""
+    facts = plan.facts
+    kind = "grey" if facts.grey else "colour"
+    lines = [
+        f"{facts.images:,} training and {facts.validation:,} validation images, {facts.classes} "
+        f"classes, {kind}, short side {facts.side} px; {facts.device} trains at "
+        f"{facts.flops / 1e9:.0f} GFLOP/s"
+    ]
+    given = [(name, value, "given") for name, value in plan.given.items() if name != "data"]
+    chosen = [(name, choice.value, choice.reason) for name, choice in plan.choices.items()]
+    width = max((len(name) for name, *_ in [*given, *chosen]), default=0)
+    for name, value, reason in [*given, *chosen]:
+        lines.append(f"  {name:<{width}}  {value!s:<13}  {reason}".rstrip())
+    network = dataclasses.replace(config.model, num_classes=facts.classes)
+    cost = cost_of(network, batch_size=config.data.batch_size)
+    steps = round(plan.passes * facts.images / config.data.batch_size)
+    seconds = config.training.seconds
+    length = f"{config.training.epochs} epochs" if seconds is None else duration(seconds)
+    return [
+        *lines,
+        f"{plan_name(plan)}: {cost.parameters / 1e6:.1f} M parameters, {cost.flops / 1e6:,.0f} "
+        f"MFLOPs an image, {cost.memory.training / 2**30:.2f} GiB in training; {length}, about "
+        f"{steps:,} steps, {plan.passes:.0f} passes over the images",
+        *from_scratch_note(plan),
+    ]
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """The plan in two lines, for the start of a training."""
+    size = plan.given.get("image_size", plan.settings.get("image_size"))
+    every = {**plan.settings, **plan.given}
+    time = f" in {every['time']}" if "time" in every else ""
+    return [
+        f"plan: {plan_name(plan)}, {size} px, about {plan.passes:.0f} passes{time}; `vit plan` has "
+        "the reasons, and any flag fixes its setting",
+        *from_scratch_note(plan),
+    ]
+
+
+def from_scratch_note(plan: Plan) -> list[str]:
+    """What is better than training photographs from scratch, where weights can be downloaded."""
+    if plan.facts.side <= TINY_SIDE:
+        return []
+    return [
+        "note: this trains from scratch; for most photographs pretrained weights are better: "
+        f"--weights {PRETRAINED} (Apache-2.0, downloaded once)"
+    ]
+
+
+def plan_name(plan: Plan) -> str:
+    """The network of a plan in a few words."""
+    every = {**plan.settings, **plan.given}
+    stem = "a convolutional stem, " if every.get("stem") == "conv" else ""
+    return f"{stem}{every.get('depth')} blocks of {every.get('dim')}"
