@@ -3,6 +3,7 @@
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.processor import sitecustomize as processor
+from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
@@ -20,6 +23,54 @@ from vit.weights.run_config import set_thresholds
 # shared. Commands that tests start read the variable.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+PROCESSOR = Path(processor.__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--auto-precision",
+        choices=["fp32", "bf16"],
+        help="pretend a CPU on which `--precision auto` is this; else the machine decides",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace the processor in this process, and in all that it starts."""
+    kind = config.getoption("--auto-precision")
+    os.environ[processor.KIND] = kind or ""
+    places = [str(PROCESSOR), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(places))
+    processor.replace_processor(precision)
+    if kind and precision.resolve_precision("auto", "cpu") != kind:
+        raise pytest.UsageError(f"--auto-precision {kind}: this build of torch has no oneDNN")
+
+
+def pytest_report_header() -> str:
+    kind = "pretended" if os.environ[processor.KIND] else "of this machine"
+    return f"auto precision on the CPU: {precision.resolve_precision('auto', 'cpu')}, {kind}"
+
+
+@pytest.fixture(scope="session")
+def processor_asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that is there once this process, or one that it started, looks at the processor."""
+    path = tmp_path_factory.mktemp("processor") / "asked"
+    os.environ[processor.ASKED] = str(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def processor_marked(request: pytest.FixtureRequest, processor_asked: Path) -> Iterator[None]:
+    """Fail a test whose results may depend on the processor, unless it runs with both kinds."""
+    yield
+    asked = processor_asked.exists()
+    processor_asked.unlink(missing_ok=True)
+    if asked and request.node.get_closest_marker("auto_precision") is None:
+        pytest.fail(
+            "the precision `auto` is resolved: name a precision where the test is about something "
+            "else, or mark it auto_precision, so that CI runs it with fp32 and with bf16"
+        )
+
 
 CLASSES = ("apple", "class10", "class2")
 PICTURES = 9  # of each class
@@ -106,11 +157,13 @@ def several_list(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, random = tmp_path_factory.mktemp("several"), np.random.default_rng(0)
     rows = ["image,labels"]
     for number in range(SEVERAL):
-        pixels = np.full((18, 18, 3), 120) + random.integers(-20, 20, size=(18, 18, 3))
+        pixels = np.full((18, 18, 3), 120)
         names = [name for place, name in enumerate(COLOURS) if number >> place & 1]
         for place, name in enumerate(COLOURS):
             if name in names:
                 pixels[:, 6 * place : 6 * place + 6] = COLOURS[name]
+        # on the bars too: the scores of equal images tie, or differ by their last bit
+        pixels += random.integers(-20, 20, size=(18, 18, 3))
         Image.fromarray(pixels.astype(np.uint8)).save(root / f"{number:02d}.png")
         rows.append(f"{number:02d}.png,{'|'.join(names)}")
     (root / "list.csv").write_text("\n".join(rows) + "\n")

@@ -1,7 +1,6 @@
 """Where the network runs, and in which arithmetic: one rule for training and for prediction."""
 
 from contextlib import AbstractContextManager
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +94,6 @@ def has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and has_onednn() and _cpu_has_fast_bf16()
 
 
-@cache
 def _cpu_has_fast_bf16() -> bool:
     words = cpu_words()
     # AVX512-BF16 runs at twice the rate of float32 on Zen 4, but at half of it on Intel, whose

@@ -23,7 +23,10 @@ def pixels(path: str) -> np.ndarray:
 
 
 def main(model: str, *paths: str) -> None:
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    # int8 files: else products overflow on x86 CPUs without VNNI
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
     for path in paths:
         (probabilities,) = session.run(["probabilities"], {"images": pixels(path)})[0]

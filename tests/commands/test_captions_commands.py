@@ -15,6 +15,8 @@ from vit.generation.search import Search
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 
+pytestmark = pytest.mark.auto_precision
+
 CLASSES = ("apple", "class10", "class2")
 
 

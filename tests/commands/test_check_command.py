@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from vit.commands.main import main
 
 
@@ -47,6 +49,7 @@ def test_what_cannot_start_gives_exit_code_2(tmp_path, tiny_data, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
+@pytest.mark.auto_precision
 def test_weights_add_what_features_say(tiny_run, tiny_data, tmp_path, capsys):
     words = ["--weights", str(tiny_run), "--device", "cpu"]
     code, told, _ = checked(tiny_data / "val", tmp_path, *words)

@@ -9,6 +9,8 @@ import pytest
 from vit.commands.main import main
 from vit.inference.evaluate import evaluate
 
+pytestmark = pytest.mark.auto_precision
+
 
 @pytest.mark.parametrize(
     "settings",

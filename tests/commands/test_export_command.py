@@ -68,8 +68,9 @@ def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsy
     (answer,) = CaptionRunner(out)([picture])
     assert answer.caption is not None
     rows = []
-    for model in (run, out):
-        assert main(["predict", str(model), picture, "missing.png", "--format", "jsonl"]) == 1
+    for words in ([run, "--precision", "fp32"], [out]):  # the file is of float32
+        inputs = [picture, "missing.png", "--format", "jsonl"]
+        assert main(["predict", *map(str, words), *inputs]) == 1
         rows.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
     assert rows[0][1] == rows[1][1]
     assert rows[0][0]["caption"] == rows[1][0]["caption"] == answer.caption

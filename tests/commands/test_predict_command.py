@@ -12,6 +12,8 @@ from PIL import Image
 
 from vit.inference.predictor import Predictor
 
+pytestmark = pytest.mark.auto_precision
+
 
 def test_whole_pictures_when_asked(predict, tiny_run, tmp_path):
     paths = [str(tmp_path / f"{width}.png") for width in (40, 160)]

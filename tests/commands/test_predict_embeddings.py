@@ -12,6 +12,8 @@ from vit.data.decoding import read_image
 from vit.runtime.parts import Claim
 from vit.weights.folder import load_run
 
+pytestmark = pytest.mark.auto_precision
+
 DIM = 32
 
 

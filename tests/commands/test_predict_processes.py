@@ -9,6 +9,8 @@ from tests.commands.predicting import ended
 from tests.commands.test_predict_sorting import files_in
 from tests.training.children import Job, command
 
+pytestmark = pytest.mark.auto_precision
+
 WORDS = ("-b", "4", "--threshold", "0.6")
 
 

@@ -12,6 +12,8 @@ from tests.training.children import Job
 from vit.commands.keeping import Files
 from vit.inference.predictor import Predictor
 
+pytestmark = pytest.mark.auto_precision
+
 SIZE = 4
 
 

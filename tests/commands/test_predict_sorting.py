@@ -11,6 +11,8 @@ import pytest
 from tests.commands.predicting import end_at
 from vit.inference.predictor import Predictor
 
+pytestmark = pytest.mark.auto_precision
+
 
 def files_in(folder: Path) -> dict[str, bytes]:
     """Contents of all files, by their path from `folder`."""

@@ -11,6 +11,8 @@ from vit.data.decoding import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.training.showing import class_lines
 
+pytestmark = pytest.mark.auto_precision
+
 TINY = (
     *("--image-size", "16", "--patch-size", "8", "--dim", "32", "--depth", "1", "--num-heads", "2"),
     *("--device", "cpu"),

@@ -177,6 +177,7 @@ def refused(capsys, *words: str) -> str:
     return told
 
 
+@pytest.mark.auto_precision
 def test_what_cannot_be_opened_is_one_line(parquet, tmp_path, capsys):
     table = f"hf:{parquet[1]}"
     out = ["--out", str(tmp_path / "r")]

@@ -421,6 +421,7 @@ def one_line(capsys, *words: str) -> str:
     return told
 
 
+@pytest.mark.auto_precision
 @pytest.mark.parametrize("ending", ["tar.gz", "tar", "tgz"])
 def test_the_command_refuses_compressed_shards(tmp_path, capsys, ending):
     with tarfile.open(tmp_path / f"x.{ending}", "w:gz") as tar:
@@ -430,6 +431,7 @@ def test_the_command_refuses_compressed_shards(tmp_path, capsys, ending):
     assert "unpack it once with gunzip" in told
 
 
+@pytest.mark.auto_precision
 def test_the_command_names_shards_that_are_missing(tmp_path, capsys):
     pack(tmp_path / "0000.tar", {"a/1.jpg": b"x"})
     told = one_line(capsys, "train", f"{tmp_path}/{{0000..0002}}.tar", "--out", f"{tmp_path}/r")
@@ -499,6 +501,7 @@ def test_a_copy_that_breaks_leaves_nothing(pair, memory, tmp_path, monkeypatch):
     assert left == []
 
 
+@pytest.mark.auto_precision
 def test_remote_shards_that_are_not_there(memory, capsys):
     assert "no such shard" in one_line(capsys, "train", "memory://bucket/none.tar")
     assert "cannot be reached" in one_line(capsys, "train", "nothing://bucket/x.tar")

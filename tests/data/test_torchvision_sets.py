@@ -88,6 +88,7 @@ def test_files_stay_where_they_are(monkeypatch, cache):
         assert file.read(4) == b"\x89PNG"
 
 
+@pytest.mark.auto_precision
 def test_what_cannot_be_had_is_one_line(monkeypatch, tmp_path, capsys):
     def offline(*_args, **_settings):
         raise RuntimeError("Error downloading train-images:\nTried https://...")

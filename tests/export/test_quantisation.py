@@ -50,6 +50,12 @@ def test_answers_are_nearly_those_of_float32(graph, static, noise_of):
     assert (found.argmax(1) == wanted.argmax(1)).mean() > 0.95
 
 
+def test_onnxruntime_is_told_not_to_overflow(static):
+    """Without VNNI the tests here fail without the option; with VNNI they cannot."""
+    options = Session(static)._session.get_session_options()
+    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+
+
 def test_every_product_but_the_head_is_in_integers(static):
     proto = onnx.load_from_string(static)
     made = {name: node for node in proto.graph.node for name in node.output}

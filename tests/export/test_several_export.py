@@ -46,13 +46,25 @@ def same(found, expected):
         assert dict(one.predictions) == pytest.approx(dict(other.predictions), abs=1e-5)
 
 
+def exact(run):
+    """The run in the precision of the file."""
+    return Predictor(run, device="cpu", precision="fp32")
+
+
 def test_the_file_names_what_the_run_names(several_run, exported, pictures):
-    runner, predictor = ClassRunner(exported), Predictor(several_run, device="cpu")
+    runner, predictor = ClassRunner(exported), exact(several_run)
     assert runner.thresholds == predictor.thresholds == (0.3, 0.5, 0.7)
     assert runner.metadata["activation"] == "sigmoid"
     same(runner(pictures), predictor(pictures))
     same(runner(pictures, threshold=0.45), predictor(pictures, threshold=0.45))
     same(runner(pictures, top_k=1), predictor(pictures, top_k=1))
+
+
+def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, pictures):
+    found = Predictor(several_run, device="cpu", precision="bf16")(pictures, threshold=0.0)
+    expected = ClassRunner(exported)(pictures, threshold=0.0)
+    for one, other in zip(found, expected, strict=True):
+        assert dict(one.predictions) == pytest.approx(dict(other.predictions), abs=0.01)
 
 
 def test_verify_compares_sets_of_labels(several_run, exported, pictures):
@@ -114,9 +126,8 @@ def test_what_a_file_loses_is_mean_average_precision(several_run, exported, seve
         thresholds=run.thresholds,
     )
     found = compare(run, Session(exported), samples)
-    assert found.before == pytest.approx(
-        evaluate(several_run, str(several_list), device="cpu")["map"], abs=1e-6
-    )
+    scores = evaluate(several_run, str(several_list), device="cpu", precision="fp32")
+    assert found.before == pytest.approx(scores["map"], abs=1e-6)
     assert (found.score, found.agreement) == ("mAP", 1.0)
     with pytest.raises(VitError, match=r"lose 1\.00% of mAP"):
         Accuracy(10, 0, 0.91, 0.9, 1.0, 0.1, "mAP").check(0.005, "m.onnx")
@@ -127,7 +138,7 @@ def test_openvino_and_torch_keep_it(several_run, pictures, tmp_path):
     pytest.importorskip("openvino")
     export(several_run, tmp_path / "m.xml", to="openvino", say=None)
     runner = runner_like(tmp_path / "m.xml", engine="openvino")
-    same(runner(pictures[:8]), Predictor(several_run, device="cpu")(pictures[:8]))
+    same(runner(pictures[:8]), exact(several_run)(pictures[:8]))
     export(several_run, tmp_path / "m.pt2", to="torch", say=None)
     extra = {"thresholds.json": ""}
     torch.export.load(tmp_path / "m.pt2", extra_files=extra)

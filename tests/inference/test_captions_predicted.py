@@ -129,6 +129,7 @@ def test_words_are_drawn_by_the_number_in_the_whole_list(run, pictures):
     assert texts(Predictor(run, precision="fp32", search=again)(many)) != texts(small)
 
 
+@pytest.mark.auto_precision
 def test_blank_places_get_no_caption(run, pictures, bad_pictures, monkeypatch):
     rows, write = [], speaking.write
 
@@ -182,6 +183,7 @@ def test_whole_pictures_in_their_own_aspect(name, request, tmp_path):
     assert len(shapes) == 3
 
 
+@pytest.mark.auto_precision
 def test_whole_pictures_need_an_encoder_that_packs(tmp_path):
     folder = save_captioner(tmp_path, position="relative")
     with pytest.raises(ConfigError, match="position=relative"):
@@ -208,6 +210,7 @@ def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, pictures):
             assert dict(ours.predictions) == pytest.approx(dict(theirs.predictions), abs=1e-6)
 
 
+@pytest.mark.auto_precision
 def test_what_cannot_be_honoured_is_refused(run, tiny_run):
     with pytest.raises(ConfigError, match=r"beams=3, min_tokens=2: .*writes no captions"):
         Predictor(tiny_run, search=Search(beams=3, min_tokens=2))

@@ -11,6 +11,8 @@ from vit.inference.choosing import Choice, Verdict, key_of, remember, remembered
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 
+pytestmark = pytest.mark.auto_precision
+
 EXACT = torch.tensor([[0.6, 0.4], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64)
 ROUGH = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.1, 0.9]], dtype=torch.float64)
 FAST = Verdict(speedup=2.0, agreement=1.0, difference=0.01, pictures=24)

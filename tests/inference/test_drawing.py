@@ -23,6 +23,8 @@ from vit.inference.predictor import Predictor
 from vit.inference.word_maps import SeenWord
 from vit.weights.folder import load_run
 
+pytestmark = pytest.mark.auto_precision
+
 NASTY = [
     "cat", "café", "кошка", "猫", "cat猫ж", "قطة", "🐱🇫🇷", "e\u0301\u0302", "\u202ecod", "\x1b[31m",
     "\ud800", "\U0010fffe", "a\nb", "", " ", "x" * 3000,

@@ -14,6 +14,8 @@ from vit.inference.predictor import Predictor
 from vit.settings import make_config, write_settings
 from vit.weights.folder import load_run
 
+pytestmark = pytest.mark.auto_precision
+
 KEYS = {
     *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
     *("per_class", "failed"),

@@ -177,6 +177,7 @@ def test_other_pictures_must_be_worse_by_a_hundredth(count, shuffled, warned):
     assert len(notes_on(scores, 0)) == warned
 
 
+@pytest.mark.auto_precision
 def test_captions_that_did_not_end_are_told(run, data):
     notes: list[str] = []
     evaluate(run, str(data), say=notes.append, search=Search(min_tokens=2, max_tokens=2))
@@ -201,6 +202,7 @@ def test_long_captions_are_left_out_of_the_loss_and_told(run, data, tmp_path):
         evaluate(run, str(copy), **PRECISE)
 
 
+@pytest.mark.auto_precision
 def test_unreadable_pictures_are_listed_and_not_counted(run, data, tmp_path):
     copy = Path(shutil.copytree(data, tmp_path / "data"))
     lost = pictures(copy)[3]
@@ -232,6 +234,7 @@ def test_measures_only_what_training_held_out(run, data, tmp_path):
     assert evaluate(folder, str(listed), images=str(alone), **PRECISE)["count"] == 3
 
 
+@pytest.mark.auto_precision
 def test_what_a_classifier_cannot_honour_is_refused(tiny_run, tiny_data):
     with pytest.raises(ConfigError, match=r"images='x': .* is a folder of class folders"):
         evaluate(tiny_run, str(tiny_data), images="x")

@@ -12,6 +12,8 @@ from vit.inference.predictor import Predictor
 from vit.weights.folder import LoadedRun, load_run
 from vit.weights.loading import load_model
 
+pytestmark = pytest.mark.auto_precision
+
 
 @pytest.fixture
 def pictures(tiny_data: Path) -> list[str]:

@@ -15,6 +15,8 @@ from vit.weights.folder import load_run
 from vit.weights.loading import from_pretrained
 from vit.weights.repatching import with_patches
 
+pytestmark = pytest.mark.auto_precision
+
 
 @pytest.fixture
 def pictures(tiny_data: Path) -> list[str]:
@@ -66,10 +68,12 @@ def test_every_bad_picture_has_its_reason_at_its_place(tiny_run, pictures, bad_p
     assert [prediction.error for prediction in only_bad] == [p.error for p in found[::2]]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
-def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, monkeypatch):
-    predictor = Predictor(tiny_run, batch_size=4)
-    network = predictor.network.quick or predictor.model
+def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, precision, monkeypatch):
+    predictor = Predictor(tiny_run, batch_size=4, precision=precision)
+    quick = predictor.network.quick if precision == "fp32" else None  # packed for float32 alone
+    network = quick or predictor.model
     seen, forward = [], network.forward
     monkeypatch.setattr(
         network, "forward", lambda images: (seen.append(len(images)), forward(images))[1]

@@ -87,6 +87,7 @@ def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, pictures):
     assert found == [row.caption for row in Predictor(run, **settings)(pictures)]
 
 
+@pytest.mark.auto_precision
 def test_a_piece_that_kills_is_given_up(tiny_run, pictures):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
     counter = Counter()
@@ -233,7 +234,8 @@ def test_without_ray_the_remedy_is_told(monkeypatch):
 
 def child(run, out, style, dies, images) -> subprocess.CompletedProcess[str]:
     """A process of its own: Ray leaves threads and sockets behind."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": "local"}
+    path = os.pathsep.join([os.environ["PYTHONPATH"], *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_ADDRESS": "local"}
     return subprocess.run(
         [sys.executable, CHILD, run, out, style, dies, *images],
         capture_output=True, text=True, timeout=500, env=environment,

@@ -19,7 +19,11 @@ from vit.runtime.results import FORMATS, Layout, Prediction
 from vit.weights.described import check_thresholds
 from vit.weights.folder import load_run
 
+pytestmark = pytest.mark.auto_precision
+
 THRESHOLDS = {"blue": 0.3, "green": 0.5, "red": 0.7}
+TOLERANCES = {"fp32": 1e-6, "bf16": 0.01}  # bf16 has 8 bits
+precisions = pytest.mark.parametrize("precision", TOLERANCES)
 
 
 @pytest.fixture
@@ -37,20 +41,23 @@ def by_hand(several_run, pictures):
     return [dict(zip(run.classes, row, strict=True)) for row in logits.double().sigmoid().tolist()]
 
 
-def test_all_classes_over_their_thresholds_are_named_best_first(several_run, pictures, by_hand):
-    found = Predictor(several_run, device="cpu")(pictures)
-    for prediction, scores in zip(found, by_hand, strict=True):
-        named = dict(prediction.predictions)
-        expected = {name for name, score in scores.items() if score >= THRESHOLDS[name]}
-        assert named.keys() == expected
+@precisions
+def test_all_classes_over_their_thresholds_are_named_best_first(
+    several_run, pictures, by_hand, precision
+):
+    predictor = Predictor(several_run, device="cpu", precision=precision)
+    found, unlimited = predictor(pictures), predictor(pictures, threshold=0.0)
+    for prediction, every, expected in zip(found, unlimited, by_hand, strict=True):
+        named, scores = dict(prediction.predictions), dict(every.predictions)
+        assert scores == pytest.approx(expected, abs=TOLERANCES[precision])
+        assert named == {n: score for n, score in scores.items() if score >= THRESHOLDS[n]}
         assert [*named.values()] == sorted(named.values(), reverse=True)
-        assert named == pytest.approx({name: scores[name] for name in named}, abs=1e-6)
     assert len({len(prediction.predictions) for prediction in found}) > 1
     assert any(sum(dict(p.predictions).values()) > 1.01 for p in found)  # not shares of one
 
 
 def test_top_k_and_threshold_are_heeded(several_run, pictures, by_hand):
-    predictor = Predictor(several_run, device="cpu")
+    predictor = Predictor(several_run, device="cpu", precision="fp32")
     for prediction in predictor(pictures, top_k=1):
         assert len(prediction.predictions) <= 1
     for prediction, scores in zip(predictor(pictures, threshold=0.45), by_hand, strict=True):
@@ -59,16 +66,18 @@ def test_top_k_and_threshold_are_heeded(several_run, pictures, by_hand):
     assert {len(prediction.predictions) for prediction in everything} == {3}
 
 
-def test_views_are_averaged_as_probabilities(several_run, pictures):
+@precisions
+def test_views_are_averaged_as_probabilities(several_run, pictures, precision):
     run = load_run(several_run)
     pixels = torch.stack([run.preprocessing(read_image(path)) for path in pictures[:3]])
     with torch.no_grad():
         views = [run.model(run.preprocessing.normalise(x)) for x in (pixels, pixels.flip(-1))]
     mean = torch.stack([logits.double().sigmoid() for logits in views]).mean(dim=0)
-    found = Predictor(several_run, device="cpu", tta="flip")(pictures[:3], threshold=0.0)
+    predictor = Predictor(several_run, device="cpu", precision=precision, tta="flip")
+    found = predictor(pictures[:3], threshold=0.0)
     for prediction, row in zip(found, mean.tolist(), strict=True):
         expected = dict(zip(run.classes, row, strict=True))
-        assert dict(prediction.predictions) == pytest.approx(expected, abs=1e-6)
+        assert dict(prediction.predictions) == pytest.approx(expected, abs=TOLERANCES[precision])
 
 
 def test_the_command_writes_all_formats(several_run, pictures, capfd):
@@ -110,14 +119,17 @@ def test_no_folder_is_that_of_a_picture_with_several_classes(
     assert not (tmp_path / "s").exists()
 
 
-def test_named_classes_are_explained(several_run, pictures, tmp_path, capfd):
+@precisions
+def test_named_classes_are_explained(several_run, pictures, tmp_path, capfd, precision):
+    """Explanations are in float32 whatever the precision of the predictions (docs/explain.md)."""
     words = ["predict", str(several_run), pictures[3], "--explain", str(tmp_path / "e")]
-    assert main([*words, "--device", "cpu", "--format", "jsonl"]) == 0
+    words += ["--device", "cpu", "--precision", precision, "--format", "jsonl"]
+    assert main(words) == 0
     (row,) = map(json.loads, capfd.readouterr().out.splitlines())
     (drawn,) = (json.loads(path.read_text()) for path in (tmp_path / "e").glob("*.json"))
     named = {pair["label"]: pair["score"] for pair in row["predictions"]}
     assert {each["label"]: each["probability"] for each in drawn["classes"]} == pytest.approx(
-        named, abs=1e-5
+        named, abs=max(TOLERANCES[precision], 1e-5)
     )
     scores = torch.tensor([0.2, 0.6, 0.9])
     assert explained_classes(scores, (0.1, 0.1, 0.95)) == [1, 0]

@@ -124,6 +124,7 @@ def test_an_event_says_by_what_the_best_epoch_is_chosen():
     assert told({**event, "val_balanced_accuracy": 0.89}) == "val top-1 90.00%"
 
 
+@pytest.mark.auto_precision
 @pytest.mark.parametrize("balance", ["loss", "sampler", "logit-adjust"])
 def test_a_balanced_training_chooses_by_balanced_accuracy(
     tiny_config, colour_data, tmp_path, balance, capsys

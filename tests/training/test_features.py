@@ -28,6 +28,8 @@ from vit.training.feature_store import FeatureStore
 from vit.training.features import Features, extract, weights_digest
 from vit.training.probe import fit_probe, knn_accuracy
 
+pytestmark = pytest.mark.auto_precision
+
 MODEL = ModelConfig(
     image_size=16, patch_size=8, dim=16, depth=2, num_heads=2, num_classes=3, drop_path=0.5
 )

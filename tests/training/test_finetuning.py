@@ -67,6 +67,7 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.auto_precision
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -264,6 +265,7 @@ def test_the_terms_of_the_weights_go_on(fine, backbone, tmp_path, capfd):
     assert config["pretrained_cfg"]["license"] == "cc-by-nc-4.0"
 
 
+@pytest.mark.auto_precision
 def test_scores_of_a_file_in_a_run_are_those_of_the_run(backbone, tmp_path, colour_data):
     data = tmp_path / "flat"
     shutil.copytree(colour_data / "train", data)

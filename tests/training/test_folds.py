@@ -87,6 +87,7 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
         config(fold=4)
 
 
+@pytest.mark.auto_precision
 def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     out, flags = str(tmp_path), ["--folds", "2", "--group", r"(\d+)\.png", "--epochs", "1"]
     flags += ["--image-size", "16", "--patch-size", "8", "--dim", "16", "--depth", "1"]

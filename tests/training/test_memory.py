@@ -340,7 +340,8 @@ def test_two_processes_agree(tiny_config, tmp_path):
     script = tmp_path / "agree.py"
     script.write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [*command, "2", str(script), str(tmp_path / "settings.yaml")],
         capture_output=True,

@@ -54,6 +54,7 @@ def trained(several_list, tmp_path_factory):
     return train(make_config({**TINY, "data": str(several_list), **more}), out)
 
 
+@pytest.mark.auto_precision
 def test_a_list_of_several_labels_is_learned(trained, several_list):
     folder = trained.folder
     assert yaml.safe_load((folder / "config.yaml").read_text())["task"] == "multilabel"

@@ -79,6 +79,7 @@ def test_both_stop_at_a_bad_picture_that_one_has_met(
     assert find_checkpoints(tmp_path / "run/checkpoints")
 
 
+@pytest.mark.auto_precision
 def test_one_of_two_processes_says_what_is_wrong(tmp_path):
     done = launch(2, "nowhere", "--out", str(tmp_path / "run"))
     assert done.returncode != 0

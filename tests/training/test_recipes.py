@@ -21,10 +21,14 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight random pictures in two classes, and two to validate on."""
+    """Eight random pictures in two classes, and two to validate on.
+
+    No batch of four has as many of `b` as of `a`: with a head that begins at zero, the gradients of
+    a balanced batch cancel in the biases behind the last norm, exactly so in bf16.
+    """
     root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for split, count in (("train", 4), ("val", 1)):
-        for name in ("a", "b"):
+    for split, counts in (("train", {"a": 7, "b": 1}), ("val", {"a": 1, "b": 1})):
+        for name, count in counts.items():
             (root / split / name).mkdir(parents=True)
             for number in range(count):
                 pixels = random.integers(0, 255, size=(40, 50, 3), dtype=np.uint8)
@@ -35,9 +39,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.auto_precision
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_takes_its_first_steps(path, photos):
     small = {"data": str(photos), "batch_size": 4, "workers": 0, "device": "cpu"}
+    if path.stem == "imagenet_small":
+        small["image_size"] = 64  # at 224 pixels two steps in emulated bf16 take minutes
     config = make_config({**read_settings(path), **small})
     accelerator = make_accelerator(config.run)
     config, splits, _ = look_at_data(config, (), accelerator, print)

@@ -501,12 +501,14 @@ def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
     assert written == [2, 3, 4, 6, 6]
 
 
+@pytest.mark.auto_precision
 def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
     words = ["train", str(colour_data), "--num-classes", "7", "--out", str(tmp_path / "run")]
     assert main(words) == 2
     assert "num_classes=7: the data has 3 classes" in capsys.readouterr().err
 
 
+@pytest.mark.auto_precision
 @pytest.mark.parametrize(
     ("words", "message"),
     [

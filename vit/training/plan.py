@@ -173,8 +173,8 @@ def summary_lines(plan: Plan) -> list[str]:
     every = {**plan.settings, **plan.given}
     time = f" in {every['time']}" if "time" in every else ""
     return [
-        f"plan: {plan_name(plan)}, {size} px, about {plan.passes:.0f} passes{time}; `vit plan` has "
-        "the reasons, and any flag fixes its setting",
+        f"note: planned {plan_name(plan)}, {size} px, about {plan.passes:.0f} passes{time}; "
+        "`vit plan` has the reasons, and any flag fixes its setting",
         *from_scratch_note(plan),
     ]
 
