@@ -223,7 +223,7 @@ def decide_augmentation(plan: Plan) -> None:
         plan.decide("translate", 0.08, "and are not centred")
     elif plan.given.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
-        plan.decide("min_crop", least, "the training is short" if plan.passes < 100 else "")
+        plan.decide("min_crop", least, "smaller crops hide the object from a small network")
     plan.decide("interpolation", "bilinear", "quick, and as good at these sizes")
     plan.decide("crop_share", 1.0, "the whole short side counts")
 

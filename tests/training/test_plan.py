@@ -1,0 +1,202 @@
+"""The plan: sensible for every kind of data, monotone in time, and open about its reasons."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from vit.commands.main import main
+from vit.config import Config
+from vit.settings import flatten, make_config
+from vit.training.plan import is_planned, look_at_images, plan_training
+from vit.training.plan_rules import LADDER, Facts, forward_flops, make_plan, patch_of
+
+PHOTOS = Facts(
+    images=3000,
+    classes=10,
+    side=160,
+    grey=False,
+    validation=600,
+    divided=True,
+    device="cpu",
+    flops=80e9,
+    memory=8 * 2**30,
+    seconds=252.0,
+)
+TINY = dataclasses.replace(PHOTOS, images=40_000, side=32, validation=10_000, seconds=571.0)
+DIGITS = dataclasses.replace(PHOTOS, images=1442, side=8, grey=True, validation=355, seconds=None)
+
+
+def planned(facts: Facts, **given) -> Config:
+    """The settings of a plan, which must fit together."""
+    return make_config({"data": "photos", **given, **make_plan(facts, given).settings})
+
+
+def work(config: Config) -> float:
+    """FLOPs of the planned network, forward."""
+    model = config.model
+    return forward_flops(model.image_size, patch_of(model.image_size), model.dim, model.depth)
+
+
+CASES = {
+    "photographs of 12 megapixels": dataclasses.replace(PHOTOS, side=3000),
+    "two hundred images": dataclasses.replace(PHOTOS, images=160, validation=40),
+    "two images a class": dataclasses.replace(PHOTOS, images=10, validation=10, classes=10),
+    "a thousand classes": dataclasses.replace(PHOTOS, images=40_000, classes=1000),
+    "grey microscope images": dataclasses.replace(PHOTOS, grey=True, side=500),
+    "1.3 million images on a GPU": dataclasses.replace(
+        PHOTOS, images=1_280_000, side=375, device="cuda", flops=60e12, seconds=86_400.0
+    ),
+    "one minute": dataclasses.replace(PHOTOS, seconds=60.0),
+    "days": dataclasses.replace(PHOTOS, seconds=3 * 86_400.0),
+    "no time": dataclasses.replace(PHOTOS, seconds=None),
+    "tiny": TINY,
+    "digits": DIGITS,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_data_gets_settings_that_fit_together(case):
+    facts = CASES[case]
+    config = planned(facts)
+    assert 1 <= config.data.batch_size <= facts.images
+    assert config.model.image_size <= max(facts.side * 2, 48)
+    assert all(choice.reason for choice in make_plan(facts, {}).choices.values())
+
+
+@pytest.mark.parametrize("facts", [PHOTOS, TINY, dataclasses.replace(PHOTOS, side=3000)])
+def test_more_time_never_plans_a_smaller_network(facts):
+    times = [60.0 * 2**n for n in range(14)]
+    costs = [work(planned(dataclasses.replace(facts, seconds=seconds))) for seconds in times]
+    assert costs == sorted(costs)
+    assert costs[-1] > 10 * costs[0]
+
+
+def test_a_faster_machine_gets_the_network_of_more_time():
+    slow = planned(dataclasses.replace(PHOTOS, seconds=4000.0))
+    fast = planned(dataclasses.replace(PHOTOS, seconds=400.0, flops=800e9))
+    assert work(fast) == pytest.approx(work(slow), rel=0.5)
+
+
+def test_what_was_given_stays_and_the_rest_adapts():
+    config = planned(PHOTOS, dim=96, patch_size=14, image_size=70, optimizer="adamw", epochs=3)
+    model, training = config.model, config.training
+    assert (model.dim, model.patch_size, model.image_size) == (96, 14, 70)
+    assert model.dim % model.num_heads == 0
+    assert model.stem == "linear"  # convolutions do not reach patches of 14
+    assert (training.optimizer, training.fallback_lr, training.epochs) == ("adamw", None, 3)
+    assert training.time is None
+
+
+def test_characters_are_not_mirrored_and_photographs_are():
+    assert planned(DIGITS).augment.hflip == 0
+    assert planned(DIGITS).augment.min_crop == 1
+    assert planned(PHOTOS).augment.hflip == 0.5
+
+
+def test_large_data_holds_out_a_smaller_share_and_small_data_a_fifth():
+    assert planned(TINY).data.val_share == pytest.approx(0.1)
+    assert planned(PHOTOS).data.val_share == 0.2
+    theirs = dataclasses.replace(TINY, divided=False)
+    assert planned(theirs).data.val_share == 0.2  # they have their own validation images
+
+
+def test_a_cache_that_does_not_fit_is_not_planned():
+    assert planned(PHOTOS).data.cache == "ram"
+    assert planned(dataclasses.replace(PHOTOS, memory=2**20)).data.cache == "none"
+    assert planned(dataclasses.replace(PHOTOS, images=10**7)).data.cache == "none"
+
+
+def test_without_a_time_the_plan_has_one_under_an_hour_for_five_thousand_photographs():
+    facts = dataclasses.replace(PHOTOS, images=5000, seconds=None)
+    seconds = planned(facts).training.seconds
+    assert seconds is not None
+    assert 600 < seconds < 3600
+    assert planned(facts, epochs=4).training.time is None
+
+
+def test_flops_of_the_rules_are_those_of_the_network():
+    from vit.evaluation.cost import cost_of
+
+    for side, dim, depth in LADDER[:4]:
+        config = planned(PHOTOS, image_size=side, dim=dim, depth=depth)
+        counted = cost_of(config.model, batch_size=1).flops
+        assert forward_flops(side, 8, dim, depth) == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"depth": 3, "time": "5m"}, True),
+        ({"model": "vit_tiny_patch16_224"}, False),
+        ({"weights": "timm/x"}, False),
+        ({"task": "caption"}, False),
+        ({"task": "multilabel"}, True),
+    ],
+)
+def test_a_model_weights_or_captions_leave_no_plan_to_make(given, expected):
+    assert is_planned(given) is expected
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of landscape images in colours and portraits in grey, two classes."""
+    random = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            shape = (60, 90, 3) if number % 2 else (90, 60)
+            pixels = random.integers(0, 255, shape).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def test_images_are_looked_at(photos):
+    from vit.data.samples import Sample
+
+    samples = [Sample(str(path), 0) for path in sorted(photos.glob("*/*.png"))]
+    assert look_at_images(samples) == (60, False)
+    grey = [sample for sample in samples if sample.path[-5] in "024"]
+    assert look_at_images([*grey, Sample("missing.png", 0)]) == (60, True)
+    assert look_at_images([Sample("missing.png", 0)]) == (224, True)
+
+
+@pytest.mark.auto_precision
+def test_the_plan_is_printed_and_saved_and_trains(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [str(photos), "--epochs", "1", "--dim", "32", "--depth", "1"]
+    assert main(["plan", *words, "--save", "plan.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "stem " in printed
+    assert "given" in printed
+    saved = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert (saved["dim"], saved["stem"]) == (32, "conv")
+    assert main(["plan", *words, "--save", "plan.yaml"]) == 2  # it is there
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["train", *words, "--out", "run", "-j", "0"]) == 0
+    trained = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    machine = {"num_classes", "workers", "accumulate"}
+    different = {name for name in saved if saved[name] != trained[name]} - machine
+    assert not different
+    assert main(["train", "-c", "run/config.yaml", "--out", "again"]) == 0
+    first, second = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "again")
+    )
+    assert first == second
+
+
+def test_a_plan_of_chosen_weights_is_refused(photos, capsys):
+    assert main(["plan", str(photos), "--model", "vit_tiny_patch16_224"]) == 2
+    assert "leave out --model" in capsys.readouterr().err
+
+
+@pytest.mark.auto_precision
+def test_planning_keeps_every_setting_that_was_chosen(photos):
+    chosen = {"data": str(photos), "epochs": 2, "hflip": 0.0, "seed": 3, "norm": "rmsnorm"}
+    config, plan = plan_training(chosen)
+    flat = flatten(config)
+    assert {name: flat[name] for name in chosen} == chosen
+    assert plan.facts.images + plan.facts.validation == 12
