@@ -68,10 +68,14 @@ class ConvStem(ImageEmbedding):
             ValueError: The images cannot be cut into whole patches of the right channels.
         """
         grid = self.grid(images, self.patch_size)
+        return self.tokens(images), grid
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, rows * cols, dim)"""
         x = images.contiguous(memory_format=torch.channels_last)
         for conv, norm, pool in zip([*self.convs, self.proj], self.norms, self.pools, strict=True):
             x = pool(F.gelu(norm(conv(x))))
-        return rearrange(x, "batch dim rows cols -> batch (rows cols) dim"), grid
+        return rearrange(x, "batch dim rows cols -> batch (rows cols) dim")
 
 
 class ChannelLayerNorm(nn.LayerNorm):

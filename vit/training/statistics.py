@@ -34,10 +34,10 @@ class SumOverProcesses(torch.autograd.Function):
         return total
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sum_over_processes(mine: Tensor) -> Tensor:
     """The sum of `mine` over all processes, with gradients; every process must ask for it."""
-    total: Tensor = SumOverProcesses.apply(mine)  # type: ignore[no-untyped-call]
+    total: Tensor = SumOverProcesses.apply(mine)
     return total
 
 

@@ -38,6 +38,13 @@ THRESHOLDS = {
     "thresholds of the classes have no place in that folder",
 }
 
+NEEDS_VIT = {
+    "timm": "note: stem=conv: timm opens that folder where vit is imported too (`import vit`), by "
+    "the architecture vit_conv_stem",
+    "huggingface": "note: stem=conv: transformers opens that folder where vit is imported too "
+    "(`import vit`), by the model_type vit_toolkit",
+}
+
 FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 
@@ -77,6 +84,7 @@ def convert(
     lines += [assumed] * bool(assumed)
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
+    lines += [NEEDS_VIT[to]] if config.stem == "conv" else []
     lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLDS[to]}"]
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
