@@ -11,7 +11,7 @@ from vit.settings import write_settings
 from vit.training.checkpoint import find_checkpoints
 from vit.training.ema import MovingAverage, exchanged
 from vit.training.ending import read_events
-from vit.training.statistics import learned_statistics, own_statistics, share_statistics
+from vit.training.statistics import learned_statistics, own_statistics, share_statistics, uncounted
 from vit.training.train import train
 
 STEM = {"stem": "conv", "stem_depth": 2, "num_classes": 3}
@@ -24,15 +24,25 @@ def weights(folder):
     return load_file(find_checkpoints(folder / "checkpoints")[0])
 
 
-def test_two_processes_equal_one(tiny_config, tmp_path):
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_picture, batch_size):
+    """With two pictures a step, the bad one leaves one process without any."""
+    plain = {"dropout": 0, "drop_path": 0, "mixup": 0, "cutmix": 0, "precision": "fp64"}
     config = tiny_config(
-        **STEM, dropout=0, drop_path=0, batch_size=8, epochs=2, precision="fp64", keep_best=2
+        **STEM,
+        **plain,
+        batch_size=batch_size,
+        epochs=1,
+        warmup_epochs=0,
+        data=str(data_with_a_bad_picture),
+        on_bad_image="skip",
     )
     train(config, tmp_path / "one")
     write_settings(tmp_path / "settings.yaml", config)
     done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr
+    assert "report: " in done.stderr, done.stderr  # and a failure code, of the bad picture
     assert "2 x cpu" in done.stderr
+    assert "red/3.png" in done.stderr
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
     statistics = [name for name in one if "running_" in name]
@@ -97,6 +107,14 @@ def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
     for name in names:
         assert torch.equal(first[name], second[name])
     assert not torch.equal(first["head.weight"], second["head.weight"])
+
+
+def test_pictures_that_cannot_be_read_are_not_in_the_statistics():
+    model = build_classifier(SMALL).train()
+    with uncounted(model):
+        model(torch.ones(1, 3, 16, 16))
+    assert not any(norm.running_mean.any() for norm in model.patch_embed.norms)
+    assert all(norm.counts for norm in model.patch_embed.norms)
 
 
 def test_one_process_shares_with_nobody():

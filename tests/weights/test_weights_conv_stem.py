@@ -20,6 +20,7 @@ from vit.weights.convert import convert
 from vit.weights.folder import load_run, save_model
 from vit.weights.loading import open_source
 from vit.weights.parity import measured
+from vit.weights.repatching import with_patches
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 CASES = [
@@ -124,6 +125,24 @@ def test_transformers_opens_an_encoder(tmp_path):
     theirs = AutoModel.from_pretrained(tmp_path / "theirs").eval()
     pooled = theirs(images).pooler_output
     torch.testing.assert_close(pooled, model.features(images), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_weights_are_adapted_to_other_images(tmp_path):
+    run, model, _ = network(tmp_path)
+    larger = vit.from_pretrained(run, image_size=64)
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(larger(images), model(images))
+    grey, image = vit.from_pretrained(run, channels=1), torch.randn(2, 1, 32, 32)
+    torch.testing.assert_close(grey(image), model(image.expand(2, 3, 32, 32)))
+    with pytest.raises(
+        WeightsError, match=r"patch_size=16: the convolutions of .* patch_size=8 al"
+    ):
+        vit.from_pretrained(run, patch_size=16)
+    with pytest.raises(WeightsError, match="make tokens of patch_size=8 alone; leave it out"):
+        with_patches(load_run(run), patch_size=4)
+    with pytest.raises(WeightsError, match=r"stem_depth=4: .* has stem_depth=3; leave it out"):
+        vit.from_pretrained(run, stem_depth=4)
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface"])

@@ -67,6 +67,23 @@ def own_statistics(network: nn.Module) -> Iterator[None]:
             norm.sum_over_processes = total
 
 
+@contextlib.contextmanager
+def uncounted(network: nn.Module) -> Iterator[None]:
+    """Inside the `with`, what `network` sees has no share in its statistics.
+
+    Where no image of a micro-batch could be read, a blank one stands in, so that all processes
+    take part in each exchange.
+    """
+    norms = _norms(network).values()
+    for norm in norms:
+        norm.counts = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.counts = True
+
+
 def learned_statistics(network: nn.Module) -> dict[str, Tensor]:
     """Running means and variances that training changes, by name."""
     return {

@@ -78,13 +78,12 @@ def convert(
         config = dataclasses.replace(config, merge_tokens=merge_tokens)
     config = as_theirs(config, to)
     same = config == pretrained.config
-    lines = notes_of_patches(pretrained.config, config)
+    lines = notes_of_patches(pretrained.config, config, to)
     pretrained = dataclasses.replace(pretrained, config=config)
     preprocessing, assumed = assumed_preprocessing(pretrained)
     lines += [assumed] * bool(assumed)
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
-    lines += [NEEDS_VIT[to]] if config.stem == "conv" else []
     lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLDS[to]}"]
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
@@ -108,14 +107,15 @@ def as_theirs(config: ModelConfig, to: Target) -> ModelConfig:
     return config
 
 
-def notes_of_patches(source: ModelConfig, config: ModelConfig) -> list[str]:
-    """What the folder of `config` does not do with patches that the `source` did."""
+def notes_of_patches(source: ModelConfig, config: ModelConfig, to: Target) -> list[str]:
+    """What the folder of `config` does not do with patches that the `source` did, or needs."""
     dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
     lines = [
         f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
         "library trains without it"
         for name in dropped
     ]
+    lines += [NEEDS_VIT[to]] if config.stem == "conv" else []
     if source.merge_tokens != config.merge_tokens:
         lines.append(
             f"note: without the merge_tokens={source.merge_tokens} of its training the network "

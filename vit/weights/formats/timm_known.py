@@ -41,7 +41,7 @@ TABLES: dict[str, str] = {
     "LayerScale": "init_values inplace gamma",
     "TimmConvStem": "channels patch_size side img_size grid_size num_patches flatten output_fmt"
     " strict_img_size stem stem_eps convs norms pools proj",
-    "BatchNorm": "eps momentum weight bias running_mean running_var",
+    "BatchNorm": "eps momentum counts weight bias running_mean running_var",
     "ChannelLayerNorm": f"{NORM} training",  # of a stem: no norm of tokens
     "MaxPool2d": "kernel_size stride padding dilation return_indices ceil_mode",
     "Attention": f"{ATTENTION} {BIASES} {RELATIVE} num_relative_distance",
