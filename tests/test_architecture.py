@@ -74,7 +74,7 @@ ONLY = {
     "simplejpeg": {"vit/data/jpeg.py"},
     "sacrebleu": {"vit/evaluation/captions.py"},
     "tokenizers": {"vit/data/captioning/tokenizer.py", "vit/data/captioning/vocabulary.py"},
-    "transformers": {"vit/weights/parity.py"},
+    "transformers": {"vit/weights/parity.py", "vit/weights/transformers_network.py"},
 }
 BLOCKS = {
     *("PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"),

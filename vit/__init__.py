@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vit.version import __version__
+from vit.weights.registration import register
 
 if TYPE_CHECKING:
     from vit.config import Config
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vit.settings import make_config
     from vit.training.train import train
     from vit.weights.loading import from_pretrained
+
+register()
 
 _HOMES = {
     "Captioner": "vit.model.captioner",

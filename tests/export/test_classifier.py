@@ -22,11 +22,16 @@ from vit.runtime.session import Session
 from vit.weights.folder import load_run, save_model
 
 CLASSES = ("apple", "pear", "plum")
-EACH = MIXTURES[:1] + [
-    pytest.param(options, marks=pytest.mark.slow, id=str(options))
-    for options in MIXTURES[1:] + OPTIONS + SHORTER
-    if "channels" not in options
-]
+STEMS = [options for options in MIXTURES if options.get("stem") == "conv"]
+EACH = (
+    MIXTURES[:1]
+    + STEMS
+    + [
+        pytest.param(options, marks=pytest.mark.slow, id=str(options))
+        for options in MIXTURES[1:] + OPTIONS + SHORTER
+        if "channels" not in options and options not in STEMS
+    ]
+)
 
 
 def saved(folder, options, **preprocessing):
@@ -327,6 +332,24 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
     merging = saved(tmp_path / "merging", {"merge_tokens": 1, "pooling": "mean"})
     with pytest.raises(ConfigError, match="merge_tokens=1: tokens differ from block to block"):
         export_onnx(merging, tmp_path / "a.onnx", tokens=True)
+
+
+@pytest.mark.parametrize("options", STEMS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "asked", "allowed"),
+    [
+        ("half.onnx", {"precision": "fp16"}, 0.02),
+        ("bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1),
+        ("net.xml", {}, 1e-5),
+        ("net.pt2", {"to": "torch"}, 1e-5),
+    ],
+)
+def test_convolutions_go_wherever_a_network_does(tmp_path, options, name, asked, allowed):
+    run = saved(tmp_path / "run", options)
+    if name.endswith(".xml"):
+        asked = {"to": "openvino"}
+    assert export(run, tmp_path / name, **asked).difference < allowed
+    assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_a_program_of_torch(run, tmp_path):

@@ -210,6 +210,22 @@ def test_no_image_leaves_the_statistics(total):
     assert torch.equal(norm.running_var, torch.ones(5))
 
 
+@pytest.mark.parametrize("total", [None, lambda mine: 1 * mine])
+def test_what_does_not_count_leaves_the_statistics(total):
+    torch.manual_seed(0)
+    norm = BatchNorm(5)
+    norm.sum_over_processes = total
+    norm.counts = False
+    x = torch.randn(2, 5, 3, 3, requires_grad=True)
+    norm(x)[:0].sum().backward()
+    assert not x.grad.any()
+    assert not norm.running_mean.any()
+    assert torch.equal(norm.running_var, torch.ones(5))
+    norm.counts = True
+    norm(x)
+    assert norm.running_mean.all()
+
+
 def test_a_frozen_stem_keeps_its_statistics():
     model = build_classifier(ModelConfig(**SMALL, stem="conv"))
     model.patch_embed.requires_grad_(False)

@@ -43,6 +43,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         {"position": "learned"},
         {"position": "sinusoidal_2d"},
         {"patch_sizes": [2, 4]},
+        {"stem": "conv", "ema": 0.9},
         {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
     ],
     ids=str,

@@ -160,8 +160,7 @@ class ModelConfig(Section):
                 "image_size",
                 f"not a multiple of patch_size={self.patch_size}; the nearest are {down} and {up}",
             )
-        self._check_patch_sizes()
-        self._check_stem()
+        self._check_patches()
         if self.dim % self.num_heads:
             self.refuse("dim", f"does not split into num_heads={self.num_heads} equal heads")
         if self.position == "sinusoidal_2d" and self.dim % 4:
@@ -195,17 +194,17 @@ class ModelConfig(Section):
                 have = f"{part}={getattr(self, part)}"
                 self.refuse(name, f"{have} does not read it; {part}={' or '.join(kinds)} does")
 
-    def _check_patch_sizes(self) -> None:
+    def _check_patches(self) -> None:
         for size in self.patch_sizes:
             if size < 1 or self.image_size % size:
                 why = f"{size} does not divide image_size={self.image_size}; leave it out"
                 self.refuse("patch_sizes", why)
         if self.patch_sizes and {*self.patch_sizes} == {self.patch_size}:
             self.refuse("patch_sizes", "is patch_size alone; name another size, or none")
+        if self.stem == "conv":
+            self._check_stem()
 
     def _check_stem(self) -> None:
-        if self.stem != "conv":
-            return
         size, pools = self.patch_size, self.stem_pools
         if size & (size - 1):
             down = 1 << size.bit_length() - 1

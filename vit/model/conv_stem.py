@@ -68,10 +68,14 @@ class ConvStem(ImageEmbedding):
             ValueError: The images cannot be cut into whole patches of the right channels.
         """
         grid = self.grid(images, self.patch_size)
+        return self.tokens(images), grid
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, rows * cols, dim)"""
         x = images.contiguous(memory_format=torch.channels_last)
         for conv, norm, pool in zip([*self.convs, self.proj], self.norms, self.pools, strict=True):
             x = pool(F.gelu(norm(conv(x))))
-        return rearrange(x, "batch dim rows cols -> batch (rows cols) dim"), grid
+        return rearrange(x, "batch dim rows cols -> batch (rows cols) dim")
 
 
 class ChannelLayerNorm(nn.LayerNorm):
@@ -113,6 +117,8 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
         self.sum_over_processes: Callable[[Tensor], Tensor] | None = None
         """Sums a tensor over all processes, with gradients, where several train one network."""
+        self.counts = True
+        """False while an image stands in for none: it has no share in the statistics."""
 
     def train(self, mode: bool = True) -> "BatchNorm":
         """Training mode, unless `weight` is frozen."""
@@ -123,7 +129,7 @@ class BatchNorm(nn.Module):
         if self.training and self.sum_over_processes is not None:
             return self.normalise(x, *self.statistics(x, self.sum_over_processes))
         # a micro-batch of which no image could be read has no statistics
-        measured = self.training and x.shape[0] > 0
+        measured = self.training and self.counts and x.shape[0] > 0
         running = (self.running_mean, self.running_var)
         return F.batch_norm(x, *running, self.weight, self.bias, measured, self.momentum, self.eps)
 
@@ -134,8 +140,8 @@ class BatchNorm(nn.Module):
             x: This process's share, (batch, channels, height, width).
             total: Sums over processes.
         """
-        wide = x.to(torch.promote_types(x.dtype, torch.float))
-        sums, count = wide.sum(dim=(0, 2, 3)), wide.new_full((1,), x.numel() // x.shape[1])
+        wide = x.to(torch.promote_types(x.dtype, torch.float))[: None if self.counts else 0]
+        sums, count = wide.sum(dim=(0, 2, 3)), wide.new_full((1,), wide.numel() // x.shape[1])
         totals = total(torch.cat([sums, count]))
         count = totals[-1].detach().clamp(min=1)
         mean = totals[:-1] / count

@@ -27,6 +27,7 @@ from vit.generation.writing import write
 from vit.model.captioner import Captioner, Said
 from vit.training.agreement import everyones, on_main
 from vit.training.losses import smoothed_cross_entropy
+from vit.training.statistics import uncounted
 from vit.training.tasks import balanced_accuracy, classes_of, judged, judged_by_class
 
 if TYPE_CHECKING:
@@ -146,5 +147,6 @@ def forward(run: "Training", images: Tensor, ids: Tensor) -> Said:
     if len(images):
         said: Said = run.model(images, ids)
         return said
-    alone: Said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
+    with uncounted(run.network):
+        alone: Said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
     return Said(alone.classes[:0], alone.words[:0, :0])

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from vit.training.sharding import forget_gathered
+from vit.training.statistics import learned_statistics
 
 
 class MovingAverage:
-    """Keeps the average of every parameter of `model` that learns; buffers are not averaged.
+    """Keeps the average of every parameter of `model` that learns, and of BatchNorm's statistics.
+
+    Averaged weights make other activations, whose statistics are nearer to averaged ones than to
+    those of the last step. Other buffers do not change, so they are not averaged.
 
     Args:
         model: The network being trained.
@@ -26,7 +30,9 @@ class MovingAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.average = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self.statistics = learned_statistics(model)
+        learned = {**self.parameters, **self.statistics}
+        self.average = {n: p.detach().clone() for n, p in learned.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -36,10 +42,14 @@ class MovingAverage:
         steps.
         """
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.average.values()), list(self.parameters.values()), weight)
+        # apart: sharding cuts parameters alone into pieces
+        for tensors in (self.parameters, self.statistics):
+            if tensors:
+                averages = [self.average[name] for name in tensors]
+                torch._foreach_lerp_(averages, list(tensors.values()), weight)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The average by parameter name."""
+        """The average by name of a parameter or buffer."""
         return self.average
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from vit.model.patches import FlexiblePatchEmbedding
 from vit.training.batches import rows_of
 from vit.training.loop import Training, clip, losses_of, objective
 from vit.training.rehearsal import forget, largest, rehearse
+from vit.training.statistics import own_statistics
 
 Say = Callable[[str], None]
 
@@ -177,19 +178,25 @@ def take_steps(run: Training, size: int) -> None:
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0
     for _ in range(MOST_STEPS):
-        step_alone(run, batches)
+        with own_statistics(run.network) if alone(run) else contextlib.nullcontext():
+            step_alone(run, batches)
         done += not run.accelerator.optimizer_step_was_skipped
         if done == STEPS:
             return
 
 
+def alone(run: Training) -> bool:
+    """Whether a step may be made without the other processes, which have the whole network too."""
+    return isinstance(run.model, DistributedDataParallel)
+
+
 def step_alone(run: Training, batches: Sequence[Batch]) -> None:
     """One update; processes that have the whole network each do not wait for the others."""
-    alone = isinstance(run.model, DistributedDataParallel)
+    by_itself = alone(run)
     for index, batch in enumerate(batches):
-        apart = alone or index < len(batches) - 1
+        apart = by_itself or index < len(batches) - 1
         with run.accelerator.no_sync(run.model) if apart else contextlib.nullcontext():
-            losses = losses_of(run, batch, 0, micro_batch=index, alone=alone)
+            losses = losses_of(run, batch, 0, micro_batch=index, alone=by_itself)
             run.accelerator.backward(objective(run, losses) / run.config.data.batch_size)
     clip(run)
     run.optimizer.step()

@@ -32,6 +32,7 @@ from vit.training.recomputation import recompute_blocks
 from vit.training.schedule import learning_rate
 from vit.training.several import MultiLabel
 from vit.training.sharding import is_sharded, require_shardable
+from vit.training.statistics import share_statistics
 from vit.training.tasks import Classification, Task
 from vit.training.words import words_line
 from vit.weights.adapting import adapt
@@ -135,6 +136,7 @@ def make_training(
         expect_graphs(2 * len(config.model.drawn_patch_sizes) + 4)
         network.compile()
     optimizer = make_optimizer(network, training, depth=config.model.depth)
+    share_statistics(network, accelerator.num_processes)
     model, prepared = accelerator.prepare(network, optimizer)
     # of the parameters as they are now: sharding has replaced them
     average = MovingAverage(network, training.ema) if training.ema else None

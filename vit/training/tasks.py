@@ -5,7 +5,7 @@ The loop, checkpoints and processes know nothing of it: they ask `Training.task`
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from vit.data.mixing import draw_plan, mix
 from vit.data.samples import Sample
 from vit.training.balance import Balance
 from vit.training.losses import smoothed_cross_entropy
+from vit.training.statistics import uncounted
 
 if TYPE_CHECKING:
     from vit.training.loop import Training
@@ -160,6 +161,8 @@ def forward(run: "Training", images: Tensor) -> Tensor:
 
     All processes must take part in each pass, and some attention kernels refuse an empty batch.
     """
-    given = images if len(images) else images.new_zeros(1, *images.shape[1:])
-    logits: Tensor = run.model(given)[: len(images)]
-    return logits
+    if len(images):
+        logits: Tensor = run.model(images)
+        return logits
+    with uncounted(run.network):
+        return cast(Tensor, run.model(images.new_zeros(1, *images.shape[1:])))[:0]

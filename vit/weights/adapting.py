@@ -193,10 +193,10 @@ def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> li
     changed = []
     if source.channels != config.channels:
         name = f"{first_convolution(source)}.weight"
-        old = state[name]
-        matrix = change_channels(old.flatten(1), old=source.channels, new=config.channels)
-        shape = (len(old), config.channels, *old.shape[2:]) if old.ndim > 2 else matrix.shape
-        state[name] = matrix.reshape(shape)
+        weight = state[name]
+        matrix = change_channels(weight.flatten(1), old=source.channels, new=config.channels)
+        conv = (len(weight), config.channels, *weight.shape[2:])
+        state[name] = matrix if weight.ndim == 2 else matrix.reshape(conv)
         changed.append(f"{name} {source.channels} -> {config.channels} channels")
     if source.patch_size != config.patch_size:
         old, new = source.patch_size, config.patch_size

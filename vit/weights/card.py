@@ -29,6 +29,8 @@ classify = pipeline("image-classification", model="FOLDER")
 classify("picture.jpg")
 ```""",
 }
+REGISTERED = """This network has a convolutional stem, which {library} knows once vit is imported:
+`pip install` vit and begin with `import vit`."""
 TASKS = {True: "image-classification", False: "image-feature-extraction"}
 LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
 
@@ -51,6 +53,9 @@ def model_card(
         scored: Whether the scores of the run are those of this network.
     """
     config, best = pretrained.config, best_event(Path(source))
+    use = USES[to]
+    if config.stem == "conv":
+        use = use.replace("```python", "```python\nimport vit\n", 1)
     front: dict[str, Any] = {
         "library_name": LIBRARIES[to],
         "pipeline_tag": TASKS[config.num_classes > 0],
@@ -63,7 +68,8 @@ def model_card(
         f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
         f"{config.dim}, patches of {config.patch_size} px, pictures of {config.image_size} px. "
         f"Made from {printable(pretrained.origin)} by vit {__version__}.",
-        USES[to].replace("FOLDER", printable(name)),
+        *([REGISTERED.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
+        use.replace("FOLDER", printable(name)),
     ]
     if scored and best is not None:
         parts.append(f"## Scores\n\n{told(best)} (loss {best['val_loss']:.4f}).")

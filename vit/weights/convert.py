@@ -38,6 +38,13 @@ THRESHOLDS = {
     "thresholds of the classes have no place in that folder",
 }
 
+NEEDS_VIT = {
+    "timm": "note: stem=conv: timm opens that folder where vit is imported too (`import vit`), by "
+    "the architecture vit_conv_stem",
+    "huggingface": "note: stem=conv: transformers opens that folder where vit is imported too "
+    "(`import vit`), by the model_type vit_toolkit",
+}
+
 FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 
@@ -71,7 +78,7 @@ def convert(
         config = dataclasses.replace(config, merge_tokens=merge_tokens)
     config = as_theirs(config, to)
     same = config == pretrained.config
-    lines = notes_of_patches(pretrained.config, config)
+    lines = notes_of_patches(pretrained.config, config, to)
     pretrained = dataclasses.replace(pretrained, config=config)
     preprocessing, assumed = assumed_preprocessing(pretrained)
     lines += [assumed] * bool(assumed)
@@ -100,14 +107,15 @@ def as_theirs(config: ModelConfig, to: Target) -> ModelConfig:
     return config
 
 
-def notes_of_patches(source: ModelConfig, config: ModelConfig) -> list[str]:
-    """What the folder of `config` does not do with patches that the `source` did."""
+def notes_of_patches(source: ModelConfig, config: ModelConfig, to: Target) -> list[str]:
+    """What the folder of `config` does not do with patches that the `source` did, or needs."""
     dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
     lines = [
         f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
         "library trains without it"
         for name in dropped
     ]
+    lines += [NEEDS_VIT[to]] if config.stem == "conv" else []
     if source.merge_tokens != config.merge_tokens:
         lines.append(
             f"note: without the merge_tokens={source.merge_tokens} of its training the network "

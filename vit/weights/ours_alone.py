@@ -5,7 +5,7 @@ from dataclasses import fields
 from vit.config import ModelConfig
 
 REMEDY = "; --merge-tokens 0 leaves merging out, with slightly other answers"
-OURS_ALONE = ("stem", "parallel_blocks", "repeat_blocks", "num_kv_heads", "merge_tokens")
+OURS_ALONE = ("parallel_blocks", "repeat_blocks", "num_kv_heads", "merge_tokens")
 
 
 def only_ours(config: ModelConfig) -> str | None:

@@ -46,6 +46,8 @@ RELATIVE_NEEDS: dict[str, tuple[object, ...]] = {
 NAMED_EPSILON = 1e-6
 """That of a norm which timm knows by name."""
 UNKNOWN = "vit_toolkit"
+CONV_STEM = "vit_conv_stem"
+"""What vit registers with timm."""
 
 POOLINGS = {
     "class_token": "token",
@@ -61,7 +63,12 @@ GRIDS = {"index": "cat", "centred": "dinov3"}
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
     ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
-    ("patch_bias={c.patch_bias} with norm_pre={c.norm_pre}", lambda c: c.patch_bias == c.norm_pre),
+    (
+        "patch_bias={c.patch_bias} with norm_pre={c.norm_pre}",
+        lambda c: c.stem == "linear" and c.patch_bias == c.norm_pre,
+    ),
+    # timm's Eva takes no other patch embedding than its own
+    ("stem=conv with position={c.position}", lambda c: c.stem == "conv" and c.is_rotary),
     (
         "prefix_positions={c.prefix_positions} with registers={c.registers}",
         lambda c: _has_table(c) and c.num_placed_tokens not in (0, c.num_prefix_tokens),
@@ -137,9 +144,17 @@ def _unfit_for_relative(config: ModelConfig) -> str | None:
 
 
 def architecture(config: ModelConfig) -> str:
-    """A model of timm that `model_args` turns into this one, or a name timm does not know."""
+    """A model of timm that `model_args` turns into this one, or a name timm does not know.
+
+    That of a convolutional stem is known to timm once vit is imported.
+    """
     if timm_refusal(config) is not None:
         return UNKNOWN
+    return CONV_STEM if config.stem == "conv" else _base(config)
+
+
+def _base(config: ModelConfig) -> str:
+    """The architecture of timm's own."""
     if config.position == "relative":
         return RELATIVE
     if config.is_rotary:
@@ -167,6 +182,7 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
         "class_token": config.class_token,
+        **(_stem_args(config) if config.stem == "conv" else {}),
         "global_pool": POOLINGS[config.pooling],
     }
     if config.position == "relative":
@@ -189,6 +205,17 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "fc_norm": last == "pooled",
         "embed_norm_layer": "",
         "act_layer": "silu" if gated else config.activation,
+    }
+
+
+def _stem_args(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of vit/weights/timm_stem.py."""
+    return {
+        **({"base": _base(config)} if timm_refusal(config) is None else {}),
+        "stem_depth": config.stem_depth,
+        "stem_width": config.stem_width,
+        "stem_norm": config.stem_norm,
+        "stem_eps": config.norm_eps,
     }
 
 

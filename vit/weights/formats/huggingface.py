@@ -32,6 +32,7 @@ from vit.weights.formats.names import (
     fuse_qkv,
     spread_shared_bias,
 )
+from vit.weights.formats.own_huggingface import MODEL_TYPE, read_own
 from vit.weights.pretrained import Pretrained
 
 __all__ = ["huggingface_refusal", "read_huggingface", "write_huggingface"]
@@ -59,8 +60,14 @@ def read_huggingface(
         WeightsError: The network is of a kind that ours cannot be, or the files do not fit.
     """
     try:
-        settings = vision_settings(config)
-        found, ours, notes = _network(settings, _architecture(config), state)
+        if config.get("model_type") == MODEL_TYPE:
+            found, ours = read_own(config, state)
+            with torch.device("meta"):
+                check_fit(ours, assemble(found))
+            notes: Notes = ()
+        else:
+            settings = vision_settings(config)
+            found, ours, notes = _network(settings, _architecture(config), state)
         classes, class_notes = _classes(config, found.num_classes)
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None

@@ -25,6 +25,7 @@ from vit.weights.formats.huggingface_targets import (
     target_of,
 )
 from vit.weights.formats.names import PATCH_WEIGHT, State, check_fit
+from vit.weights.formats.own_huggingface import write_own
 from vit.weights.ours_alone import remedy
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -62,14 +63,17 @@ def write_huggingface(
         raise WeightsError(f"transformers cannot express this network: {refusal}{remedy(refusal)}")
     if len(classes or ()) != config.num_classes:
         raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
-    target = target_of(config)
     processor = write_processor(preprocessing, config.image_size)
     with torch.device("meta"):
         model = assemble(config)
     check_fit(state, model)
     on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
-    tensors = _tensors(on_cpu, config, target)
-    settings = _config(config, target, classes or ())
+    if config.stem == "conv":
+        settings, tensors = write_own(on_cpu, config, classes or ())
+    else:
+        target = target_of(config)
+        tensors = _tensors(on_cpu, config, target)
+        settings = _config(config, target, classes or ())
     if several:
         settings["problem_type"] = SEVERAL
     return settings, processor, tensors

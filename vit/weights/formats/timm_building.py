@@ -12,8 +12,10 @@ from torch import Tensor
 from vit.errors import WeightsError, printable
 from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, side_of_biases, some
 
-MODULES = ("vision_transformer", "deit", "eva", "beit", "vision_transformer_relpos")
-"""Files of timm whose networks are read."""
+MODULES = ("vision_transformer", "deit", "eva", "beit", "vision_transformer_relpos", "timm_stem")
+"""Files of timm whose networks are read, and ours."""
+FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
+STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_norm", "stem_eps")
 # Arguments that the tensors decide, or that have no place in a file.
 DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
 REFUSALS = (TypeError, ValueError, AssertionError, RuntimeError, KeyError, ArithmeticError)
@@ -43,7 +45,8 @@ def build(
     if about.get("global_pool"):
         args.setdefault("global_pool", about["global_pool"])
     args["num_classes"] = 0 if head is None else len(head)
-    args["in_chans"] = patch.shape[1] if patch.ndim == 4 else 3
+    first = state.get(FIRST_CONVOLUTION, patch)
+    args["in_chans"] = first.shape[1] if first.ndim == 4 else 3
     size = model_args.get("img_size") or (about.get("input_size") or (None,))[-1]
     if size is not None:
         args["img_size"] = size
@@ -90,7 +93,8 @@ def _arguments() -> set[str]:
     from timm.models import Beit, Eva, VisionTransformer, VisionTransformerRelPos
 
     kinds = (VisionTransformer, Eva, Beit, VisionTransformerRelPos)
-    return {name for kind in kinds for name in inspect.signature(kind).parameters}
+    known = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    return {*known, "base", *STEM_ARGUMENTS}
 
 
 def _image_size(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:

@@ -39,6 +39,11 @@ TABLES: dict[str, str] = {
     "EvaBlock": f"{BLOCK} init_values gamma_1 gamma_2",
     "RelPosBlock": f"{BLOCK} ls1 ls2",
     "LayerScale": "init_values inplace gamma",
+    "TimmConvStem": "channels patch_size side img_size grid_size num_patches flatten output_fmt"
+    " strict_img_size stem stem_eps convs norms pools proj",
+    "BatchNorm": "eps momentum counts weight bias running_mean running_var",
+    "ChannelLayerNorm": f"{NORM} training",  # of a stem: no norm of tokens
+    "MaxPool2d": "kernel_size stride padding dilation return_indices ceil_mode",
     "Attention": f"{ATTENTION} {BIASES} {RELATIVE} num_relative_distance",
     "EvaAttention": f"{ROTARY_ATTENTION} {BIASES}",
     "RelPosAttention": f"{ATTENTION} rel_pos",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
+from vit.model.conv_stem import ConvStem
 from vit.weights.formats.rotary import Rotation
 from vit.weights.formats.timm_known import Foreign, check_known, is_norm, switched_on
 
@@ -57,6 +58,9 @@ def _settings(model: Any) -> dict[str, Any]:
     if model.global_pool not in POOLINGS:
         raise Foreign(f"pools by global_pool={model.global_pool!r}")
     norm, norm_eps = _one_norm(model)
+    stem_eps = getattr(model.patch_embed, "stem_eps", norm_eps)
+    if stem_eps != norm_eps:
+        raise Foreign(f"has eps={stem_eps:g} in its stem and {norm_eps:g} elsewhere")
     settings = {
         **_patches(model),
         **blocks[0],
@@ -85,6 +89,8 @@ def _registers(model: Any) -> int:
 
 def _patches(model: Any) -> dict[str, Any]:
     patches = model.patch_embed
+    if isinstance(patches, ConvStem):
+        return _stem(patches)
     projection = patches.proj
     side = patches.patch_size[0]
     square = (side, side)
@@ -98,6 +104,14 @@ def _patches(model: Any) -> dict[str, Any]:
         "channels": projection.in_channels,
         "patch_bias": projection.bias is not None,
     }
+
+
+def _stem(stem: Any) -> dict[str, Any]:
+    """Settings of what vit/weights/timm_stem.py makes."""
+    rows, columns = stem.img_size
+    if rows != columns:
+        raise Foreign(f"has pictures of {rows} x {columns} pixels")
+    return {"stem": "conv", "patch_size": stem.side, "channels": stem.channels, **stem.stem}
 
 
 def _block(block: Any) -> dict[str, Any]:

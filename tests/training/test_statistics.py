@@ -1,0 +1,129 @@
+"""BatchNorm's statistics: the same over two processes, averaged, kept, saved, and frozen."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.test_processes import launch
+from vit.config import ModelConfig
+from vit.model.build import build_classifier
+from vit.settings import write_settings
+from vit.training.checkpoint import find_checkpoints
+from vit.training.ema import MovingAverage, exchanged
+from vit.training.ending import read_events
+from vit.training.statistics import learned_statistics, own_statistics, share_statistics, uncounted
+from vit.training.train import train
+
+STEM = {"stem": "conv", "stem_depth": 2, "num_classes": 3}
+SMALL = ModelConfig(
+    image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3, stem="conv"
+)
+
+
+def weights(folder):
+    return load_file(find_checkpoints(folder / "checkpoints")[0])
+
+
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_picture, batch_size):
+    """With two pictures a step, the bad one leaves one process without any."""
+    plain = {"dropout": 0, "drop_path": 0, "mixup": 0, "cutmix": 0, "precision": "fp64"}
+    config = tiny_config(
+        **STEM,
+        **plain,
+        batch_size=batch_size,
+        epochs=1,
+        warmup_epochs=0,
+        data=str(data_with_a_bad_picture),
+        on_bad_image="skip",
+    )
+    train(config, tmp_path / "one")
+    write_settings(tmp_path / "settings.yaml", config)
+    done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two"))
+    assert "report: " in done.stderr, done.stderr  # and a failure code, of the bad picture
+    assert "2 x cpu" in done.stderr
+    assert "red/3.png" in done.stderr
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    statistics = [name for name in one if "running_" in name]
+    assert len(statistics) == 2 * 2 * 2  # mean and variance of two norms, in model and average
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-10, rtol=0)
+    first, second = (read_events(tmp_path / name) for name in ("one", "two"))
+    for ours, theirs in zip(first, second, strict=True):
+        for name in {"loss", "grad_norm", "val_loss"} & ours.keys():
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-9)
+
+
+def test_the_run_answers_with_averaged_statistics(tiny_config, tmp_path):
+    config = tiny_config(**STEM, epochs=1, warmup_epochs=0)
+    train(config, tmp_path / "run")
+    saved, kept = load_file(tmp_path / "run/model.safetensors"), weights(tmp_path / "run")
+    names = [name for name in saved if "running_" in name]
+    assert len(names) == 4
+    for name in names:
+        assert torch.equal(saved[name], kept[f"ema/{name}"])
+        assert not torch.equal(saved[name], kept[f"model/{name}"])
+
+
+def test_averages_follow_and_are_exchanged():
+    torch.manual_seed(0)
+    model = build_classifier(SMALL).train()
+    average = MovingAverage(model, 0.9)
+    before = {name: tensor.clone() for name, tensor in learned_statistics(model).items()}
+    model(torch.randn(4, 3, 16, 16))
+    average.update(10**6)
+    now = {name: tensor.clone() for name, tensor in learned_statistics(model).items()}
+    assert len(now) == 6
+    for name, tensor in now.items():
+        torch.testing.assert_close(average.average[name], 0.9 * before[name] + 0.1 * tensor)
+    averaged = {name: tensor.clone() for name, tensor in average.average.items()}
+    with exchanged(model, average.average):
+        for name, tensor in learned_statistics(model).items():
+            assert torch.equal(tensor, averaged[name])
+    for name, tensor in learned_statistics(model).items():
+        assert torch.equal(tensor, now[name])
+
+
+def test_frozen_statistics_are_not_averaged():
+    model = build_classifier(SMALL)
+    model.patch_embed.requires_grad_(False)
+    assert learned_statistics(model) == {}
+    assert not any("running" in name for name in MovingAverage(model, 0.9).average)
+
+
+@pytest.mark.parametrize("method", ["linear", "lora"])
+def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
+    train(tiny_config(**STEM, epochs=1, warmup_epochs=0), tmp_path / "first")
+    tuned = tiny_config(
+        **STEM, epochs=1, warmup_epochs=0, weights=str(tmp_path / "first"), method=method
+    )
+    train(tuned, tmp_path / "second")
+    first, second = (
+        load_file(tmp_path / f"{name}/model.safetensors") for name in ("first", "second")
+    )
+    names = [name for name in first if name.startswith("patch_embed.")]
+    assert len(names) == 2 + 2 * 4
+    for name in names:
+        assert torch.equal(first[name], second[name])
+    assert not torch.equal(first["head.weight"], second["head.weight"])
+
+
+def test_pictures_that_cannot_be_read_are_not_in_the_statistics():
+    model = build_classifier(SMALL).train()
+    with uncounted(model):
+        model(torch.ones(1, 3, 16, 16))
+    assert not any(norm.running_mean.any() for norm in model.patch_embed.norms)
+    assert all(norm.counts for norm in model.patch_embed.norms)
+
+
+def test_one_process_shares_with_nobody():
+    model = build_classifier(SMALL)
+    share_statistics(model, 1)
+    assert all(norm.sum_over_processes is None for norm in model.patch_embed.norms)
+    share_statistics(model, 2)
+    norms = model.patch_embed.norms
+    assert all(norm.sum_over_processes is not None for norm in norms)
+    with own_statistics(model):
+        model.train()(torch.randn(2, 3, 16, 16))  # waits for nobody
+    assert all(norm.sum_over_processes is not None for norm in norms)

@@ -1,0 +1,98 @@
+"""Statistics of BatchNorm: over all processes while a batch is shared by them, averaged as weights.
+
+A step over two processes normalises by the mean and variance of both shares, so it equals the step
+of one process that has the whole batch. torch's SyncBatchNorm does the same on GPUs alone.
+
+Source: Zhang et al., "Context Encoding for Semantic Segmentation", section 3.1, arXiv:1803.08904.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.model.conv_stem import BatchNorm
+
+
+class SumOverProcesses(torch.autograd.Function):
+    """The sum of a tensor over all processes; each process's loss has a gradient by all of them."""
+
+    @staticmethod
+    def forward(_: Any, mine: Tensor) -> Tensor:
+        """(n,) -> (n,)"""
+        total = mine.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        """What the losses of all processes say of the sum they share."""
+        total = gradients[0].clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sum_over_processes(mine: Tensor) -> Tensor:
+    """The sum of `mine` over all processes, with gradients; every process must ask for it."""
+    total: Tensor = SumOverProcesses.apply(mine)
+    return total
+
+
+def share_statistics(network: nn.Module, processes: int) -> None:
+    """Let every BatchNorm of `network` see the images of all `processes`.
+
+    Args:
+        network: Changed in place.
+        processes: How many train it together.
+    """
+    if processes > 1:
+        for norm in _norms(network).values():
+            norm.sum_over_processes = sum_over_processes
+
+
+@contextlib.contextmanager
+def own_statistics(network: nn.Module) -> Iterator[None]:
+    """Inside the `with`, training steps of `network` wait for no other process's statistics."""
+    norms = _norms(network).values()
+    shared = [norm.sum_over_processes for norm in norms]
+    for norm in norms:
+        norm.sum_over_processes = None
+    try:
+        yield
+    finally:
+        for norm, total in zip(norms, shared, strict=True):
+            norm.sum_over_processes = total
+
+
+@contextlib.contextmanager
+def uncounted(network: nn.Module) -> Iterator[None]:
+    """Inside the `with`, what `network` sees has no share in its statistics.
+
+    Where no image of a micro-batch could be read, a blank one stands in, so that all processes
+    take part in each exchange.
+    """
+    norms = _norms(network).values()
+    for norm in norms:
+        norm.counts = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.counts = True
+
+
+def learned_statistics(network: nn.Module) -> dict[str, Tensor]:
+    """Running means and variances that training changes, by name."""
+    return {
+        f"{name}.{kind}": getattr(norm, kind)
+        for name, norm in _norms(network).items()
+        for kind in ("running_mean", "running_var")
+        if norm.weight.requires_grad
+    }
+
+
+def _norms(network: nn.Module) -> dict[str, BatchNorm]:
+    return {name: norm for name, norm in network.named_modules() if isinstance(norm, BatchNorm)}
