@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vit.model.captioner import Captioner
     from vit.model.classifier import VisionTransformer
     from vit.settings import make_config
+    from vit.training.plan import plan_training
     from vit.training.train import train
     from vit.weights.loading import from_pretrained
 
@@ -35,6 +36,7 @@ _HOMES = {
     "export_onnx": "vit.export.onnx_file",
     "from_pretrained": "vit.weights.loading",
     "make_config": "vit.settings",
+    "plan_training": "vit.training.plan",
     "train": "vit.training.train",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "export_onnx",
     "from_pretrained",
     "make_config",
+    "plan_training",
     "train",
 ]
 

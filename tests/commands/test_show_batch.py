@@ -15,7 +15,7 @@ pytestmark = pytest.mark.auto_precision
 
 TINY = (
     *("--image-size", "16", "--patch-size", "8", "--dim", "32", "--depth", "1", "--num-heads", "2"),
-    *("--device", "cpu"),
+    *("--device", "cpu", "--model", "vit_tiny_patch16_224"),
 )
 
 

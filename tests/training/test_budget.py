@@ -17,7 +17,7 @@ from vit.training.devices import make_accelerator
 from vit.training.looking import look_at_data
 from vit.training.loop import Step
 from vit.training.pace import Pace, duration, steps_left
-from vit.training.schedule import picture_side
+from vit.training.schedule import learning_rate, picture_side
 from vit.training.validation import Validation
 
 STEP, VALIDATION, COMPILING, STARTING = 0.25, 0.5, 20.0, 2.0
@@ -145,6 +145,21 @@ def test_a_run_settles_its_steps_when_its_cooldown_begins(clock, fit, pace):
     again = [picture_side(settled, n, settled.training.epochs) for n in range(first // each)]
     assert sizes == again  # what was learned is what the settings say
     assert settled.training.cooldown_epochs == (settled.training.steps - first) / each
+    # once more an epoch later: what the first of the cooldown had, it has in the new settings
+    clock.now -= 30
+    later = settle_steps(settled, fit.budget, each, first + each, pace, accelerator)
+    assert later.training.steps > settled.training.steps
+    assert (len(settled.training.cooldown_shares), len(later.training.cooldown_shares)) == (1, 2)
+    before, after = (
+        learning_rate(one.training, epoch_steps=each, total=one.training.steps)
+        for one in (settled, later)
+    )
+    steps = range(first + each + 1)
+    assert [before(step) for step in steps] == [after(step) for step in steps]
+    assert after(first + 2 * each) == pytest.approx(
+        fitted.training.lr * later.training.cooldown_shares[1]
+    )
+    assert after(later.training.steps - 1) < 0.1 * fitted.training.lr
 
 
 def test_a_time_without_room_names_one_that_has(clock, fit):

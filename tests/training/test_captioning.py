@@ -190,7 +190,7 @@ def test_an_epoch_draws_a_caption_by_its_counters(words):
     prepared = Always(Preprocessing.of(make_config({}).data, 16))
     drawn = []
     for epoch in range(20):
-        keys = [Key(epoch, sample, 0) for sample in range(5)]
+        keys = [Key(epoch, sample, 0, visit=epoch) for sample in range(5)]
         dataset = ImageDataset(samples, prepared, seed=3, words=ids)
         said = spoken(tokenizer, dataset.__getitems__(keys).words)
         assert all(text in sample.captions for text, sample in zip(said, samples, strict=True))

@@ -328,13 +328,14 @@ budget.MOST_SECONDS = 0.05
 config = make_config({**read_settings(sys.argv[1]), "time": "1h"})
 config, splits, _ = look_at_data(config, [], accelerator, print)
 began = time.monotonic() - 600 * rank  # one of them was started later
-fitted = budget.fit_time(config, splits, accelerator, lambda _: None, began=began)
+fitted, _ = budget.fit_time(config, splits, accelerator, lambda _: None, began=began)
 epochs = torch.tensor([fitted.training.epochs])
 assert epochs > 100 and len(set(accelerator.gather(epochs).tolist())) == 1
 print("both agree")
 """
 
 
+@pytest.mark.auto_precision
 def test_two_processes_agree(tiny_config, tmp_path):
     write_settings(tmp_path / "settings.yaml", tiny_config(num_classes=3))
     script = tmp_path / "agree.py"

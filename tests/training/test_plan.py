@@ -97,7 +97,9 @@ def test_characters_are_not_mirrored_and_photographs_are():
 
 
 def test_large_data_holds_out_a_smaller_share_and_small_data_a_fifth():
-    assert planned(TINY).data.val_share == pytest.approx(0.1)
+    long = dataclasses.replace(TINY, seconds=7200.0)
+    assert planned(long).data.val_share == pytest.approx(0.1)  # 5,000 images
+    assert 0.02 < planned(TINY).data.val_share < 0.1  # as many as 6 s measure
     assert planned(PHOTOS).data.val_share == 0.2
     theirs = dataclasses.replace(TINY, divided=False)
     assert planned(theirs).data.val_share == 0.2  # they have their own validation images
@@ -186,6 +188,19 @@ def test_the_plan_is_printed_and_saved_and_trains(photos, tmp_path, capsys, monk
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "again")
     )
     assert first == second
+
+
+@pytest.mark.auto_precision
+def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
+    words = ["train", str(photos), "--dim", "32", "--depth", "1", "-j", "0"]
+    out = ["--out", str(tmp_path / "run")]
+    assert main([*words, *out, "--steps", "2"]) == 0
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert main([*words, *out, "--time", "1h", "--resume"]) == 0  # time decided the steps
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+    again = [*words[:1], "-c", str(tmp_path / "run" / "config.yaml"), "--time", "1s"]
+    assert main([*again, "--out", str(tmp_path / "again")]) == 2
+    assert "time=1s: start, one step" in capsys.readouterr().err  # not the steps of the file
 
 
 def test_a_plan_of_chosen_weights_is_refused(photos, capsys):

@@ -1,5 +1,6 @@
 """Schedule, groups, losses and moving average against formulas and torch's own."""
 
+import dataclasses
 import math
 from functools import partialmethod
 
@@ -56,6 +57,19 @@ def test_wsd_is_constant_then_linear():
     assert [rate(step) for step in range(4, 11)] == [1.0] * 7
     assert [rate(step) for step in range(10, 20)] == pytest.approx([1 - n / 10 for n in range(10)])
     assert rate(20) == 0.001
+
+
+def test_the_cooldown_goes_through_its_shares_and_ends_at_zero():
+    rate = WarmupStableDecay(
+        peak=1.0, least=0.0, warmup_steps=0, cooldown_steps=25, total_steps=45,
+        shares=(0.5, 0.4), epoch_steps=10,
+    )  # fmt: skip
+    found = [rate(step) for step in (0, 20, 25, 30, 35, 40, 42, 45)]
+    assert found == pytest.approx([1, 1, 0.75, 0.5, 0.45, 0.4, 0.24, 0.0])
+    straight = dataclasses.replace(rate, shares=())
+    known = dataclasses.replace(rate, shares=(straight.share(30), straight.share(40)))
+    rates = [[each(step) for step in range(46)] for each in (straight, known)]
+    assert rates[0] == pytest.approx(rates[1])  # shares on the line change nothing
 
 
 def test_wsd_before_the_cooldown_does_not_depend_on_the_length_of_the_run():

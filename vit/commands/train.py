@@ -13,6 +13,7 @@ from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import add_setting, settings_given
 from vit.commands.output import check_output, resolved, say
 from vit.config import SECTIONS, Config
+from vit.config.training import TIME_DECIDES
 from vit.errors import ConfigError, RunError, printable
 from vit.settings import all_settings, checked, default_folder, make_config, read_settings
 
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
             "(digits, shapes), or --resume with the --out of a run"
         )
     given = checked(values)
+    if args.show_batch is not None:
+        check_show(args)
     config = planned(given) if not stored else make_config(values)
     if args.show_batch is not None:
         return show(args, config, [*given])
@@ -114,11 +117,11 @@ def planned(given: Mapping[str, Any]) -> Config:
     return config
 
 
-def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
-    """Draw the first batch; no run is begun, and none is touched.
+def check_show(args: argparse.Namespace) -> None:
+    """Refuse a drawing that could not be written, before anything is looked at.
 
     Raises:
-        VitError: The drawing cannot be made or written, or a run was asked for too.
+        VitError: It cannot be made or written, or a run was asked for too.
     """
     for flag in ("out", "resume"):
         if getattr(args, flag):
@@ -129,6 +132,14 @@ def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
 
     sheet_format(args.show_batch)
     check_output(args.show_batch, overwrite=args.overwrite)
+
+
+def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
+    """Draw the first batch; no run is begun, and none is touched.
+
+    Raises:
+        VitError: The drawing cannot be made.
+    """
     from vit.training.showing import show_batch
 
     show_batch(config, resolved(args.show_batch), given=given)
@@ -182,13 +193,13 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     if args.data is not None:
         flags["data"] = args.data
     flags = checked(flags)
-    source = args.config
+    source, resumed = args.config, False
     if source is None and args.resume and (args.out or args.data):
         folder = Path(args.out or default_folder(args.data))
         if (folder / FOLDS_FILE).is_file():
             return {**checked(settings_of_folds(folder / FOLDS_FILE)), **flags}, True
         stored = folder / "config.yaml"
-        source = stored if stored.is_file() else None
+        source, resumed = (stored, True) if stored.is_file() else (None, False)
     if source is None:
         return flags, False
     try:
@@ -196,6 +207,10 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     except ConfigError as error:
         where = printable(source)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
+    if resumed:
+        flags.pop("time", None)  # what it decided stands in the run's settings
+    elif "time" in flags and values.get("steps") is not None:  # which another time decided
+        values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
     return {**values, **flags}, True
 
 

@@ -8,6 +8,11 @@ from vit.config.section import Section, setting
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
 SECONDS = {"s": 1, "m": 60, "h": 3600}
+# settings that `time` decides
+TIME_DECIDES = (
+    *("epochs", "steps", "epoch_steps", "warmup_epochs", "growth_epochs"),
+    *("cooldown_epochs", "cooldown_shares"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class TrainingConfig(Section):
     """Learning rate after the warm-up: a cosine, or constant with a linear end (2404.06395)."""
     cooldown_epochs: float | None = None
     """wsd: epochs of the linear end; 0.7 of all when left empty."""
+    cooldown_shares: tuple[float, ...] = ()
+    """wsd: shares of lr after each of the linear end's first epochs; a run with a time has them."""
     fallback_lr: float | None = None
     """Muon: peak learning rate of what is not a matrix of a block; lr when left empty."""
     min_lr: float = 1e-6
@@ -103,6 +110,8 @@ class TrainingConfig(Section):
             self.check_least(0, "cooldown_epochs")
             if self.schedule != "wsd":
                 self.refuse("cooldown_epochs", f"schedule={self.schedule} has none; use wsd")
+        if len(self.cooldown_shares) > (self.cooldown_epochs or 0):
+            self.refuse("cooldown_shares", f"are more than cooldown_epochs={self.cooldown_epochs}")
         if self.growth_epochs is not None:
             self.check_above(0, "growth_epochs")
             if self.start_image_size is None:

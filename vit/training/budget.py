@@ -221,23 +221,31 @@ def settle_steps(
     pace: float,
     accelerator: Accelerator,
 ) -> Config:
-    """`config` with as many steps as fit the rest of the time, when the cooldown begins.
+    """`config` with as many steps as fit the rest of the time, in the cooldown.
+
+    The share that the learning rate has after the coming epoch is settled with it: whatever follows
+    then, the settings give this epoch the rates that it had.
 
     Args:
         config: Settings of the run.
         budget: Its time.
         epoch_steps: Steps of an epoch.
-        step: The first of the cooldown.
+        step: The next one, with which an epoch of the cooldown begins.
         pace: As for `TimeBudget.steps_from`.
         accelerator: The devices; all processes choose the same number.
     """
     late = largest(accelerator, time.monotonic() - budget.ends)
     steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
+    shares, left = config.training.cooldown_shares, steps - step
+    start = step - len(shares) * epoch_steps
+    if left > epoch_steps:
+        shares = (*shares, (shares[-1] if shares else 1.0) * (1 - epoch_steps / left))
     return with_training(
         config,
         steps=steps,
         epochs=math.ceil(steps / epoch_steps),
-        cooldown_epochs=(steps - step) / epoch_steps,
+        cooldown_epochs=(steps - start) / epoch_steps,
+        cooldown_shares=shares,
     )
 
 

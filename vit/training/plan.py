@@ -77,6 +77,8 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     }
     if before.get("accumulate") is None:  # of a batch that is still to be chosen
         before.pop("accumulate", None)
+    if before.get("folds") is not None:  # the plan of one is that of all
+        before.setdefault("fold", 1)
     config = make_config({**before, "batch_size": before.get("batch_size", 1)})
     accelerator = make_accelerator(config.run)
     splits = open_data(config)

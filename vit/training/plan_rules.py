@@ -39,8 +39,10 @@ FIXED_SECONDS = 10.0
 SECONDS_PER_PHOTO, SECONDS_PER_TINY = 0.25, 0.028
 LEAST_SECONDS, MOST_SECONDS = 50.0, 86_400.0
 REFERENCE = 80e9
-# Held out of a data set without validation images: a share, until it is this many.
-MOST_VALIDATION = 5000
+# Held out of a data set without validation images: a fifth, until measuring them once takes this
+# share of the time; not fewer than these many, nor more.
+VALIDATION_TIME = 0.01
+LEAST_VALIDATION, MOST_VALIDATION = 1000, 5000
 # Bytes of decoded images that are kept in memory at most, and the share of what is free.
 MOST_CACHE, CACHE_SHARE = 8 * 2**30, 0.25
 
@@ -114,7 +116,7 @@ def make_plan(facts: Facts, given: Mapping[str, Any]) -> Plan:
     decide_network(plan, seconds)
     decide_optimisation(plan)
     decide_augmentation(plan)
-    decide_loading(plan)
+    decide_loading(plan, seconds)
     return plan
 
 
@@ -205,10 +207,9 @@ def decide_optimisation(plan: Plan) -> None:
             plan.decide("lr", round(3e-3 * factor, 5), "of matrices in blocks")
             plan.decide("fallback_lr", round(2e-3 * factor, 5), "of all other parameters")
             plan.decide("weight_decay", 0.02, "short trainings need little")
-    schedule = plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
-    if schedule == "wsd" and "warmup_epochs" not in plan.given and plan.given.get("epochs"):
-        return  # a tenth of the epochs that were given
-    plan.decide("drop_path", 0.1 if plan.passes > 60 else 0.05, f"{plan.passes:.0f} passes")
+    plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
+    if plan.given.get("depth", 2) > 1:
+        plan.decide("drop_path", 0.1 if plan.passes > 60 else 0.05, f"{plan.passes:.0f} passes")
 
 
 def decide_augmentation(plan: Plan) -> None:
@@ -228,15 +229,18 @@ def decide_augmentation(plan: Plan) -> None:
     plan.decide("crop_share", 1.0, "the whole short side counts")
 
 
-def decide_loading(plan: Plan) -> None:
+def decide_loading(plan: Plan, seconds: float) -> None:
     """Validation share, and decoded images in memory."""
     facts = plan.facts
     total = facts.images + facts.validation
-    if facts.divided and "folds" not in plan.given and total * 0.2 > MOST_VALIDATION:
+    affordable = int(VALIDATION_TIME * seconds * facts.flops / plan.flops)
+    held_out = min(max(affordable, LEAST_VALIDATION), MOST_VALIDATION)
+    if facts.divided and "folds" not in plan.given and total * 0.2 > held_out:
+        within = 100 * 1.96 * 0.5 / math.sqrt(held_out)
         plan.decide(
             "val_share",
-            round(MOST_VALIDATION / total, 4),
-            f"{MOST_VALIDATION:,} images measure within 1.4 points",
+            round(held_out / total, 4),
+            f"{held_out:,} images measure within {within:.1f} points",
         )
     side = plan.given.get("image_size", plan.settings.get("image_size", facts.side))
     crop = plan.given.get("min_crop", plan.settings.get("min_crop", 1.0))

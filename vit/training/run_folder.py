@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.config import Config
+from vit.config.training import TIME_DECIDES
 from vit.data.samples import Splits
 from vit.data.sources.opening import relative
 from vit.errors import ConfigError, RunError, printable
@@ -118,12 +119,6 @@ def clean_leftovers(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-FOUND_BY_TIME = (
-    *("epochs", "steps", "epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs"),
-)
-"""Settings that `time` decides."""
-
-
 def stored_config(folder: Path) -> Config:
     """The completed settings of the run in `folder`."""
     return make_config(read_settings(folder / "config.yaml"), complete=True)
@@ -143,7 +138,7 @@ def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
         config = make_config({**theirs, **kept}, complete=True)
     training, data = config.training, config.data
     if training.time is not None:
-        found = {name: getattr(stored.training, name) for name in FOUND_BY_TIME}
+        found = {name: getattr(stored.training, name) for name in TIME_DECIDES}
         training = dataclasses.replace(training, time=None, **found)
     if data.accumulate is None:
         data = dataclasses.replace(data, accumulate=stored.data.accumulate)

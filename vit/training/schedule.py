@@ -1,10 +1,11 @@
 """Learning rate and image size as pure functions of how far a run has come.
 
     cosine   lr(step) = min + (peak - min) * (1 + cos(pi * progress)) / 2      after the warm-up
-    wsd      lr(step) = peak until the cooldown, then linear to min
+    wsd      lr(step) = peak until the cooldown, then linear to min; `shares` bend the line
 
-Nothing is stored, so nothing can go wrong on resume or on several processes. With wsd a step before
-the cooldown does not depend on how many follow, so that the length of a run may be settled late.
+Nothing is stored, so nothing can go wrong on resume or on several processes. With wsd no step
+depends on how many follow before the cooldown, nor after an epoch of it whose share is known, so
+that the length of a run may be settled late.
 
 Source: Loshchilov and Hutter, "SGDR", section 3, arXiv:1608.03983; wsd: Hu et al., "MiniCPM",
 section 4, arXiv:2404.06395; linear warm-up: Goyal et al., arXiv:1706.02677.
@@ -57,6 +58,9 @@ class WarmupStableDecay:
         warmup_steps: Optimiser steps of warm-up; 0 is none.
         cooldown_steps: Optimiser steps of the linear end; 0 is none.
         total_steps: Optimiser steps of the whole run.
+        shares: Shares of `peak` after each of the first epochs of the cooldown, between which the
+            rate is linear; it is linear to `least` after them.
+        epoch_steps: Steps of an epoch; read where there are shares.
     """
 
     peak: float
@@ -64,12 +68,27 @@ class WarmupStableDecay:
     warmup_steps: int
     cooldown_steps: int
     total_steps: int
+    shares: tuple[float, ...] = ()
+    epoch_steps: float = 0
 
     def __call__(self, step: int) -> float:
         """Learning rate of optimiser step `step`, the first being 0."""
         warm = min((step + 1) / (self.warmup_steps + 1), 1.0)
-        left = (self.total_steps - step) / max(self.cooldown_steps, 1)
-        return max(self.peak * min(warm, left, 1.0), self.least)
+        return max(self.peak * min(warm, self.share(step)), self.least)
+
+    def share(self, step: int) -> float:
+        """Of the peak at `step`, without the warm-up."""
+        start = self.total_steps - self.cooldown_steps
+        if step <= start or not self.cooldown_steps:
+            return 1.0
+        known = min(int((step - start) / self.epoch_steps) if self.shares else 0, len(self.shares))
+        first = start + known * self.epoch_steps
+        before = self.shares[known - 1] if known else 1.0
+        if known < len(self.shares):
+            after, last = self.shares[known], first + self.epoch_steps
+        else:
+            after, last = 0.0, float(self.total_steps)
+        return before + (after - before) * min((step - first) / max(last - first, 1), 1.0)
 
 
 def learning_rate(
@@ -88,6 +107,8 @@ def learning_rate(
         warmup_steps=warmup_steps,
         cooldown_steps=round(COOLDOWN * total if cooldown is None else cooldown * epoch_steps),
         total_steps=total,
+        shares=training.cooldown_shares,
+        epoch_steps=epoch_steps,
     )
 
 

@@ -26,12 +26,15 @@ from vit.training.records import Records
 from vit.training.rehearsal import largest
 from vit.training.result import TrainingResult
 from vit.training.run_folder import write_config
-from vit.training.schedule import learning_rate, total_steps
+from vit.training.schedule import WarmupStableDecay, learning_rate, total_steps
 from vit.training.setup import fingerprint, preflight
 from vit.training.sharding import pieces_like
 from vit.training.soup import make_soup
 from vit.training.starting import Probed
 from vit.training.validation import Validation, validate
+
+# A change of the number of steps that is worth a line, as a share of them.
+NOTED = 0.02
 
 
 class Session:
@@ -59,6 +62,7 @@ class Session:
         self.data = fingerprint(splits)
         self.steps = steps
         self.budget = budget
+        self.elapsed = 0.0  # from the first step to the end of the last epoch
         self.epoch = 0  # how many are recorded
         self.part = {"images": 0, "loss_sum": 0.0}  # of an epoch that a checkpoint cut in two
         self.best = BestEpochs(folder, run.config.run.keep_best)
@@ -191,35 +195,38 @@ class Session:
         )
 
     def keep_to_time(self, began: float) -> None:
-        """When the cooldown begins, settle how many steps follow, by how long those before took.
+        """Settle how many steps follow, after each epoch from where the cooldown begins.
+
+        What was learned so far does not depend on them: the run is what its new settings say.
 
         Args:
-            began: When the first step did, by `time.monotonic`.
+            began: When the first step was made, by `time.monotonic`.
         """
-        run, step = self.run, self.run.step
-        training = run.config.training
-        if self.budget is None or training.cooldown_epochs is None:
+        run, step, before = self.run, self.run.step, self.total_steps
+        training, rate = run.config.training, run.lr_at
+        if self.budget is None or not isinstance(rate, WarmupStableDecay):
             return
-        cooldown = self.total_steps - round(training.cooldown_epochs * self.steps)
-        if step != cooldown or not step:
+        seconds, self.elapsed = time.monotonic() - began - self.elapsed, time.monotonic() - began
+        start = before - rate.cooldown_steps
+        if not start <= step < before or not step:
             return
-        expected = self.budget.costs.between(run.config, self.steps, 0, step)
-        pace = largest(run.accelerator, (time.monotonic() - began) / expected)
-        before, config = (
-            self.total_steps,
-            settle_steps(run.config, self.budget, self.steps, step, pace, run.accelerator),
-        )
-        self.budget = None
+        costs, first = self.budget.costs, max(step - self.steps, 0)
+        if step == start:
+            seconds, first = self.elapsed - costs.start, 0
+        expected = costs.between(run.config, self.steps, first, step)
+        pace = largest(run.accelerator, seconds / expected)
+        config = settle_steps(run.config, self.budget, self.steps, step, pace, run.accelerator)
         if run.accelerator.is_main_process:
             write_config(self.folder, config)
         run.config = config
         run.lr_at = learning_rate(config.training, epoch_steps=self.steps, total=self.total_steps)
-        self.training.close()
-        self.training = training_loader(run, self.splits.train)
-        self.records.tell(
-            f"note: {self.total_steps:,} steps instead of {before:,}: the first {step:,} took "
-            f"{pace:.0%} of the time expected"
-        )
+        if config.training.epochs != training.epochs:
+            self.training.close()
+            self.training = training_loader(run, self.splits.train)
+        if abs(self.total_steps - before) > NOTED * before:
+            self.records.tell(
+                f"note: {self.total_steps:,} steps instead of {before:,} fill the time"
+            )
 
     def run_epoch(self, batches: Iterator[Batch]) -> Progress:
         """Make the steps that are left of the epoch."""
