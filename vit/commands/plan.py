@@ -2,12 +2,10 @@
 
 import argparse
 
-from vit.commands.options import add_setting
 from vit.commands.output import check_output
-from vit.commands.train import TITLES, gather
-from vit.config import SECTIONS
+from vit.commands.train import add_settings, gather
 from vit.errors import ConfigError
-from vit.settings import all_settings, checked, write_settings
+from vit.settings import checked, write_settings
 
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
 
@@ -19,11 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", metavar="DATA", help="as for vit train")
     parser.add_argument("--save", metavar="FILE", help="write the settings as a YAML file")
     parser.add_argument("--overwrite", action="store_true", help="replace an older FILE")
-    for section in SECTIONS:
-        group = parser.add_argument_group(TITLES[section])
-        for setting in all_settings().values():
-            if setting.section == section and setting.name != "data":
-                add_setting(group, setting)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:

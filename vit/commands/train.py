@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw the first batch as the network will see it (.png, .jpg, .webp), and train "
         "nothing; --overwrite replaces FILE alone",
     )
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """A flag for every setting but DATA, in groups by section."""
     for section in SECTIONS:
         group = parser.add_argument_group(TITLES[section])
         for setting in all_settings().values():

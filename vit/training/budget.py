@@ -2,8 +2,8 @@
 
     start + sum of steps + epochs * (validation + saving) + ending = time - margin
 
-Measured on a training that is thrown away, before the run begins; with schedule=wsd once more on
-the run itself when its cooldown begins, since no step before it depends on how many follow.
+Measured on a training that is thrown away, before the run begins; with schedule=wsd on the run
+itself too, after each epoch from where its cooldown begins: no step before depends on what follows.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ class Session:
         folder: The run folder.
         splits: The data.
         steps: Optimiser steps of an epoch.
-        budget: By which the run settles its steps when its cooldown begins.
+        budget: By which the run settles its steps in its cooldown.
     """
 
     def __init__(
@@ -211,9 +211,10 @@ class Session:
         if not start <= step < before or not step:
             return
         costs, first = self.budget.costs, max(step - self.steps, 0)
-        if step == start:
-            seconds, first = self.elapsed - costs.start, 0
         expected = costs.between(run.config, self.steps, first, step)
+        if step == start:  # all so far, with the start of the loaders, which may be most of it
+            seconds = self.elapsed
+            expected = costs.start + costs.between(run.config, self.steps, 0, step)
         pace = largest(run.accelerator, seconds / expected)
         config = settle_steps(run.config, self.budget, self.steps, step, pace, run.accelerator)
         if run.accelerator.is_main_process:
