@@ -25,6 +25,8 @@ PLACES = [
     (16, 3, 2, (0, 1, 2)),
     (16, 4, 2, (1, 2, 3)),
     (32, 4, 2, (0, 1, 2, 3)),
+    (8, 4, 1, (1, 2, 3), 1),  # stem_stride is given
+    (4, 2, 2, (1,), 2),
 ]
 
 
@@ -59,10 +61,16 @@ class Reference(nn.Module):
         return self.body(images).flatten(2).transpose(1, 2)
 
 
-def pair(norm: str, patch_size: int, depth: int, stride: int, pools: tuple[int, ...]):
+def pair(norm, patch_size, depth, stride, pools, given=None):
     """Our network and timm's with random weights, the same in both, in float64."""
     torch.manual_seed(0)
-    options = {**SMALL, "patch_size": patch_size, "stem_depth": depth, "stem_norm": norm}
+    options = {
+        **SMALL,
+        "patch_size": patch_size,
+        "stem_depth": depth,
+        "stem_norm": norm,
+        "stem_stride": given,
+    }
     ours = build_classifier(ModelConfig(**options, stem="conv")).double()
     widths = [*[8, 16, 32][: depth - 1], 32]
 
@@ -92,7 +100,7 @@ def pair(norm: str, patch_size: int, depth: int, stride: int, pools: tuple[int, 
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("places", PLACES, ids=lambda p: f"patch{p[0]}-depth{p[1]}")
+@pytest.mark.parametrize("places", PLACES, ids=lambda p: f"patch{p[0]}-depth{p[1]}-stride{p[2]}")
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_torch_s_layers_before_timm_s_blocks(norm, places, training):
     ours, theirs = pair(norm, *places)
@@ -125,6 +133,7 @@ def test_images_may_lie_in_memory_in_any_way(norm):
 
 
 def test_a_token_sees_beyond_its_patch_and_stands_at_its_place():
+    torch.manual_seed(0)
     model = build_classifier(ModelConfig(**SMALL, stem="conv")).double().eval()
     images = torch.zeros(1, 3, 32, 32, dtype=torch.float64, requires_grad=True)
     tokens, _ = model.patch_embed(images + torch.randn(1, 3, 32, 32))
@@ -164,6 +173,9 @@ def test_gradients_are_those_of_differences(norm):
         ),
         ({"stem": "conv", "patch_size": 32}, "patch_size=32 needs stem_depth=4 or more"),
         ({"stem": "conv", "stem_depth": 1}, "stem_depth=1: stem=conv with patch_size=8 needs"),
+        ({"stem": "conv", "stem_stride": 3}, "stem_stride=3: the first convolution takes every"),
+        ({"stem": "conv", "patch_size": 1, "stem_stride": 2}, "stem_stride=2: patch_size=1 has no"),
+        ({"stem_stride": 1}, "stem_stride=1: stem=linear does not read it"),
         ({"stem": "conv", "stem_depth": 0}, "stem_depth=0: must be at least 1"),
         ({"stem": "conv", "stem_width": 0}, "stem_width=0: must be at least 1"),
         ({"stem": "conv", "stem_width": 64}, "stem_width=64: the last convolution has dim=32"),

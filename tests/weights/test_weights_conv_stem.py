@@ -30,6 +30,7 @@ CASES = [
     {"stem_norm": "layernorm", "norm_eps": 1e-5, "patch_size": 4, "position": "sinusoidal_2d"},
     {"patch_size": 1, "stem_depth": 1, "image_size": 8, "position": "relative", "norm_eps": 1e-6},
     {"feedforward": "swiglu", "channels": 4},
+    {"stem_depth": 4, "stem_width": 8, "stem_stride": 1, "hidden_dim": 64},
 ]
 
 

@@ -17,7 +17,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "activation": ("feedforward", ("mlp", "moe")),
     **dict.fromkeys(("patch_sizes", "patch_bias"), ("stem", ("linear",))),
-    **dict.fromkeys(("stem_depth", "stem_width", "stem_norm"), ("stem", ("conv",))),
+    **dict.fromkeys(("stem_depth", "stem_width", "stem_stride", "stem_norm"), ("stem", ("conv",))),
     **dict.fromkeys(
         (
             *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """Convolutional stem: number of 3x3 convolutions."""
     stem_width: int | None = None
     """Convolutional stem: channels of the first, doubled by each up to dim; dim // 4 when empty."""
+    stem_stride: int | None = None
+    """Convolutional stem: stride of the first; 2 when empty and patches have 8 pixels or more."""
     stem_norm: Literal["layernorm", "batchnorm"] = "batchnorm"
     """Convolutional stem: normalisation after each convolution."""
     channels: int = setting(3, "--in-chans")
@@ -206,10 +208,16 @@ class ModelConfig(Section):
 
     def _check_stem(self) -> None:
         size, pools = self.patch_size, self.stem_pools
+        if self.stem_stride not in (None, 1, 2):
+            self.refuse(
+                "stem_stride", "the first convolution takes every pixel, 1, or each second, 2"
+            )
         if size & (size - 1):
             down = 1 << size.bit_length() - 1
             why = f"stem=conv halves the image; choose a power of two, such as {down} or {2 * down}"
             self.refuse("patch_size", why)
+        if pools < 0:
+            self.refuse("stem_stride", f"patch_size={size} has no room for it; use 1")
         if pools > self.stem_depth:
             least = f"needs stem_depth={pools} or more, since each convolution halves at most once"
             self.refuse("stem_depth", f"stem=conv with patch_size={size} {least}")
@@ -267,14 +275,14 @@ class ModelConfig(Section):
         return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
 
     @property
-    def stem_stride(self) -> int:
-        """Stride of the first convolution of a stem; the others have 1."""
-        return 2 if self.patch_size >= 8 else 1
+    def first_stride(self) -> int:
+        """`stem_stride` with its default resolved; the other convolutions have stride 1."""
+        return self.stem_stride or (2 if self.patch_size >= 8 else 1)
 
     @property
     def stem_pools(self) -> int:
         """How many of the last convolutions of a stem are followed by a 2x2 pooling."""
-        return self.patch_size.bit_length() - self.stem_stride
+        return self.patch_size.bit_length() - self.first_stride
 
     @property
     def stem_widths(self) -> tuple[int, ...]:

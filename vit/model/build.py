@@ -70,7 +70,7 @@ STEMS: dict[str, Callable[[ModelConfig], ImageEmbedding]] = {
     "conv": lambda c: ConvStem(
         c.channels,
         c.stem_widths,
-        stride=c.stem_stride,
+        stride=c.first_stride,
         pools=c.stem_pools,
         norm=STEM_NORMS[c.stem_norm](c),
     ),

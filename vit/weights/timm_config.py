@@ -214,6 +214,7 @@ def _stem_args(config: ModelConfig) -> dict[str, Any]:
         **({"base": _base(config)} if timm_refusal(config) is None else {}),
         "stem_depth": config.stem_depth,
         "stem_width": config.stem_width,
+        "stem_stride": config.stem_stride,
         "stem_norm": config.stem_norm,
         "stem_eps": config.norm_eps,
     }

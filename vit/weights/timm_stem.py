@@ -32,7 +32,7 @@ class TimmConvStem(ConvStem):
         strict_img_size: Refuse images of another size.
         output_fmt: NHWC for a grid of tokens; NLC where left out.
         dynamic_img_pad: Must be False: images are whole patches.
-        stem_depth, stem_width, stem_norm: As in ModelConfig.
+        stem_depth, stem_width, stem_stride, stem_norm: As in ModelConfig.
         stem_eps: Of norms by layer; its norm_eps.
         device: Where parameters are made.
         dtype: Of parameters.
@@ -51,6 +51,7 @@ class TimmConvStem(ConvStem):
         dynamic_img_pad: bool = False,
         stem_depth: int = 3,
         stem_width: int | None = None,
+        stem_stride: int | None = None,
         stem_norm: str = "batchnorm",
         stem_eps: float = 1e-6,
         device: Any = None,
@@ -62,12 +63,13 @@ class TimmConvStem(ConvStem):
         config = ModelConfig(
             image_size=side, patch_size=side, channels=in_chans, dim=embed_dim, num_heads=1,
             stem="conv", stem_depth=stem_depth, stem_width=stem_width, norm_eps=stem_eps,
+            stem_stride=stem_stride,
             stem_norm=stem_norm,  # type: ignore[arg-type]
         )  # fmt: skip
         super().__init__(
             in_chans,
             config.stem_widths,
-            stride=config.stem_stride,
+            stride=config.first_stride,
             pools=config.stem_pools,
             norm=STEM_NORMS[stem_norm](config),
         )
@@ -76,7 +78,12 @@ class TimmConvStem(ConvStem):
             with torch.no_grad():
                 patch_projection(conv.weight)
         self.to(device=device, dtype=dtype)
-        self.stem = {"stem_depth": stem_depth, "stem_width": stem_width, "stem_norm": stem_norm}
+        self.stem = {
+            "stem_depth": stem_depth,
+            "stem_width": stem_width,
+            "stem_stride": stem_stride,
+            "stem_norm": stem_norm,
+        }
         self.stem_eps = stem_eps
         self.strict_img_size = strict_img_size
         self.output_fmt = Format.NHWC if output_fmt == "NHWC" else Format.NCHW
@@ -130,7 +137,7 @@ def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> Any:
         pretrained: Load the weights of `pretrained_cfg`, which a `local-dir:` has; the name alone
             has none.
         kwargs: `base`, the architecture of timm that everything else is of; `stem_depth`,
-            `stem_width`, `stem_norm` and `stem_eps` of the stem; all others are timm's.
+            `stem_width`, `stem_stride`, `stem_norm` and `stem_eps` of the stem; the rest is timm's.
     """
     if pretrained and kwargs.get("pretrained_cfg") is None:
         raise RuntimeError("vit_conv_stem has no weights of its own; give local-dir:FOLDER")

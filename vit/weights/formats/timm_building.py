@@ -15,7 +15,7 @@ from vit.weights.formats.names import BIAS_TABLE, PATCH_WEIGHT, side_of_biases, 
 MODULES = ("vision_transformer", "deit", "eva", "beit", "vision_transformer_relpos", "timm_stem")
 """Files of timm whose networks are read, and ours."""
 FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
-STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_norm", "stem_eps")
+STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_stride", "stem_norm", "stem_eps")
 # Arguments that the tensors decide, or that have no place in a file.
 DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
 REFUSALS = (TypeError, ValueError, AssertionError, RuntimeError, KeyError, ArithmeticError)
