@@ -11,7 +11,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from vit.config import SECTIONS, ChosenModel, Config
+from vit.config.finetuning import AUTO_WEIGHTS
 from vit.errors import ConfigError, printable
 from vit.nearby import did_you_mean
 from vit.presets import preset, usual_of_task
@@ -127,7 +128,8 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
             value = "classify,caption"
         if name in chosen:
             raise ConfigError(f"{name} is given twice, once as {printable(key)}")
-        chosen[name] = convert(all_settings()[name].kind, value, name)
+        is_word = (name, value) == ("weights", AUTO_WEIGHTS)  # of others it stands for none
+        chosen[name] = value if is_word else convert(all_settings()[name].kind, value, name)
     return chosen
 
 
@@ -280,13 +282,18 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def write_settings(path: str | Path, config: Config, header: str = "") -> None:
-    """Write every setting of `config` as flat YAML that `read_settings` takes."""
+def write_settings(
+    path: str | Path, config: Config, header: str = "", *, only: Collection[str] | None = None
+) -> None:
+    """Write every setting of `config`, or those in `only`, as flat YAML for `read_settings`."""
     lines = [f"# {line}".rstrip() + "\n" for line in header.splitlines()]
     for section in SECTIONS:
         names = {setting.name for setting in all_settings().values() if setting.section == section}
         values = {name: value for name, value in flatten(config).items() if name in names}
-        lines += [f"\n# {section}\n", _plain_yaml(values)]
+        if only is not None:
+            values = {name: value for name, value in values.items() if name in only}
+        if values:
+            lines += [f"\n# {section}\n", _plain_yaml(values)]
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training import disks
 from tests.training.children import Job, command, complete, differences, train
 from vit.errors import WeightsError
 from vit.settings import write_settings
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint import find_checkpoints, load_checkpoint
 from vit.weights.tensorfile import read_tensors
 
 SMALL = {"batch_size": 6, "checkpoint_steps": 1}
@@ -213,3 +214,38 @@ def test_changed_pictures_are_refused_and_the_run_is_intact(
         (data / split / "blue/2.png").unlink()
     assert "the data set changed" in refused(["train", "--out", str(folder), "--resume"], log)
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (
+            lambda optimizer: optimizer.param_groups.pop(),
+            r"it has \d+ groups of parameters, and this run makes \d+",
+        ),
+        (
+            lambda optimizer: [
+                group.update(momentum=group.pop("eps")) for group in optimizer.param_groups
+            ],
+            "its groups have eps, and those of this run momentum",
+        ),
+    ],
+)
+def test_another_optimiser_is_refused_before_anything_is_restored(stopped, change, word):
+    network = torch.nn.Linear(2, 2)
+    groups = json_groups(stopped)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)])
+    [whole] = optimizer.param_groups
+    optimizer.param_groups = [{**whole, "params": [p], "names": ["w"]} for p in whole["params"]]
+    change(optimizer)
+    with pytest.raises(WeightsError, match=word) as caught:
+        load_checkpoint(
+            stopped / "checkpoints", model=network, optimizer=optimizer, average=None, say=print
+        )
+    assert "start anew with --overwrite" in str(caught.value)
+
+
+def json_groups(run: Path) -> int:
+    """How many groups the newest checkpoint of a run has."""
+    _, metadata = read_tensors(find_checkpoints(run / "checkpoints")[0])
+    return len(json.loads(metadata["state"])["groups"])

@@ -215,3 +215,41 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
     flat = flatten(config)
     assert {name: flat[name] for name in chosen} == chosen
     assert plan.facts.images + plan.facts.validation == 12
+
+
+@pytest.mark.auto_precision
+def test_a_planned_training_lists_its_data_once(photos, tmp_path, monkeypatch, capsys):
+    from vit.data.sources import image_folder, oddities, opening
+
+    calls = {"walk": 0, "compare": 0}
+
+    def counted(name, act):
+        def run(*args):
+            calls[name] += 1
+            return act(*args)
+
+        return run
+
+    monkeypatch.setattr(image_folder, "read_classes", counted("walk", image_folder.read_classes))
+    monkeypatch.setattr(opening, "equal_notes", counted("compare", oddities.equal_notes))
+    words = [str(photos), "--steps", "1", "--dim", "32", "--depth", "1", "-j", "0"]
+    assert main(["plan", *words[:-2]]) == 0
+    assert calls == {"walk": 1, "compare": 0}  # whose notes nobody would read
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 0
+    assert calls == {"walk": 2, "compare": 1}
+    assert "only 10 training pictures" in capsys.readouterr().err  # the notes are said
+
+
+def test_a_listing_is_used_only_where_the_same_was_asked_for(photos):
+    from vit.training.looking import list_data, open_data
+
+    config = make_config({"data": str(photos), "val_share": 0.2})
+    listing = list_data(config)
+    assert open_data(config, listing) == open_data(config)
+    more = make_config({"data": str(photos), "val_share": 0.4, "seed": 3})
+    assert open_data(more, listing) == open_data(more)
+    (photos / "c").mkdir()
+    Image.new("RGB", (60, 60)).save(photos / "c" / "0.png")
+    assert open_data(config, listing).classes == ("a", "b")  # it is not listed again
+    several = make_config({"data": str(photos), "task": "multilabel"})
+    assert open_data(several, listing).classes == ("a", "b", "c")

@@ -440,7 +440,7 @@ class Hub(BaseHTTPRequestHandler):
         if not name:
             return self.answer(200, b"", {})
         if api:
-            siblings = [{"rfilename": file} for file in content]
+            siblings = [{"rfilename": file, "size": len(text)} for file, text in content.items()]
             info = {"id": name, "sha": COMMIT, "siblings": siblings}
             return self.answer(200, json.dumps(info).encode(), {})
         file = words[-1]
@@ -480,8 +480,11 @@ def server(cache, monkeypatch):
     running.server_close()
 
 
-def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch):
+def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch, capsys):
     found = locate("o/n")
+    said = capsys.readouterr().err
+    assert said.startswith("downloading http://127.0.0.1:")
+    assert "/o/n: 3 files, 0.0 MB, to " in said
     assert (found.kind, found.name, found.license) == ("huggingface", "o/n", "mit")
     assert found.places[-1] == f"{constants.ENDPOINT}/o/n"
     assert set(read_state(found.weights).tensors) == {"head.weight"}
@@ -489,6 +492,7 @@ def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch):
     assert sorted(server.fetched) == wanted
     assert locate("o/n").folder == found.folder
     assert sorted(server.fetched) == wanted
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert locate("o/n").folder == found.folder  # what was fetched is enough afterwards
 

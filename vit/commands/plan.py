@@ -26,15 +26,22 @@ def run(args: argparse.Namespace) -> int:
     chosen = checked(values)
     if args.save is not None:
         check_output(args.save, overwrite=args.overwrite)
-    from vit.training.plan import is_planned, plan_lines, plan_training
+    from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
 
-    if not is_planned(chosen):
+    pretrained = chooses_weights(chosen)
+    if not (is_planned(chosen) or pretrained):
         raise ConfigError(
-            "a plan chooses the network of a classifier: leave out --model, --weights and "
-            "--method; captions have no plan"
+            "a plan chooses the network of a classifier: leave out --model and --method, and "
+            "--weights or give --weights auto; captions have no plan"
         )
     config, plan = plan_training(chosen)
     print("\n".join(plan_lines(plan, config)))
     if args.save is not None:
-        write_settings(args.save, config, HEADER)
+        # what pretrained weights decide is known when they are read
+        only = {*plan.given, *plan.settings} if pretrained else None
+        write_settings(args.save, config, HEADER, only=only)
+    time = f" --time {values['time']}" if "time" in values else ""
+    recipe = f"-c {args.save}" if args.save else f"{args.data} --weights auto{time}"
+    if pretrained:
+        print(f"train it: vit train {recipe}")
     return 0

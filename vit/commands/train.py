@@ -7,15 +7,19 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import add_setting, settings_given
 from vit.commands.output import check_output, resolved, say
 from vit.config import SECTIONS, Config
+from vit.config.finetuning import AUTO_WEIGHTS
 from vit.config.training import TIME_DECIDES
 from vit.errors import ConfigError, RunError, printable
 from vit.settings import all_settings, checked, default_folder, make_config, read_settings
+
+if TYPE_CHECKING:
+    from vit.data.sources.opening import Listing
 
 TITLES = {
     "training": "training",
@@ -91,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     given = checked(values)
     if args.show_batch is not None:
         check_show(args)
-    config = planned(given) if not stored else make_config(values)
+    config, listing = (make_config(values), None) if stored else planned(given)
     if args.show_batch is not None:
         return show(args, config, [*given])
     if config.data.folds is not None and config.data.fold is None:
@@ -105,21 +109,26 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         given=[*given],
         began=began,
+        listing=listing,
     )
     return int(bool(result.failed))
 
 
-def planned(given: Mapping[str, Any]) -> Config:
-    """Settings as given, and what the plan says of the others where it has a say."""
+def planned(given: Mapping[str, Any]) -> "tuple[Config, Listing | None]":
+    """Settings as given, and what the plan says of the others where it has a say.
+
+    Returns:
+        The settings, and what the data hold, where they were listed for the plan.
+    """
     from vit.training.plan import is_planned, plan_training, summary_lines
 
     if not is_planned(given):
-        return make_config(given)
+        return make_config(given), None
     config, plan = plan_training(given)
     if os.environ.get("RANK", "0") == "0":
         for line in summary_lines(plan):
             say(line)
-    return config
+    return config, plan.listing
 
 
 def check_show(args: argparse.Namespace) -> None:
@@ -202,7 +211,10 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     if source is None and args.resume and (args.out or args.data):
         folder = Path(args.out or default_folder(args.data))
         if (folder / FOLDS_FILE).is_file():
-            return {**checked(settings_of_folds(folder / FOLDS_FILE)), **flags}, True
+            settings = checked(settings_of_folds(folder / FOLDS_FILE))
+            if flags.get("weights") == AUTO_WEIGHTS and settings.get("weights") is not None:
+                del flags["weights"]
+            return {**settings, **flags}, True
         stored = folder / "config.yaml"
         source, resumed = (stored, True) if stored.is_file() else (None, False)
     if source is None:
@@ -214,6 +226,8 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
     if resumed:
         flags.pop("time", None)  # what it decided stands in the run's settings
+        if flags.get("weights") == AUTO_WEIGHTS and values.get("weights") is not None:
+            del flags["weights"]
     elif "time" in flags and values.get("steps") is not None:  # which another time decided
         values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
     return {**values, **flags}, True

@@ -6,13 +6,16 @@ from typing import Literal
 from vit.config.model import ModelConfig
 from vit.config.section import Section, setting
 
+AUTO_WEIGHTS = "auto"
+"""As `weights`: chosen from a list by data, time and device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(Section):
     """Pretrained weights, and how a training goes on from them."""
 
     weights: str | None = setting(None, "--pretrained")
-    """Pretrained weights: timm/NAME, hf/OWNER/NAME, a run, a folder or file of any ViT library."""
+    """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
     method: Literal["full", "linear", "lora", "probe"] | None = None
     """What learns: all, the head, or LoRA; probe fits a head without steps; empty: LP-FT."""
     probe_first: bool | None = None

@@ -10,7 +10,7 @@ deleted only after a newer one is whole.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,7 @@ def load_checkpoint(
                 "that, or start anew with --overwrite"
             )
         numbers, groups = state.pop("optimizer"), state.pop("groups")
+        require_same_groups(path, groups, optimizer)
         _restore(path, split(tensors), numbers, model, optimizer, average)
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({k: _from_plain(value, group.get(k)) for k, value in saved.items()})
@@ -198,6 +199,31 @@ def require_same(
         raise WeightsError(
             f"{printable(path)} does not fit {what}: {', '.join(sorted(faults)[:3])}"
             f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}"
+        )
+
+
+def require_same_groups(
+    path: Path, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer
+) -> None:
+    """Refuse the groups of another optimiser, or of other settings that make groups.
+
+    A group with more settings, or with fewer, is that of another version of torch, and is taken.
+
+    Raises:
+        WeightsError: The number of groups differs, or each has settings that the other lacks.
+    """
+    mine = _group_settings(optimizer)
+    fault = ""
+    if len(saved) != len(mine):
+        fault = f"it has {len(saved)} groups of parameters, and this run makes {len(mine)}"
+    for theirs, ours in zip(saved, mine, strict=False):
+        only_theirs, only_ours = theirs.keys() - ours.keys(), ours.keys() - theirs.keys()
+        if not fault and only_theirs and only_ours:
+            fault = f"its groups have {min(only_theirs)}, and those of this run {min(only_ours)}"
+    if fault:
+        raise WeightsError(
+            f"{printable(path)} is of another optimiser: {fault}; resume with the settings and the "
+            "version of vit that it was written with, or start anew with --overwrite"
         )
 
 

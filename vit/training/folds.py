@@ -18,10 +18,12 @@ from typing import Any
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.finetuning import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError, printable
-from vit.settings import changed_settings, default_folder, flatten
+from vit.settings import changed_settings, default_folder, flatten, make_config
 from vit.training.agreement import on_main
 from vit.training.devices import make_accelerator
+from vit.training.plan import with_chosen_weights
 from vit.training.progress import teller
 from vit.training.run_folder import FREE, WEIGHTS
 from vit.training.train import train
@@ -68,6 +70,7 @@ def train_folds(
     given = changed_settings(config) if given is None else given
     accelerator = make_accelerator(config.run)
     folder, tell = Path(out or default_folder(config.data.data)), teller(accelerator)
+    config, given = with_weights_of_all(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
     record = {"folds": number, "settings": {name: flat[name] for name in given}}
     settings: dict[str, Any] = {name: flat[name] for name in given if name not in FREE}
@@ -87,6 +90,25 @@ def train_folds(
         done[str(fold)] = on_main(accelerator, partial(measured, measure, place))
         write(accelerator, folder, {**record, "scores": done, **summary([*done.values()])})
     return {**record, "scores": done, **summary([*done.values()]), "failed": failed}
+
+
+def with_weights_of_all(
+    config: Config, given: Sequence[str], accelerator: Accelerator, folder: Path, *, resume: bool
+) -> tuple[Config, Sequence[str]]:
+    """Settings with the weights that `--weights auto` chose for all folds, now or before.
+
+    Raises:
+        VitError: There are none to be had, or the record of the folds is damaged.
+    """
+    if config.finetune.weights == AUTO_WEIGHTS and resume and (folder / FOLDS_FILE).is_file():
+        try:
+            record = json.loads((folder / FOLDS_FILE).read_text(encoding="utf-8"))
+            return make_config(record["settings"]), [*record["settings"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            where = printable(folder / FOLDS_FILE)
+            raise RunError(f"{where} is damaged ({printable(error)}); delete it") from None
+    config, given, _ = with_chosen_weights(config, given, accelerator)
+    return config, given
 
 
 def check_whole(config: Config) -> None:

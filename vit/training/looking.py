@@ -14,7 +14,7 @@ from vit.data.checking import check_samples, without
 from vit.data.samples import Splits
 from vit.data.schedule import fitting_batch_size
 from vit.data.several import as_several
-from vit.data.sources.opening import Asked, Fold, named_at, open_splits
+from vit.data.sources.opening import Asked, Fold, Listing, named_at, open_splits, read_source
 from vit.errors import BadImage, ConfigError
 from vit.training.agreement import on_main
 from vit.training.words import complete_words
@@ -32,15 +32,25 @@ def look_at_data(
     say: Say,
     begun: Path | None = None,
     known: Tokenizer | None = None,
+    listing: Listing | None = None,
 ) -> tuple[Config, Splits, dict[str, str]]:
     """The settings of a run completed with what its pictures say, the pictures, and the bad ones.
+
+    Args:
+        config: Settings as asked for.
+        given: Names of those that somebody chose.
+        accelerator: The devices.
+        say: Receives lines for the user.
+        begun: Folder of the run that is resumed.
+        known: The tokenizer of the weights that are trained on.
+        listing: What `list_data` returned, where the data were listed before.
 
     Raises:
         DataError: The data cannot be trained on.
         ConfigError: A setting does not fit the data.
         BadImage: A picture cannot be read, and `on_bad_image` is stop.
     """
-    config, splits = settle_task(config, open_data(config), given, say)
+    config, splits = settle_task(config, open_data(config, listing), given, say)
     config = complete(config, splits, given)
     bad = find_bad_images(splits, config, accelerator)
     splits = without(splits, bad)
@@ -61,8 +71,24 @@ def look_at_data(
     return config, splits, {image.path: image.reason for image in bad}
 
 
-def open_data(config: Config) -> Splits:
+def list_data(config: Config) -> Listing:
+    """What the source of a classifier's images holds, for `open_data`.
+
+    Raises:
+        DataError: There is no such source, or it cannot be read.
+        ConfigError: A setting is not for this kind of source.
+    """
+    asked = Asked.of(config.data, several=config.training.several or None)
+    return Listing(asked, read_source(asked))
+
+
+def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
     """The pictures, with their classes, captions, or both.
+
+    Args:
+        config: Settings.
+        listing: What `list_data` returned; without it, or with other settings, data are listed.
+        compare: Whether the notes are to name equal files, for which many files are read.
 
     Raises:
         DataError: They cannot be trained on.
@@ -73,7 +99,14 @@ def open_data(config: Config) -> Splits:
             raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
         fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
         asked = Asked.of(data, several=training.several or None)
-        return open_splits(asked, val_share=data.val_share, seed=training.seed, fold=fold)
+        return open_splits(
+            asked,
+            val_share=data.val_share,
+            seed=training.seed,
+            fold=fold,
+            listing=listing,
+            compare=compare,
+        )
     for name in OF_CLASSES:
         if value := getattr(data, name):
             raise ConfigError(f"{name}={value!r}: lists of captions have no such choice; omit it")

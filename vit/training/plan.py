@@ -16,16 +16,19 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from vit.config import Config
+from vit.config.finetuning import AUTO_WEIGHTS
 from vit.data.decoding import read_image, read_size
 from vit.data.room import room_in
 from vit.data.samples import Sample, Splits
-from vit.errors import BadImage
+from vit.data.sources.opening import Listing
+from vit.errors import BadImage, ConfigError
 from vit.evaluation.cost import cost_of
 from vit.model.build import create_model
 from vit.precision import autocast
-from vit.settings import all_settings, checked, make_config
+from vit.settings import all_settings, checked, flatten, make_config
+from vit.training.agreement import on_main
 from vit.training.devices import inference_precision, make_accelerator
-from vit.training.looking import open_data
+from vit.training.looking import list_data, open_data
 from vit.training.optimization import make_optimizer
 from vit.training.pace import duration
 from vit.training.plan_rules import (
@@ -36,7 +39,19 @@ from vit.training.plan_rules import (
     forward_flops,
     make_plan,
 )
+from vit.training.plan_weights import (
+    FOR_STEPS,
+    ListedWeights,
+    WeightsChoice,
+    choose_weights,
+    find_on_disk,
+    find_on_hub,
+    license_name,
+    plan_weights,
+)
+from vit.training.progress import teller
 from vit.training.rehearsal import largest
+from vit.training.run_folder import stored_config
 
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
@@ -46,8 +61,6 @@ PROBE = {"image_size": 64, "patch_size": 8, "dim": 128, "depth": 4, "num_heads":
 PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 32, 6, 0.6
 # Settings of the training that decide what is planned with, beside those of data and device.
 BEFORE = ("task", "time", "seed")
-# Weights that most people should start from, all of a permissive licence; see docs/weights.md.
-PRETRAINED = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:
@@ -56,20 +69,31 @@ def is_planned(chosen: Mapping[str, Any]) -> bool:
     return not decided and "caption" not in chosen.get("task", "classify")
 
 
+def chooses_weights(chosen: Mapping[str, Any]) -> bool:
+    """Whether these settings leave the pretrained weights to the plan."""
+    return chosen.get("weights") == AUTO_WEIGHTS
+
+
 def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     """Settings of a training: those in `chosen`, and for all others what the plan says.
 
     Args:
-        chosen: Settings by name, `data` among them; `is_planned` holds.
+        chosen: Settings by name, `data` among them; `is_planned` or `chooses_weights` holds.
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
 
     Raises:
         DataError: The data cannot be trained on.
-        ConfigError: A setting is wrong, or contradicts another one.
+        ConfigError: A setting is wrong, or contradicts another one; or there are no weights to
+            choose from.
     """
     values = checked(chosen)
+    pretrained = chooses_weights(values)
+    if pretrained:
+        check_chosen_weights(values)
+        unset = {name for name in ("time", "method", "probe_first") if values.get(name) is None}
+        values = {name: value for name, value in values.items() if name not in unset}
     before = {
         name: value
         for name, value in values.items()
@@ -81,9 +105,79 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
         before.setdefault("fold", 1)
     config = make_config({**before, "batch_size": before.get("batch_size", 1)})
     accelerator = make_accelerator(config.run)
-    splits = open_data(config)
-    plan = make_plan(facts_of(config, splits, accelerator), values)
+    listing = list_data(config)
+    splits = open_data(config, listing, compare=False)
+    facts = facts_of(config, splits, accelerator)
+    if pretrained:
+        one_class = not (splits.several or config.training.several)
+
+        def choose() -> WeightsChoice:
+            return choose_weights(
+                facts, values, on_disk=find_on_disk(), on_hub=find_on_hub, one_class=one_class
+            )
+
+        choice = on_main(accelerator, choose)
+        plan = plan_weights(facts, values, choice, one_class=one_class)
+    else:
+        plan = make_plan(facts, values)
+    plan.listing = listing
     return make_config({**values, **plan.settings}), plan
+
+
+def check_chosen_weights(values: Mapping[str, Any]) -> None:
+    """Refuse settings that leave `--weights auto` nothing to choose.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if "caption" in values.get("task", "classify"):
+        raise ConfigError(
+            f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
+            "name, such as timm/vit_small_patch16_224.augreg_in21k"
+        )
+    if "model" in values:
+        raise ConfigError(
+            f"weights=auto chooses the network, and model={values['model']!r} is one: leave "
+            "--model out, or give the weights by name"
+        )
+
+
+def with_chosen_weights(
+    config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None = None
+) -> tuple[Config, list[str], Listing | None]:
+    """`config` with the weights and settings that the plan chooses for `--weights auto`.
+
+    A run that is resumed has those that were chosen when it began.
+
+    Args:
+        config: Settings; returned as they are where they name weights, or none.
+        given: Names of those that somebody chose.
+        accelerator: The devices.
+        begun: Folder of the run that is resumed.
+
+    Returns:
+        The settings, the names of those that are to be kept, and the data as listed for the plan.
+
+    Raises:
+        VitError: As `plan_training`; or the run that is resumed began without pretrained weights.
+    """
+    if config.finetune.weights != AUTO_WEIGHTS:
+        return config, [*given], None
+    if begun is None:
+        flat = flatten(config)
+        names = {*given, "data", "weights"}
+        config, plan = plan_training({name: flat[name] for name in flat if name in names})
+        for line in summary_lines(plan):
+            teller(accelerator)(line)
+        return config, [*{*names, *plan.settings}], plan.listing
+    weights = stored_config(begun).finetune.weights
+    if weights is None:
+        raise ConfigError(
+            "weights=auto: the run began without pretrained weights; leave --weights out, or "
+            "start a new run with another --out"
+        )
+    finetune = dataclasses.replace(config.finetune, weights=weights)
+    return dataclasses.replace(config, finetune=finetune), [*given], None
 
 
 def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
@@ -151,10 +245,14 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         f"{facts.flops / 1e9:.0f} GFLOP/s"
     ]
     given = [(name, value, "given") for name, value in plan.given.items() if name != "data"]
+    if "weights" in plan.settings:
+        lines[0] += f"; {len(FOR_STEPS)} weights to choose from"
     chosen = [(name, choice.value, choice.reason) for name, choice in plan.choices.items()]
     width = max((len(name) for name, *_ in [*given, *chosen]), default=0)
     for name, value, reason in [*given, *chosen]:
         lines.append(f"  {name:<{width}}  {value!s:<13}  {reason}".rstrip())
+    if "weights" in plan.settings:
+        return [*lines, *weights_lines(plan)]
     network = dataclasses.replace(config.model, num_classes=facts.classes)
     cost = cost_of(network, batch_size=config.data.batch_size)
     steps = round(plan.passes * facts.images / config.data.batch_size)
@@ -171,6 +269,9 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
 
 def summary_lines(plan: Plan) -> list[str]:
     """The plan in two lines, for the start of a training."""
+    if "weights" in plan.settings:
+        reason = plan.choices["weights"].reason
+        return [f"weights=auto: {plan.settings['weights']} ({reason})", *weights_lines(plan)]
     size = plan.given.get("image_size", plan.settings.get("image_size"))
     every = {**plan.settings, **plan.given}
     time = f" in {every['time']}" if "time" in every else ""
@@ -181,13 +282,34 @@ def summary_lines(plan: Plan) -> list[str]:
     ]
 
 
+def weights_lines(plan: Plan) -> list[str]:
+    """What a plan with pretrained weights costs, and how to train it."""
+    every = {**plan.settings, **plan.given}
+    time = f" in {every['time']}" if every.get("time") else ""
+    passes = "" if every["method"] == "probe" else f", about {plan.passes:.0f} passes"
+    return [
+        f"note: planned method={every['method']} at {every.get('image_size')} px, "
+        f"{plan.flops / 1e6:,.0f} MFLOPs an image{passes}{time}; any flag fixes its setting"
+    ]
+
+
 def from_scratch_note(plan: Plan) -> list[str]:
-    """What is better than training photographs from scratch, where weights can be downloaded."""
+    """What is better than training photographs from scratch: the weights of `--weights auto`."""
     if plan.facts.side <= TINY_SIDE:
         return []
+    given = {name: plan.given[name] for name in ("time", "image_size") if name in plan.given}
+
+    def everything() -> dict[ListedWeights, str]:  # nothing is downloaded for a note
+        return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
+
+    try:
+        choice = choose_weights(plan.facts, given, on_disk=find_on_disk(), on_hub=everything)
+    except ConfigError:  # an image size that no weights have patches for
+        return []
+    where = "on this disk" if choice.here else "downloaded once"
     return [
         "note: this trains from scratch; for most photographs pretrained weights are better: "
-        f"--weights {PRETRAINED} (Apache-2.0, downloaded once)"
+        f"--weights auto takes {choice.source} ({license_name(choice.weights)}, {where})"
     ]
 
 

@@ -10,7 +10,10 @@ a fact to all rules after it. More time never chooses a smaller network or small
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vit.data.sources.opening import Listing
 
 # Images up to this side are taken as they are, in patches of 4 pixels; larger ones are photographs.
 TINY_SIDE = 48
@@ -95,6 +98,8 @@ class Plan:
     """Passes over the training images that are expected."""
     flops: float = 0.0
     """Of one image, forward."""
+    listing: "Listing | None" = field(default=None, repr=False)
+    """What the data hold, for a training that follows."""
 
     def decide(self, name: str, value: Any, reason: str) -> Any:
         """Set `name` to `value`, unless somebody chose it; returns what it is."""
@@ -116,18 +121,25 @@ def make_plan(facts: Facts, given: Mapping[str, Any]) -> Plan:
     decide_network(plan, seconds)
     decide_optimisation(plan)
     decide_augmentation(plan)
-    decide_loading(plan, seconds)
+    decide_validation(plan, seconds)
+    decide_cache(plan)
     return plan
 
 
-def decide_time(plan: Plan) -> float:
-    """Seconds of the training; those that other rules reckon with where steps are given."""
-    facts = plan.facts
+def planned_seconds(facts: Facts) -> float:
+    """Seconds of a training: those that were given, or what is sensible for the data."""
     if facts.seconds is not None:
         return facts.seconds
     each = SECONDS_PER_TINY if facts.side <= TINY_SIDE else SECONDS_PER_PHOTO
     faster = math.sqrt(max(facts.flops / REFERENCE, 1.0))
-    seconds = min(max(each * facts.images / faster, LEAST_SECONDS), MOST_SECONDS)
+    return min(max(each * facts.images / faster, LEAST_SECONDS), MOST_SECONDS)
+
+
+def decide_time(plan: Plan) -> float:
+    """Seconds of the training; those that other rules reckon with where steps are given."""
+    facts, seconds = plan.facts, planned_seconds(plan.facts)
+    if facts.seconds is not None:
+        return seconds
     if not {"epochs", "steps"} & set(plan.given):
         text = f"{seconds:.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
         plan.decide("time", text, f"sensible for {facts.images:,} images; --time T takes longer")
@@ -229,8 +241,8 @@ def decide_augmentation(plan: Plan) -> None:
     plan.decide("crop_share", 1.0, "the whole short side counts")
 
 
-def decide_loading(plan: Plan, seconds: float) -> None:
-    """Validation share, and decoded images in memory."""
+def decide_validation(plan: Plan, seconds: float) -> None:
+    """Share of the images that are held out."""
     facts = plan.facts
     total = facts.images + facts.validation
     affordable = int(VALIDATION_TIME * seconds * facts.flops / plan.flops)
@@ -242,6 +254,11 @@ def decide_loading(plan: Plan, seconds: float) -> None:
             round(held_out / total, 4),
             f"{held_out:,} images measure within {within:.1f} points",
         )
+
+
+def decide_cache(plan: Plan) -> None:
+    """Decoded images in memory, where they fit."""
+    facts = plan.facts
     side = plan.given.get("image_size", plan.settings.get("image_size", facts.side))
     crop = plan.given.get("min_crop", plan.settings.get("min_crop", 1.0))
     kept = min(side / math.sqrt((crop + 1) / 2), facts.side)

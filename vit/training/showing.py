@@ -24,6 +24,7 @@ from vit.training.agreement import on_main
 from vit.training.batches import training_loader
 from vit.training.devices import make_accelerator
 from vit.training.loop import Training
+from vit.training.plan import with_chosen_weights
 from vit.training.progress import teller
 from vit.training.rehearsal import rehearse
 from vit.training.tasks import mixed
@@ -47,6 +48,7 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
     """
     kind, given = sheet_format(path), changed_settings(config) if given is None else given
     accelerator = make_accelerator(config.run)
+    config, given, listing = with_chosen_weights(config, given, accelerator)
     # how many epochs fit into a time changes nothing that the first of them sees
     timeless = dataclasses.replace(config.training, time=None)
     alone = dataclasses.replace(config.data, workers=0)
@@ -58,7 +60,7 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
             "leave one of it and --show-batch out"
         )
     known = known_words(config, source, given)
-    config, splits, *_ = complete_settings(config, given, accelerator, None, 0.0, known)
+    config, splits, *_ = complete_settings(config, given, accelerator, None, 0.0, known, listing)
 
     def draw(run: Training) -> str:
         pictures, texts = first_batch(run, splits)

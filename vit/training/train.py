@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.data.captioning.tokenizer import Tokenizer
 from vit.data.samples import Splits
-from vit.data.sources.opening import require
+from vit.data.sources.opening import Listing, require
 from vit.errors import RunError, VitError, printable
 from vit.settings import changed_settings, default_folder
 from vit.training.agreement import on_main
@@ -28,6 +28,7 @@ from vit.training.finetuning import complete_for_weights, other_words
 from vit.training.interruption import Interruption
 from vit.training.looking import look_at_data
 from vit.training.memory import fit_memory
+from vit.training.plan import with_chosen_weights
 from vit.training.progress import teller
 from vit.training.reading import measured_workers, with_cache
 from vit.training.result import TrainingResult
@@ -58,6 +59,7 @@ def train(
     overwrite: bool = False,
     given: Sequence[str] | None = None,
     began: float | None = None,
+    listing: Listing | None = None,
 ) -> TrainingResult:
     """Train a network, and leave everything about it in a run folder.
 
@@ -69,6 +71,7 @@ def train(
         given: Names of settings that somebody chose; those that differ from their default where
             left out. Pretrained weights and the data decide others.
         began: When the time of `config.training.time` began, by `time.monotonic`; now if left out.
+        listing: `Plan.listing`, so that data which were planned with are not listed again.
 
     Raises:
         VitError: Something the caller can mend: see the message.
@@ -82,11 +85,13 @@ def train(
     begun = folder if (resuming := on_main(accelerator, look)) else None
     if resume and not resuming:
         teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
+    config, given, chosen = with_chosen_weights(config, given, accelerator, begun)
     config, source = look_at_weights(config, given, accelerator, begun)
     known = known_words(config, source, given)
     config, splits, failed, budget = complete_settings(
-        config, given, accelerator, begun, began, known
+        config, given, accelerator, begun, began, known, chosen or listing
     )
+    listing = chosen = None  # the splits have all that is needed of them
     with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
         network = make_network(
             config, source, splits.classes, teller(accelerator), splits.tokenizer
@@ -190,6 +195,7 @@ def complete_settings(
     begun: Path | None,
     began: float,
     known: Tokenizer | None = None,
+    listing: Listing | None = None,
 ) -> tuple[Config, Splits, dict[str, str], TimeBudget | None]:
     """The settings of a run with all that data, memory and time say of them.
 
@@ -200,6 +206,7 @@ def complete_settings(
         begun: Folder of the run that is resumed, whose settings these must be.
         began: When the time of `config.training.time` began.
         known: The tokenizer of the weights that are trained on, where they write captions.
+        listing: What the data hold, where they were listed for a plan.
 
     Returns:
         Settings, the pictures, those that cannot be read with the reason, and the time budget.
@@ -207,7 +214,7 @@ def complete_settings(
     tell = teller(accelerator)
     if begun is not None:
         config = settled(config, begun, given)
-    config, splits, failed = look_at_data(config, given, accelerator, tell, begun, known)
+    config, splits, failed = look_at_data(config, given, accelerator, tell, begun, known, listing)
     if begun is not None:
         require_same_settings(config, begun)
     splits = with_cache(config, splits, accelerator, tell)

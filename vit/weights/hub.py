@@ -5,6 +5,7 @@ models--OWNER--NAME/refs/REVISION, a text with a commit, and models--OWNER--NAME
 """
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ def unreachable() -> str | None:
 def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
     """Fetch files of `repository` into the cache, except those that are there already.
 
+    What is about to be fetched is announced on standard error, with its size.
+
     Args:
         repository: Where they are.
         choose: From the names of all files of a repository, those that are needed.
@@ -121,9 +124,16 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
 
     def ask() -> Path:
         info = HfApi().model_info(
-            repository.name, revision=repository.revision, timeout=2 * SECONDS
+            repository.name,
+            revision=repository.revision,
+            timeout=2 * SECONDS,
+            files_metadata=True,
         )
-        wanted = choose([file.rfilename for file in info.siblings or []])
+        sizes = {file.rfilename: file.size for file in info.siblings or []}
+        wanted = choose([*sizes])
+        here = repository.cache / "snapshots" / str(info.sha)
+        if missing := [name for name in wanted if not (here / name).exists()]:
+            print(announcement(repository, [sizes[name] for name in missing]), file=sys.stderr)
         paths = [
             Path(hf_hub_download(repository.name, name, revision=repository.revision))
             for name in wanted
@@ -134,6 +144,19 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
         return folders.pop()
 
     return _explained(ask, repository)
+
+
+def announcement(repository: Repository, sizes: Sequence[int | None]) -> str:
+    """The line before a download: from where, how much, to where.
+
+    Args:
+        repository: Where the files are.
+        sizes: Of each file in bytes; None where the hub does not say.
+    """
+    known = sum(size or 0 for size in sizes)
+    size = f"{known / 1e6:,.1f} MB" if known else "of a size that the hub does not say"
+    files = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
+    return printable(f"downloading {repository.url}: {files}, {size}, to {repository.cache}")
 
 
 def _explained(ask: Callable[[], Path], repository: Repository) -> Path:

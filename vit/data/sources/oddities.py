@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,7 +157,7 @@ def _size(path: str) -> int:
 
 def _tail(path: str) -> bytes:
     with open_binary(path) as file:
-        file.seek(max(size_of(path) - TAIL, 0))
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
         return hashlib.blake2b(file.read(TAIL)).digest()
 
 

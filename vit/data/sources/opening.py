@@ -8,6 +8,7 @@ notes.
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from vit.data.containers import relative
@@ -28,6 +29,7 @@ from vit.errors import ConfigError, DataError, printable
 __all__ = [
     "Asked",
     "Fold",
+    "Listing",
     "Sample",
     "Splits",
     "hold_out",
@@ -71,8 +73,22 @@ def read_source(asked: Asked) -> Listed:
     return dataclasses.replace(listed, several=listed.several or bool(asked.several))
 
 
+@dataclass(frozen=True)
+class Listing:
+    """What a source holds, listed once for several uses: the plan, and the training after it."""
+
+    asked: Asked
+    listed: Listed
+
+
 def open_splits(
-    data: str | Asked, *, val_share: float, seed: int, fold: Fold | None = None
+    data: str | Asked,
+    *,
+    val_share: float,
+    seed: int,
+    fold: Fold | None = None,
+    listing: Listing | None = None,
+    compare: bool = True,
 ) -> Splits:
     """Open `data` for training.
 
@@ -81,13 +97,16 @@ def open_splits(
         val_share: Share of each class held out where the data have no validation pictures.
         seed: Decides which ones.
         fold: The part of a cross-validation that is held out instead.
+        listing: What the source holds; used instead of listing it where the same was asked for.
+        compare: Whether the notes are to name equal files, for which many files are read.
 
     Raises:
         DataError: It cannot be trained on as it is.
         ConfigError: A setting is not for this kind of data.
     """
     asked = Asked(data) if isinstance(data, str) else data
-    listed = read_source(asked)
+    known = listing is not None and listing.asked == asked
+    listed = listing.listed if listing is not None and known else read_source(asked)
     pictures = listed.splits.get("train", listed.splits.get("", []))
     if not pictures:
         there = some([*listed.where]) or "nothing"
@@ -111,7 +130,8 @@ def open_splits(
         raise DataError(f"{printable(asked.data)}: no pictures left to validate on{why}; add some")
     total = len(train) if listed.several else None
     notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
-    notes += equal_notes(_by_labels(train), _by_labels(val), str(listed.root))
+    if compare:
+        notes += equal_notes(_by_labels(train), _by_labels(val), str(listed.root))
     return Splits(
         classes=classes,
         train=_samples(train, classes, listed),

@@ -1,0 +1,400 @@
+"""The rules of `--weights auto`: which pretrained weights, how they are trained, at which size.
+
+facts of the data and the machine -> method and network that the time allows -> settings
+
+The list is short, and every entry is under a permissive licence. What is on this disk goes before
+what would be downloaded. The rules stand on the literature, and on what docs/fine-tuning.md
+measured with weights of our own; see docs/recipes.md. A setting that somebody chose is a fact to
+all rules after it.
+
+Sources: Steiner et al., "How to train your ViT?", arXiv:2106.10270 (augreg weights transfer better
+than longer training from scratch); Kumar et al., "Fine-Tuning can Distort Pretrained Features",
+arXiv:2202.10054 (a probe, then fine-tuning from its head); Oquab et al., "DINOv2",
+arXiv:2304.07193 (features for probes); Kolesnikov et al., "Big Transfer (BiT)", section 3.3,
+arXiv:1912.11370 (small images are resized up, to 128 pixels).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vit.errors import ConfigError, WeightsError
+from vit.training.finetuning import DEFAULTS, NOT_OF_A_PROBE
+from vit.training.plan_rules import (
+    FIXED_SECONDS,
+    TINY_SIDE,
+    TRAINING_FLOPS,
+    Choice,
+    Facts,
+    Plan,
+    decide_cache,
+    decide_validation,
+    planned_seconds,
+)
+from vit.training.starting import ENOUGH
+from vit.weights import hub
+from vit.weights.found import Found
+from vit.weights.sources import locate
+
+PERMISSIVE = ("apache-2.0", "mit")
+
+
+@dataclass(frozen=True)
+class ListedWeights:
+    """An entry of the list that `--weights auto` chooses from."""
+
+    name: str
+    """timm's."""
+    license: str
+    parameters: float
+    """In millions, without a head."""
+    gflops: float
+    """Of one image of 224 pixels, forward."""
+    dim: int
+    depth: int
+    patch_size: int
+    pretrained_on: str
+    source: str
+
+    @property
+    def repository(self) -> hub.Repository:
+        return hub.Repository(f"timm/{self.name}")
+
+    def size(self, wanted: int) -> int:
+        """The side of images nearest to `wanted` from below that whole patches make."""
+        return max(wanted // self.patch_size, 1) * self.patch_size
+
+    def flops(self, size: int) -> float:
+        """FLOPs of one image of `size` x `size` pixels, forward."""
+        tokens = (size // self.patch_size) ** 2
+        embedding = 2 * 3 * self.patch_size**2 * self.dim * tokens
+        blocks = 24 * self.dim**2 * (tokens + 1) + 4 * (tokens + 1) ** 2 * self.dim
+        return embedding + self.depth * blocks
+
+
+IN21K, IN1K = "ImageNet-21k, then ImageNet-1k", "ImageNet-1k"
+LVD = "LVD-142M, without labels"
+STEINER, TOUVRON, OQUAB = "arXiv:2106.10270", "arXiv:2012.12877", "arXiv:2304.07193"
+APACHE = "apache-2.0"
+# fmt: off
+DEIT_TINY = ListedWeights(
+    "deit_tiny_patch16_224.fb_in1k", APACHE, 5.5, 2.5, 192, 12, 16, IN1K, TOUVRON)
+TINY = ListedWeights(
+    "vit_tiny_patch16_224.augreg_in21k_ft_in1k", APACHE, 5.5, 2.5, 192, 12, 16, IN21K, STEINER)
+DEIT_SMALL = ListedWeights(
+    "deit_small_patch16_224.fb_in1k", APACHE, 21.7, 9.2, 384, 12, 16, IN1K, TOUVRON)
+SMALL = ListedWeights(
+    "vit_small_patch16_224.augreg_in21k_ft_in1k", APACHE, 21.7, 9.2, 384, 12, 16, IN21K, STEINER)
+DINO_SMALL = ListedWeights(
+    "vit_small_patch14_dinov2.lvd142m", APACHE, 22.1, 12.2, 384, 12, 14, LVD, OQUAB)
+BASE = ListedWeights(
+    "vit_base_patch16_224.augreg2_in21k_ft_in1k", APACHE, 85.8, 35.1, 768, 12, 16, IN21K, STEINER)
+DINO_BASE = ListedWeights(
+    "vit_base_patch14_dinov2.lvd142m", APACHE, 86.6, 46.3, 768, 12, 14, LVD, OQUAB)
+# fmt: on
+# The list in order of preference, the last one first, where steps are made and where a head is
+# fitted to features; the first one is the cheapest.
+FOR_STEPS = (DEIT_TINY, TINY, DEIT_SMALL, DINO_SMALL, SMALL, DINO_BASE, BASE)
+FOR_PROBES = (DEIT_TINY, TINY, DEIT_SMALL, SMALL, DINO_SMALL, BASE, DINO_BASE)
+
+# Sides of images: the first one, unless no network fits the time with it.
+PHOTO_SIZES, TINY_SIZES = (224, 160, 128), (128, 96)
+# Up to so many images the head of a probe stays the best model (docs/fine-tuning.md).
+PROBED_IMAGES = 500
+# Passes over the images that steps are worth beginning with, and more than which overfit.
+LEAST_PASSES, MOST_PASSES = 4, 50
+# FLOPs of a training step in those of a forward pass, where not all is learned: the blocks of a
+# frozen backbone have no backward pass.
+STEP_FLOPS = {"full": TRAINING_FLOPS, "lora": TRAINING_FLOPS, "linear": 1, "probe": 1}
+
+
+@dataclass(frozen=True)
+class WeightsChoice:
+    """What the rules chose."""
+
+    weights: ListedWeights
+    source: str
+    """As --weights takes it: timm/NAME, or a folder of that name."""
+    here: bool
+    """Whether they are on this disk."""
+    method: str
+    image_size: int
+    passes: float
+    """Of training over the images that fit the time."""
+    seconds: float
+    """Estimate of one pass of the method, with the validation images."""
+    fits: bool
+    """Whether it fits the time."""
+    better: str = ""
+    """Weights that would be preferred, and are not on this disk."""
+
+
+Available = Callable[[], Mapping[ListedWeights, str]]
+"""Weights that can be had, with the source that --weights takes."""
+
+
+def find_on_disk() -> dict[ListedWeights, str]:
+    """Weights of the list that need no network: of the hub's cache, or a folder of their name."""
+    found = {}
+    for weights in FOR_STEPS:
+        for source in (f"timm/{weights.name}", weights.name):
+            there = Path(source).exists() or (
+                source.startswith("timm/") and hub.cached(weights.repository) is not None
+            )
+            if there and is_listed(weights, source):
+                found[weights] = source
+                break
+    return found
+
+
+def is_listed(weights: ListedWeights, source: str) -> bool:
+    """Whether `source` can be read here and is `weights`, under a permissive licence."""
+    try:
+        found: Found = locate(source, offline=True)
+    except WeightsError:
+        return False
+    terms = (found.license or weights.license).lower()
+    same = found.name.partition(".")[0] == weights.name.partition(".")[0]
+    return found.kind == "timm" and same and terms in PERMISSIVE
+
+
+def find_on_hub() -> dict[ListedWeights, str]:
+    """All weights of the list.
+
+    Raises:
+        WeightsError: The hub is not to be asked, or cannot be reached.
+    """
+    if why := hub.switched_off(offline=None) or hub.unreachable():
+        raise WeightsError(why)
+    return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
+
+
+def choose_weights(
+    facts: Facts,
+    given: Mapping[str, Any],
+    *,
+    on_disk: Mapping[ListedWeights, str],
+    on_hub: Available,
+    one_class: bool = True,
+) -> WeightsChoice:
+    """The weights for `facts`, and how they are trained.
+
+    Args:
+        facts: What the choice follows from.
+        given: Settings that somebody chose; the method and the image size may be among them.
+        on_disk: Weights that need no download; they are preferred where they fit the time.
+        on_hub: Gives all that could be downloaded; called only where none on the disk fits.
+        one_class: Whether an image has one class, so that a probe can be fitted.
+
+    Raises:
+        ConfigError: There are no weights to be had, or none has patches that divide image_size.
+    """
+    rules = Rules(facts, given, one_class=one_class)
+    best = rules.choose({weights: f"timm/{weights.name}" for weights in FOR_STEPS})
+    if best is None:
+        raise ConfigError(
+            f"image_size={given['image_size']}: none of the weights that weights=auto chooses from "
+            "has patches that divide it; use a multiple of 16, or leave it out"
+        )
+    mine = rules.choose(on_disk)
+    if mine is not None and mine.fits:
+        better = best.source if best.fits and best.weights != mine.weights else ""
+        return WeightsChoice(**{**vars(mine), "here": True, "better": better})
+    try:
+        return rules.choose(on_hub()) or best
+    except WeightsError as error:
+        if mine is not None:  # too slow for the time, and the only one
+            return WeightsChoice(**{**vars(mine), "here": True})
+        raise ConfigError(
+            f"weights=auto: none of the weights that it chooses from is on this disk, and {error}; "
+            "leave --weights out to train from scratch, or where there is a network run "
+            f"{best.weights.repository.fetch_command()}, copy the folder here, and keep "
+            "--weights auto"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What fits the time.
+
+    Args:
+        facts: Of the data and the machine.
+        given: Settings that somebody chose.
+        one_class: Whether an image has one class.
+    """
+
+    facts: Facts
+    given: Mapping[str, Any]
+    one_class: bool
+
+    def choose(self, sources: Mapping[ListedWeights, str]) -> WeightsChoice | None:
+        """The best of the weights in `sources`; None where no patches divide the images.
+
+        Steps where enough passes fit, else a probe, whose images may be smaller; the cheapest where
+        nothing fits.
+        """
+        first, *smaller = self.sizes
+        methods = self.methods
+        tries = [(method, first) for method in methods]
+        tries += [(methods[-1], size) for size in smaller]
+        for method, size in tries:
+            for weights in reversed(FOR_PROBES if method == "probe" else FOR_STEPS):
+                if weights not in sources or not self.divides(weights, size):
+                    continue
+                choice = self.estimate(weights, sources[weights], method, size)
+                if choice.fits:
+                    return choice
+        left = [w for w in FOR_STEPS if w in sources and self.divides(w, self.sizes[-1])]
+        if not left:
+            return None
+        return self.estimate(left[0], sources[left[0]], methods[-1], self.sizes[-1])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        if "image_size" in self.given:
+            return (int(self.given["image_size"]),)
+        return TINY_SIZES if self.facts.side <= TINY_SIDE else PHOTO_SIZES
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What to try, the preferred one first."""
+        if self.given.get("method") is not None:
+            return (str(self.given["method"]),)
+        if not self.one_class:
+            return ("full", "linear")
+        if self.given.get("probe_first") or set(self.given) & {*NOT_OF_A_PROBE} - {"time"}:
+            return ("full",)
+        return ("probe",) if self.facts.images <= PROBED_IMAGES else ("full", "probe")
+
+    def divides(self, weights: ListedWeights, size: int) -> bool:
+        return "image_size" not in self.given or weights.size(size) == size
+
+    def estimate(
+        self, weights: ListedWeights, source: str, method: str, wanted: int
+    ) -> WeightsChoice:
+        """What `method` takes with `weights` on images of `wanted` pixels, and whether it fits."""
+        facts, size = self.facts, weights.size(wanted)
+        forward = weights.flops(size) / facts.flops
+        total = planned_seconds(facts)
+        room = max(total - FIXED_SECONDS, 0.3 * total)
+        seen = facts.images + facts.validation
+        if method == "probe":
+            each, passes = forward * seen, 1.0
+            fits = each <= room
+        else:
+            each = forward * (STEP_FLOPS[method] * facts.images + facts.validation)
+            if self.one_class and self.given.get("probe_first") is not False:
+                probed = min(facts.images, ENOUGH["train"]) + min(facts.validation, ENOUGH["val"])
+                room -= forward * probed
+            passes = max(room, 0.0) / each
+            fits = passes >= LEAST_PASSES
+        return WeightsChoice(weights, source, False, method, size, passes, each, fits)
+
+
+def plan_weights(
+    facts: Facts, given: Mapping[str, Any], choice: WeightsChoice, *, one_class: bool = True
+) -> Plan:
+    """Settings of a training from the weights of `choice`, each with its reason."""
+    plan = Plan(facts, {name: value for name, value in given.items() if name != "weights"})
+    weights, size, method = choice.weights, choice.image_size, choice.method
+    plan.passes, plan.flops = choice.passes, weights.flops(size)
+    plan.decide("weights", choice.source, weights_reason(choice))
+    given_size = "image_size" in given
+    up = f"images of {facts.side} px are resized up" if facts.side < size else ""
+    smaller = "fewer tokens than at 224 px, for the time" if size < weights.size(224) else ""
+    if facts.side <= TINY_SIDE and smaller:
+        smaller = "more pixels would add no detail (BiT)"
+    if not given_size:
+        why = ", ".join(filter(None, (up, smaller))) or "the size of pretraining's end"
+        plan.decide("image_size", size, why)
+    plan.decide("method", method, method_reason(choice, facts, one_class=one_class))
+    if method != "probe":
+        decide_steps(plan, choice, one_class=one_class)
+    elif "time" in given:
+        # a probe has no length to choose: the time chose the network
+        plan.given = {name: value for name, value in plan.given.items() if name != "time"}
+        plan.choices["time"] = Choice(
+            None, f"{given['time']} chose the network: a probe ends when its head is fitted"
+        )
+    decide_validation(plan, planned_seconds(facts))
+    if method != "probe":
+        decide_cache(plan)
+    return plan
+
+
+def weights_reason(choice: WeightsChoice) -> str:
+    """Licence, size, origin, and where the weights are."""
+    weights = choice.weights
+    megabytes = f"{4 * weights.parameters:,.0f} MB"
+    where = "on this disk" if choice.here else f"a download of about {megabytes}"
+    late = "" if choice.fits else "; the cheapest there is, and it may take longer than the time"
+    return (
+        f"{license_name(weights)}, {weights.parameters:.1f} M parameters, {weights.pretrained_on} "
+        f"({weights.source}); {where}{late}"
+    )
+
+
+def license_name(weights: ListedWeights) -> str:
+    """`Apache-2.0`, `MIT`: as the licences are usually written."""
+    return {"apache-2.0": "Apache-2.0", "mit": "MIT"}[weights.license]
+
+
+def method_reason(choice: WeightsChoice, facts: Facts, *, one_class: bool) -> str:
+    """Why this method."""
+    if choice.method == "probe":
+        if facts.images <= PROBED_IMAGES:
+            return f"a head alone: {facts.images:,} images are too few to train all of it"
+        return f"a head alone: {LEAST_PASSES} passes of training do not fit"
+    if choice.method == "linear" and not one_class:
+        return f"the head alone: {LEAST_PASSES} passes of training all do not fit"
+    return f"about {choice.passes:.0f} passes over {facts.images:,} images fit"
+
+
+def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
+    """Length, batch, optimisation and augmentation of a training by steps."""
+    facts, usual = plan.facts, DEFAULTS[choice.method]
+    if one_class:
+        plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
+    decide_length(plan, choice)
+    batch = 32 if facts.images < 1200 else int(usual["batch_size"])
+    if facts.device != "cpu" and facts.images >= 5000:
+        batch *= 2
+    batch = plan.decide("batch_size", min(batch, facts.images), f"for {facts.images:,} images")
+    factor = math.sqrt(batch / usual["batch_size"])
+    lr = float(f"{usual['lr'] * factor:.2g}")
+    plan.decide("lr", lr, f"of {choice.method} fine-tuning with AdamW, at a batch of {batch}")
+    if choice.method == "full":
+        plan.decide("layer_decay", usual["layer_decay"], "early layers know edges already (BEiT)")
+        deep = 0.1 if choice.weights.dim > TINY.dim and choice.passes > 8 else 0.0
+        plan.decide("drop_path", deep, f"{choice.passes:.0f} passes of {choice.weights.dim} wide")
+    else:
+        plan.decide("weight_decay", usual["weight_decay"], "little is learned")
+    if facts.grey and facts.side <= TINY_SIDE:
+        plan.decide("hflip", 0.0, "small and grey: characters, which are not mirrored")
+    if plan.given.get("random_crop") != "simple":
+        long = facts.side > TINY_SIDE and choice.passes > 12
+        why = "a long training of large images bears strong crops" if long else "mild, as measured"
+        plan.decide("min_crop", 0.5 if long else usual["min_crop"], why)
+    plan.decide("smoothing", usual["smoothing"], "the weights are sure of little as it is")
+
+
+def decide_length(plan: Plan, choice: WeightsChoice) -> None:
+    """Time, or epochs where more of them would overfit, or each fold has its own."""
+    facts, given = plan.facts, plan.given
+    if {"epochs", "steps"} & set(given):
+        return
+    all_folds = given.get("folds") is not None and given.get("fold") is None
+    if all_folds or choice.passes > 2 * MOST_PASSES:
+        epochs = int(min(max(choice.passes, LEAST_PASSES), MOST_PASSES))
+        if "time" in given and not all_folds:
+            plan.given = {name: value for name, value in given.items() if name != "time"}
+            plan.choices["time"] = Choice(None, f"{given['time']} has room for more epochs")
+        plan.decide("epochs", epochs, "more overfit" if epochs == MOST_PASSES else "for each fold")
+        return
+    if facts.seconds is None:
+        seconds = planned_seconds(facts)
+        text = f"{seconds:.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
+        plan.decide("time", text, f"sensible for {facts.images:,} images; --time T takes longer")
+    plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
