@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vit.settings import make_config
     from vit.training.plan import plan_training
     from vit.training.train import train
+    from vit.training.tune import tune
     from vit.weights.loading import from_pretrained
 
 register()
@@ -38,6 +39,7 @@ _HOMES = {
     "make_config": "vit.settings",
     "plan_training": "vit.training.plan",
     "train": "vit.training.train",
+    "tune": "vit.training.tune",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "make_config",
     "plan_training",
     "train",
+    "tune",
 ]
 
 

@@ -14,6 +14,7 @@ from vit.settings import nearest
 COMMANDS = {
     "train": "train a Vision Transformer on a folder of images, or a list of captions",
     "plan": "show the settings that vit train would choose for a data set, each with its reason",
+    "tune": "search the settings that matter, from the plan on, and train the best of them",
     "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images, or on images with captions",
     "check": "find what is wrong with a data set: broken files, copies, leaks, odd labels",

@@ -86,13 +86,59 @@ def curves(
     return tag(
         "svg",
         tag("text", title, x=0, y=15, class_="title"),
-        *_axes(ticks, epoch_ticks(epochs[0], epochs[-1]), across, up, unit),
+        *_axes(ticks, {at: at for at in epoch_ticks(epochs[0], epochs[-1])}, across, up, unit),
         tag("line", x1=across(best), x2=across(best), y1=TOP, y2=HEIGHT - BOTTOM, class_="best"),
         *(_line(line, epochs, across, up) for line in lines),
         *_legend(lines),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         aria_label=name,
+    )
+
+
+def scatter(
+    title: str,
+    points: Sequence[tuple[float, float, str]],
+    marks: Mapping[float, object],
+    *,
+    name: str,
+    unit: str = "",
+) -> Html:
+    """A chart of points.
+
+    Args:
+        title: What is drawn.
+        points: At least one: place on the axis, value, and class in the page's style.
+        marks: What is written at places on the axis.
+        name: Of the axis.
+        unit: `%` where the values are shares.
+    """
+    values = [value for _, value, _ in points]
+    ticks = [tick for tick in nice_ticks(min(values), max(values)) if unit != "%" or 0 <= tick <= 1]
+    bottom, top = min(ticks[0], *values), max(ticks[-1], *values)
+    places = [*(place for place, *_ in points), *marks]
+    first, span = min(places), max(places) - min(places)
+
+    def across(place: float) -> float:
+        share = 0.06 + 0.88 * (place - first) / span if span else 0.5
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+
+    def up(value: float) -> float:
+        share = (value - bottom) / (top - bottom)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    return tag(
+        "svg",
+        tag("text", title, x=0, y=15, class_="title"),
+        *_axes(ticks, marks, across, up, unit, name),
+        *(
+            tag("circle", cx=across(place), cy=up(value), r=5, class_=style)
+            for place, value, style in points
+        ),
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label=f"{title}: {len(points)} points from {shown(min(values), unit)} to "
+        f"{shown(max(values), unit)}",
     )
 
 
@@ -103,10 +149,11 @@ def shown(value: float, unit: str) -> str:
 
 def _axes(
     ticks: Sequence[float],
-    marks: Sequence[int],
+    marks: Mapping[float, object],
     across: Callable[[float], float],
     up: Callable[[float], float],
     unit: str,
+    name: str = "epoch",
 ) -> list[Html]:
     parts = []
     for tick in ticks:
@@ -115,9 +162,11 @@ def _axes(
         label = shown(tick, unit)
         parts.append(tag("text", label, x=LEFT - 7, y=round(y + 4.5, 1), text_anchor="end"))
     base = HEIGHT - BOTTOM + 18
-    parts += [tag("text", mark, x=across(mark), y=base, text_anchor="middle") for mark in marks]
+    parts += [
+        tag("text", mark, x=across(at), y=base, text_anchor="middle") for at, mark in marks.items()
+    ]
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(tag("text", "epoch", x=middle, y=HEIGHT - 4, text_anchor="middle"))
+    parts.append(tag("text", name, x=middle, y=HEIGHT - 4, text_anchor="middle"))
     return parts
 
 

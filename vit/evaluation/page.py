@@ -100,6 +100,7 @@ svg .val { stroke: var(--val); }
 svg .train.line { stroke-dasharray: 6 5; }
 svg circle.train { fill: var(--train); }
 svg circle.val { fill: var(--val); }
+svg circle.other { fill: var(--soft); opacity: .55; }
 footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid var(--line); }
 @media (max-width: 34rem) {
     .wordy { display: none; }

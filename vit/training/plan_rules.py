@@ -188,6 +188,26 @@ def decide_network(plan: Plan, seconds: float) -> None:
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
 
 
+def neighbours(plan: Plan) -> list[dict[str, int]]:
+    """The networks beside that of `plan` on the ladder, the cheaper one first, as settings.
+
+    There is none where its network is none of the ladder's.
+    """
+    facts, every = plan.facts, {**plan.settings, **plan.given}
+    networks: list[dict[str, int]] = []
+    for photo, dim, depth in LADDER:
+        side = image_side(facts.side, photo)
+        side = side // patch_of(side) * patch_of(side)
+        network = {"image_size": side, "dim": dim, "depth": depth}
+        if network not in networks:
+            networks.append(network)
+    own = {name: every.get(name) for name in ("image_size", "dim", "depth")}
+    if own not in networks:
+        return []
+    at = networks.index(own)
+    return networks[max(at - 1, 0) : at] + networks[at + 1 : at + 2]
+
+
 def decide_stem(plan: Plan, patch: int, *, tiny: bool) -> None:
     """Convolutions before the blocks, where patches have a side that they reach."""
     if patch not in (2, 4, 8, 16) or {"patch_sizes", "merge_tokens"} & set(plan.given):

@@ -3,22 +3,42 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
 PLAIN_SECONDS = 30.0
 
+Say = Callable[[str], None]
+
+# what gets the lines of trainings instead of standard error
+_redirected: list[Say] = []
+
+
+@contextlib.contextmanager
+def redirect_lines(to: Say) -> Iterator[None]:
+    """Inside, `to` gets the lines of trainings; it may write them with `write_line`."""
+    _redirected.append(to)
+    try:
+        yield
+    finally:
+        _redirected.pop()
+
 
 def say(text: str) -> None:
+    """One line to standard error, clear of a progress bar, or to where lines are redirected."""
+    (_redirected[-1] if _redirected else write_line)(text)
+
+
+def write_line(text: str) -> None:
     """One line to standard error, clear of a progress bar."""
     # a reader that has gone, such as `| head`, must not end hours of training
     with contextlib.suppress(BrokenPipeError):
         tqdm.write(text, file=sys.stderr)
 
 
-def teller(accelerator: Accelerator) -> Callable[[str], None]:
+def teller(accelerator: Accelerator) -> Say:
     """What tells the user a line: one process for all."""
     return say if accelerator.is_main_process else lambda _: None
 

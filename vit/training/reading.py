@@ -1,9 +1,10 @@
 """How the training pictures come to the device in time: a cache, processes, and what is said."""
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from vit.config import Config, DataConfig
-from vit.data.cache import open_cache, side_for
+from vit.data.cache import Cache, open_cache, side_for
 from vit.data.dataset import ImageDataset
 from vit.data.decoding import read_bytes
 from vit.data.processes import default_workers
@@ -30,6 +31,35 @@ MOST_TIMES = 4
 MUCH = 0.15
 """Share of an epoch spent waiting for data above which there is advice."""
 LEAST_SECONDS = 2.0
+MOST_SHARED = 2
+"""Caches in memory that trainings one after the other share: each has a part of what is free."""
+
+# the caches in memory that the next training of this process may use, the newest last; None where
+# each training forgets its own
+_shared: list[Cache] | None = None
+
+
+@contextlib.contextmanager
+def shared_caches() -> Iterator[None]:
+    """Inside, trainings one after the other share their caches in memory, of the same side."""
+    global _shared
+    _shared = []
+    try:
+        yield
+    finally:
+        for cache in _shared:
+            cache.forget()
+        _shared = None
+
+
+def share_or_forget(cache: Cache) -> None:
+    """Keep a cache in memory for the next training, or delete its name."""
+    if _shared is None:
+        cache.forget()
+        return
+    _shared[:] = [*(other for other in _shared if other.file != cache.file), cache]
+    while len(_shared) > MOST_SHARED:
+        _shared.pop(0).forget()
 
 
 def with_cache(
@@ -64,7 +94,7 @@ def with_cache(
         )
     accelerator.wait_for_everyone()
     if data.cache == "ram":
-        cache.forget()
+        share_or_forget(cache)
     return dataclasses.replace(splits, cache=cache)
 
 

@@ -46,6 +46,8 @@ class Session:
         splits: The data.
         steps: Optimiser steps of an epoch.
         budget: By which the run settles its steps in its cooldown.
+        resumed_by: The command and the folder that continue it, where it is a part of more.
+        report: Whether it ends with thresholds and report.html.
     """
 
     def __init__(
@@ -55,6 +57,9 @@ class Session:
         splits: Splits,
         steps: int,
         budget: TimeBudget | None = None,
+        *,
+        resumed_by: tuple[str, Path] | None = None,
+        report: bool = True,
     ) -> None:
         self.run = run
         self.folder = folder
@@ -62,6 +67,8 @@ class Session:
         self.data = fingerprint(splits)
         self.steps = steps
         self.budget = budget
+        self.resumed_by = resumed_by or ("vit train", folder)
+        self.report = report
         self.elapsed = 0.0  # from the first step to the end of the last epoch
         self.epoch = 0  # how many are recorded
         self.part = {"images": 0, "loss_sum": 0.0}  # of an epoch that a checkpoint cut in two
@@ -183,7 +190,7 @@ class Session:
             pictures=len(self.splits.val),
             routers=self.best.first.get("routers", ()),
         )
-        if run.accelerator.is_main_process:
+        if run.accelerator.is_main_process and self.report:
             end(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,
@@ -267,7 +274,7 @@ class Session:
             self.save_and_wait()
             raise Interrupted(
                 f"interrupted at step {self.run.step} of {self.total_steps}; continue with "
-                f"vit train --resume --out {quoted(self.folder)}",
+                f"{self.resume_command()}",
                 signal,
             )
 
@@ -281,9 +288,13 @@ class Session:
             raise BadImage(
                 bad.path,
                 f"{bad.reason}; stopped at step {self.run.step}: put a good file there, or leave "
-                f"such files out: vit train --resume --on-bad-image skip --out "
-                f"{quoted(self.folder)}",
+                f"such files out: {self.resume_command('--on-bad-image skip ')}",
             ) from None
+
+    def resume_command(self, flags: str = "") -> str:
+        """What somebody types to go on."""
+        command, folder = self.resumed_by
+        return f"{command} --resume {flags}--out {quoted(folder)}"
 
     def save_and_wait(self) -> None:
         """Write a checkpoint before anybody leaves: a launcher ends the others with the first."""

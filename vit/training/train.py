@@ -60,6 +60,8 @@ def train(
     given: Sequence[str] | None = None,
     began: float | None = None,
     listing: Listing | None = None,
+    resumed_by: tuple[str, Path] | None = None,
+    report: bool = True,
 ) -> TrainingResult:
     """Train a network, and leave everything about it in a run folder.
 
@@ -72,6 +74,9 @@ def train(
             left out. Pretrained weights and the data decide others.
         began: When the time of `config.training.time` began, by `time.monotonic`; now if left out.
         listing: `Plan.listing`, so that data which were planned with are not listed again.
+        resumed_by: The command and the folder that continue it, where it is a part of more; `vit
+            train` and `out` where left out.
+        report: Whether it ends with report.html, and with thresholds where it has some.
 
     Raises:
         VitError: Something the caller can mend: see the message.
@@ -105,7 +110,7 @@ def train(
         run.workers = measured_workers(run, splits.train)
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
         probed = start_from_probe(run, splits) if fresh and probes(config) else None
-        session = Session(run, folder, splits, steps, budget)
+        session = Session(run, folder, splits, steps, budget, resumed_by=resumed_by, report=report)
         stack.callback(session.close)
         session.begin(resuming, probed)
         return session.run_all()
