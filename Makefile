@@ -1,13 +1,13 @@
 .PHONY: check test lint format slow
 
-check: test lint    ## everything that must pass before a commit
+check: test slow lint    ## everything that must pass before a commit
 
 test:               ## the default tests, on all cores; what depends on it, on both kinds of CPU
 	python -m pytest -n auto --auto-precision fp32
 	python -m pytest -n auto --auto-precision bf16 -m "auto_precision and not slow"
 
-slow:               ## the tests that take longer
-	python -m pytest -m slow
+slow:               ## the tests that take longer, on all cores
+	python -m pytest -n auto --auto-precision fp32 -m slow
 
 lint:               ## lint, format and types
 	ruff check .

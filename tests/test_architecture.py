@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def files(part: str) -> list[Path]:
     return found
 
 
+@cache
 def imports(file: Path) -> set[str]:
     """Dotted names of every module that `file` imports, at any depth."""
     found = set()

@@ -49,6 +49,7 @@ def export(*words):
     return main(["export", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsys, tiny_data):
     out, beside = tmp_path / "pets.onnx", tmp_path / "pets.decoder.onnx"
     beside.write_text("mine")

@@ -23,7 +23,17 @@ def test_parameters_are_those_of_the_network(name):
     assert count_parameters(PRESETS[name], num_classes=10) == built
 
 
-@pytest.mark.parametrize("name", PRESETS)
+# the smallest and the largest of each patch size: the formula sees numbers alone
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_patch8_224",
+        "vit_huge_patch14_224",
+        "vit_tiny_patch16_224",
+        "vit_large_patch16_384",
+        "vit_large_patch32_384",
+    ],
+)
 def test_flops_are_those_of_the_network(name):
     sizes = {**PRESETS[name], "depth": 2, "num_classes": 10}
     cost = cost_of(ModelConfig(**sizes), batch_size=1)
@@ -118,6 +128,7 @@ def test_pretrained_names_have_a_size_and_a_licence(capsys):
     assert all("vit_small_patch16_" in line for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_every_pretrained_name_is_one_of_timm(capsys):
     assert main(["models", "--pretrained"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]

@@ -1,6 +1,7 @@
 """The built-in digits are scikit-learn's, and their folder is whole or written again."""
 
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,8 @@ def test_a_whole_folder_is_left_alone(folder):
 
 
 @pytest.mark.parametrize("damage", ["change", "lose", "add", "all"])
-def test_a_damaged_folder_is_written_again(tmp_path, damage):
-    folder = digits_folder(tmp_path)
+def test_a_damaged_folder_is_written_again(folder, tmp_path, damage):
+    folder = shutil.copytree(folder, tmp_path / folder.name)
     victim = next((folder / "val/3").iterdir())
     if damage == "change":
         victim.write_bytes(b"x")
@@ -60,8 +61,8 @@ def test_a_damaged_folder_is_written_again(tmp_path, damage):
 
 
 def test_processes_may_write_it_at_the_same_time(tmp_path):
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        folders = pool.map(digits_folder, [tmp_path] * 3)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        folders = pool.map(digits_folder, [tmp_path] * 2, chunksize=1)
     assert set(folders) == {tmp_path / "digits-v1"}
     assert is_whole(folders[0])
 

@@ -304,7 +304,14 @@ print("left")
 """
 
 
-@pytest.mark.parametrize("how", ["usual", "torch fails", "fork"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "usual",
+        pytest.param("torch fails", marks=pytest.mark.slow),
+        pytest.param("fork", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_ends_in_the_middle_of_an_epoch(samples, how):
     paths = [sample.path for sample in samples]
     left = subprocess.run(

@@ -1,6 +1,7 @@
 """Costs against counts of our own: by hand, by hooks on a real network, by what autograd keeps."""
 
 import dataclasses
+from functools import cache
 from math import prod
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vit.config import ModelConfig
-from vit.evaluation.cost import cost_of
+from vit.evaluation.cost import Cost, cost_of
 from vit.evaluation.counting import Meter, counting
 from vit.model import build
 from vit.model.build import build_classifier
@@ -38,6 +39,12 @@ def changed(**options) -> ModelConfig:
 @pytest.fixture(params=OPTIONS, ids=lambda options: "-".join(options) or "usual")
 def config(request) -> ModelConfig:
     return changed(**request.param)
+
+
+@cache
+def counted(config: ModelConfig) -> Cost:
+    """The cost of a batch of two, counted once for all tests."""
+    return cost_of(config, batch_size=2)
 
 
 def products(network: nn.Module, images: torch.Tensor, monkeypatch) -> int:
@@ -71,13 +78,13 @@ def products(network: nn.Module, images: torch.Tensor, monkeypatch) -> int:
 def test_counts_what_a_real_network_does(config, monkeypatch):
     network = build_classifier(config)
     images = torch.randn(1, config.channels, config.image_size, config.image_size)
-    cost = cost_of(config, batch_size=2)
+    cost = counted(config)
     assert cost.flops == 2 * products(network, images, monkeypatch)
     assert cost.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
 def test_parts_add_up(config):
-    cost = cost_of(config, batch_size=1)
+    cost = counted(config)
     blocks = next(part for part in cost.parts if part.name == "blocks").parts
     assert len(blocks) == config.depth
     for whole, parts in [(cost, cost.parts), *((block, block.parts) for block in blocks)]:

@@ -106,14 +106,15 @@ def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of,
     assert kinds(ours)["MatMulInteger"] == 1 + 2 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "plainly"),
     [
+        (OPTIONS[0], False),
         (OPTIONS[1], False),
         (OPTIONS[2], True),
-        pytest.param(OPTIONS[0], False, marks=pytest.mark.slow),
-        pytest.param(OPTIONS[2], False, marks=pytest.mark.slow),
-        pytest.param(OPTIONS[3], True, marks=pytest.mark.slow),
+        (OPTIONS[2], False),
+        (OPTIONS[3], True),
     ],
     ids=str,
 )

@@ -61,24 +61,26 @@ class Reference(nn.Module):
         return self.body(images).flatten(2).transpose(1, 2)
 
 
+def image_size(patch_size: int) -> int:
+    """No more than 64 patches."""
+    return min(32, 8 * patch_size)
+
+
 def pair(norm, patch_size, depth, stride, pools, given=None):
     """Our network and timm's with random weights, the same in both, in float64."""
     torch.manual_seed(0)
-    options = {
-        **SMALL,
-        "patch_size": patch_size,
-        "stem_depth": depth,
-        "stem_norm": norm,
-        "stem_stride": given,
-    }
-    ours = build_classifier(ModelConfig(**options, stem="conv")).double()
+    size = image_size(patch_size)
+    options = {**SMALL, "image_size": size, "patch_size": patch_size, "stem_depth": depth}
+    ours = build_classifier(
+        ModelConfig(**options, stem="conv", stem_norm=norm, stem_stride=given)
+    ).double()
     widths = [*[8, 16, 32][: depth - 1], 32]
 
     def embed(**given):
         return Reference(norm=norm, stride=stride, pools=pools, widths=widths, **given)
 
     theirs = VisionTransformer(
-        img_size=32, patch_size=patch_size, embed_dim=32, depth=2, num_heads=4, num_classes=3,
+        img_size=size, patch_size=patch_size, embed_dim=32, depth=2, num_heads=4, num_classes=3,
         embed_layer=embed,
     ).double()  # fmt: skip
     own = [(n, p) for n, p in ours.named_parameters() if not n.startswith("patch_embed.")]
@@ -104,7 +106,8 @@ def pair(norm, patch_size, depth, stride, pools, given=None):
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_torch_s_layers_before_timm_s_blocks(norm, places, training):
     ours, theirs = pair(norm, *places)
-    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    side = image_size(places[0])
+    images = torch.randn(3, 3, side, side, dtype=torch.float64)
     ours.train(training), theirs.train(training)
     logits, expected = ours(images), theirs(images)
     torch.testing.assert_close(logits, expected)

@@ -68,7 +68,10 @@ def test_queries_are_turned_by_the_places_of_the_patches_that_stay():
     assert torch.equal(places.rotate(kept), whole)
 
 
-@pytest.mark.parametrize(("position", "merge_tokens"), [("learned", 0), ("rotary", 2)])
+@pytest.mark.parametrize(
+    ("position", "merge_tokens"),
+    [("rotary", 2), pytest.param("learned", 0, marks=pytest.mark.slow)],
+)
 def test_compiles_as_one_graph_in_training_and_draws_from_torch_s_generator(position, merge_tokens):
     settings = {
         **SMALL,

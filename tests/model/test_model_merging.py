@@ -194,6 +194,7 @@ def test_trains_every_parameter_also_in_half_precision(options):
     assert model.bfloat16()(images().bfloat16()).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS[1:3], ids=str)
 @torch.no_grad()
 def test_compiles_as_one_graph_and_exports_with_any_batch(options):

@@ -441,7 +441,7 @@ def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8, "router_priority": "score"}])
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings(*OLDER)
 def test_recomputed_blocks_give_the_same_losses_and_gradients(options, backend):
     model, images = network(router_jitter=0.1, **options), torch.randn(4, 3, 16, 16)
@@ -465,14 +465,13 @@ def test_recomputing_keeps_the_first_routing():
     assert routing_of(model)[0] is before
 
 
+DROPPING = {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True}
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings(*OLDER)
-@pytest.mark.parametrize(
-    "backend",
-    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))],
-)
-@pytest.mark.parametrize(
-    "options", [{}, {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True}]
-)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, DROPPING], ids=str)
 def test_compiles_as_one_graph_with_its_gradients(options, backend):
     model, images = network(**options), torch.randn(4, 3, 16, 16)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -494,12 +493,16 @@ def test_compiles_as_one_graph_with_its_gradients(options, backend):
 
 EXPORTS = [
     {},
-    {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True},
+    DROPPING,
     {"top_k": 1, "proj_bias": False},
 ]
 
 
-@pytest.mark.parametrize("options", EXPORTS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [EXPORTS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in EXPORTS[1:])],
+    ids=str,
+)
 def test_exports_with_any_batch(options):
     model, batch = network(**options).eval(), torch.export.Dim("batch", min=1, max=64)
     example = (torch.randn(3, 3, 16, 16),)

@@ -78,6 +78,7 @@ def test_gradients_reach_the_one_matrix(size):
     assert torch.autograd.gradcheck(tokens, (weight,), fast_mode=True)
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph_a_size():
     model = network(depth=1).train()
     compiled, images = (

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,28 @@ class Job:
         arguments: What it is called with.
         log: The file that gets the standard error and output of all processes.
         processes: How many; more than one join as a distributed training on CPUs.
+        variables: Environment variables of these processes alone.
     """
 
     def __init__(
-        self, target: Callable[..., int | None], *arguments: Any, log: Path, processes: int = 1
+        self,
+        target: Callable[..., int | None],
+        *arguments: Any,
+        log: Path,
+        processes: int = 1,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.log = log
         port = free_port() if processes > 1 else 0
         self.processes = [
             CONTEXT.Process(
-                target=begin, args=(distributed(rank, processes, port), log, target, arguments)
+                target=begin,
+                args=(
+                    {**distributed(rank, processes, port), **(variables or {})},
+                    log,
+                    target,
+                    arguments,
+                ),
             )
             for rank in range(processes)
         ]
@@ -193,6 +205,18 @@ def train(
     except VitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    return 0
+
+
+def hold(folder: Path, until: Path) -> int:
+    """Claim a run folder as a training does, and keep it until a file is there."""
+    from vit.training.run_folder import claim_folder
+
+    held = claim_folder(folder)
+    print("held", flush=True)
+    while not until.exists():
+        time.sleep(0.01)
+    held.close()
     return 0
 
 

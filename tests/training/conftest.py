@@ -30,7 +30,7 @@ def colour_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config(colour_data: Path) -> Callable[..., Config]:
     """Settings of a run of two blocks, with every random part of training switched on."""
 

@@ -116,6 +116,7 @@ def test_a_captioner_learns_to_say_what_it_sees(caption_config, tmp_path):
     assert loaded.tokenizer.encode(["a red thing"])
 
 
+@pytest.mark.slow
 def test_both_tasks_from_one_encoder(caption_config, tmp_path):
     config = caption_config(**QUIET, task="classify,caption", epochs=25, smoothing=0, lr=1e-2)
     result = train_here(config, tmp_path / "run")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.training.children import Job, command
 from vit.commands.launching import processes_asked
 from vit.settings import write_settings
 from vit.training.checkpoint import find_checkpoints
@@ -24,13 +25,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
-    command += ["--num_processes", str(processes), "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "train.py"), *words]
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    line += ["--num_processes", str(processes), "--num_machines", "1"]
+    line += ["--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "train.py"), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tiny_config, tmp_path):
     config = tiny_config(
         num_classes=3, dropout=0, drop_path=0, batch_size=8, epochs=2, accumulate=2, workers=1
@@ -57,11 +59,11 @@ def test_two_processes_equal_one(tiny_config, tmp_path):
 def test_torchs_launcher_needs_no_device(tiny_config, tmp_path):
     config = tiny_config(device="auto", num_classes=3, epochs=1, warmup_epochs=0)
     write_settings(tmp_path / "settings.yaml", config)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", str(ROOT / "train.py"), "-c", str(tmp_path / "settings.yaml")]
-    command += ["--out", str(tmp_path / "run")]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    line += ["2", str(ROOT / "train.py"), "-c", str(tmp_path / "settings.yaml")]
+    line += ["--out", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert "2 x cpu" in done.stderr
 
@@ -71,38 +73,39 @@ def test_both_stop_at_a_bad_picture_that_one_has_met(
 ):
     config = tiny_config(device="auto", data=str(data_with_a_bad_picture), num_classes=3)
     write_settings(tmp_path / "settings.yaml", config)
-    done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run"))
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("vit train")]
-    assert len(said) == 1
-    assert "red/3.png" in said[0]
+    words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run")]
+    with Job(command, words, log=tmp_path / "log", processes=2) as job:
+        assert all(job.wait()), job.said()
+        (line,) = (line for line in job.said().splitlines() if line.startswith("vit train"))
+    assert "red/3.png" in line
     assert find_checkpoints(tmp_path / "run/checkpoints")
 
 
 @pytest.mark.auto_precision
-def test_one_of_two_processes_says_what_is_wrong(tmp_path):
-    done = launch(2, "nowhere", "--out", str(tmp_path / "run"))
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("vit train")]
-    assert len(said) == 1
-    assert "nowhere: no such folder" in said[0]
+def test_one_of_two_processes_prints_the_error(tmp_path):
+    words = ["train", "nowhere", "--out", str(tmp_path / "run")]
+    with Job(command, words, log=tmp_path / "log", processes=2) as job:
+        assert all(job.wait()), job.said()
+        (line,) = (line for line in job.said().splitlines() if line.startswith("vit train"))
+    assert "nowhere: no such folder" in line
 
 
+@pytest.mark.slow
 def test_torchs_launcher_restarts_a_killed_process(tiny_config, tmp_path):
     config = tiny_config(device="auto", num_classes=3, epochs=12, checkpoint_steps=2)
     write_settings(tmp_path / "settings.yaml", config)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "--max-restarts", "1", str(ROOT / "train.py"), "--resume"]
-    command += ["-c", str(tmp_path / "settings.yaml"), "--out"]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    line += ["2", "--max-restarts", "1", str(ROOT / "train.py"), "--resume"]
+    line += ["-c", str(tmp_path / "settings.yaml"), "--out"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = subprocess.run(
-        [*command, str(tmp_path / "whole")],
+        [*line, str(tmp_path / "whole")],
         capture_output=True, text=True, timeout=300, env=environment,
     )  # fmt: skip
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "parts"
     with subprocess.Popen(
-        [*command, str(folder)], stderr=subprocess.PIPE, text=True, env=environment
+        [*line, str(folder)], stderr=subprocess.PIPE, text=True, env=environment
     ) as launcher:
         while not find_checkpoints(folder / "checkpoints") and launcher.poll() is None:
             time.sleep(0.01)
@@ -118,17 +121,18 @@ def test_torchs_launcher_restarts_a_killed_process(tiny_config, tmp_path):
     ).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_is_heeded_once(tiny_config, tmp_path, number):
     # long steps, so that the launcher's signal comes before the first one was heeded
     slow = {"image_size": 224, "dim": 64, "depth": 4, "batch_size": 24}
     config = tiny_config(device="auto", num_classes=3, epochs=1500, checkpoint_steps=2, **slow)
     write_settings(tmp_path / "settings.yaml", config)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", str(ROOT / "train.py"), "-c", str(tmp_path / "settings.yaml")]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    line += ["2", str(ROOT / "train.py"), "-c", str(tmp_path / "settings.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*command, "--out", str(tmp_path / "run")],
+        [*line, "--out", str(tmp_path / "run")],
         stderr=subprocess.PIPE, text=True, env=environment,
     ) as launcher:  # fmt: skip
         while not find_checkpoints(tmp_path / "run/checkpoints") and launcher.poll() is None:

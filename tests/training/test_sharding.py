@@ -1,36 +1,35 @@
 """FSDP, on two CPU processes: the weights of the whole run, checkpoints that any number reads."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.training.children import Job, command
+from vit.config import Config
 from vit.settings import write_settings
 from vit.training.checkpoint import find_checkpoints
 from vit.training.ending import read_events
 from vit.training.train import train
 
-ROOT = Path(__file__).parents[2]
 FSDP = {
     "ACCELERATE_USE_CPU": "True",
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "PreNormBlock",
-    "OMP_NUM_THREADS": "1",
 }
 PLAIN = {"dropout": 0, "drop_path": 0, "batch_size": 8, "precision": "fp64", "num_classes": 3}
 
 
-def launch(settings: Path, out: Path, *words: str, **variables: str):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", str(ROOT / "train.py"), "-c", str(settings), "--out", str(out), *words]
-    environment = {**os.environ, **FSDP, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+def launch(config: Config, out: Path, *words: str, **variables: str) -> tuple[list[int], str]:
+    """The exit codes of two processes of `vit train` under FSDP, and what they wrote."""
+    settings, log = out.with_suffix(".yaml"), out.with_suffix(".log")
+    write_settings(settings, config)
+    line = ["train", "-c", str(settings), "--out", str(out), *words]
+    with Job(command, line, log=log, processes=2, variables={**FSDP, **variables}) as job:
+        return job.wait(), job.said()
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -41,10 +40,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     "settings",
     [
         {"position": "learned"},
-        {"position": "sinusoidal_2d"},
-        {"patch_sizes": [2, 4]},
+        pytest.param({"position": "sinusoidal_2d"}, marks=pytest.mark.slow),
+        pytest.param({"patch_sizes": [2, 4]}, marks=pytest.mark.slow),
         {"stem": "conv", "ema": 0.9},
-        {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
+        pytest.param(
+            {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -60,10 +62,9 @@ def test_pieces_learn_several_labels_like_the_whole(tiny_config, several_list, t
 def assert_same(config, tmp_path) -> None:
     """One process and two that have a piece each see the same losses, and end alike."""
     train(config, tmp_path / "one")
-    write_settings(tmp_path / "settings.yaml", config)
-    done = launch(tmp_path / "settings.yaml", tmp_path / "two")
-    assert done.returncode == 0, done.stderr
-    assert "FSDP" in done.stderr
+    codes, said = launch(config, tmp_path / "two")
+    assert codes == [0, 0], said
+    assert "FSDP" in said
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -75,22 +76,21 @@ def assert_same(config, tmp_path) -> None:
             assert theirs[name] == pytest.approx(ours[name], rel=1e-9)
 
 
-def test_pieces_and_whole_resume_each_other(tiny_config, tmp_path, monkeypatch):
+def test_pieces_and_whole_resume_each_other(tiny_config, tmp_path):
     config = tiny_config(**PLAIN)
-    write_settings(tmp_path / "settings.yaml", config)
     train(config, tmp_path / "whole")
 
-    done = launch(tmp_path / "settings.yaml", tmp_path / "mixed")
-    assert done.returncode == 0, done.stderr
+    codes, said = launch(config, tmp_path / "mixed")
+    assert codes == [0, 0], said
     # what two processes left after the second epoch, one goes on from, and the other way round
     for path in find_checkpoints(tmp_path / "mixed/checkpoints")[:1]:
         path.unlink()
     train(config, tmp_path / "mixed", resume=True)
     for path in find_checkpoints(tmp_path / "mixed/checkpoints")[:1]:
         path.unlink()
-    done = launch(tmp_path / "settings.yaml", tmp_path / "mixed", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "resuming at step 8" in done.stderr
+    codes, said = launch(config, tmp_path / "mixed", "--resume")
+    assert codes == [0, 0], said
+    assert said.count("resuming at step 8") == 1
     one, two = weights(tmp_path / "whole"), weights(tmp_path / "mixed")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-10, rtol=0)
@@ -104,9 +104,7 @@ def test_pieces_and_whole_resume_each_other(tiny_config, tmp_path, monkeypatch):
     ],
 )
 def test_what_fsdp_cannot_do_is_refused(tiny_config, tmp_path, change, variables, message):
-    write_settings(tmp_path / "settings.yaml", tiny_config(**{**PLAIN, **change}))
-    done = launch(tmp_path / "settings.yaml", tmp_path / "run", **variables)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("vit train")]
-    assert len(said) == 1
-    assert message in said[0]
+    codes, said = launch(tiny_config(**{**PLAIN, **change}), tmp_path / "run", **variables)
+    assert all(codes)
+    (line,) = (line for line in said.splitlines() if line.startswith("vit train"))
+    assert message in line

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.test_processes import launch
+from tests.training.children import Job, command
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
 from vit.settings import write_settings
@@ -39,10 +39,13 @@ def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_picture,
     )
     train(config, tmp_path / "one")
     write_settings(tmp_path / "settings.yaml", config)
-    done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two"))
-    assert "report: " in done.stderr, done.stderr  # and a failure code, of the bad picture
-    assert "2 x cpu" in done.stderr
-    assert "red/3.png" in done.stderr
+    words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two")]
+    with Job(command, words, log=tmp_path / "log", processes=2) as job:
+        assert any(job.wait()), job.said()  # a failure code, of the bad picture
+        said = job.said()
+    assert "report: " in said, said
+    assert "2 x cpu" in said
+    assert "red/3.png" in said
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
     statistics = [name for name in one if "running_" in name]

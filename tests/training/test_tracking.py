@@ -333,6 +333,7 @@ def test_tensorboard_drops_what_came_after_the_checkpoint(tmp_path):
     assert in_tensorboard(tmp_path) == expected(14)
 
 
+@pytest.mark.slow
 def test_tensorboard_after_a_real_kill(tmp_path):
     code = f"""
 import sys, time

@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import vit
+from tests.training.children import Job, hold
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.training import checkpoint, loop, tasks
@@ -22,7 +22,6 @@ from vit.training.run_folder import Metrics, clear
 from vit.training.session import Session
 from vit.training.train import complete_settings, train
 
-ROOT = Path(__file__).parents[2]
 TIMES = {"images_per_second", "data_wait", "seconds"}
 
 
@@ -276,20 +275,15 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
     config = tiny_config(epochs=1, warmup_epochs=0)
     train(config, tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*") if path.is_file()}
-    code = (
-        "import sys; from pathlib import Path; from vit.training.run_folder import claim_folder;"
-        "held = claim_folder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout.readline() == b"held\n"
+    log, until = tmp_path / "log", tmp_path / "until"
+    with Job(hold, tmp_path / "run", until, log=log) as other:
+        while "held" not in other.said() and not other.ended():
+            time.sleep(0.01)
         for choice in ("resume", "overwrite"):
             with pytest.raises(RunError, match="is being trained by another process"):
                 train(config, tmp_path / "run", **{choice: True})
-        other.stdin.close()
+        until.touch()
+        assert other.wait() == [0], other.said()
     assert before == {path: path.read_bytes() for path in before}
     train(config, tmp_path / "run", overwrite=True)
 
@@ -305,7 +299,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
     ids=str,
 )
 def test_other_networks_resume_exactly(tiny_config, tmp_path, interrupt_at, settings):
-    config = tiny_config(**settings)
+    config = tiny_config(**settings, epochs=2)
     train(config, tmp_path / "whole")
     interrupt_at(5)
     with pytest.raises(Interrupted):
@@ -343,7 +337,7 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "lion", "adan", "nadamw"])
 def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, optimizer):
-    config = tiny_config(optimizer=optimizer)
+    config = tiny_config(optimizer=optimizer, epochs=2)
     train(config, tmp_path / "whole")
     interrupt_at(5)
     with pytest.raises(Interrupted):
@@ -501,14 +495,15 @@ def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
     assert written == [2, 3, 4, 6, 6]
 
 
-@pytest.mark.auto_precision
+NAMED = ["--model", "vit_tiny_patch16_224"]  # so that nothing is measured for a plan
+
+
 def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
     words = ["train", str(colour_data), "--num-classes", "7", "--out", str(tmp_path / "run")]
-    assert main(words) == 2
+    assert main([*words, *NAMED, "--precision", "fp32"]) == 2
     assert "num_classes=7: the data has 3 classes" in capsys.readouterr().err
 
 
-@pytest.mark.auto_precision
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -516,16 +511,16 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         ([], "DATA is missing"),
         (["DATA", "--epohcs", "3"], "did you mean --epochs?"),
         (["DATA", "--epochs", "many"], "epochs='many' is not a whole number"),
-        (["DATA", "--img-size", "225"], "not a multiple of patch_size=16"),
+        (["DATA", *NAMED, "--img-size", "225"], "not a multiple of patch_size=16"),
         (["DATA", "--model", "resnet50"], "is not a preset"),
         (["DATA", "--device", "tpu"], "device='tpu'"),
         (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
         (["DATA", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
-        (["DATA", "--opt", "adamww"], "some that are: adamw"),
-        (["DATA", "--opt", "kron"], "its state cannot be resumed"),
-        (["DATA", "--resume", "--overwrite"], "exclude each other"),
+        (["DATA", *NAMED, "--opt", "adamww"], "some that are: adamw"),
+        (["DATA", *NAMED, "--opt", "kron"], "its state cannot be resumed"),
+        (["DATA", *NAMED, "--resume", "--overwrite"], "exclude each other"),
         (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),
-        (["DATA", "--in-chans", "4"], "pictures are read as RGB"),
+        (["DATA", *NAMED, "--in-chans", "4"], "pictures are read as RGB"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
@@ -533,6 +528,7 @@ def test_what_cannot_start_says_why_in_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     words = [str(colour_data) if word == "DATA" else word for word in words]
+    words += [] if "--precision" in words else ["--precision", "fp32"]
     assert main(["train", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]

@@ -204,6 +204,7 @@ def test_the_average_is_in_place_only_inside():
     assert (model.weight.item(), average.average["weight"].item()) == (2.0, 1.0)
 
 
+@pytest.mark.slow
 def test_many_patch_sizes_compile_each(monkeypatch, tiny_config):
     sizes = (4, 5, 6, 8, 10, 12, 15, 20, 24, 30)
     settings = {"image_size": 120, "patch_size": 60, "patch_sizes": sizes, "depth": 1}

@@ -172,8 +172,15 @@ OPENING = {
 }
 
 
-@pytest.mark.parametrize("library", OPENING)
-@pytest.mark.parametrize("first", ["vit", "theirs"])
+@pytest.mark.parametrize(
+    ("first", "library"),
+    [
+        pytest.param("vit", "timm", marks=pytest.mark.slow),
+        ("theirs", "timm"),
+        pytest.param("vit", "huggingface", marks=pytest.mark.slow),
+        pytest.param("theirs", "huggingface", marks=pytest.mark.slow),
+    ],
+)
 def test_either_may_be_imported_first(tmp_path, library, first):
     run, model, images = network(tmp_path)
     convert(run, "huggingface", tmp_path / "out")

@@ -250,6 +250,7 @@ def test_names_inside_transformers_are_read_too(name, randomise, tmp_path):
 CLASSIFIER = "vit classifier"
 
 
+@pytest.mark.slow
 def test_full_size_equals_transformers(randomise):
     with torch.device("meta"):
         theirs = transformers.ViTForImageClassification(transformers.ViTConfig())

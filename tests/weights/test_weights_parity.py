@@ -36,8 +36,8 @@ def compare(ours: nn.Module, theirs: nn.Module, image_size: int, *, batch: int =
     [
         "vit_tiny_patch16_224",
         "vit_small_patch16_224",
-        "vit_base_patch16_224",
-        "vit_large_patch16_224",
+        pytest.param("vit_base_patch16_224", marks=pytest.mark.slow),
+        pytest.param("vit_large_patch16_224", marks=pytest.mark.slow),
         "vit_base_patch32_224",
         "vit_small_patch16_384",
     ],

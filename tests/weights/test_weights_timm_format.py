@@ -106,7 +106,12 @@ def test_logits_equal_timms(name, args, randomise):
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"]
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        pytest.param("vit_small_patch14_reg4_dinov2", marks=pytest.mark.slow),
+        pytest.param("vit_small_patch16_dinov3", marks=pytest.mark.slow),
+    ],
 )
 def test_whole_networks_equal_timms(name, randomise):
     model = theirs(name, randomise)
@@ -170,6 +175,7 @@ def test_near_offsets_keep_their_numbers_and_far_ones_come_to_the_border(old, ne
         torch.testing.assert_close(spread[-1], line[-1])
 
 
+@pytest.mark.slow
 def test_every_network_is_read_or_refused_by_name():
     read, refused = [], []
     for name in timm.list_models(module=list(MODULES)):
