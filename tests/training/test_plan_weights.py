@@ -21,7 +21,6 @@ from vit.settings import make_config
 from vit.training import plan_weights as rules
 from vit.training.plan_weights import (
     BASE,
-    DEIT_TINY,
     DINO_SMALL,
     FOR_PROBES,
     FOR_STEPS,
@@ -95,7 +94,7 @@ def test_more_time_never_chooses_a_smaller_network_at_the_same_method():
         (GPU, BASE, "full", 224),
         (dataclasses.replace(GPU, images=200, validation=50), rules.DINO_BASE, "probe", 224),
         (dataclasses.replace(TINY, flops=1e12), AUGREG_TINY, "full", 128),
-        (dataclasses.replace(TINY, seconds=60.0), DEIT_TINY, "probe", 96),  # nothing fits
+        (dataclasses.replace(TINY, seconds=60.0), AUGREG_TINY, "probe", 96),  # nothing fits
     ],
 )
 def test_what_is_chosen(facts, weights, method, size):
@@ -112,6 +111,7 @@ def test_what_is_on_the_disk_goes_first_and_the_better_one_is_named():
     choice = chosen(GPU, on_disk=[AUGREG_TINY, SMALL])
     assert (choice.weights, choice.here) == (SMALL, True)
     assert choice.better == f"timm/{BASE.name}"
+    assert choice.better in rules.weights_reason(choice)
     assert chosen(GPU).here is False
 
     def offline():

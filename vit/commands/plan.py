@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
         # what pretrained weights decide is known when they are read
         only = {*plan.given, *plan.settings} if pretrained else None
         write_settings(args.save, config, HEADER, only=only)
-    time = f" --time {values['time']}" if "time" in values else ""
-    recipe = f"-c {args.save}" if args.save else f"{args.data} --weights auto{time}"
     if pretrained:
-        print(f"train it: vit train {recipe}")
+        same = "vit train, with the same DATA and flags"
+        print(f"train it: vit train -c {args.save}" if args.save else f"train it: {same}")
     return 0

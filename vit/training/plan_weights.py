@@ -249,7 +249,8 @@ class Rules:
         left = [w for w in FOR_STEPS if w in sources and self.divides(w, self.sizes[-1])]
         if not left:
             return None
-        return self.estimate(left[0], sources[left[0]], methods[-1], self.sizes[-1])
+        cheapest = min(reversed(left), key=lambda weights: weights.gflops)
+        return self.estimate(cheapest, sources[cheapest], methods[-1], self.sizes[-1])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -330,6 +331,8 @@ def weights_reason(choice: WeightsChoice) -> str:
     megabytes = f"{4 * weights.parameters:,.0f} MB"
     where = "on this disk" if choice.here else f"a download of about {megabytes}"
     late = "" if choice.fits else "; the cheapest there is, and it may take longer than the time"
+    if choice.better:
+        late = f"; {choice.better} fits the time too, by its name: it is not on this disk"
     return (
         f"{license_name(weights)}, {weights.parameters:.1f} M parameters, {weights.pretrained_on} "
         f"({weights.source}); {where}{late}"
@@ -344,9 +347,10 @@ def license_name(weights: ListedWeights) -> str:
 def method_reason(choice: WeightsChoice, facts: Facts, *, one_class: bool) -> str:
     """Why this method."""
     if choice.method == "probe":
+        head = f"a head alone, in about {choice.seconds + FIXED_SECONDS:,.0f} s"
         if facts.images <= PROBED_IMAGES:
-            return f"a head alone: {facts.images:,} images are too few to train all of it"
-        return f"a head alone: {LEAST_PASSES} passes of training do not fit"
+            return f"{head}: {facts.images:,} images are too few to train all of it"
+        return f"{head}: {LEAST_PASSES} passes of training do not fit"
     if choice.method == "linear" and not one_class:
         return f"the head alone: {LEAST_PASSES} passes of training all do not fit"
     return f"about {choice.passes:.0f} passes over {facts.images:,} images fit"
