@@ -225,6 +225,7 @@ def broken_serve(pipe: object) -> None:
     pool.serve(pipe)
 
 
+@pytest.mark.slow
 def test_a_picture_that_kills_or_stops_a_process_costs_that_picture_alone(monkeypatch):
     monkeypatch.setattr(pool.Looker, "work", staticmethod(broken_serve))
     paths = ["1", "dies", "2", "hangs", "3"]

@@ -305,6 +305,7 @@ def test_words(caption, expected):
     assert words(caption) == expected.split()
 
 
+@pytest.mark.slow
 def test_words_of_every_character():
     """None has white space, which the libraries would cut at; and NFC or NFD is the same."""
     found = 0
