@@ -165,7 +165,7 @@ def test_what_cannot_start_is_one_line(check, tmp_path):
         ([tmp_path / "none"], "none is not there; give X.onnx or X.xml, or a run folder"),
         ([tmp_path / "RUM"], "RUM is not there; did you mean"),
         ([__file__], "is no exported file: give X.onnx or X.xml, or a run folder"),
-        ([tmp_path], "has no config.json"),
+        ([tmp_path], "no file of weights (it has"),
         ([tmp_path, tmp_path / "*.jpg"], "matches no file"),
     ):
         code, out, err = check(*words)

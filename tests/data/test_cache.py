@@ -49,7 +49,7 @@ def built(paths, tmp_path, **settings):
 def test_pictures_are_kept_at_the_side_that_crops_need(paths, tmp_path):
     cache, told = built(paths, tmp_path)
     assert len(told) == 1
-    assert "6 pictures with a short side of 20 px" in told[0]
+    assert "6 images with a short side of 20 px" in told[0]
     for number, path in enumerate(paths):
         with Image.open(path) as image:
             small = image.resize((round(image.width * 2 / 3), 20), Image.Resampling.BICUBIC)
@@ -138,7 +138,7 @@ def test_another_process_maps_it_anew(paths, tmp_path):
 
 def test_no_room_is_told_before_anything_is_written(paths, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "room_in", lambda *_args, **_: 1000)
-    with pytest.raises(DataError, match=r"6 pictures need 0\.00 GiB, and 0\.00 GiB of space"):
+    with pytest.raises(DataError, match=r"6 images need 0\.0 MiB, and 0\.0 MiB of space"):
         built(paths, tmp_path)
     assert not list((tmp_path / "cache").glob("pictures-*[!k]"))
 
@@ -146,7 +146,7 @@ def test_no_room_is_told_before_anything_is_written(paths, tmp_path, monkeypatch
 def test_memory_is_free_when_the_last_process_ends(paths, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARED", tmp_path)
     cache, told = built(paths, tmp_path, kind="ram", folder=None)
-    assert "GiB of memory" in told[0]
+    assert "MiB of memory" in told[0]
     assert cache.file.exists()
     cache.forget()
     assert not cache.file.exists()

@@ -52,7 +52,7 @@ def test_without_a_split_a_share_of_each_class_is_held_out(make_tree, prefix):
     assert splits.made
     counts = [sum(s.label == label for s in splits.val) for label in range(4)]
     assert counts == [10, 3, 1, 0]
-    assert noted(splits, "held out 14 pictures, 25% of each class")
+    assert noted(splits, "held out 14 images, 25% of each class")
     assert noted(splits, "held out none of class d")
     both = names(splits.train, root) + names(splits.val, root)
     assert len(set(both)) == len(both) == 55

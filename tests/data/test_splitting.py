@@ -57,7 +57,7 @@ def test_each_of_several_labels_gets_its_share():
     assert made(items, several=True)[1] == val
     assert made(items[::-1], several=True)[1] == val[::-1]
     assert made(items, several=True, seed=1)[1] != val
-    assert notes == [f"no validation folder: held out {len(val)} pictures, 20% of each class"]
+    assert notes == [f"no validation folder: held out {len(val)} images, 20% of each class"]
 
 
 def test_what_is_there_once_is_learned():
@@ -95,7 +95,7 @@ def test_uneven_classes_and_lost_ones_are_said():
     items += [Item(f"/x/z{n}.png", ("c2",), "alone") for n in range(9)]
     train, _, notes = made(items, group="g")
     assert {"c2"} <= {label for item in train for label in item.labels}
-    assert "held out none of class c2, which is in one picture or group" in notes
+    assert "held out none of class c2, which is in one image or group" in notes
 
 
 def test_groups_of_a_pattern():

@@ -97,7 +97,7 @@ def test_what_needs_one_class_a_picture_is_refused(config, tiny_run, tmp_path, n
 def test_what_was_not_chosen_is_completed_and_said(config, tmp_path, capfd):
     train(config(epochs=1, warmup_epochs=0), tmp_path / "run")
     said = capfd.readouterr().err
-    assert "note: pictures have several labels: task=multilabel" in said
+    assert "note: images have several labels: task=multilabel" in said
     assert re.search("fewer than 5 validation pictures have, or lack, class .*: its", said)
     assert load_run(tmp_path / "run").thresholds == (0.5, 0.5, 0.5)
 

@@ -1,17 +1,28 @@
 """The plan: sensible for every kind of data, monotone in time, and open about its reasons."""
 
+import argparse
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
+from vit.commands import train as train_command
 from vit.commands.main import main
 from vit.config import Config
 from vit.settings import flatten, make_config
-from vit.training.plan import is_planned, look_at_images, plan_training
-from vit.training.plan_rules import LADDER, Facts, forward_flops, make_plan, patch_of
+from vit.training.plan import is_planned, look_at_images, notes_of, plan_training
+from vit.training.plan_rules import (
+    LADDER,
+    Facts,
+    counted_passes,
+    even_batch,
+    forward_flops,
+    make_plan,
+    patch_of,
+)
 
 PHOTOS = Facts(
     images=3000,
@@ -40,30 +51,146 @@ def work(config: Config) -> float:
     return forward_flops(model.image_size, patch_of(model.image_size), model.dim, model.depth)
 
 
-CASES = {
-    "photographs of 12 megapixels": dataclasses.replace(PHOTOS, side=3000),
-    "two hundred images": dataclasses.replace(PHOTOS, images=160, validation=40),
-    "two images a class": dataclasses.replace(PHOTOS, images=10, validation=10, classes=10),
-    "a thousand classes": dataclasses.replace(PHOTOS, images=40_000, classes=1000),
-    "grey microscope images": dataclasses.replace(PHOTOS, grey=True, side=500),
-    "1.3 million images on a GPU": dataclasses.replace(
-        PHOTOS, images=1_280_000, side=375, device="cuda", flops=60e12, seconds=86_400.0
+COLOUR = {"hflip": 0.5, "min_crop": 0.35}
+SMALLEST = {"image_size": 64, "patch_size": 8, "dim": 128, "depth": 4}
+LARGEST = {"image_size": 224, "patch_size": 16, "dim": 768, "depth": 12}
+GPU = {"device": "cuda", "flops": 60e12}
+# What a folder is like, and the main choices for it.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "photographs of 12 megapixels": (
+        {"side": 3000},
+        {**SMALLEST, **COLOUR, "batch_size": 64, "cache": "ram", "start_image_size": 32},
     ),
-    "one minute": dataclasses.replace(PHOTOS, seconds=60.0),
-    "days": dataclasses.replace(PHOTOS, seconds=3 * 86_400.0),
-    "no time": dataclasses.replace(PHOTOS, seconds=None),
-    "tiny": TINY,
-    "digits": DIGITS,
+    "two hundred images": (
+        {"images": 160, "validation": 40, "seconds": None},
+        {**SMALLEST, "batch_size": 16, "time": "50s", "val_share": 0.2},
+    ),
+    "two images a class": (
+        {"images": 10, "validation": 10, "seconds": None},
+        {"image_size": 96, "dim": 160, "batch_size": 10, "time": "50s", "val_share": 0.2},
+    ),
+    "a batch that leaves few out": ({"images": 57, "validation": 15}, {"batch_size": 14}),
+    "the same on four GPUs": (
+        {"images": 57, "validation": 15, "processes": 4, **GPU},
+        {"batch_size": 56},
+    ),
+    "a thousand classes": (
+        {"images": 40_000, "validation": 10_000, "classes": 1000},
+        {**SMALLEST, "batch_size": 128, "val_share": 0.1},  # five images a class
+    ),
+    "ten thousand classes": (
+        {"images": 400_000, "validation": 100_000, "classes": 10_000},
+        {**SMALLEST, "batch_size": 256, "val_share": 0.1},
+    ),
+    "grey microscope images": (
+        {"grey": True, "side": 500},
+        {**SMALLEST, **COLOUR, "rotate": 0.0, "translate": 0.0},
+    ),
+    "portraits and panoramas": ({"side": 200, "aspect": 4.7}, {**SMALLEST, **COLOUR}),
+    "strips of 3,000 x 40": (
+        {"side": 40, "aspect": 75.0},
+        {"image_size": 40, "patch_size": 4, "dim": 128, "min_crop": 0.6},
+    ),
+    "images of 8 px": ({"side": 8}, {"image_size": 16, "patch_size": 4, "hflip": 0.5}),
+    "characters": (
+        {"images": 1442, "side": 8, "grey": True, "seconds": None},
+        {"image_size": 16, "hflip": 0.0, "min_crop": 1.0, "rotate": 10.0},
+    ),
+    "larger than tiny by a pixel": ({"side": 49}, {"image_size": 48, "patch_size": 4}),
+    "1.3 million images on a GPU for a day": (
+        {"images": 1_280_000, "side": 375, "classes": 1000, "seconds": 86_400.0, **GPU},
+        {"image_size": 224, "patch_size": 16, "dim": 768, "batch_size": 1024, "cache": "none"},
+    ),
+    "a minute": ({"seconds": 60.0}, SMALLEST),
+    "days": ({"seconds": 3 * 86_400.0}, {"image_size": 160, "dim": 768}),
+    "days on a GPU": ({"seconds": 3 * 86_400.0, "side": 375, **GPU}, LARGEST),
+    "their own validation images": ({"divided": False, "images": 90_000}, {"val_share": 0.2}),
+    "no shared memory": ({"memory": 0}, {"cache": "none"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_kind_of_data_gets_settings_that_fit_together(case):
-    facts = CASES[case]
+def test_every_kind_of_data_gets_sensible_settings_that_fit_together(case):
+    different, expected = CASES[case]
+    facts = dataclasses.replace(PHOTOS, **different)
     config = planned(facts)
+    chosen = flatten(config)
+    assert {name: chosen[name] for name in expected} == expected
     assert 1 <= config.data.batch_size <= facts.images
+    assert config.data.batch_size % facts.processes == 0
     assert config.model.image_size <= max(facts.side * 2, 48)
     assert all(choice.reason for choice in make_plan(facts, {}).choices.values())
+
+
+DEVICES = [("cpu", 8e9), ("cpu", 80e9), ("cuda", 60e12)]
+GIVEN = [{}, {"dim": 192}, {"image_size": 96}, {"patch_size": 8}, {"depth": 6}, {"batch_size": 32}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("classes", [2, 1000])
+def test_more_time_never_plans_less(device, classes, given):
+    """Of 200 to 1.3 million images of 28 to 500 px, from one minute to 35 days."""
+    name, flops = device
+    for images in (200, 1000, 3000, 10_000, 40_000, 200_000, 1_280_000):
+        for side in (28, 32, 48, 49, 64, 100, 160, 224, 375, 500):
+            facts = dataclasses.replace(
+                PHOTOS, images=images, classes=classes, side=side, device=name, flops=flops
+            )
+            times = [60.0 * 3 ** (n / 4) for n in range(40)]
+            plans = [
+                make_plan(dataclasses.replace(facts, seconds=seconds), given) for seconds in times
+            ]
+            every = [{**plan.settings, **given} for plan in plans]
+            for setting in ("image_size", "dim", "depth"):
+                values = [one[setting] for one in every]
+                assert values == sorted(values), (facts, setting)
+            costs = [plan.flops for plan in plans]
+            assert costs == sorted(costs), facts
+            steps = [
+                plan.passes * images / one["batch_size"]
+                for plan, one in zip(plans, every, strict=True)
+            ]
+            for at in range(len(times) - 1):
+                same = costs[at + 1] == costs[at]
+                assert not same or steps[at + 1] > steps[at], facts
+                assert min(steps[at:]) > steps[at] / 3, facts  # a larger network begins with fewer
+
+
+def test_settings_that_were_chosen_are_reckoned_with():
+    huge = make_plan(PHOTOS, {"dim": 768, "depth": 12, "image_size": 224})
+    usual = make_plan(PHOTOS, {})
+    assert huge.passes < usual.passes / 20
+    assert huge.passes < 1
+    assert make_plan(PHOTOS, {"epochs": 7}).passes == 7
+    assert make_plan(PHOTOS, {"steps": 100, "batch_size": 30}).passes == 1
+
+
+@pytest.mark.parametrize(
+    ("passes", "text"),
+    [(68.4, "68 passes"), (1.44, "1.4 passes"), (0.97, "1.0 passes"), (0.0123, "0.012 passes")],
+)
+def test_few_passes_are_not_rounded_to_none(passes, text):
+    assert counted_passes(passes) == text
+
+
+@pytest.mark.parametrize(
+    ("images", "size", "parts", "batch"),
+    [
+        *((57, 16, 1, 14), (26, 16, 1, 13), (72, 16, 1, 14), (160, 16, 1, 16), (7, 64, 1, 7)),
+        *((57, 16, 2, 12), (3, 16, 4, 3), (3000, 64, 1, 64), (1442, 64, 1, 64)),
+    ],
+)
+def test_a_batch_leaves_few_of_a_small_data_set_out(images, size, parts, batch):
+    assert even_batch(images, size, parts) == batch
+
+
+def test_long_images_are_noted():
+    plan = make_plan(dataclasses.replace(PHOTOS, side=40, aspect=75.0), {})
+    (note,) = notes_of(plan)
+    assert "75.0 times as long as wide" in note
+    assert "middle 1%" in note
+    assert not notes_of(make_plan(plan.facts, {"resize": "squash"}))
 
 
 @pytest.mark.parametrize("facts", [PHOTOS, TINY, dataclasses.replace(PHOTOS, side=3000)])
@@ -160,10 +287,10 @@ def test_images_are_looked_at(photos):
     from vit.data.samples import Sample
 
     samples = [Sample(str(path), 0) for path in sorted(photos.glob("*/*.png"))]
-    assert look_at_images(samples) == (60, False)
+    assert look_at_images(samples) == (60, False, 1.5)
     grey = [sample for sample in samples if sample.path[-5] in "024"]
-    assert look_at_images([*grey, Sample("missing.png", 0)]) == (60, True)
-    assert look_at_images([Sample("missing.png", 0)]) == (224, True)
+    assert look_at_images([*grey, Sample("missing.png", 0)]) == (60, True, 1.5)
+    assert look_at_images([Sample("missing.png", 0)]) == (224, True, 1.0)
 
 
 @pytest.mark.auto_precision
@@ -201,6 +328,42 @@ def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
     again = [*words[:1], "-c", str(tmp_path / "run" / "config.yaml"), "--time", "1s"]
     assert main([*again, "--out", str(tmp_path / "again")]) == 2
     assert "time=1s: start, one step" in capsys.readouterr().err  # not the steps of the file
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup"),
+    [
+        (["--epochs", "1"], 0.1),
+        (["--epochs", "15"], 1.5),
+        (["--epochs", "60"], 3),
+        ([], 3),
+        (["--epochs", "5", "--warmup-epochs", "2"], 2),
+    ],
+)
+def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, capsys, flags, warmup):
+    (tmp_path / "recipe.yaml").write_text("epochs: 30\nwarmup_epochs: 3\n")
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    args = parser.parse_args(["digits", "-c", str(tmp_path / "recipe.yaml"), *flags])
+    values, _ = train_command.gather(args)
+    assert make_config(values).training.warmup_epochs == pytest.approx(warmup)
+    noted = "instead of 3: the file has it for 30 epochs" in capsys.readouterr().err
+    assert noted is (warmup < 2)
+
+
+def test_a_warmup_that_a_flag_chose_stays_and_is_refused(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("epochs: 30\nwarmup_epochs: 3\n")
+    words = ["train", "digits", "-c", str(tmp_path / "recipe.yaml"), "--epochs", "1"]
+    assert main([*words, "--warmup-epochs", "2"]) == 2
+    assert "warmup_epochs=2.0: must be less than epochs=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_network_of_four_channels_is_refused_before_the_data_are_opened(command, capsys):
+    more = ["--model", "vit_tiny_patch16_224"] if command == "train" else []
+    assert main([command, "nowhere", "--in-chans", "4", *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "channels=4: every image is read as RGB" in line
 
 
 def test_a_plan_of_chosen_weights_is_refused(photos, capsys):

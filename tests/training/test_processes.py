@@ -42,7 +42,7 @@ def test_two_processes_equal_one(tiny_config, tmp_path):
     done = launch(2, "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert "2 x cpu" in done.stderr
-    assert "of 21 pictures" in done.stderr  # 21 does not divide by 2
+    assert "of 21 images" in done.stderr  # 21 does not divide by 2
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=2e-4, rtol=0)

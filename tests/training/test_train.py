@@ -455,7 +455,7 @@ def test_a_bad_picture_is_skipped_and_counted(
     config = tiny_config(data=str(data_with_a_bad_picture), on_bad_image="skip")
     result = train(config, tmp_path / "run")
     assert [Path(path).name for path in result.failed] == ["3.png"]
-    assert "1 of the pictures could not be read and were left out:" in capsys.readouterr().err
+    assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
 
 
 def test_pairs_that_are_mixed_stay_together(tiny_config, tmp_path):
@@ -520,7 +520,7 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", *NAMED, "--opt", "kron"], "its state cannot be resumed"),
         (["DATA", *NAMED, "--resume", "--overwrite"], "exclude each other"),
         (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),
-        (["DATA", *NAMED, "--in-chans", "4"], "pictures are read as RGB"),
+        (["DATA", *NAMED, "--in-chans", "4"], "every image is read as RGB"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(

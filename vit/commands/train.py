@@ -228,9 +228,31 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         flags.pop("time", None)  # what it decided stands in the run's settings
         if flags.get("weights") == AUTO_WEIGHTS and values.get("weights") is not None:
             del flags["weights"]
-    elif "time" in flags and values.get("steps") is not None:  # which another time decided
+        return {**values, **flags}, True
+    if "time" in flags and values.get("steps") is not None:  # which another time decided
         values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
-    return {**values, **flags}, True
+    return {**values, **shrunk_warmup(values, flags), **flags}, True
+
+
+def shrunk_warmup(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, float]:
+    """The warm-up of a file in fewer epochs that a flag chose: the same share of them, noted.
+
+    Args:
+        values: Settings of the file.
+        flags: Those that were typed; a warm-up among them stays as it is.
+    """
+    warmup, epochs = values.get("warmup_epochs"), flags.get("epochs")
+    of = values.get("epochs", all_settings()["epochs"].default)
+    fixed = "warmup_epochs" in flags or values.get("steps") is not None
+    if fixed or not warmup or epochs is None or not 0 < epochs < of:
+        return {}
+    shrunk = round(warmup * epochs / of, 4)
+    if os.environ.get("RANK", "0") == "0":
+        say(
+            f"note: warmup_epochs={shrunk:g} instead of {warmup:g}: the file has it for {of:,} "
+            f"epochs, and --epochs is {epochs:,}"
+        )
+    return {"warmup_epochs": shrunk}
 
 
 def settings_of_folds(path: Path) -> dict[str, Any]:

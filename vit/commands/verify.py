@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run folder; or the X.onnx or X.xml of vit export, its run with --run",
+        help="a run folder, or of a classifier any weights with a head; or the X.onnx or X.xml of "
+        "vit export, its run with --run",
     )
     parser.add_argument(
         "images",
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="run_folder",
         metavar="RUN",
         default=argparse.SUPPRESS,
-        help="the run that X.onnx is compared with (default: the one that it names)",
+        help="the run, or other weights, that X.onnx is compared with (default: what it names)",
     )
     parser.add_argument(
         "--engine",
@@ -43,6 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="where all numbers are written as well; an older file is replaced",
     )
+
+
+def is_source(model: str) -> bool:
+    """Whether MODEL is a run folder or other weights, and no exported file."""
+    from vit.weights.found import SUFFIXES
+
+    if os.path.isdir(model) or model.lower().endswith(tuple(EXPORTED)):
+        return os.path.isdir(model)
+    if os.path.exists(model):
+        return model.lower().endswith(SUFFIXES)
+    return not model.startswith((".", "/", "~")) and ("/" in model or ":" in model)
 
 
 def check_order(model: str, images: list[str]) -> None:
@@ -67,10 +79,10 @@ def check_order(model: str, images: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = os.path.isdir(args.model)
+    own = is_source(args.model)
     check_order(args.model, args.images)
     for name, value in (("run", args.run_folder), ("engine", args.engine)):
-        if folder and value is not None:
+        if own and value is not None:
             raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
     check_output(args.json, overwrite=True)
     images = find_images(args.images, command="verify") if args.images else None
@@ -79,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from vit.runtime.results import to_json
 
     found = verify(
-        args.model if folder else args.run_folder,
-        None if folder else args.model,
+        args.model if own else args.run_folder,
+        None if own else args.model,
         images,
         engine=args.engine,
         say=lambda note: say(f"vit verify: {note}"),

@@ -49,7 +49,7 @@ class ModelConfig(Section):
     stem_norm: Literal["layernorm", "batchnorm"] = "batchnorm"
     """Convolutional stem: normalisation after each convolution."""
     channels: int = setting(3, "--in-chans")
-    """Colour channels of a picture."""
+    """Channels of an image; vit train reads images as RGB, and takes 3 alone."""
     num_classes: int = 1000
     """Number of classes; a training takes it from the data. 0 builds no head."""
     dim: int = setting(384, "--embed-dim")

@@ -36,7 +36,7 @@ from vit.data.cache_file import (
 )
 from vit.data.decoding import read_pixels, read_size
 from vit.data.jpeg import Pixels
-from vit.data.room import room_in
+from vit.data.room import room_in, shown_bytes
 from vit.data.sources.builtin import user_cache
 from vit.errors import BadImage, DataError, printable
 
@@ -204,13 +204,13 @@ class _Builder:
         folder = self.file.parent
         sweep(folder)
         old = surplus(folder, self.file, 0 if kind == "ram" else max(MOST - self.bytes, 0))
-        need = self.bytes / 2**30
-        free = (room_in(folder, memory=kind == "ram") + sum(old.values())) / 2**30
-        if need > free:
+        free = room_in(folder, memory=kind == "ram") + sum(old.values())
+        if self.bytes > free:
             what = "memory" if kind == "ram" else f"space in {printable(self.file.parent)}"
             raise DataError(
-                f"cache={kind}: {len(self.paths):,} pictures need {need:.2f} GiB, and "
-                f"{free:.2f} GiB of {what} are free; use --cache none, or fewer or smaller pictures"
+                f"cache={kind}: {len(self.paths):,} images need {shown_bytes(self.bytes)}, and "
+                f"{shown_bytes(free)} of {what} are free; use --cache none, or fewer or smaller "
+                "images"
             )
         where = "memory" if kind == "ram" else printable(self.file)
         gone = [size for path, size in old.items() if unused(path, delete=True)]
@@ -218,11 +218,11 @@ class _Builder:
             why = f" for the caches to stay within {MOST // 2**30} GiB" if kind == "disk" else ""
             say(
                 f"note: deleted the {len(gone)} least recently used of the caches in "
-                f"{printable(folder)}, {sum(gone) / 2**30:.2f} GiB,{why or ' left by killed runs'}"
+                f"{printable(folder)}, {shown_bytes(sum(gone))},{why or ' left by killed runs'}"
             )
         say(
-            f"cache: {len(self.paths):,} pictures with a short side of {self.side} px or less take "
-            f"{need:.2f} GiB of {where}"
+            f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
+            f"{shown_bytes(self.bytes)} of {where}"
         )
 
     def built(self, advance: Callable[[int], object]) -> Cache:

@@ -38,3 +38,8 @@ def _free_in_group() -> int:
         return PLENTY if most == "max" else int(most) - used
     except (OSError, ValueError):
         return PLENTY
+
+
+def shown_bytes(count: float) -> str:
+    """`3.0 MiB`, or `1.25 GiB` from one on."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

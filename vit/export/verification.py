@@ -9,14 +9,15 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vit.errors import DataError, RunError, WeightsError, printable
+from vit.errors import DataError, RunError, VitError, WeightsError, printable
 from vit.export.answering import Answers, Runner, Said, by_file, by_hand, by_predictor
 from vit.export.causes import causes, metadata_differences
 from vit.export.pictures import pictures_for
 from vit.export.verdict import HAND, LIMITS, PREDICTOR, Compared, Limits, Verification
 from vit.nearby import did_you_mean
 from vit.runtime.opening import EXPORTED, runner_like
-from vit.weights.folder import load_run
+from vit.weights.loading import load_model
+from vit.weights.sources import locate
 
 PathLike = str | os.PathLike[str]
 
@@ -33,7 +34,8 @@ def verify(
     """Compare what a run, the predictor and an exported file say of the same pictures.
 
     Args:
-        run: Its folder; the one in the metadata of `exported` when left out.
+        run: A run folder, or of a classifier any other source of weights with a head; the one in
+            the metadata of `exported` when left out.
         exported: X.onnx or X.xml; the run alone is compared with the predictor when left out.
         images: Paths; when left out up to 50 validation pictures of the run's data, or drawn ones
             where there are none.
@@ -46,9 +48,9 @@ def verify(
         DataError: No picture has an answer of every way.
     """
     runner = None if exported is None else opened(exported, engine, batch_size)
-    folder = Path(source_of(exported, runner) if run is None else run)
-    loaded = load_run(folder)
-    with pictures_for(folder, loaded, images, say) as paths:
+    source = source_of(exported, runner) if run is None else run
+    loaded = load_model(source, say=say)
+    with pictures_for(Path(source), loaded, images, say) as paths:
         ways = {HAND: by_hand(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
         if runner is None:
             return verdict(paths, ways, None, [])
@@ -81,7 +83,7 @@ def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Ru
 
 
 def source_of(exported: PathLike | None, runner: Runner | None) -> str:
-    """The run folder that an exported file names.
+    """The run folder, or other source of weights, that an exported file names.
 
     Raises:
         RunError: It names none, or one that is not here.
@@ -91,11 +93,13 @@ def source_of(exported: PathLike | None, runner: Runner | None) -> str:
     source = runner.metadata.get("source_run")
     if source is None:
         raise RunError(f"{printable(exported)} names no run; give it with --run RUN")
-    if not os.path.isdir(source):
+    try:
+        locate(source)
+    except VitError:
         raise RunError(
             f"{printable(exported)} was exported from {printable(source)}, which is not here; give "
             "the run with --run RUN"
-        )
+        ) from None
     return source
 
 

@@ -62,9 +62,9 @@ class Costs:
     start: float
     """Until steps have their pace: the network is built, loaders start, a probe is fitted."""
     small_step: float
-    """An optimiser step with the pictures of the first epoch."""
+    """An optimiser step with the images of the first epoch."""
     full_step: float
-    """An optimiser step with pictures of full size."""
+    """An optimiser step with images of full size."""
     validation: float
     saving: float
     """All that is written in an epoch."""
@@ -86,7 +86,7 @@ class Costs:
         return seconds + (epochs - first // epoch_steps) * (self.validation + self.saving)
 
     def step(self, config: Config, side: int) -> float:
-        """Seconds of a step at pictures of `side`, on a line over the number of patches."""
+        """Seconds of a step at images of `side`, on a line over the number of patches."""
         full = config.model.image_size
         small = config.training.start_image_size or full
         share = (full**2 - side**2) / max(full**2 - small**2, 1)
@@ -130,7 +130,7 @@ def fit_time(
 
     Args:
         config: Settings; `accumulate` is known.
-        splits: The pictures, some of which are read.
+        splits: The images, some of which are read.
         accelerator: The devices; all processes choose the same number.
         say: Told in one line what was found.
         began: When the run was started, by `time.monotonic`.
@@ -250,9 +250,9 @@ def settle_steps(
 
 
 def endless(config: Config) -> Config:
-    """`config` for measuring: pictures stay small, and the learning rate near 0 cannot diverge.
+    """`config` for measuring: images stay small, and the learning rate near 0 cannot diverge.
 
-    Pictures that cannot be read are for the run itself to meet, which can say how to go on.
+    Images that cannot be read are for the run itself to meet, which can say how to go on.
     """
     data = dataclasses.replace(config.data, on_bad_image="skip")
     whole = with_training(
@@ -302,12 +302,12 @@ def measure(run: Training, splits: Splits, watch: Stopwatch, most: float) -> Cos
         run.config = with_training(run.config, start_image_size=None)
         more, full = time_steps(run, splits.train, watch, most)
         starts += more
-    pictures = run.config.data.batch_size * most / full
-    start, validation = time_validation(run, splits.val, watch, pictures)
+    images = run.config.data.batch_size * most / full
+    start, validation = time_validation(run, splits.val, watch, images)
     kept = run.config.run.keep_best if training.soup else 0
     written = saving(run, make_schedule(run.config, len(splits.train)).steps_per_epoch)
     probing = 0.0
-    if run.config.finetune.probe_first:  # as long as validating on its pictures; it is epoch 0
+    if run.config.finetune.probe_first:  # as long as validating on its images; it is epoch 0
         seen = sum(map(len, chosen(run.config, splits)))
         probing = validation * (seen / len(splits.val) + 1) + written
     # the main process alone measures once more for the report, and weights that may be averaged
@@ -351,15 +351,15 @@ def all_batches(loader: TrainingLoader) -> Iterator[Batch]:
 
 
 def time_validation(
-    run: Training, samples: Sequence[Sample], watch: Stopwatch, pictures: float
+    run: Training, samples: Sequence[Sample], watch: Stopwatch, images: float
 ) -> tuple[float, float]:
-    """Validate twice on about so many pictures, in batches of the sizes that all `samples` make.
+    """Validate twice on about so many images, in batches of the sizes that all `samples` make.
 
     Returns:
         Seconds that the first time took more than the second, and seconds of all `samples`.
     """
     batch = micro_batch_size(run) * run.processes
-    whole = max(round(pictures / batch), 1) * batch
+    whole = max(round(images / batch), 1) * batch
     count = min(whole + len(samples) % batch, len(samples))
     part = [samples[number * len(samples) // count] for number in range(count)]
     if run.config.training.captions:  # as large a share of them gets one as of all
@@ -375,9 +375,9 @@ def time_validation(
 
 
 def _timed_validation(
-    run: Training, loader: EvaluationLoader, pictures: int, watch: Stopwatch
+    run: Training, loader: EvaluationLoader, images: int, watch: Stopwatch
 ) -> float:
-    validate(run, loader, pictures)
+    validate(run, loader, images)
     return watch.lap()
 
 

@@ -65,7 +65,7 @@ def look_at_data(
     once = config.augment.repeats == 1 and config.training.balance != "sampler"
     if once and not probing and (lost := images % batch_size / images) > 0.1:
         say(
-            f"note: each epoch leaves out {lost:.0%} of the pictures, others every time, since "
+            f"note: each epoch leaves out {lost:.0%} of the images, others every time, since "
             f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
         )
     return config, splits, {image.path: image.reason for image in bad}
@@ -94,6 +94,7 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
         DataError: They cannot be trained on.
     """
     data, training = config.data, config.training
+    check_channels(config.model.channels)
     if not training.captions:
         if data.folds is not None and data.fold is None:
             raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
@@ -119,6 +120,19 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
     )
 
 
+def check_channels(channels: int) -> None:
+    """Refuse a network of other images than those that are read.
+
+    Raises:
+        ConfigError: It does not take three channels.
+    """
+    if channels != 3:
+        raise ConfigError(
+            f"channels={channels}: every image is read as RGB, so a network that is "
+            "trained here has 3; leave --in-chans out"
+        )
+
+
 def settle_task(
     config: Config, splits: Splits, given: Sequence[str], say: Say
 ) -> tuple[Config, Splits]:
@@ -138,7 +152,7 @@ def settle_task(
             f"task={training.task}: the pictures have several classes, or none, and this task "
             f"learns one a picture; {remedy}"
         )
-    say("note: pictures have several labels: task=multilabel")
+    say("note: images have several labels: task=multilabel")
     if "probe_first" not in given and finetune.method != "probe":
         finetune = dataclasses.replace(finetune, probe_first=False)
     training = dataclasses.replace(training, task="multilabel")
@@ -176,8 +190,6 @@ def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
                 )
         model = dataclasses.replace(config.model, num_classes=0, pooling="none")
         config = dataclasses.replace(config, model=model)
-    if config.model.channels != 3:
-        raise ConfigError(f"channels={config.model.channels}: pictures are read as RGB, use 3")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
 
 
@@ -240,7 +252,7 @@ def fit_batch_size(config: Config, images: int, processes: int, say: Say) -> Con
         )
     if batch_size != data.batch_size:
         say(
-            f"note: only {images} training pictures, fewer than batch_size={data.batch_size}: "
+            f"note: only {images} training images, fewer than batch_size={data.batch_size}: "
             f"going on with batch_size={batch_size}"
         )
     return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))

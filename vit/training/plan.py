@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.config.finetuning import AUTO_WEIGHTS
-from vit.data.decoding import read_image, read_size
+from vit.data.decoding import read_pixels, read_size
 from vit.data.room import room_in
 from vit.data.samples import Sample, Splits
 from vit.data.sources.opening import Listing
@@ -28,7 +28,7 @@ from vit.precision import autocast
 from vit.settings import all_settings, checked, flatten, make_config
 from vit.training.agreement import on_main
 from vit.training.devices import inference_precision, make_accelerator
-from vit.training.looking import list_data, open_data
+from vit.training.looking import check_channels, list_data, open_data
 from vit.training.optimization import make_optimizer
 from vit.training.pace import duration
 from vit.training.plan_rules import (
@@ -36,6 +36,7 @@ from vit.training.plan_rules import (
     TRAINING_FLOPS,
     Facts,
     Plan,
+    counted_passes,
     forward_flops,
     make_plan,
 )
@@ -56,6 +57,10 @@ from vit.training.run_folder import stored_config
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
 HEADERS, DECODED = 64, 12
+# Large JPEGs are decoded at an eighth of their size, no smaller than this.
+LOOKED_AT = (256, 256)
+# Long side by short side from which the middle square is too little of an image to be silent about.
+LONG = 2.0
 # A step of this network and batch is timed: like those that the plan chooses, and quick.
 PROBE = {"image_size": 64, "patch_size": 8, "dim": 128, "depth": 4, "num_heads": 4}
 PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 32, 6, 0.6
@@ -104,6 +109,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     if before.get("folds") is not None:  # the plan of one is that of all
         before.setdefault("fold", 1)
     config = make_config({**before, "batch_size": before.get("batch_size", 1)})
+    check_channels(values.get("channels", 3))
     accelerator = make_accelerator(config.run)
     listing = list_data(config)
     splits = open_data(config, listing, compare=False)
@@ -182,32 +188,41 @@ def with_chosen_weights(
 
 def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
-    side, grey = look_at_images(splits.train)
+    side, grey, aspect = look_at_images(splits.train)
     return Facts(
         images=len(splits.train),
         classes=len(splits.classes),
         side=side,
         grey=grey,
+        aspect=aspect,
         validation=len(splits.val),
         divided=splits.made,
         device=accelerator.device.type,
         flops=1 / largest(accelerator, 1 / measured_flops(config, accelerator)),
         memory=room_in(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=config.training.seconds,
+        processes=accelerator.num_processes,
     )
 
 
-def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool]:
-    """Median short side of some images, in pixels, and whether none of them has colours."""
+def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
+    """Of some images the median short side in pixels, whether none has colours, and the aspect.
+
+    The aspect is the median of the long side by the short side.
+    """
     some = samples[:: max(len(samples) // HEADERS, 1)][:HEADERS]
-    sides, colours = [], False
+    sides, aspects, colours = [], [], False
     for number, sample in enumerate(some):
         with contextlib.suppress(BadImage):  # the run itself meets it, and says how to go on
-            sides.append(min(read_size(sample.path)))
+            short, long = sorted(read_size(sample.path))
+            sides.append(short)
+            aspects.append(long / short)
             if number % max(len(some) // DECODED, 1) == 0 and not colours:
-                bands = read_image(sample.path).split()
-                colours = any(band.tobytes() != bands[0].tobytes() for band in bands[1:])
-    return int(median(sides)) if sides else 224, not colours
+                pixels = read_pixels(sample.path, lambda _width, _height: LOOKED_AT)
+                colours = bool((pixels != pixels[..., :1]).any())
+    if not sides:
+        return 224, not colours, 1.0
+    return int(median(sides)), not colours, median(aspects)
 
 
 def measured_flops(config: Config, accelerator: Accelerator) -> float:
@@ -262,8 +277,8 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         *lines,
         f"{plan_name(plan)}: {cost.parameters / 1e6:.1f} M parameters, {cost.flops / 1e6:,.0f} "
         f"MFLOPs an image, {cost.memory.training / 2**30:.2f} GiB in training; {length}, about "
-        f"{steps:,} steps, {plan.passes:.0f} passes over the images",
-        *from_scratch_note(plan),
+        f"{steps:,} steps, {counted_passes(plan.passes)} over the images",
+        *notes_of(plan),
     ]
 
 
@@ -276,9 +291,9 @@ def summary_lines(plan: Plan) -> list[str]:
     every = {**plan.settings, **plan.given}
     time = f" in {every['time']}" if "time" in every else ""
     return [
-        f"note: planned {plan_name(plan)}, {size} px, about {plan.passes:.0f} passes{time}; "
+        f"note: planned {plan_name(plan)}, {size} px, about {counted_passes(plan.passes)}{time}; "
         "`vit plan` has the reasons, and any flag fixes its setting",
-        *from_scratch_note(plan),
+        *notes_of(plan),
     ]
 
 
@@ -286,11 +301,23 @@ def weights_lines(plan: Plan) -> list[str]:
     """What a plan with pretrained weights costs, and how to train it."""
     every = {**plan.settings, **plan.given}
     time = f" in {every['time']}" if every.get("time") else ""
-    passes = "" if every["method"] == "probe" else f", about {plan.passes:.0f} passes"
+    passes = "" if every["method"] == "probe" else f", about {counted_passes(plan.passes)}"
     return [
         f"note: planned method={every['method']} at {every.get('image_size')} px, "
         f"{plan.flops / 1e6:,.0f} MFLOPs an image{passes}{time}; any flag fixes its setting"
     ]
+
+
+def notes_of(plan: Plan) -> list[str]:
+    """What no rule decides: pretrained weights for photographs, and what of long images is seen."""
+    facts, notes = plan.facts, []
+    if facts.aspect >= LONG and plan.given.get("resize", "crop") == "crop":
+        notes.append(
+            f"note: images are typically {facts.aspect:.1f} times as long as wide: validation and "
+            f"prediction see the middle {1 / facts.aspect:.0%} of one; --resize squash shows all "
+            "of it, distorted; or cut images into squares first"
+        )
+    return [*notes, *from_scratch_note(plan)]
 
 
 def from_scratch_note(plan: Plan) -> list[str]:

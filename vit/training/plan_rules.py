@@ -4,7 +4,8 @@ facts of the data and the machine -> image size and network -> batch and steps -
 
 Every rule is a line of a table or a function of a few numbers here; what they were measured on, and
 what stands in them by the literature alone, is in docs/recipes.md. A setting that somebody chose is
-a fact to all rules after it. More time never chooses a smaller network or smaller images.
+a fact to all rules after it. More time never chooses a smaller network or smaller images. A larger
+network begins with fewer steps than the one before had at the end, and with more than a third.
 """
 
 import math
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vit.data.sources.opening import Listing
+
+from vit.data.room import shown_bytes
 
 # Images up to this side are taken as they are, in patches of 4 pixels; larger ones are photographs.
 TINY_SIDE = 48
@@ -27,6 +30,7 @@ LADDER = (
     (160, 320, 10),
     (192, 384, 12),
     (224, 384, 12),
+    (224, 512, 12),
     (224, 768, 12),
 )
 # Passes over 3,000 images that a network of the ladder's first step needs to be worth its cost,
@@ -46,6 +50,10 @@ REFERENCE = 80e9
 # share of the time; not fewer than these many, nor more.
 VALIDATION_TIME = 0.01
 LEAST_VALIDATION, MOST_VALIDATION = 1000, 5000
+# And of each class not fewer than these, where a fifth of it has them.
+VALIDATION_OF_CLASS = 5
+# Below this many steps in a pass, a batch that does not divide the images leaves out too many.
+FEW_STEPS = 10
 # Bytes of decoded images that are kept in memory at most, and the share of what is free.
 MOST_CACHE, CACHE_SHARE = 8 * 2**30, 0.25
 
@@ -61,6 +69,8 @@ class Facts:
     """Median short side, in pixels."""
     grey: bool
     """Whether no image has colours."""
+    aspect: float = 1.0
+    """Median of the long side by the short side."""
     validation: int
     """Validation images."""
     divided: bool
@@ -73,6 +83,8 @@ class Facts:
     """Bytes that a cache in memory may take; 0 where there can be none."""
     seconds: float | None = None
     """Time for the whole training; None where nobody gave one."""
+    processes: int = 1
+    """Among which a batch is divided."""
 
 
 class Choice(NamedTuple):
@@ -148,25 +160,26 @@ def decide_time(plan: Plan) -> float:
 
 def decide_network(plan: Plan, seconds: float) -> None:
     """Image size and network: the largest of the ladder that sees the images often enough."""
-    facts = plan.facts
+    facts, given = plan.facts, plan.given
     tiny = facts.side <= TINY_SIDE
     room = max(seconds - FIXED_SECONDS, 0.3 * seconds) * facts.flops / facts.images
     needed = max(PASSES * (3000 / facts.images) ** PASSES_POWER, LEAST_PASSES)
-    chosen, passes = LADDER[0], 0.0
+    chosen = (0, 0, 0)
     for step, (photo, dim, depth) in enumerate(LADDER):
-        side = image_side(facts.side, photo)
-        if tiny and dim == chosen[1] and step:
-            continue  # the images stay as they are, so the network is the same
-        cost = forward_flops(side, patch_of(side), dim, depth)
+        side = given.get("image_size", image_side(facts.side, photo))
+        patch = given.get("patch_size", patch_of(side))
+        dim, depth = given.get("dim", dim), given.get("depth", depth)
+        conv = given.get("stem", "conv") == "conv" and stem_reaches(patch, given)
+        cost = forward_flops(side, patch, dim, depth, conv=conv)
         affordable = room / (TRAINING_FLOPS * GROWING_SHARE * cost)
         if step and affordable < needed * (1 + PASSES_STEP * step):
             break
-        chosen, passes, plan.flops = (side, dim, depth), affordable, cost
-    plan.passes = passes
+        if cost > plan.flops:  # else it differs in nothing that is still to be chosen
+            chosen, plan.passes, plan.flops = (side, dim, depth), affordable, cost
     side, dim, depth = chosen
-    often = f"{passes:.0f} passes over {facts.images:,} images fit"
+    often = f"{counted_passes(plan.passes)} over {facts.images:,} images fit"
     native = "the images' own size" if tiny else f"{often}, and images have {facts.side} px"
-    patch = plan.given.get("patch_size", patch_of(plan.given.get("image_size", side)))
+    patch = given.get("patch_size", patch_of(side))
     tokens = math.ceil(side / patch) if tiny else max(side // patch, 1)
     side = tokens * patch
     side = plan.decide("image_size", side, native)
@@ -210,7 +223,7 @@ def neighbours(plan: Plan) -> list[dict[str, int]]:
 
 def decide_stem(plan: Plan, patch: int, *, tiny: bool) -> None:
     """Convolutions before the blocks, where patches have a side that they reach."""
-    if patch not in (2, 4, 8, 16) or {"patch_sizes", "merge_tokens"} & set(plan.given):
+    if not stem_reaches(patch, plan.given):
         plan.decide("stem", "linear", f"convolutions do not reach patches of {patch} pixels")
         return
     stem = plan.decide("stem", "conv", "worth more than ten points in as many minutes")
@@ -223,6 +236,11 @@ def decide_stem(plan: Plan, patch: int, *, tiny: bool) -> None:
         plan.decide("stem_width", max(dim * 3 // 16, 8), "all its pixels are at full size")
 
 
+def stem_reaches(patch: int, given: Mapping[str, Any]) -> bool:
+    """Whether a convolutional stem can make the tokens of such patches."""
+    return patch in (2, 4, 8, 16) and not {"patch_sizes", "merge_tokens"} & set(given)
+
+
 def decide_optimisation(plan: Plan) -> None:
     """Batch, optimiser and learning rate."""
     facts = plan.facts
@@ -230,8 +248,12 @@ def decide_optimisation(plan: Plan) -> None:
     batch = next(size for most, size in sizes if facts.images < most)
     if facts.device != "cpu":
         batch *= 4
-    batch = min(batch, facts.images)
+    batch = even_batch(facts.images, batch, facts.processes * (plan.given.get("accumulate") or 1))
     batch = plan.decide("batch_size", batch, f"for {facts.images:,} images on {facts.device}")
+    if plan.given.get("steps") is not None:
+        plan.passes = plan.given["steps"] * batch / facts.images
+    elif "epochs" in plan.given and plan.given.get("epoch_steps") is None:
+        plan.passes = plan.given["epochs"]
     if not plan.given.get("encoder_lr"):
         optimizer = plan.decide("optimizer", "muon", "fewer steps to the same accuracy than AdamW")
         if optimizer == "muon":
@@ -241,7 +263,7 @@ def decide_optimisation(plan: Plan) -> None:
             plan.decide("weight_decay", 0.02, "short trainings need little")
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
     if plan.given.get("depth", 2) > 1:
-        plan.decide("drop_path", 0.1 if plan.passes > 60 else 0.05, f"{plan.passes:.0f} passes")
+        plan.decide("drop_path", 0.1 if plan.passes > 60 else 0.05, counted_passes(plan.passes))
 
 
 def decide_augmentation(plan: Plan) -> None:
@@ -266,7 +288,8 @@ def decide_validation(plan: Plan, seconds: float) -> None:
     facts = plan.facts
     total = facts.images + facts.validation
     affordable = int(VALIDATION_TIME * seconds * facts.flops / plan.flops)
-    held_out = min(max(affordable, LEAST_VALIDATION), MOST_VALIDATION)
+    several = VALIDATION_OF_CLASS * facts.classes
+    held_out = min(max(affordable, LEAST_VALIDATION, several), max(MOST_VALIDATION, several))
     if facts.divided and "folds" not in plan.given and total * 0.2 > held_out:
         within = 100 * 1.96 * 0.5 / math.sqrt(held_out)
         plan.decide(
@@ -285,7 +308,7 @@ def decide_cache(plan: Plan) -> None:
     bytes_needed = 3 * facts.images * kept**2 * 1.5
     fits = bytes_needed < min(MOST_CACHE, CACHE_SHARE * facts.memory)
     if fits and plan.given.get("decode") != "exact":
-        plan.decide("cache", "ram", f"{bytes_needed / 2**30:.2f} GiB decoded once")
+        plan.decide("cache", "ram", f"{shown_bytes(bytes_needed)} decoded once")
 
 
 def image_side(native: int, wanted: int) -> int:
@@ -300,8 +323,29 @@ def patch_of(side: int) -> int:
     return 4 if side <= TINY_SIDE else 8 if side <= 144 else 16
 
 
-def forward_flops(side: int, patch: int, dim: int, depth: int) -> float:
-    """FLOPs of a network with a convolutional stem for one image, forward."""
+def even_batch(images: int, size: int, parts: int) -> int:
+    """A batch of about `size` that leaves few of so many images out of a pass.
+
+    A multiple of two images for each of `parts`, where there are several and images enough.
+    """
+    steps = math.ceil(images / size)
+    batch = size if steps > FEW_STEPS else images // steps
+    unit = 2 * parts if parts > 1 else 1
+    return max(batch // unit * unit, min(unit, images))
+
+
+def counted_passes(passes: float) -> str:
+    """`12 passes`, `1.4 passes`, `0.02 passes`."""
+    digits = 0 if passes >= 10 else 1 if passes >= 0.95 else 1 - math.floor(math.log10(passes))
+    return f"{passes:.{digits}f} passes"
+
+
+def forward_flops(side: int, patch: int, dim: int, depth: int, *, conv: bool = True) -> float:
+    """FLOPs of a network for one image, forward; with a convolutional stem, or a linear one."""
+    tokens = (side / patch) ** 2
+    blocks = depth * (24 * dim**2 * tokens + 4 * tokens**2 * dim)
+    if not conv:
+        return 6.0 * side**2 * dim + blocks
     width, layers = dim // 4, 4 if patch == 16 else 3
     pixels = side / (2 if patch >= 8 else 1)
     widths = [3, *(width * 2**n for n in range(layers - 1)), dim]
@@ -311,6 +355,4 @@ def forward_flops(side: int, patch: int, dim: int, depth: int) -> float:
         stem += 2 * 9 * widths[index] * widths[index + 1] * pixels**2
         if index >= layers - pools:
             pixels /= 2
-    tokens = (side / patch) ** 2
-    blocks = depth * (24 * dim**2 * tokens + 4 * tokens**2 * dim)
     return stem + blocks

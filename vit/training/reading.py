@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
@@ -19,15 +20,21 @@ from vit.data.processes import default_workers
 from vit.data.samples import Sample, Splits
 from vit.data.schedule import Key
 from vit.errors import BadImage, ConfigError
+from vit.precision import autocast
 from vit.training.batches import TransformFor
+from vit.training.devices import inference_precision
 from vit.training.loop import Training
 from vit.training.progress import teller
+from vit.training.schedule import picture_side
+from vit.training.sharding import is_sharded
 
 PROBED = 32
 """Pictures that are enough to see how they are read."""
 PROBE_SECONDS = 1.0
 MOST_TIMES = 4
 """Loader processes of a core at most, however long files take to come."""
+LITTLE = 0.05
+"""Share of the network's time for an image below which loading it needs no process."""
 MUCH = 0.15
 """Share of an epoch spent waiting for data above which there is advice."""
 LEAST_SECONDS = 2.0
@@ -99,20 +106,29 @@ def with_cache(
 
 
 def measured_workers(run: Training, samples: Sequence[Sample]) -> int | None:
-    """Loader processes of this device, from how long some pictures take; None where chosen.
+    """Loader processes of this device, from how long some images take; None where chosen.
 
-    One a core of its share, and more where they wait for files to come.
+    None at all on a CPU where the network takes so much longer that loading in between costs less
+    than processes do. Else one a core of its share, and more where they wait for files to come.
+    Validation reads no cache, so what counts is the image as its file has it.
     """
     if run.config.data.workers is not None or run.config.finetune.method == "probe":
         return None
     share = default_workers(run.processes)
+    fetch, rest = time_reading(run, samples)
+    network = time_network(run) if fetch + rest else 0.0
+    if fetch + rest < LITTLE * network:
+        teller(run.accelerator)(
+            f"loading: {1000 * (fetch + rest):.1f} ms an image, {(fetch + rest) / network:.1%} of "
+            "what the network takes: in this process (-j chooses loader processes)"
+        )
+        return 0
     if run.cache is not None:
         return share
-    fetch, rest = time_reading(run, samples)
     workers = share if not rest else min(math.ceil(share * (1 + fetch / rest)), MOST_TIMES * share)
     if fetch + rest:
         teller(run.accelerator)(
-            f"loading: {1000 * (fetch + rest):.1f} ms a picture, {fetch / (fetch + rest):.0%} of "
+            f"loading: {1000 * (fetch + rest):.1f} ms an image, {fetch / (fetch + rest):.0%} of "
             f"it for its file to come: {workers} loader processes a device (-j chooses others)"
         )
     return workers
@@ -143,15 +159,43 @@ def time_reading(run: Training, samples: Sequence[Sample]) -> tuple[float, float
     return fetch / max(done, 1), rest / max(done, 1)
 
 
+@torch.no_grad()
+def time_network(run: Training) -> float:
+    """About the seconds that the network takes to learn from an image of the first epoch.
+
+    Three times the forward pass, measured with two blank images. Only on a CPU and of whole
+    networks: a GPU waits while this process loads. 0 elsewhere.
+    """
+    accelerator = run.accelerator
+    if accelerator.device.type != "cpu" or is_sharded(accelerator) or run.tokenizer is not None:
+        return 0.0
+    side = picture_side(run.config, 0, run.config.training.epochs)
+    dtype = next(run.network.parameters()).dtype
+    images = torch.zeros(2, run.config.model.channels, side, side, dtype=dtype)
+    precision = inference_precision(run.config.run.precision, accelerator.device)
+    was = run.network.training
+    run.network.eval()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with autocast(precision, accelerator.device):
+            run.network(images)
+        seconds.append(time.perf_counter() - began)
+        if sum(seconds) > PROBE_SECONDS:
+            break
+    run.network.train(was)
+    return 3 * min(seconds) / len(images)
+
+
 def waiting(event: Mapping[str, Any], data: DataConfig) -> str | None:
     """What to do about an epoch that spent much of its time waiting for data, or None."""
     share, seconds = event["data_wait"], event["seconds"]
     if share <= MUCH or share * seconds < LEAST_SECONDS:
         return None
     ways = {
-        "none": "--cache ram or --cache disk keeps pictures decoded; more loader processes (-j) "
+        "none": "--cache ram or --cache disk keeps images decoded; more loader processes (-j) "
         "help where cores are idle, and smaller files on a nearer disk where they are not",
         "disk": "--cache ram is nearer; more loader processes (-j) help where cores are idle",
         "ram": "more loader processes (-j) help where cores are idle, or fewer augmentations",
     }
-    return f"note: {share:.0%} of the epoch was spent waiting for pictures: {ways[data.cache]}"
+    return f"note: {share:.0%} of the epoch was spent waiting for images: {ways[data.cache]}"

@@ -132,13 +132,13 @@ class Records:
         """
         failed = self.run.failed
         if failed:
-            self.tell(f"{len(failed)} of the pictures could not be read and were left out:")
+            self.tell(f"{len(failed)} of the images could not be read and were left out:")
         for path, reason in sorted(failed.items()):
             self.tell(f"  {BadImage(path, reason)}")
         if (note := unevenness(routers)) is not None:
             self.tell(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
-        self.tell(f"best: {what}, {verdict(chosen)} of {pictures} pictures")
+        self.tell(f"best: {what}, {verdict(chosen)} of {pictures} images")
         self.tell(f"now: vit predict {quoted(self.folder)} IMAGE...")
 
     def close(self) -> None:

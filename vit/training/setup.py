@@ -231,10 +231,10 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     micro = config.data.micro_batches
     batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
     classes = f", {len(splits.classes)} classes" if splits.classes else ""
-    classes += ", several a picture" if config.training.several else ""
+    classes += ", several an image" if config.training.several else ""
     words = [words_line(config, splits)] if config.training.captions else []
     return [
-        f"{len(splits.train):,} training and {len(splits.val):,} validation pictures{classes}",
+        f"{len(splits.train):,} training and {len(splits.val):,} validation images{classes}",
         *words,
         f"{size} parameters{sharded}, {config.model.image_size} px, "
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "

@@ -26,7 +26,7 @@ from vit.training.budget import TimeBudget, fit_time
 from vit.training.devices import make_accelerator
 from vit.training.finetuning import complete_for_weights, other_words
 from vit.training.interruption import Interruption
-from vit.training.looking import look_at_data
+from vit.training.looking import check_channels, look_at_data
 from vit.training.memory import fit_memory
 from vit.training.plan import with_chosen_weights
 from vit.training.progress import teller
@@ -84,6 +84,7 @@ def train(
     began = time.monotonic() if began is None else began
     given = changed_settings(config) if given is None else given
     require_tracker(config.run.track)
+    check_channels(config.model.channels)
     accelerator = make_accelerator(config.run)
     folder = Path(out or default_folder(config.data.data))
     look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)

@@ -72,10 +72,14 @@ def _held_out(
         _, held = hold_out(pictures, val_share=val_share, seed=seed, root=listed.root)
         chosen = {path for paths in held.values() for path in paths}
         sides = [item.path in chosen for item in items]
-        notes = [f"{lack}: held out {count(len(chosen), 'picture')}, {val_share:.0%} of each class"]
+        least = any(len(paths) * val_share < 0.5 for paths in pictures.values())
+        notes = [
+            f"{lack}: held out {count(len(chosen), 'image')}, {val_share:.0%} of each class"
+            + (", and one where that is none" if least else "")
+        ]
         single = [printable(name) for name, paths in held.items() if not paths]
         if single:
-            notes.append(f"held out none of class {some(single)}, which has only one picture")
+            notes.append(f"held out none of class {some(single)}, which has only one image")
         return _kept(items, sides), members_of(items, sides), notes
     groups = None if asked.group is None else _groups(items, listed, asked.group)
     units = make_units(items, groups, [relative(item.path, listed.root) for item in items])
@@ -83,13 +87,13 @@ def _held_out(
     train, val = _kept(items, sides), members_of(items, sides)
     number = sum(sides[unit.members[0]] for unit in units)
     what = f" ({count(number, 'group')})" if groups is not None else ""
-    notes = [f"{lack}: held out {count(len(val), 'picture')}{what}, {val_share:.0%} of each class"]
+    notes = [f"{lack}: held out {count(len(val), 'image')}{what}, {val_share:.0%} of each class"]
     if groups is not None:
         notes += group_notes(groups, asked.group or "", column=listed.grouped)
     _check_learned(train, val, asked)
     held_labels, all_labels = _labels(val), _labels(items)
     if none := [printable(label) for label in sorted(all_labels - held_labels)]:
-        notes.append(f"held out none of class {some(none)}, which is in one picture or group")
+        notes.append(f"held out none of class {some(none)}, which is in one image or group")
     return train, val, notes + uneven_notes(train, val, val_share)
 
 
@@ -103,14 +107,14 @@ def _folded(
     train, val = _kept(items, sides), members_of(items, sides)
     number = sum(sides[unit.members[0]] for unit in units)
     what = f" ({count(number, 'group')})" if groups is not None else ""
-    notes = [f"fold {fold.number} of {fold.of}: validates on {count(len(val), 'picture')}{what}"]
+    notes = [f"fold {fold.number} of {fold.of}: validates on {count(len(val), 'image')}{what}"]
     if tested:
         notes.append("left out test: no fold sees it; measure on it at the end")
     if groups is not None:
         notes += group_notes(groups, asked.group or "", column=listed.grouped)
     _check_learned(train, val, asked)
     if none := [printable(label) for label in sorted(_labels(items) - _labels(val))]:
-        notes.append(f"this fold has no validation pictures of class {some(none)}")
+        notes.append(f"this fold has no validation images of class {some(none)}")
     return train, val, notes + uneven_notes(train, val, 1 / fold.of)
 
 
