@@ -16,7 +16,7 @@ from vit.training import plan as planning
 from vit.training import tune as tuning
 from vit.training.budget import Costs
 from vit.training.interruption import Interrupted
-from vit.training.plan_rules import LADDER, Facts, make_plan, neighbours
+from vit.training.plan_rules import PHOTO_NETWORKS, Facts, make_plan, neighbours, network_settings
 from vit.training.result import TrainingResult
 from vit.training.run_folder import stored_config
 from vit.training.tune import (
@@ -105,14 +105,15 @@ def test_a_chosen_network_is_not_searched():
 
 def test_neighbours_stand_beside_the_plan_on_the_ladder():
     plan = make_plan(dataclasses.replace(PHOTOS, seconds=6000.0), {})
-    own = [plan.settings[name] for name in ("image_size", "dim", "depth")]
-    at = LADDER.index(tuple(own))
-    assert 0 < at < len(LADDER) - 1
-    beside = [tuple(one.values()) for one in neighbours(plan)]
-    assert beside == [LADDER[at - 1], LADDER[at + 1]]
+    # of images of 160 px
+    ladder = [network_settings(row) for row in PHOTO_NETWORKS if row.side <= 160]
+    (at,) = (n for n, network in enumerate(ladder) if network.items() <= plan.settings.items())
+    assert 0 < at < len(ladder) - 1
+    assert neighbours(plan) == [ladder[at - 1], ladder[at + 1]]
     assert neighbours(make_plan(PHOTOS, {"dim": 100, "num_heads": 4})) == []
     smallest = make_plan(dataclasses.replace(DIGITS, seconds=10.0), {})
-    assert neighbours(smallest) == [{"image_size": 16, "dim": 160, "depth": 5}]
+    (larger,) = neighbours(smallest)
+    assert larger.items() >= {"image_size": 16, "patch_size": 4, "dim": 192, "depth": 6}.items()
 
 
 @pytest.mark.parametrize(

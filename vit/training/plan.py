@@ -32,13 +32,15 @@ from vit.training.looking import check_channels, list_data, open_data
 from vit.training.optimization import make_optimizer
 from vit.training.pace import duration
 from vit.training.plan_rules import (
+    PHOTO_NETWORKS,
     TINY_SIDE,
     TRAINING_FLOPS,
     Facts,
     Plan,
     counted_passes,
-    forward_flops,
+    flops_of,
     make_plan,
+    network_settings,
 )
 from vit.training.plan_weights import (
     FOR_STEPS,
@@ -62,7 +64,7 @@ LOOKED_AT = (256, 256)
 # Long side by short side from which the middle square is too little of an image to be silent about.
 LONG = 2.0
 # A step of this network and batch is timed: like those that the plan chooses, and quick.
-PROBE = {"image_size": 64, "patch_size": 8, "dim": 128, "depth": 4, "num_heads": 4}
+PROBE = PHOTO_NETWORKS[1]
 PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 32, 6, 0.6
 # Settings of the training that decide what is planned with, beside those of data and device.
 BEFORE = ("task", "time", "seed")
@@ -229,10 +231,11 @@ def measured_flops(config: Config, accelerator: Accelerator) -> float:
     """Floating-point operations a second of training steps here, over all processes."""
     device = accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        network = create_model("vit_tiny_patch16_224", stem="conv", **PROBE).to(device)
-        images = torch.randn(PROBE_BATCH, 3, PROBE["image_size"], PROBE["image_size"]).to(device)
-    settings = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
-    optimizer = make_optimizer(network, settings, depth=PROBE["depth"])
+        settings = {**network_settings(PROBE), "num_heads": PROBE.dim // 32}
+        network = create_model("vit_tiny_patch16_224", stem="conv", **settings).to(device)
+        images = torch.randn(PROBE_BATCH, 3, PROBE.side, PROBE.side).to(device)
+    training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
+    optimizer = make_optimizer(network, training, depth=PROBE.depth)
     labels = torch.arange(PROBE_BATCH, device=device)
     precision = inference_precision(config.run.precision, device)
     seconds: list[float] = []
@@ -245,9 +248,10 @@ def measured_flops(config: Config, accelerator: Accelerator) -> float:
         optimizer.zero_grad()
         loss.item()  # waits for the device
         seconds.append(time.perf_counter() - began)
-    cost = forward_flops(PROBE["image_size"], PROBE["patch_size"], PROBE["dim"], PROBE["depth"])
     step = median(seconds[1:])
-    return TRAINING_FLOPS * PROBE_BATCH * cost * int(accelerator.num_processes) / step
+    return (
+        TRAINING_FLOPS * PROBE_BATCH * flops_of(PROBE, {}) * int(accelerator.num_processes) / step
+    )
 
 
 def plan_lines(plan: Plan, config: Config) -> list[str]:

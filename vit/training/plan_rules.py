@@ -18,24 +18,52 @@ if TYPE_CHECKING:
 
 from vit.data.room import shown_bytes
 
-# Images up to this side are taken as they are, in patches of 4 pixels; larger ones are photographs.
+# Images up to this side are taken as they are; larger ones are photographs.
 TINY_SIDE = 48
-# Networks from the cheapest up: side of photographs, width, depth.
-LADDER = (
-    (64, 128, 4),
-    (80, 128, 4),
-    (96, 160, 5),
-    (112, 192, 6),
-    (128, 256, 8),
-    (160, 320, 10),
-    (192, 384, 12),
-    (224, 384, 12),
-    (224, 512, 12),
-    (224, 768, 12),
+
+
+class Network(NamedTuple):
+    """A row of a ladder of networks, with a convolutional stem."""
+
+    side: int
+    """Of images, in pixels."""
+    patch: int
+    dim: int
+    depth: int
+    ratio: int
+    """Inner width of an MLP as a multiple of dim."""
+    stem_depth: int
+    stem_width: int
+    passes: float
+    """Passes over 3,000 images from which on it is worth its cost."""
+    stem_stride: int = 2
+
+
+# From the cheapest up.
+PHOTO_NETWORKS = (
+    Network(64, 16, 128, 4, 4, 4, 16, passes=0),
+    Network(96, 16, 128, 4, 4, 4, 16, passes=10),
+    Network(128, 16, 128, 4, 4, 4, 16, passes=24),
+    Network(128, 16, 192, 6, 4, 4, 24, passes=40),
+    Network(160, 16, 256, 8, 4, 4, 32, passes=55),
+    Network(192, 16, 320, 10, 4, 4, 40, passes=75),
+    Network(224, 16, 384, 12, 4, 4, 48, passes=100),
+    Network(224, 16, 512, 12, 4, 4, 64, passes=140),
+    Network(224, 16, 768, 12, 4, 4, 96, passes=200),
 )
-# Passes over 3,000 images that a network of the ladder's first step needs to be worth its cost,
-# how they shrink with more images, and how they grow with each step of the ladder.
-PASSES, PASSES_POWER, PASSES_STEP, LEAST_PASSES = 12.0, 0.35, 0.35, 2.0
+# With these the first convolution takes every pixel.
+TINY_NETWORKS = (
+    Network(32, 8, 128, 4, 2, 4, 16, passes=0, stem_stride=1),
+    Network(32, 8, 192, 6, 2, 4, 24, passes=37, stem_stride=1),
+    Network(32, 4, 192, 6, 2, 3, 24, passes=100, stem_stride=1),
+    Network(32, 4, 256, 8, 2, 3, 32, passes=200, stem_stride=1),
+    Network(32, 4, 320, 10, 2, 3, 40, passes=300, stem_stride=1),
+    Network(32, 4, 384, 12, 4, 3, 48, passes=400, stem_stride=1),
+)
+# How the passes that are needed shrink with the number of images, and the fewest.
+PASSES_POWER, LEAST_PASSES = 0.35, 2.0
+# Below this many passes over tiny images, crops cost more than the variety is worth.
+FEW_PASSES = 15
 # Small images first: mean cost of a step as a share of one at full size.
 GROWING_SHARE = 0.6
 # Forward, and backward twice as much.
@@ -163,42 +191,69 @@ def decide_network(plan: Plan, seconds: float) -> None:
     facts, given = plan.facts, plan.given
     tiny = facts.side <= TINY_SIDE
     room = max(seconds - FIXED_SECONDS, 0.3 * seconds) * facts.flops / facts.images
-    needed = max(PASSES * (3000 / facts.images) ** PASSES_POWER, LEAST_PASSES)
-    chosen = (0, 0, 0)
-    for step, (photo, dim, depth) in enumerate(LADDER):
-        side = given.get("image_size", image_side(facts.side, photo))
-        patch = given.get("patch_size", patch_of(side))
-        dim, depth = given.get("dim", dim), given.get("depth", depth)
-        conv = given.get("stem", "conv") == "conv" and stem_reaches(patch, given)
-        cost = forward_flops(side, patch, dim, depth, conv=conv)
+    fewer = (3000 / facts.images) ** PASSES_POWER
+    ladder = TINY_NETWORKS if tiny else PHOTO_NETWORKS
+    network = ladder[0]
+    for row in ladder:
+        candidate = with_given(row, facts.side, given)
+        cost = flops_of(candidate, given)
         affordable = room / (TRAINING_FLOPS * GROWING_SHARE * cost)
-        if step and affordable < needed * (1 + PASSES_STEP * step):
+        if row is not ladder[0] and affordable < max(row.passes * fewer, LEAST_PASSES):
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
-            chosen, plan.passes, plan.flops = (side, dim, depth), affordable, cost
-    side, dim, depth = chosen
+            network, plan.passes, plan.flops = candidate, affordable, cost
+    side, patch, dim, depth = network[:4]
     often = f"{counted_passes(plan.passes)} over {facts.images:,} images fit"
     native = "the images' own size" if tiny else f"{often}, and images have {facts.side} px"
-    patch = given.get("patch_size", patch_of(side))
-    tokens = math.ceil(side / patch) if tiny else max(side // patch, 1)
-    side = tokens * patch
-    side = plan.decide("image_size", side, native)
-    plan.decide("patch_size", patch, f"{max(side // patch, 1)}x{max(side // patch, 1)} tokens")
-    dim = plan.decide("dim", dim, often)
+    plan.decide("image_size", side, native)
+    tokens = max(side // patch, 1)
+    plan.decide("patch_size", patch, f"{tokens}x{tokens} tokens")
+    plan.decide("dim", dim, often)
     plan.decide("depth", depth, often)
     head = 32 if dim < 256 else 64
     heads = dim // head if dim % head == 0 else next(n for n in (8, 6, 4, 3, 2, 1) if dim % n == 0)
     plan.decide("num_heads", heads, f"heads of {dim // heads}")
-    decide_stem(plan, patch, tiny=tiny)
+    if network.ratio != 4 and given.get("feedforward", "mlp") in ("mlp", "moe"):
+        plan.decide("hidden_dim", network.ratio * dim, "more passes are worth more than width")
+    decide_stem(plan, network)
     if dim % 4 == 0:
         plan.decide("position", "sinusoidal_2d", "nothing to learn, and any size of image")
     plan.decide("pooling", "mean", "learns faster than a class token without pretraining")
-    if plan.given.get("pooling", "mean") in ("mean", "attention"):
+    if given.get("pooling", "mean") in ("mean", "attention"):
         plan.decide("class_token", False, "nothing reads it")
     small = math.ceil(side / 2 / patch) * patch
-    growing = {"start_image_size", "patch_sizes"} & set(plan.given)
-    if small < side and side // patch >= 6 and not growing:
+    growing = {"start_image_size", "patch_sizes"} & set(given)
+    if small < side and side >= 24 and not growing:
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
+
+
+def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
+    """`row` for images of which the median short side is `native`, and with what is given."""
+    side = given.get("image_size", image_side(native, row))
+    patch = given.get("patch_size")
+    if patch is None:
+        patch = next((p for p in (16, 8, 4, 2) if p <= row.patch and side % p == 0), side)
+        while side < 4 * patch and patch > 4 and patch % 2 == 0:
+            patch //= 2
+    if "image_size" not in given:
+        side = max(math.ceil(side / patch), 1) * patch
+    stride = row.stem_stride if patch >= 8 else 1
+    layers = row.stem_depth if patch == row.patch else max(3, patch.bit_length() - stride)
+    chosen = {name: given.get(name, getattr(row, name)) for name in ("dim", "depth")}
+    stem = {"stem_depth": layers, "stem_stride": stride}
+    return row._replace(side=side, patch=patch, **stem, **chosen)
+
+
+def network_settings(network: Network) -> dict[str, int]:
+    """The settings that make `network`."""
+    settings = {"image_size": network.side, "patch_size": network.patch}
+    settings |= {"dim": network.dim, "depth": network.depth}
+    if network.ratio != 4:
+        settings["hidden_dim"] = network.ratio * network.dim
+    settings |= {"stem_depth": network.stem_depth, "stem_width": network.stem_width}
+    if network.patch >= 8 and network.stem_stride == 1:
+        settings["stem_stride"] = 1
+    return settings
 
 
 def neighbours(plan: Plan) -> list[dict[str, int]]:
@@ -207,33 +262,32 @@ def neighbours(plan: Plan) -> list[dict[str, int]]:
     There is none where its network is none of the ladder's.
     """
     facts, every = plan.facts, {**plan.settings, **plan.given}
+    ladder = TINY_NETWORKS if facts.side <= TINY_SIDE else PHOTO_NETWORKS
     networks: list[dict[str, int]] = []
-    for photo, dim, depth in LADDER:
-        side = image_side(facts.side, photo)
-        side = side // patch_of(side) * patch_of(side)
-        network = {"image_size": side, "dim": dim, "depth": depth}
+    for row in ladder:
+        network = network_settings(with_given(row, facts.side, {}))
         if network not in networks:
             networks.append(network)
-    own = {name: every.get(name) for name in ("image_size", "dim", "depth")}
-    if own not in networks:
+    at = next((n for n, one in enumerate(networks) if one.items() <= every.items()), None)
+    if at is None:
         return []
-    at = networks.index(own)
     return networks[max(at - 1, 0) : at] + networks[at + 1 : at + 2]
 
 
-def decide_stem(plan: Plan, patch: int, *, tiny: bool) -> None:
+def decide_stem(plan: Plan, network: Network) -> None:
     """Convolutions before the blocks, where patches have a side that they reach."""
-    if not stem_reaches(patch, plan.given):
-        plan.decide("stem", "linear", f"convolutions do not reach patches of {patch} pixels")
+    if not stem_reaches(network.patch, plan.given):
+        text = f"convolutions do not reach patches of {network.patch} pixels"
+        plan.decide("stem", "linear", text)
         return
-    stem = plan.decide("stem", "conv", "worth more than ten points in as many minutes")
-    if stem != "conv":
+    if plan.decide("stem", "conv", "worth more than ten points in as many minutes") != "conv":
         return
-    if patch == 16:
-        plan.decide("stem_depth", 4, "for patches of 16 pixels")
-    if tiny and patch == 4:
-        dim = plan.given.get("dim", plan.choices.get("dim", Choice(128, "")).value)
-        plan.decide("stem_width", max(dim * 3 // 16, 8), "all its pixels are at full size")
+    plan.decide("stem_depth", network.stem_depth, f"for patches of {network.patch} pixels")
+    if plan.given.get("stem_depth", network.stem_depth) > 1:
+        width = min(network.stem_width, network.dim)
+        plan.decide("stem_width", width, "the first convolutions cost the most")
+    if network.patch >= 8 and network.stem_stride == 1:
+        plan.decide("stem_stride", 1, "small images are read in full detail")
 
 
 def stem_reaches(patch: int, given: Mapping[str, Any]) -> bool:
@@ -276,6 +330,10 @@ def decide_augmentation(plan: Plan) -> None:
             plan.decide("min_crop", 1.0, why)
         plan.decide("rotate", 10.0, "characters lean")
         plan.decide("translate", 0.08, "and are not centred")
+    elif tiny and plan.passes < FEW_PASSES and not {"random_crop", "min_crop"} & set(plan.given):
+        why = f"{counted_passes(plan.passes)} learn most from whole images"
+        plan.decide("min_crop", 1.0, why)
+        plan.decide("translate", 0.07, f"{why}, a little shifted")
     elif plan.given.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
@@ -311,16 +369,12 @@ def decide_cache(plan: Plan) -> None:
         plan.decide("cache", "ram", f"{shown_bytes(bytes_needed)} decoded once")
 
 
-def image_side(native: int, wanted: int) -> int:
+def image_side(native: int, row: Network) -> int:
     """Side of the images that a network sees: its own where it is tiny, never far above it."""
     if native <= TINY_SIDE:
-        return max(math.ceil(native / 4) * 4, 16)
-    return max(min(wanted, native // 8 * 8), 48)
-
-
-def patch_of(side: int) -> int:
-    """Side of a patch for images of `side`."""
-    return 4 if side <= TINY_SIDE else 8 if side <= 144 else 16
+        unit = 4 if native <= 24 else 8
+        return max(math.ceil(native / unit) * unit, 16)
+    return max(min(row.side, native // row.patch * row.patch), 48)
 
 
 def even_batch(images: int, size: int, parts: int) -> int:
@@ -340,19 +394,20 @@ def counted_passes(passes: float) -> str:
     return f"{passes:.{digits}f} passes"
 
 
-def forward_flops(side: int, patch: int, dim: int, depth: int, *, conv: bool = True) -> float:
+def flops_of(network: Network, given: Mapping[str, Any]) -> float:
     """FLOPs of a network for one image, forward; with a convolutional stem, or a linear one."""
+    side, patch, dim, depth, ratio, layers, width, _, stride = network
     tokens = (side / patch) ** 2
-    blocks = depth * (24 * dim**2 * tokens + 4 * tokens**2 * dim)
-    if not conv:
-        return 6.0 * side**2 * dim + blocks
-    width, layers = dim // 4, 4 if patch == 16 else 3
-    pixels = side / (2 if patch >= 8 else 1)
-    widths = [3, *(width * 2**n for n in range(layers - 1)), dim]
-    pools = int(math.log2(patch)) - (1 if patch >= 8 else 0)
-    stem = 0.0
+    total = depth * ((8 + 4 * ratio) * dim**2 * tokens + 4 * tokens**2 * dim)
+    if given.get("stem", "conv") != "conv" or not stem_reaches(patch, given):
+        return 6.0 * side**2 * dim + total
+    layers = given.get("stem_depth", layers)
+    width = given.get("stem_width", width)
+    stride = given.get("stem_stride", stride)
+    widths = [3, *(min(width << n, dim) for n in range(layers - 1)), dim]
+    pools, pixels = int(math.log2(patch / stride)), side / stride
     for index in range(layers):
-        stem += 2 * 9 * widths[index] * widths[index + 1] * pixels**2
+        total += 2 * 9 * widths[index] * widths[index + 1] * pixels**2
         if index >= layers - pools:
             pixels /= 2
-    return stem + blocks
+    return total

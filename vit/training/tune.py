@@ -115,7 +115,10 @@ SPACE = (
     Searched(
         name="network",
         kind="network",
-        chosen=("image_size", "patch_size", "dim", "depth", "num_heads"),
+        chosen=(
+            *("image_size", "patch_size", "dim", "depth", "num_heads", "hidden_dim"),
+            *("stem", "stem_depth", "stem_width", "stem_stride"),
+        ),
     ),
     Searched(name="batch_size", kind="times", values=(0.5, 2.0)),
     Searched(name="min_crop", kind="choice", values=(0.2, 0.35, 0.6, 0.8), chosen=("random_crop",)),
