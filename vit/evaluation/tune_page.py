@@ -26,6 +26,8 @@ PAGE_FILE = "tune.html"
 NAMES = {"top1": "top-1", "balanced_accuracy": "balanced accuracy", "map": "mAP"}
 # Trials below which a chart of each setting shows nothing but chance.
 ENOUGH = 6
+# Shares of an axis that lie between two of its marks at least.
+APART = 0.18
 CHOSEN = (
     "The best of several is partly the luckiest, and it was chosen on these very images: expect a "
     "little less on others."
@@ -201,7 +203,8 @@ def trial_table(record: Record, standing: Sequence[Result]) -> Html:
         tag(
             "p",
             "Each in the last rung that it reached. Compare scores of one rung alone: the trials "
-            "of a later one were trained for longer. A dot is the plan's value.",
+            "of a later one were trained for longer. A dot is the plan's value; a network is "
+            "blocks x width at the size of images.",
             class_="soft small",
         ),
         table(head, rows, class_="wide"),
@@ -267,7 +270,11 @@ def axis(values: Sequence[Any], plan: Any) -> tuple[Any, dict[float, object]]:
     if len(some) <= 5 or isinstance(some[0], str) or some[0] <= 0:
         places = {value: float(at) for at, value in enumerate(some)}
         return places.__getitem__, {float(at): value for at, value in enumerate(some)}
-    return math.log, {math.log(value): value for value in (some[0], plan, some[-1])}
+    low, middle, high = (math.log(value) for value in (some[0], plan, some[-1]))
+    marks: dict[float, object] = {low: some[0], high: some[-1]}
+    if min(middle - low, high - middle) > APART * (high - low):
+        marks[middle] = plan
+    return math.log, marks
 
 
 def rung_table(record: Record) -> Html:
@@ -301,7 +308,7 @@ def usage(record: Record, folder: Path) -> Html:
         "section",
         tag("h2", "Go on"),
         tag("p", "The trained network is a run folder like any other; the settings are a recipe."),
-        tag("pre", "\n".join(lines)),
+        *(tag("pre", line) for line in lines),
         tag("p", "Its report: ", tag("a", "best/report.html", href="best/report.html"))
         if "result" in record
         else Html(""),

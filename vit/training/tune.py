@@ -498,8 +498,8 @@ def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def network_of(settings: Mapping[str, Any]) -> str:
-    """A network in a few signs."""
-    return f"{settings['depth']} blocks of {settings['dim']}, {settings['image_size']} px"
+    """A network in a few signs: blocks x width at the size of images."""
+    return f"{settings['depth']} x {settings['dim']} at {settings['image_size']} px"
 
 
 def of_steps(config: Config, steps: int) -> Config:
