@@ -162,6 +162,15 @@ def test_more_time_never_plans_less(device, classes, given):
                 assert min(steps[at:]) > steps[at] / 3, facts  # a larger network begins with fewer
 
 
+def test_all_folds_of_one_command_have_epochs_and_no_time():
+    folds = make_plan(dataclasses.replace(PHOTOS, seconds=None), {"folds": 3}).settings
+    assert folds["epochs"] >= 10
+    assert "time" not in folds
+    one = make_plan(dataclasses.replace(PHOTOS, seconds=None), {"folds": 3, "fold": 1}).settings
+    assert "time" in one
+    assert "epochs" not in one
+
+
 def test_settings_that_were_chosen_are_reckoned_with():
     huge = make_plan(PHOTOS, {"dim": 768, "depth": 12, "image_size": 224})
     usual = make_plan(PHOTOS, {})

@@ -180,10 +180,15 @@ def decide_time(plan: Plan) -> float:
     facts, seconds = plan.facts, planned_seconds(plan.facts)
     if facts.seconds is not None:
         return seconds
-    if not {"epochs", "steps"} & set(plan.given):
+    if not {"epochs", "steps"} & set(plan.given) and not has_all_folds(plan.given):
         text = f"{seconds:.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
         plan.decide("time", text, f"sensible for {facts.images:,} images; --time T takes longer")
     return seconds
+
+
+def has_all_folds(given: Mapping[str, Any]) -> bool:
+    """Whether one command trains on all folds, each of which is a run with epochs."""
+    return given.get("folds") is not None and given.get("fold") is None
 
 
 def decide_network(plan: Plan, seconds: float) -> None:
@@ -218,6 +223,8 @@ def decide_network(plan: Plan, seconds: float) -> None:
     decide_stem(plan, network)
     if dim % 4 == 0:
         plan.decide("position", "sinusoidal_2d", "nothing to learn, and any size of image")
+    if has_all_folds(given) and "steps" not in given:
+        plan.decide("epochs", max(round(plan.passes), 1), f"about {seconds:.0f} s for each fold")
     plan.decide("pooling", "mean", "learns faster than a class token without pretraining")
     if given.get("pooling", "mean") in ("mean", "attention"):
         plan.decide("class_token", False, "nothing reads it")

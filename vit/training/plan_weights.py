@@ -31,6 +31,7 @@ from vit.training.plan_rules import (
     Plan,
     decide_cache,
     decide_validation,
+    has_all_folds,
     planned_seconds,
 )
 from vit.training.starting import ENOUGH
@@ -389,7 +390,7 @@ def decide_length(plan: Plan, choice: WeightsChoice) -> None:
     facts, given = plan.facts, plan.given
     if {"epochs", "steps"} & set(given):
         return
-    all_folds = given.get("folds") is not None and given.get("fold") is None
+    all_folds = has_all_folds(given)
     if all_folds or choice.passes > 2 * MOST_PASSES:
         epochs = int(min(max(choice.passes, LEAST_PASSES), MOST_PASSES))
         if "time" in given and not all_folds:
