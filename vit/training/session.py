@@ -34,7 +34,7 @@ from vit.training.starting import Probed
 from vit.training.validation import Validation, validate
 
 # A change of the number of steps that is worth a line, as a share of them.
-NOTED = 0.02
+NOTED = 0.05
 
 
 class Session:
