@@ -72,9 +72,21 @@ COMMANDS = {
 }
 
 
+# An export takes seconds: the default suite makes one.
+EVERY = [
+    pytest.param(
+        command,
+        source,
+        marks=[pytest.mark.slow] if command == "export" and source != "run" else [],
+        id=f"{command}-{source}",
+    )
+    for command in COMMANDS
+    for source in ("run", "timm", "huggingface", "hub", "file")
+]
+
+
 @pytest.mark.auto_precision
-@pytest.mark.parametrize("source", ["run", "timm", "huggingface", "hub", "file"])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("command", "source"), EVERY)
 def test_every_command_takes_every_source(
     command, source, sources, tiny_data, tmp_path, capfd, monkeypatch
 ):
