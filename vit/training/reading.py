@@ -35,6 +35,8 @@ MOST_TIMES = 4
 """Loader processes of a core at most, however long files take to come."""
 LITTLE = 0.05
 """Share of the network's time for an image below which loading it needs no process."""
+AMPLE = 2
+"""Times the pace of the network on a CPU at which loading can never be what a step waits for."""
 MUCH = 0.15
 """Share of an epoch spent waiting for data above which there is advice."""
 LEAST_SECONDS = 2.0
@@ -109,7 +111,8 @@ def measured_workers(run: Training, samples: Sequence[Sample]) -> int | None:
     """Loader processes of this device, from how long some images take; None where chosen.
 
     None at all on a CPU where the network takes so much longer that loading in between costs less
-    than processes do. Else one a core of its share, and more where they wait for files to come.
+    than processes do. Else one a core of its share, and more where they wait for files to come, but
+    no more than make images twice as fast as a CPU learns from them.
     Validation reads no cache, so what counts is the image as its file has it.
     """
     if run.config.data.workers is not None or run.config.finetune.method == "probe":
@@ -123,9 +126,11 @@ def measured_workers(run: Training, samples: Sequence[Sample]) -> int | None:
             "what the network takes: in this process (-j chooses loader processes)"
         )
         return 0
-    if run.cache is not None:
-        return share
     workers = share if not rest else min(math.ceil(share * (1 + fetch / rest)), MOST_TIMES * share)
+    if network:
+        workers = min(max(math.ceil(AMPLE * (fetch + rest) / network), 1), workers)
+    if run.cache is not None:
+        return min(workers, share)
     if fetch + rest:
         teller(run.accelerator)(
             f"loading: {1000 * (fetch + rest):.1f} ms an image, {fetch / (fetch + rest):.0%} of "
