@@ -218,14 +218,15 @@ def test_the_plan_and_the_best_go_on():
 
 
 def test_the_verdict_knows_noise():
-    record = {"validation": 400}
+    record = {"validation": 400, "results": [result(1, 0, 0.8), result(1, 3, 0.7)]}
     plan, little, much = result(1, 0, 0.80), result(1, 3, 0.81), result(1, 3, 0.95)
     assert 0.05 < noise(0.8, 0.81, 400) < 0.06
     assert noise(1.0, 1.0, 400) > 0.004
     assert "1.0 points above the plan" in verdict(record, little, plan)
     assert "and this is no more" in verdict(record, little, plan)
     assert "and this is more" in verdict(record, much, plan)
-    assert "the plan is the best" in verdict(record, plan, plan)
+    assert "No trial was better than the plan" in verdict(record, plan, plan)
+    assert "No trial was compared" in verdict({**record, "results": [plan]}, plan, plan)
 
 
 def test_an_axis_is_logarithmic_where_many_numbers_are_above_zero():

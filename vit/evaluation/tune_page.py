@@ -64,6 +64,8 @@ def verdict(record: Record, best: Result, plan: Result | None) -> str:
         plan: That of the plan, trained for as long; None where it was not.
     """
     if best["trial"] == 0:
+        if sum(one["rung"] == best["rung"] for one in record["results"]) < 2:
+            return "No trial was compared with the plan: the plan is the best that is known."
         return "No trial was better than the plan, trained for as long: the plan is the best."
     if plan is None:
         return f"Trial {best['trial']} is the best; the plan was not trained for as long."

@@ -873,6 +873,8 @@ def result_lines(record: Mapping[str, Any], result: TrainingResult, folder: Path
     """What the tuning came to."""
     best = leaders(record)[0]
     yield from table_lines(record, standing(record))
+    if "stopped" in record:
+        yield f"note: {record['stopped']}"
     yield verdict(record, best, found(record, best["rung"], 0))
     score = percent(result.scores[best["measure"]])
     yield (
