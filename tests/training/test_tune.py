@@ -17,7 +17,14 @@ from vit.training import plan as planning
 from vit.training import tune as tuning
 from vit.training.budget import Costs
 from vit.training.interruption import Interrupted
-from vit.training.plan_rules import PHOTO_NETWORKS, Facts, make_plan, neighbours, network_settings
+from vit.training.plan_rules import (
+    PHOTO_NETWORKS,
+    TINY_NETWORKS,
+    Facts,
+    make_plan,
+    neighbours,
+    network_settings,
+)
 from vit.training.result import TrainingResult
 from vit.training.run_folder import stored_config
 from vit.training.tune import (
@@ -28,6 +35,7 @@ from vit.training.tune import (
     how_many,
     make_rungs,
     make_trials,
+    network_of,
     of_steps,
     steps_in,
     tune,
@@ -115,6 +123,11 @@ def test_neighbours_stand_beside_the_plan_on_the_ladder():
     smallest = make_plan(dataclasses.replace(DIGITS, seconds=10.0), {})
     (larger,) = neighbours(smallest)
     assert larger.items() >= {"image_size": 16, "patch_size": 4, "dim": 192, "depth": 6}.items()
+
+
+def test_each_network_of_a_ladder_has_a_name_of_its_own():
+    for ladder in (PHOTO_NETWORKS, TINY_NETWORKS):
+        assert len({network_of(network_settings(network)) for network in ladder}) == len(ladder)
 
 
 @pytest.mark.parametrize(

@@ -498,8 +498,9 @@ def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def network_of(settings: Mapping[str, Any]) -> str:
-    """A network in a few signs: blocks x width at the size of images."""
-    return f"{settings['depth']} x {settings['dim']} at {settings['image_size']} px"
+    """A network in a few signs: blocks x width, patches, size of images; differs where costs do."""
+    size, patch = settings["image_size"], settings["patch_size"]
+    return f"{settings['depth']} x {settings['dim']}, patches of {patch} at {size} px"
 
 
 def of_steps(config: Config, steps: int) -> Config:
