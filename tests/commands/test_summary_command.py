@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from vit.commands.main import main
-from vit.commands.summary import count, folded, size, spans
+from vit.commands.summary import count, folded, spans
+from vit.data.room import shown_bytes
 from vit.evaluation.cost import Part
 from vit.model.build import create_model
 from vit.weights.convert import convert
@@ -130,4 +131,4 @@ def test_numbers_of_blocks_are_short(numbers, shown):
 
 def test_large_numbers_are_short():
     assert [count(n) for n in (0, 999, 1000, 86_567_656)] == ["0", "999", "1.00 k", "86.57 M"]
-    assert [size(n) for n in (2**20, 2**30)] == ["1.0 MiB", "1.00 GiB"]
+    assert [shown_bytes(n) for n in (2**20, 2**30)] == ["1.0 MiB", "1.00 GiB"]

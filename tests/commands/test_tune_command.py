@@ -34,6 +34,7 @@ def test_flags_are_settings_that_are_fixed(asked, capsys):
 
 def test_a_tuning_is_resumed_by_its_folder_alone(asked, tmp_path, capsys):
     record = {"settings": {"data": "digits", "time": "5m", "lr": 0.1}, "asked": 6}
+    record |= {"trials": [], "rungs": [], "results": [], "seconds": 1.0, "validation": 9}
     (tmp_path / "tune.json").write_text(json.dumps(record))
     assert main(["tune", "--resume", "--out", str(tmp_path)]) == 0
     (values, _), options = asked[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 from vit.commands.options import add_setting, settings_given, whole_number
 from vit.commands.output import check_output, open_output, say
 from vit.config import ModelConfig
+from vit.data.room import shown_bytes
 from vit.errors import ConfigError, printable
 from vit.presets import PRESETS
 from vit.settings import all_settings, checked, make_config
@@ -204,13 +205,15 @@ def memory_lines(memory: "Memory") -> list[str]:
     several = "1 picture" if memory.batch_size == 1 else f"{memory.batch_size} pictures"
     return [
         "Memory, estimated without what libraries, kernels and gaps take; fp32 if not said:",
-        f"  weights                  {size(memory.weights)}, in bf16 {size(memory.weights_bf16)}",
-        f"  inference, 1 picture     {size(memory.inference)}, weights included",
-        f"  training, {several:<14} {size(memory.training)} at most at once; during the step",
-        f"    weights                {size(memory.weights)}",
-        f"    gradients              {size(memory.gradients)}",
-        f"    AdamW's two moments    {size(memory.moments)}",
-        f"    kept for the backward  {size(memory.kept)} of pictures and activations",
+        f"  weights                  {shown_bytes(memory.weights)}, "
+        f"in bf16 {shown_bytes(memory.weights_bf16)}",
+        f"  inference, 1 picture     {shown_bytes(memory.inference)}, weights included",
+        f"  training, {several:<14} {shown_bytes(memory.training)} at most at once; "
+        "during the step",
+        f"    weights                {shown_bytes(memory.weights)}",
+        f"    gradients              {shown_bytes(memory.gradients)}",
+        f"    AdamW's two moments    {shown_bytes(memory.moments)}",
+        f"    kept for the backward  {shown_bytes(memory.kept)} of pictures and activations",
     ]
 
 
@@ -225,9 +228,3 @@ def count(number: int) -> str:
 def share(part: int, whole: int) -> str:
     """`part` in `whole` as a percentage; nothing for nothing."""
     return f"{part / whole:.1%}" if part else ""
-
-
-def size(amount: int) -> str:
-    """Bytes in MiB, or GiB from one on."""
-    mebi = amount / 2**20
-    return f"{mebi / 1024:.2f} GiB" if mebi >= 1024 else f"{mebi:.1f} MiB"

@@ -1,7 +1,6 @@
 """`vit tune DATA --time T`: a search from the plan on, and the best settings trained."""
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import Any
 from vit.commands.launching import start_processes_if_asked
 from vit.commands.options import settings_given, whole_number
 from vit.commands.train import add_settings
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, printable
 from vit.settings import checked, default_folder
-
-TUNE_FILE = "tune.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,14 +81,12 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
     flags = checked(flags)
     if not args.resume or not (args.out or args.data):
         return flags, args.trials
+    from vit.training.tune import TUNE_FILE, read_record
+
     path = Path(args.out or f"{default_folder(args.data)}-tune") / TUNE_FILE
     if not path.is_file():
         return flags, args.trials
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        stored, asked = checked(record["settings"]), record["asked"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(
-            f"{printable(path)} is damaged ({printable(error)}); start anew with --overwrite"
-        ) from None
-    return {**stored, **flags}, asked if args.trials is None else args.trials
+    record = read_record(path)
+    return {**record["settings"], **flags}, (
+        record["asked"] if args.trials is None else args.trials
+    )

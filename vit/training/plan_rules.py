@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vit.data.room import shown_bytes
+
 if TYPE_CHECKING:
     from vit.data.sources.opening import Listing
-
-from vit.data.room import shown_bytes
 
 # Images up to this side are taken as they are; larger ones are photographs.
 TINY_SIDE = 48
@@ -194,10 +194,9 @@ def has_all_folds(given: Mapping[str, Any]) -> bool:
 def decide_network(plan: Plan, seconds: float) -> None:
     """Image size and network: the largest of the ladder that sees the images often enough."""
     facts, given = plan.facts, plan.given
-    tiny = facts.side <= TINY_SIDE
+    tiny, ladder = facts.side <= TINY_SIDE, ladder_for(facts.side)
     room = max(seconds - FIXED_SECONDS, 0.3 * seconds) * facts.flops / facts.images
     fewer = (3000 / facts.images) ** PASSES_POWER
-    ladder = TINY_NETWORKS if tiny else PHOTO_NETWORKS
     network = ladder[0]
     for row in ladder:
         candidate = with_given(row, facts.side, given)
@@ -232,6 +231,11 @@ def decide_network(plan: Plan, seconds: float) -> None:
     growing = {"start_image_size", "patch_sizes"} & set(given)
     if small < side and side >= 24 and not growing:
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
+
+
+def ladder_for(side: int) -> tuple[Network, ...]:
+    """The networks for images of which the median short side is `side`."""
+    return TINY_NETWORKS if side <= TINY_SIDE else PHOTO_NETWORKS
 
 
 def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
@@ -269,9 +273,8 @@ def neighbours(plan: Plan) -> list[dict[str, int]]:
     There is none where its network is none of the ladder's.
     """
     facts, every = plan.facts, {**plan.settings, **plan.given}
-    ladder = TINY_NETWORKS if facts.side <= TINY_SIDE else PHOTO_NETWORKS
     networks: list[dict[str, int]] = []
-    for row in ladder:
+    for row in ladder_for(facts.side):
         network = network_settings(with_given(row, facts.side, {}))
         if network not in networks:
             networks.append(network)
@@ -405,7 +408,8 @@ def flops_of(network: Network, given: Mapping[str, Any]) -> float:
     """FLOPs of a network for one image, forward; with a convolutional stem, or a linear one."""
     side, patch, dim, depth, ratio, layers, width, _, stride = network
     tokens = (side / patch) ** 2
-    total = depth * ((8 + 4 * ratio) * dim**2 * tokens + 4 * tokens**2 * dim)
+    hidden = given.get("hidden_dim") or ratio * dim
+    total = depth * ((8 * dim + 4 * hidden) * dim * tokens + 4 * tokens**2 * dim)
     if given.get("stem", "conv") != "conv" or not stem_reaches(patch, given):
         return 6.0 * side**2 * dim + total
     layers = given.get("stem_depth", layers)

@@ -30,6 +30,7 @@ from vit.training.plan_rules import (
     Facts,
     Plan,
     decide_cache,
+    decide_time,
     decide_validation,
     has_all_folds,
     planned_seconds,
@@ -387,7 +388,7 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
 
 def decide_length(plan: Plan, choice: WeightsChoice) -> None:
     """Time, or epochs where more of them would overfit, or each fold has its own."""
-    facts, given = plan.facts, plan.given
+    given = plan.given
     if {"epochs", "steps"} & set(given):
         return
     all_folds = has_all_folds(given)
@@ -398,8 +399,5 @@ def decide_length(plan: Plan, choice: WeightsChoice) -> None:
             plan.choices["time"] = Choice(None, f"{given['time']} has room for more epochs")
         plan.decide("epochs", epochs, "more overfit" if epochs == MOST_PASSES else "for each fold")
         return
-    if facts.seconds is None:
-        seconds = planned_seconds(facts)
-        text = f"{seconds:.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
-        plan.decide("time", text, f"sensible for {facts.images:,} images; --time T takes longer")
+    decide_time(plan)
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")

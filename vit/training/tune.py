@@ -329,6 +329,7 @@ def read_record(path: Path) -> dict[str, Any]:
         needed = {"settings", "asked", "trials", "rungs", "results", "seconds", "validation"}
         if missing := needed - record.keys():
             raise KeyError(min(missing))
+        record["settings"] = checked(record["settings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(
             f"{printable(path)} is damaged ({printable(error)}); start anew with --overwrite"
