@@ -32,8 +32,8 @@ from transformers.utils import logging
 
 from vit.config import DecoderConfig, ModelConfig
 from vit.generation.generate import generate
-from vit.generation.search import Search
-from vit.model.build_captioner import build_captioner
+from vit.generation.generation_config import Search
+from vit.model.build import build_captioner
 from vit.model.captioner import Captioner, Continuation, lay_out
 
 BEGIN, NEVER, EPS = 1, -1, 1e-5

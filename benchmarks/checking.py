@@ -3,7 +3,7 @@
     python benchmarks/checking.py DATA [--plant 500] [--seed 0]
 
 Time is that of the whole work without a cache and without a network. Copies are planted beside all
-pictures of DATA, each of another one; found is the share that is named together with its original.
+images of DATA, each of another one; found is the share that is named together with its original.
 False pairs are among what is named in DATA as it is: look at them, some are true.
 """
 
@@ -17,10 +17,10 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from vit.data.decoding import read_image
-from vit.data.inspection.alike import near_pairs
-from vit.data.inspection.facts import looks, shrunk
-from vit.data.inspection.inspecting import inspect
+from vit.data.checks.dataset_check import inspect
+from vit.data.checks.image_stats import looks, shrunk
+from vit.data.checks.near_duplicates import near_pairs
+from vit.data.image_io import read_image
 
 Draw = random.Random
 
@@ -76,7 +76,7 @@ KINDS: dict[str, Callable[[Image.Image, Draw], Image.Image]] = {
 
 
 def planted(paths: list[str], number: int, draw: Draw) -> list[tuple[int, str, Image.Image]]:
-    """Place of the original, kind and picture of so many copies a kind, each of another picture."""
+    """Place of the original, kind and image of so many copies a kind, each of another image."""
     kinds = list(KINDS)
     chosen = draw.sample(range(len(paths)), min(number * len(kinds), len(paths)))
     made = []
@@ -97,7 +97,7 @@ def main() -> None:
     report = inspect(args.data, workers=args.workers, cache=False)
     seconds, cpu = time.perf_counter() - began, used()
     found = report.kinds()
-    print(f"{len(report.facts):,} pictures in {seconds:.1f} s, {cpu:.1f} s of cores; {found}")
+    print(f"{len(report.facts):,} images in {seconds:.1f} s, {cpu:.1f} s of cores; {found}")
     paths = [*report.facts]
     copies = planted(paths, args.plant, Draw(args.seed))
     shown = [facts.look for facts in report.facts.values()]

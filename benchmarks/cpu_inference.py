@@ -8,7 +8,7 @@ machine does meets all of them alike; a ratio is the median over rounds of timm'
 the path in the same round. One thread is measured by the processor's time, several by the clock.
 Graphs take bytes and normalise them, torch is given floats.
 
-Accuracy: RUN on the pictures of VAL (folders of classes), quantised with pictures of TRAIN.
+Accuracy: RUN on the images of VAL (folders of classes), quantised with images of TRAIN.
 """
 
 import argparse
@@ -26,13 +26,12 @@ import torch
 from torch import Tensor, nn
 
 import vit
-from vit.data.decoding import read_image
-from vit.export.graph import Part, as_onnx
-from vit.export.plain import attend_plainly
-from vit.export.quantisation import quantised
-from vit.runtime import openvino
-from vit.runtime.session import Session
-from vit.weights.folder import load_run
+from vit.data.image_io import read_image
+from vit.export.onnx_graph import Part, as_onnx, attend_plainly
+from vit.export.quantization import quantised
+from vit.exported import openvino_session
+from vit.exported.onnx_session import Trainer
+from vit.weights.saved_model import load_run
 
 NAME = "vit_small_patch16_224"
 Path_ = Callable[[], object]
@@ -85,9 +84,9 @@ def paths(batch: int, threads: int) -> Iterator[tuple[str, Callable[[], Path_]]]
         return images.float() / 127.5 - 1
 
     floats = normalise(pixels.permute(0, 3, 1, 2))
-    random_pictures = list(np.random.default_rng(0).integers(0, 256, (16, 224, 224, 3), np.uint8))
+    random_images = list(np.random.default_rng(0).integers(0, 256, (16, 224, 224, 3), np.uint8))
     whole = graph_of(model, normalise, (224, 224))
-    int8 = quantised(whole, random_pictures)
+    int8 = quantised(whole, random_images)
     dynamic = quantised(whole, [], dynamic=True)
     given = {"images": pixels.numpy()}
 
@@ -112,7 +111,7 @@ def paths(batch: int, threads: int) -> Iterator[tuple[str, Callable[[], Path_]]]
         quantize_(own, Int8DynamicActivationInt8WeightConfig())
         return of_torch(torch.compile(own) if compiled else own, floats)
 
-    def of_session(session: Session | openvino.Session) -> Path_:
+    def of_session(session: Trainer | openvino_session.Trainer) -> Path_:
         return lambda: session(given)
 
     def of_onnxruntime(content: bytes) -> Path_:
@@ -123,8 +122,8 @@ def paths(batch: int, threads: int) -> Iterator[tuple[str, Callable[[], Path_]]]
         made = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         return lambda: made.run(None, given)
 
-    def of_openvino(content: bytes, precision: openvino.Precision = "fp32") -> Path_:
-        return of_session(openvino.Session(content, threads=threads, precision=precision))
+    def of_openvino(content: bytes, precision: openvino_session.Precision = "fp32") -> Path_:
+        return of_session(openvino_session.Trainer(content, threads=threads, precision=precision))
 
     yield "timm, float32", lambda: of_torch(timm.create_model(NAME).eval(), floats)
     yield "vit, float32", lambda: of_torch(copy(), floats)
@@ -146,7 +145,7 @@ def speed(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     print(f"{args.threads} thread(s), {args.rounds} rounds; {versions()}\n")
-    print("| batch | path | ms a picture | beside timm | best beside best |")
+    print("| batch | path | ms an image | beside timm | best beside best |")
     print("|---|---|---|---|---|")
     for batch in args.batch_size:
         ready: dict[str, Path_] = {}
@@ -199,22 +198,22 @@ def accuracy(args: argparse.Namespace) -> None:
             ]
         return torch.cat(parts).float().softmax(dim=1).numpy()
 
-    def of(session: Session | openvino.Session) -> np.ndarray:
+    def of(session: Trainer | openvino_session.Trainer) -> np.ndarray:
         parts = np.array_split(images, -(-len(images) // 50))
         return np.concatenate([session({"images": part})[0] for part in parts])
 
     wanted = of_model(run.model, torch.float32)
     found = {
         "torch, float32": wanted,
-        "onnxruntime, float32": of(Session(whole)),
-        "onnxruntime, int8 dynamic": of(Session(dynamic)),
-        "onnxruntime, int8": of(Session(int8)),
-        "OpenVINO, float32": of(openvino.Session(whole)),
-        "OpenVINO, bf16": of(openvino.Session(whole, precision="bf16")),
-        "OpenVINO, int8": of(openvino.Session(int8)),
+        "onnxruntime, float32": of(Trainer(whole)),
+        "onnxruntime, int8 dynamic": of(Trainer(dynamic)),
+        "onnxruntime, int8": of(Trainer(int8)),
+        "OpenVINO, float32": of(openvino_session.Trainer(whole)),
+        "OpenVINO, bf16": of(openvino_session.Trainer(whole, precision="bf16")),
+        "OpenVINO, int8": of(openvino_session.Trainer(int8)),
         "torch, bf16 weights": of_model(run.model, torch.bfloat16),
     }
-    print(f"{args.run}: {len(labels)} pictures, {args.samples} for calibration; {versions()}\n")
+    print(f"{args.run}: {len(labels)} images, {args.samples} for calibration; {versions()}\n")
     print(
         "| path | top-1 | drop, points | same answer | mean, largest difference of a probability |"
     )

@@ -2,9 +2,9 @@
 
     python benchmarks/deletion.py RUN PICTURES [--count 100] [--seed 0]
 
-One line a map: the mean score of the best class (less is better) over a sample of the pictures,
-and for how many of them it is better than all random orders. `another picture's` is the relevance
-of the picture before, of its own best class: what it gains is not about the picture.
+One line a map: the mean score of the best class (less is better) over a sample of the images,
+and for how many of them it is better than all random orders. `another image's` is the relevance
+of the image before, of its own best class: what it gains is not about the image.
 """
 
 import argparse
@@ -14,13 +14,13 @@ import statistics
 import torch
 from torch import Tensor
 
-from vit.data.sources.opening import list_images
-from vit.inference.deletion import Deletion, deletions, passes
-from vit.inference.explanation import relevance, rollout
+from vit.data.sources.open_dataset import list_images
+from vit.inference.attribution import relevance, rollout
+from vit.inference.deletion_metric import Deletion, deletions, passes
 from vit.inference.predictor import Predictor
-from vit.model.maps import record
+from vit.model.attention_maps import record
 
-BEGINNING = "another picture's"
+BEGINNING = "another image's"
 
 
 def rolled(predictor: Predictor, image: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -37,22 +37,22 @@ def rolled(predictor: Predictor, image: Tensor, grid: tuple[int, int]) -> Tensor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("pictures")
+    parser.add_argument("images")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     predictor = Predictor(args.run, precision="fp32")
-    paths = list_images([args.pictures])
+    paths = list_images([args.images])
     paths = random.Random(args.seed).sample(paths, min(args.count, len(paths)))
     found: dict[str, list[Deletion]] = {}
     before: Tensor | None = None
     number = 0
     for answers in predictor.batches(paths):
         for answer in answers:
-            if answer.probabilities is None or answer.picture is None:
+            if answer.probabilities is None or answer.image is None:
                 continue
             number += 1
-            image = predictor.preprocessing.normalise(answer.picture.to(predictor.device))
+            image = predictor.preprocessing.normalise(answer.image.to(predictor.device))
             best, second = answer.probabilities.topk(2).indices.tolist()
             ours, other = relevance(predictor.model, torch.stack([image] * 2), [best, second])
             maps = {
@@ -73,18 +73,18 @@ def main() -> None:
             for name, one in zip(maps, tested, strict=True):
                 if name != BEGINNING or number > 1:
                     found.setdefault(name, []).append(one)
-    print(f"{args.run}, {number} pictures of {args.pictures}, best class, {ours.numel()} patches;")
-    print(f"{passes(ours.numel(), 2)} passes a picture for the two maps of vit predict --explain\n")
+    print(f"{args.run}, {number} images of {args.images}, best class, {ours.numel()} patches;")
+    print(f"{passes(ours.numel(), 2)} passes an image for the two maps of vit predict --explain\n")
     print("| order | mean deletion score | better than 9 random orders | below rollout |")
     print("|---|---|---|---|")
     first = found["relevance"]
     print(f"| random | {statistics.mean(one.chance for one in first):.3f} | by chance 1 in 10 | |")
-    for name, several in found.items():
-        mean = statistics.mean(one.curve.score for one in several)
-        better = f"{sum(one.better for one in several)} of {len(several)}"
-        pairs = zip(several, found["rollout"][-len(several) :], strict=True)
+    for name, multilabel in found.items():
+        mean = statistics.mean(one.curve.score for one in multilabel)
+        better = f"{sum(one.better for one in multilabel)} of {len(multilabel)}"
+        pairs = zip(multilabel, found["rollout"][-len(multilabel) :], strict=True)
         below = sum(one.curve.score < other.curve.score for one, other in pairs)
-        print(f"| {name} | {mean:.3f} | {better} | {below} of {len(several)} |")
+        print(f"| {name} | {mean:.3f} | {better} | {below} of {len(multilabel)} |")
     reverse = statistics.mean(one.reverse.score for one in first)
     print(f"| relevance, reversed | {reverse:.3f} | | |")
 

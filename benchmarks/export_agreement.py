@@ -1,11 +1,11 @@
 """How far exported files are from torch, on photographs of many sizes, modes and orientations.
 
     python benchmarks/export_agreement.py RUN FILE.onnx [FILE.onnx ...] --photos DIR [DIR ...]
-        [--pictures 240] [--batches 1 2 5 33] [--out TABLE.md]
+        [--images 240] [--batches 1 2 5 33] [--out TABLE.md]
 
 Photographs are resized to 20 to 4,000 px a side and written in the modes, formats and EXIF
 orientations that people have, the same ones at every call. Torch computes the saved preprocessing
-and the network by hand, one picture at a time, in float32.
+and the network by hand, one image at a time, in float32.
 """
 
 import argparse
@@ -23,16 +23,16 @@ import PIL
 import torch
 from PIL import Image
 
-from vit.data.decoding import read_image
-from vit.export.answering import Said, by_hand
-from vit.runtime.opening import runner_like
-from vit.weights.folder import load_run
+from vit.data.image_io import read_image
+from vit.export.reference_outputs import Said, by_hand
+from vit.exported.load_exported import runner_like
+from vit.weights.saved_model import load_run
 
 Saver = Callable[[Image.Image, Path, Image.Exif], Path]
 
 
 def saver(suffix: str, mode: str = "RGB", **options: object) -> Saver:
-    """Writes a picture in a format and a mode."""
+    """Writes an image in a format and a mode."""
 
     def save(image: Image.Image, path: Path, exif: Image.Exif) -> Path:
         there = path.with_suffix(suffix)
@@ -46,7 +46,7 @@ def saver(suffix: str, mode: str = "RGB", **options: object) -> Saver:
 
 
 def of_mode(image: Image.Image, mode: str) -> Image.Image:
-    """An RGB picture in another mode, with holes where the mode has transparency."""
+    """An RGB image in another mode, with holes where the mode has transparency."""
     if mode == "I;16":
         return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
     if mode in ("LA", "RGBA"):
@@ -68,7 +68,7 @@ SAVERS = (
 )
 
 
-def make_pictures(photos: list[str], folder: Path, count: int) -> list[str]:
+def make_images(photos: list[str], folder: Path, count: int) -> list[str]:
     """Files of many kinds; sides are drawn evenly on a scale of logarithms."""
     random = np.random.default_rng(0)
     paths = []
@@ -90,7 +90,7 @@ def table(run: str, files: list[str], photos: list[str], count: int, batches: li
     out = io.StringIO()
     loaded = load_run(run)
     with tempfile.TemporaryDirectory() as place:
-        paths = make_pictures(photos, Path(place), count)
+        paths = make_images(photos, Path(place), count)
         sides = [side for path in paths for side in read_image(path).size]
         truth = by_hand(loaded, paths)
         for file in files:
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--photos", nargs="+", required=True)
-    parser.add_argument("--pictures", type=int, default=240)
+    parser.add_argument("--images", type=int, default=240)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 5, 33])
     parser.add_argument("--out", help="where the table is added")
     args = parser.parse_args()
@@ -131,14 +131,14 @@ def main() -> None:
         for path in Path(folder).rglob("*")
         if path.suffix.lower() in (".jpg", ".jpeg", ".png")
     )
-    sides, rows = table(args.run, args.files, photos, args.pictures, args.batches).split("\n", 1)
+    sides, rows = table(args.run, args.files, photos, args.images, args.batches).split("\n", 1)
     head = (
-        f"{args.pictures} pictures made of {len(photos)} photographs, {sides}, in {len(SAVERS)} "
+        f"{args.images} images made of {len(photos)} photographs, {sides}, in {len(SAVERS)} "
         f"kinds of files and 8 orientations. torch {torch.__version__}, onnxruntime "
         f"{onnxruntime.__version__}, Pillow {PIL.__version__}, {platform.machine()}, "
         f"{date.today()}.\n\n"
-        "| run | precision | batch | pictures | same top-1 | largest difference of a probability | "
-        "median of each picture's largest | worst picture |\n|---|---|---|---|---|---|---|---|\n"
+        "| run | precision | batch | images | same top-1 | largest difference of a probability | "
+        "median of each image's largest | worst image |\n|---|---|---|---|---|---|---|---|\n"
     )
     if args.out:
         there = Path(args.out)

@@ -11,7 +11,7 @@ brought before the clock runs. Seconds of a core, which suffer less from others 
 count all processes of a loader with their start.
 
     --quality   instead: PSNR of our crops, of JPEGs decoded whole and at reduced size and of a
-                cache, to those that Pillow makes of whole pictures
+                cache, to those that Pillow makes of whole images
 """
 
 import argparse
@@ -31,16 +31,14 @@ import simplejpeg
 import torch
 
 from vit.config import AugmentConfig
-from vit.data.cache import Cache, open_cache, side_for
-from vit.data.crops import Crop
+from vit.data.dataloader import TrainingLoader, quiet
 from vit.data.dataset import Always
-from vit.data.decoding import read_image, read_pixels
-from vit.data.loading import TrainingLoader
+from vit.data.dataset_types import Sample
+from vit.data.image_cache import Cache, open_cache, side_for
+from vit.data.image_io import read_image, read_pixels
 from vit.data.preprocessing import RESAMPLING, Preprocessing
-from vit.data.processes import quiet
-from vit.data.samples import Sample
-from vit.data.schedule import Schedule
-from vit.data.transforms import random_box, training_transform
+from vit.data.sampler import Schedule
+from vit.data.transforms import Crop, random_box, training_transform
 
 BATCH = 50
 AHEAD = 4
@@ -51,7 +49,7 @@ Loader = Callable[[int], Iterator[object]]
 def ours(
     paths: list[str], args: argparse.Namespace, *, quick: bool = True, cache: Cache | None = None
 ) -> Loader:
-    """Our loader of training pictures."""
+    """Our loader of training images."""
     samples = [Sample(path, 0) for path in paths]
     size = Preprocessing(image_size=(args.size,) * 2, interpolation=args.interpolation)
     transform = training_transform(AugmentConfig(), size, quick=quick)
@@ -86,7 +84,7 @@ def timms(folder: Path, args: argparse.Namespace) -> Loader:
 
 
 def torchvisions(folder: Path, args: argparse.Namespace) -> Loader:
-    """torchvision's ImageFolder and transforms, on Pillow's pictures."""
+    """torchvision's ImageFolder and transforms, on Pillow's images."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import InterpolationMode, v2
 
@@ -101,7 +99,7 @@ def torchvisions(folder: Path, args: argparse.Namespace) -> Loader:
 
 
 def decoding_alone(paths: list[str], args: argparse.Namespace) -> Loader:
-    """Nothing but libjpeg-turbo: a loader that decodes whole pictures cannot be faster."""
+    """Nothing but libjpeg-turbo: a loader that decodes whole images cannot be faster."""
 
     class Decoded(torch.utils.data.Dataset):
         def __len__(self) -> int:
@@ -124,9 +122,9 @@ class Pace(NamedTuple):
     """How a loader did in one pass."""
 
     rate: float
-    """Pictures a second, after the first batches."""
+    """Images a second, after the first batches."""
     core: float
-    """Pictures a second of a core: all processes, with their start."""
+    """Images a second of a core: all processes, with their start."""
 
 
 def pace(loader: Loader, number: int, count: int) -> Pace:
@@ -182,22 +180,22 @@ def quality(paths: list[str], args: argparse.Namespace, cache: Cache) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("pictures", type=Path)
+    parser.add_argument("images", type=Path)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--interpolation", default="bicubic", choices=["bicubic", "bilinear"])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--most", type=int, default=1000, help="pictures")
+    parser.add_argument("--most", type=int, default=1000, help="images")
     parser.add_argument("--repeat", type=int, default=4, help="how often a pass has each of them")
     parser.add_argument("--side", type=int, help="of the cache")
     parser.add_argument("--quality", action="store_true")
     args = parser.parse_args()
     random.seed(0)
-    paths = sorted(str(path.resolve()) for path in args.pictures.rglob("*.jp*g"))[: args.most]
+    paths = sorted(str(path.resolve()) for path in args.images.rglob("*.jp*g"))[: args.most]
     if not args.quality:
         paths *= args.repeat  # long passes, so that starting processes weighs little
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "pictures"
+        folder = Path(temporary) / "images"
         (folder / "all").mkdir(parents=True)
         for number, path in enumerate(paths):
             (folder / "all" / f"{number:06d}.jpg").symlink_to(path)
@@ -206,7 +204,7 @@ def main() -> None:
             side=args.side or side_for(args.size, 0.08),
             kind="disk",
             folder=Path(temporary),
-            say=print,
+            notify=print,
         )
         if args.quality:
             quality(paths, args, cache)
@@ -230,7 +228,7 @@ def compare(loaders: dict[str, Loader], count: int, rounds: int) -> None:
             for name, loader in loaders.items():
                 paces[name].append(pace(loader, number, count))
     load = "/".join(f"{mean:.1f}" for mean in os.getloadavg())
-    print(f"{count} pictures, {rounds} rounds, torch {torch.__version__}, load {load}")
+    print(f"{count} images, {rounds} rounds, torch {torch.__version__}, load {load}")
     for name, found in paces.items():
         print(f"{name:15s}", end="")
         for field in Pace._fields:

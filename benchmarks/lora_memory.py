@@ -2,7 +2,7 @@
 
     python benchmarks/lora_memory.py [--model vit_small_patch16_224] [--batch-size 16] [--rank 8]
 
-Each way trains in a process of its own, with AdamW on random pictures, and tells the most memory
+Each way trains in a process of its own, with AdamW on random images, and tells the most memory
 that the process ever held, so that nothing of one way is counted for another. `start` is a process
 that has loaded all libraries and built the network, and trains nothing. The C library gives every
 freed tensor back to the system at once (as it does not by default), so the peak is of what was

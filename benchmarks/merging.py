@@ -22,7 +22,7 @@ def network(args: argparse.Namespace, count: int) -> vit.VisionTransformer:
     """The weights of the run, or random ones, in a network that merges `count` tokens a block."""
     if args.preset is not None:
         return vit.create_model(args.preset, merge_tokens=count).eval()
-    return vit.from_pretrained(args.run, merge_tokens=count, say=None)
+    return vit.from_pretrained(args.run, merge_tokens=count, notify=None)
 
 
 @torch.inference_mode()

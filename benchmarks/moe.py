@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vit
-from vit.model.feedforward import MLP
+from vit.model.mlp import MLP
 from vit.model.moe import balance_loss, routing_of, z_loss
 
 DIM, WIDER = 192, 2 * 4 * 192

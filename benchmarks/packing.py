@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vit
-from vit.model.classifier import VisionTransformer
-from vit.model.packing import pack, same_sizes, unpack
+from vit.model.sequence_packing import pack, same_sizes, unpack
+from vit.model.vision_transformer import VisionTransformer
 
 # (height, width): about as many patches as 224 x 224, in different aspects
 SIZES = (

@@ -1,9 +1,9 @@
 """Kill a prediction at random moments, resume it, and compare it with one that was left alone.
 
-    python benchmarks/predict_resume.py --pictures 5000 --kills 5
+    python benchmarks/predict_resume.py --images 5000 --kills 5
     python benchmarks/predict_resume.py --model model.onnx --processes 2 --format csv
 
-The pictures are noise of many sizes, one in fifty cut short, so that rows are errors too. Each
+The images are noise of many sizes, one in fifty cut short, so that rows are errors too. Each
 attempt gets SIGKILL, SIGTERM or SIGINT at a random moment, wherever it is; then comes --resume, to
 be killed again, and at last to be left alone. Its file must be, byte for byte, that of a prediction
 that nothing disturbed. Linux only.
@@ -27,22 +27,22 @@ from PIL import Image
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.weights.folder import save_model
+from vit.weights.saved_model import save_model
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-def make_pictures(folder: Path, number: int) -> None:
+def make_images(folder: Path, number: int) -> None:
     """JPEGs of noise, 24 to 160 pixels wide and high."""
     folder.mkdir()
     random_of = np.random.default_rng(0)
     for place in range(number):
         height, width = random_of.integers(24, 160, size=2)
         pixels = random_of.integers(0, 255, size=(height // 8 + 1, width // 8 + 1, 3))
-        picture = Image.fromarray(pixels.astype(np.uint8)).resize((int(width), int(height)))
+        image = Image.fromarray(pixels.astype(np.uint8)).resize((int(width), int(height)))
         path = folder / f"{place:06d}.jpg"
-        picture.save(path)
+        image.save(path)
         if place % 50 == 7:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -65,13 +65,13 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def words(options: argparse.Namespace, model: Path, pictures: Path, out: Path) -> list[str]:
+def words(options: argparse.Namespace, model: Path, images: Path, out: Path) -> list[str]:
     """The command line."""
     launcher = [sys.executable]
     if options.processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(options.processes)]
-    program = [str(ROOT / "predict.py"), str(model), str(pictures), "--resume", "--out", str(out)]
+    program = [str(ROOT / "predict.py"), str(model), str(images), "--resume", "--out", str(out)]
     sorted_into = out.parent / f"sorted-{out.stem}"
     more = ["--sort-into", str(sorted_into), "--sort-with", "symlink"] if options.sort else []
     return [*launcher, *program, *more]
@@ -113,30 +113,30 @@ def strike(command: list[str], out: Path, number: int, most: float, log: Path) -
 def main() -> None:
     """Run, kill, resume, compare; exit code 1 where a byte differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pictures", type=int, default=5000)
+    parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--format", choices=["jsonl", "csv"], default="jsonl")
     parser.add_argument("--model", help="instead of a network of no training")
-    parser.add_argument("--sort", action="store_true", help="sort pictures into folders too")
+    parser.add_argument("--sort", action="store_true", help="sort images into folders too")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        make_pictures(folder / "pictures", options.pictures)
+        make_images(folder / "images", options.images)
         model = Path(options.model) if options.model else make_model(folder / "run")
         whole, cut = (folder / f"{name}.{options.format}" for name in ("whole", "cut"))
         began = time.monotonic()
-        process = attempt(words(options, model, folder / "pictures", whole), folder / "whole.log")
+        process = attempt(words(options, model, folder / "images", whole), folder / "whole.log")
         process.wait()
         took = time.monotonic() - began
-        print(f"{platform.machine()}, {os.cpu_count()} cores, {options.pictures:,} pictures")
+        print(f"{platform.machine()}, {os.cpu_count()} cores, {options.images:,} images")
         print(
             f"left alone: {took:.1f} s, exit {process.returncode}, {whole.stat().st_size:,} bytes"
         )
         struck = 0
-        command = words(options, model, folder / "pictures", cut)
+        command = words(options, model, folder / "images", cut)
         for number in range(options.kills):
             said = strike(command, cut, SIGNALS[number % 3], took / options.kills, folder / "log")
             if said is None:

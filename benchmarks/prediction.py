@@ -1,14 +1,14 @@
 """How fast `vit predict` is beside timm's inference.py, as whole commands on the same files.
 
-    python benchmarks/prediction.py --run RUN --pictures DIR --timm inference.py [--rounds 5]
+    python benchmarks/prediction.py --run RUN --images DIR --timm inference.py [--rounds 5]
 
 timm's inference.py is in its repository, not in its package; it opens the same run folder
 (`local-dir:RUN`) with its own defaults but for the device. The commands take turns, so that a busy
 machine disturbs both alike: a ratio is the median over rounds. Start-up is the time for one
-picture. Memory is the peak of the resident sets of a command's processes together, asked for 20
+image. Memory is the peak of the resident sets of a command's processes together, asked for 20
 times a second; shared pages count in each. Linux only.
 
-    --memory 1000 10000     instead: our peak for so many pictures, in turn from DIR
+    --memory 1000 10000     instead: our peak for so many images, in turn from DIR
 """
 
 import argparse
@@ -76,36 +76,36 @@ def resident(pid: int) -> int:
     return total
 
 
-def ours(args: argparse.Namespace, pictures: Path) -> list[str]:
-    words = [sys.executable, "-m", "vit", "predict", str(args.run), str(pictures)]
+def ours(args: argparse.Namespace, images: Path) -> list[str]:
+    words = [sys.executable, "-m", "vit", "predict", str(args.run), str(images)]
     return [*words, "--out", "ours.jsonl", "--overwrite", *args.flags.split()]
 
 
-def theirs(args: argparse.Namespace, pictures: Path) -> list[str]:
-    words = [sys.executable, str(args.timm), str(pictures), "--model", f"local-dir:{args.run}"]
+def theirs(args: argparse.Namespace, images: Path) -> list[str]:
+    words = [sys.executable, str(args.timm), str(images), "--model", f"local-dir:{args.run}"]
     out = ["--results-file", "theirs", "--topk", "5", "--no-console-results"]
     return [*words, "--device", "cpu", *out]
 
 
-def pictures_of(folder: Path) -> list[Path]:
+def images_of(folder: Path) -> list[Path]:
     return sorted(path.resolve() for path in folder.rglob("*") if path.is_file())
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Both ways in turn, on all pictures and on one."""
-    paths = pictures_of(args.pictures)
+    """Both ways in turn, on all images and on one."""
+    paths = images_of(args.images)
     single = folder / "one"
     single.mkdir()
     shutil.copy(paths[0], single)
-    measured(ours(args, args.pictures), folder)  # reads the files, and tries the precision
+    measured(ours(args, args.images), folder)  # reads the files, and tries the precision
     taken: dict[tuple[str, str], list[Cost]] = {}
     for turn in range(args.rounds):
-        for what, pictures in (("all", args.pictures), ("one", single)):
+        for what, images in (("all", args.images), ("one", single)):
             for name, command in (("ours", ours), ("timm", theirs))[:: 1 if turn % 2 else -1]:
-                cost = measured(command(args, pictures), folder)
+                cost = measured(command(args, images), folder)
                 taken.setdefault((what, name), []).append(cost)
                 print(f"{turn} {what} {name}: {cost}", file=sys.stderr, flush=True)
-    print(f"{len(paths):,} pictures, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
+    print(f"{len(paths):,} images, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     print("| what | ours | timm | ratio (of each round) |")
     print("|---|---|---|---|")
     for title, what, field, count in (
@@ -126,8 +126,8 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
 
 def grow(args: argparse.Namespace, folder: Path) -> None:
     """Our peak memory for growing lists."""
-    paths = pictures_of(args.pictures)
-    print("| pictures | peak memory, MiB | images/s |")
+    paths = images_of(args.images)
+    print("| images | peak memory, MiB | images/s |")
     print("|---|---|---|")
     for count in args.memory:
         names = "".join(f"{path}\n" for path in islice(cycle(paths), count))
@@ -138,13 +138,13 @@ def grow(args: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--pictures", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--timm", type=Path, help="timm's inference.py")
     parser.add_argument("--flags", default="", help="more of ours, such as '--compile'")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", type=int, nargs="+", default=[])
     args = parser.parse_args()
-    args.run, args.pictures = args.run.resolve(), args.pictures.resolve()
+    args.run, args.images = args.run.resolve(), args.images.resolve()
     if args.timm is None and not args.memory:
         parser.error("give --timm inference.py, or --memory")
     args.timm = args.timm and args.timm.resolve()

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from vit.data.sources.opening import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.inference.predictor import Predictor
-from vit.inference.ray_engine import predict_with_ray
-from vit.runtime.results import FORMATS, Layout
+from vit.inference.ray_inference import predict_with_ray
+from vit.output.prediction_results import FORMATS, Layout
 
 
 def kill_one(after: float, told: list[float]) -> None:
@@ -40,13 +40,13 @@ def kill_one(after: float, told: list[float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("pictures")
+    parser.add_argument("images")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--after", type=float, default=20.0, help="seconds before a worker dies")
     args = parser.parse_args()
     torch.set_num_threads(1)  # as each worker of Ray
-    images = list_images([args.pictures]) * args.times
+    images = list_images([args.images]) * args.times
     folder = Path(tempfile.mkdtemp())
     began = time.perf_counter()
     predictor = Predictor(args.run, precision="fp32", device="cpu", workers=1)
@@ -54,9 +54,7 @@ def main() -> None:
     line = FORMATS["jsonl"](Layout(5, predictor.classes, images))[1]
     expected = "".join(map(line, predictor.stream(images))).encode()
     alone = time.perf_counter() - loaded
-    print(
-        f"{len(images)} pictures; one process: {alone:.1f} s after {loaded - began:.1f} s to load"
-    )
+    print(f"{len(images)} images; one process: {alone:.1f} s after {loaded - began:.1f} s to load")
     for kill in (False, True):
         out, killed = folder / f"{kill}.jsonl", list[float]()
         began = time.perf_counter()
@@ -66,7 +64,7 @@ def main() -> None:
         predict_with_ray(
             args.run, images, str(out), style="jsonl", top_k=5, workers=args.workers,
             settings={"precision": "fp32", "device": "cpu"},
-            say=lambda _note, ready=ready: ready.append(time.perf_counter()),
+            notify=lambda _note, ready=ready: ready.append(time.perf_counter()),
         )  # fmt: skip
         ended = time.perf_counter()
         what = f"one killed after {killed[0] - began:.1f} s" if killed else "none killed"

@@ -15,10 +15,10 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from vit.settings import make_config, read_settings
+from vit.config.parser import make_config, read_settings
 from vit.training.checkpoint import CHECKPOINTS, find_checkpoints
-from vit.training.session import Session
 from vit.training.train import train
+from vit.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 STEPS = (0, 1_005, 100_010, 1_000_015)
@@ -32,7 +32,7 @@ def resumed(folder: Path, config: object, step: int, per_epoch: int) -> float:
     """Seconds from reading the checkpoint to the end of the first step, as if at `step`."""
     began = []
 
-    def begin(self: Session, resuming: bool) -> None:
+    def begin(self: Trainer, resuming: bool) -> None:
         began.append(time.perf_counter())
         original(self, resuming)
         self.run.step, self.epoch = step, step // per_epoch
@@ -41,10 +41,10 @@ def resumed(folder: Path, config: object, step: int, per_epoch: int) -> float:
         began.append(time.perf_counter())
         raise Stop
 
-    original = Session.begin
+    original = Trainer.begin
     with (
-        mock.patch.object(Session, "begin", begin),
-        mock.patch.object(Session, "after_step", after_step),
+        mock.patch.object(Trainer, "begin", begin),
+        mock.patch.object(Trainer, "after_step", after_step),
         contextlib.suppress(Stop),
     ):
         train(config, folder, resume=True)
@@ -62,12 +62,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
 
-        def after_step(self: Session, _: object) -> None:
+        def after_step(self: Trainer, _: object) -> None:
             self.save()
             self.keeper.wait()
             raise Stop
 
-        with mock.patch.object(Session, "after_step", after_step), contextlib.suppress(Stop):
+        with mock.patch.object(Trainer, "after_step", after_step), contextlib.suppress(Stop):
             train(config, folder)
         assert find_checkpoints(folder / CHECKPOINTS)
         for _ in range(args.repeats):

@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 
 from vit.config import Config
-from vit.settings import make_config, read_settings
-from vit.training import keeping
-from vit.training.session import Session
+from vit.config.parser import make_config, read_settings
+from vit.training import checkpoint_manager
 from vit.training.train import train
+from vit.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 TINY = {"dim": 192, "depth": 12, "num_heads": 3}
@@ -29,9 +29,9 @@ TINY = {"dim": 192, "depth": 12, "num_heads": 3}
 def seconds(config: Config, *, saving: bool) -> tuple[float, float]:
     """Seconds of a training without its start and its report, and those spent copying."""
     taken, copied = [], []
-    run_all, snapshot = Session.run_all, keeping.take_snapshot
+    run_all, snapshot = Trainer.run_all, checkpoint_manager.take_snapshot
 
-    def timed_run(self: Session) -> object:
+    def timed_run(self: Trainer) -> object:
         began = time.perf_counter()
         result = run_all(self)
         taken.append(time.perf_counter() - began)
@@ -44,12 +44,12 @@ def seconds(config: Config, *, saving: bool) -> tuple[float, float]:
         return result
 
     patches = [
-        mock.patch.object(Session, "run_all", timed_run),
-        mock.patch("vit.training.keeping.take_snapshot", timed_copy),
-        mock.patch("vit.training.session.leave_report"),
+        mock.patch.object(Trainer, "run_all", timed_run),
+        mock.patch("vit.training.checkpoint_manager.take_snapshot", timed_copy),
+        mock.patch("vit.training.trainer.leave_report"),
     ]
     if not saving:
-        patches.append(mock.patch.object(keeping.Keeper, "save"))
+        patches.append(mock.patch.object(checkpoint_manager.CheckpointManager, "save"))
     with tempfile.TemporaryDirectory() as folder:
         for patch in patches:
             patch.start()

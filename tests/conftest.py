@@ -1,4 +1,4 @@
-"""A tiny saved model and tiny pictures, for all tests that predict or evaluate."""
+"""A tiny saved model and tiny images, for all tests that predict or evaluate."""
 
 import gc
 import os
@@ -19,8 +19,7 @@ from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.weights.folder import save_model
-from vit.weights.run_config import set_thresholds
+from vit.weights.saved_model import save_model, set_thresholds
 
 # Tensors are tiny here: a second thread waits more than it works, six times as long where cores are
 # shared. Commands that tests start read the variable.
@@ -93,12 +92,12 @@ def processor_marked(request: pytest.FixtureRequest, processor_asked: Path) -> I
 
 
 CLASSES = ("apple", "class10", "class2")
-PICTURES = 9  # of each class
+IMAGES = 9  # of each class
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder of an untrained network that answers differently for different pictures."""
+    """A run folder of an untrained network that answers differently for different images."""
     settings = ModelConfig(
         image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(CLASSES)
     )
@@ -120,25 +119,25 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `val` with nine noisy pictures of each class; not to be written to."""
+    """A folder `val` with nine noisy images of each class; not to be written to."""
     root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name in CLASSES:
         (root / "val" / name).mkdir(parents=True)
-        for number in range(PICTURES):
+        for number in range(IMAGES):
             colour = random.integers(0, 255, size=3)
             pixels = np.clip(colour + random.integers(-90, 90, size=(20, 24, 3)), 0, 255)
-            picture = Image.fromarray(pixels.astype(np.uint8))
-            picture.save(root / "val" / name / f"{number}.{'jpg' if number % 2 else 'png'}")
+            image = Image.fromarray(pixels.astype(np.uint8))
+            image.save(root / "val" / name / f"{number}.{'jpg' if number % 2 else 'png'}")
     return root
 
 
 @pytest.fixture
-def bad_pictures(tmp_path: Path) -> list[str]:
-    """Every kind of file that is called a picture and is none, by path."""
+def bad_images(tmp_path: Path) -> list[str]:
+    """Every kind of file that is called an image and is none, by path."""
     folder = tmp_path / "bad"
     folder.mkdir()
     (folder / "empty.jpg").write_bytes(b"")
-    (folder / "text.jpg").write_text("this is no picture")
+    (folder / "text.jpg").write_text("this is no image")
     noise = np.random.default_rng(0).integers(0, 255, size=(64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "cut.jpg")
     whole = (folder / "cut.jpg").read_bytes()
@@ -169,13 +168,13 @@ def png_bomb(side: int) -> bytes:
 
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
-SEVERAL = 32  # pictures, of 0 to 3 colours each
+SEVERAL = 32  # images, of 0 to 3 colours each
 
 
 @pytest.fixture(scope="session")
 def several_list(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """list.csv of pictures with bars of any of three colours, or of none; not to be written to."""
-    root, random = tmp_path_factory.mktemp("several"), np.random.default_rng(0)
+    """list.csv of images with bars of any of three colours, or of none; not to be written to."""
+    root, random = tmp_path_factory.mktemp("multilabel"), np.random.default_rng(0)
     rows = ["image,labels"]
     for number in range(SEVERAL):
         pixels = np.full((18, 18, 3), 120)
@@ -193,7 +192,7 @@ def several_list(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def several_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder of an untrained network whose pictures may have several classes."""
+    """A run folder of an untrained network whose images may have several classes."""
     settings = ModelConfig(
         image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(COLOURS)
     )
@@ -202,7 +201,7 @@ def several_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = build_classifier(settings).eval()
         torch.nn.init.normal_(model.head.weight, std=0.2)
         torch.nn.init.constant_(model.head.bias, 0.5)
-    folder = tmp_path_factory.mktemp("runs") / "several"
+    folder = tmp_path_factory.mktemp("runs") / "multilabel"
     folder.mkdir()
     save_model(
         folder,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEVEL_0 = {"vit.config", "vit.errors", "vit.nearby", "vit.presets", "vit.settings", "vit.version"}
-LEVEL_1 = {"vit.model", "vit.data", "vit.operators", "vit.precision"}
-LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation", "vit.runtime"}
+LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.version"}
+LEVEL_1 = {"vit.model", "vit.data", "vit.precision"}
+LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation", "vit.exported", "vit.output"}
 LEVEL_3 = {"vit.training", "vit.inference", "vit.export"}
 NUMERIC = {"torch", "numpy"}
 
@@ -19,13 +19,10 @@ NUMERIC = {"torch", "numpy"}
 ALLOWED = {
     "vit.errors": set(),
     "vit.version": set(),
-    "vit.nearby": {"vit.errors"},
-    "vit.config": {"vit.errors"},
-    "vit.presets": {"vit.errors"},
-    "vit.settings": {"yaml", *LEVEL_0},
+    "vit.paths": {"vit.errors"},
+    "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},
-    "vit.operators": {"torch"},
-    "vit.model": {"torch", "einops", "vit.operators", *LEVEL_0},
+    "vit.model": {"torch", "einops", *LEVEL_0},
     "vit.data": {
         *NUMERIC, "torchvision", "PIL", "einops", "simplejpeg", "tokenizers",
         "datasets", "fsspec", "pyarrow", *LEVEL_0,
@@ -34,15 +31,16 @@ ALLOWED = {
         *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
         "PIL", "yaml", *LEVEL_0, *LEVEL_1,
     },
-    "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captioning.tokenizer"},
+    "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captions.tokenizer"},
     "vit.evaluation": {*NUMERIC, "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
-    "vit.runtime": {
-        "numpy", "PIL", "onnxruntime", "openvino", "pyarrow",
-        *LEVEL_0, "vit.data", "vit.generation.caption",
+    "vit.exported": {
+        "numpy", "PIL", "onnxruntime", "openvino",
+        *LEVEL_0, "vit.data", "vit.generation.caption", "vit.output",
     },
+    "vit.output": {"numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.caption"},
     "vit.inference": {
         *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "pyarrow", "ray",
         *LEVEL_0, *LEVEL_1, *LEVEL_2,
@@ -55,27 +53,27 @@ ALLOWED = {
 }  # fmt: skip
 # a library that only these files of a part may import
 ONLY = {
-    "timm": {"vit/weights", "vit/training/optimization.py"},
-    "accelerate": {"vit/training", "vit/inference/processes.py"},
-    "datasets": {"vit/data/sources/hub_datasets.py"},
-    "fsspec": {"vit/inference/ray_files.py", "vit/data/sources/remote_shards.py"},
+    "timm": {"vit/weights", "vit/training/optimizers.py"},
+    "accelerate": {"vit/training", "vit/inference/process_group.py"},
+    "datasets": {"vit/data/sources/huggingface_datasets.py"},
+    "fsspec": {"vit/inference/remote_files.py", "vit/data/sources/remote_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
-    "onnx": {"vit/export/graph.py"},
-    "onnxruntime": {"vit/runtime/session.py", "vit/export/halves.py"},
-    "onnxscript": {"vit/export/graph.py"},
+    "onnx": {"vit/export/onnx_graph.py"},
+    "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},
+    "onnxscript": {"vit/export/onnx_graph.py"},
     "pyarrow": {
-        "vit/data/arrow_rows.py",
-        "vit/data/sources/hub_datasets.py",
-        "vit/runtime/embeddings.py",
-        "vit/inference/ray_engine.py",
-        "vit/inference/ray_files.py",
+        "vit/data/archives.py",
+        "vit/data/sources/huggingface_datasets.py",
+        "vit/output/embeddings_file.py",
+        "vit/inference/ray_inference.py",
+        "vit/inference/remote_files.py",
     },
-    "ray": {"vit/inference/ray_engine.py", "vit/inference/ray_cluster.py"},
-    "openvino": {"vit/export/openvino.py", "vit/runtime/openvino.py"},
-    "simplejpeg": {"vit/data/jpeg.py"},
-    "sacrebleu": {"vit/evaluation/captions.py"},
-    "tokenizers": {"vit/data/captioning/tokenizer.py", "vit/data/captioning/vocabulary.py"},
-    "transformers": {"vit/weights/parity.py", "vit/weights/transformers_network.py"},
+    "ray": {"vit/inference/ray_inference.py"},
+    "openvino": {"vit/export/export_openvino.py", "vit/exported/openvino_session.py"},
+    "simplejpeg": {"vit/data/image_io.py"},
+    "sacrebleu": {"vit/evaluation/caption_metrics.py"},
+    "tokenizers": {"vit/data/captions/tokenizer.py", "vit/data/captions/tokenizer_training.py"},
+    "transformers": {"vit/weights/parity_check.py", "vit/weights/formats/huggingface_classes.py"},
 }
 BLOCKS = {
     *("PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"),

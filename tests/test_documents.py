@@ -49,7 +49,7 @@ def test_a_documented_command_is_understood(page, words):
         return
     assert words[0] in COMMANDS, f"{page}: vit {words[0]} is not a command"
     parser = Parser(prog=f"vit {words[0]}", exit_on_error=False)
-    importlib.import_module(f"vit.commands.{words[0]}").add_arguments(parser)
+    importlib.import_module(f"vit.commands.{words[0]}_command").add_arguments(parser)
     parser.parse(words[1:])
 
 
@@ -60,7 +60,7 @@ def test_the_readme_shows_commands():
 def test_documented_names_exist():
     used = {name for _, text in blocks("python") for name in re.findall(r"\bvit\.(\w+)", text)}
     used -= {"config", "settings", "errors", "model", "data", "training", "weights", "inference"}
-    used -= {"runtime"}
+    used -= {"exported"}
     assert {"Predictor", "create_model"} <= used
     assert used <= set(dir(vit)), used - set(dir(vit))
 

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from vit.data.preprocessing import Preprocessing
-from vit.runtime.classes import ClassRunner
+from vit.exported.onnx_classifier import ClassRunner
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 NAMES = ("apple", "pear", "猫", "plum", "fig", "sloe")
@@ -55,8 +55,8 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
+def images(tmp_path_factory):
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(1)
     paths = []
     for number, mode in enumerate(["RGB", "L", "RGBA", "P", "RGB", "LA"]):
         pixels = random.integers(0, 256, (9 + number, 14, 4), dtype=np.uint8) // (1 + number)
@@ -67,23 +67,23 @@ def pictures(tmp_path_factory):
     return paths
 
 
-def agree(said, file, pictures, tolerance=1e-6):
+def agree(said, file, images, tolerance=1e-6):
     rows = [json.loads(line) for line in said.splitlines()]
-    for row, answer in zip(rows, ClassRunner(file)(pictures, top_k=5), strict=True):
+    for row, answer in zip(rows, ClassRunner(file)(images, top_k=5), strict=True):
         assert row["image"] == answer.image
         assert [one["label"] for one in row["predictions"]] == [x for x, _ in answer.predictions]
         scores = [one["score"] for one in row["predictions"]]
         assert scores == pytest.approx([score for _, score in answer.predictions], abs=tolerance)
 
 
-def test_python_without_vit(file, pictures, tmp_path):
+def test_python_without_vit(file, images, tmp_path):
     example = EXAMPLES / "predict_onnx.py"
     assert len(example.read_text().splitlines()) <= 40
     assert "vit." not in example.read_text().replace("of vit.", "")
-    words = [sys.executable, "-W", "error", "-I", str(example), str(file), *pictures]
+    words = [sys.executable, "-W", "error", "-I", str(example), str(file), *images]
     said = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (said.returncode, said.stderr) == (0, "")
-    agree(said.stdout, file, pictures)
+    agree(said.stdout, file, images)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -96,14 +96,14 @@ def test_javascript_is_javascript():
     shutil.which("node") is None or not os.path.isdir(PACKAGES),
     reason="VIT_NODE_MODULES names no folder with onnxruntime-node and sharp",
 )
-def test_javascript_gives_the_same_answers(file, pictures):
+def test_javascript_gives_the_same_answers(file, images):
     example = Path(PACKAGES) / "predict_onnx_test.mjs"  # modules are found from where a file is
     shutil.copy(EXAMPLES / "predict_onnx.mjs", example)
     try:
-        words = ["node", str(example), str(file), *pictures]
+        words = ["node", str(example), str(file), *images]
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     finally:
         example.unlink()
     assert (said.returncode, said.stderr) == (0, "")
     # sharp rounds otherwise where it lays transparent pixels over white
-    agree(said.stdout, file, pictures, tolerance=2e-3)
+    agree(said.stdout, file, images, tolerance=2e-3)

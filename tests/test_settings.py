@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from vit.config import Config, ModelConfig
+from vit.config.parser import all_settings, flatten, make_config, read_settings, write_settings
 from vit.errors import ConfigError
-from vit.settings import all_settings, flatten, make_config, read_settings, write_settings
 
 RECIPES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -7,22 +7,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vit.version import __version__
-from vit.weights.registration import register
+from vit.weights.library_registration import register
 
 if TYPE_CHECKING:
     from vit.config import Config
-    from vit.export.onnx_file import export_onnx
-    from vit.generation.search import Search
+    from vit.config.parser import make_config
+    from vit.export.export_onnx import export_onnx
+    from vit.generation.generation_config import Search
     from vit.inference.evaluate import evaluate
     from vit.inference.predictor import Predictor
     from vit.model.build import create_model
     from vit.model.captioner import Captioner
-    from vit.model.classifier import VisionTransformer
-    from vit.settings import make_config
+    from vit.model.vision_transformer import VisionTransformer
     from vit.training.plan import plan_training
     from vit.training.train import train
     from vit.training.tune import tune
-    from vit.weights.loading import from_pretrained
+    from vit.weights.load_model import from_pretrained
 
 register()
 
@@ -30,13 +30,13 @@ _HOMES = {
     "Captioner": "vit.model.captioner",
     "Config": "vit.config",
     "Predictor": "vit.inference.predictor",
-    "Search": "vit.generation.search",
-    "VisionTransformer": "vit.model.classifier",
+    "Search": "vit.generation.generation_config",
+    "VisionTransformer": "vit.model.vision_transformer",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
-    "export_onnx": "vit.export.onnx_file",
-    "from_pretrained": "vit.weights.loading",
-    "make_config": "vit.settings",
+    "export_onnx": "vit.export.export_onnx",
+    "from_pretrained": "vit.weights.load_model",
+    "make_config": "vit.config.parser",
     "plan_training": "vit.training.plan",
     "train": "vit.training.train",
     "tune": "vit.training.tune",

@@ -32,7 +32,7 @@ class RunError(VitError):
 
 
 class BadImage(VitError, ValueError):
-    """One picture cannot be read.
+    """One image cannot be read.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""Label pictures with a file of `vit export`: onnxruntime, numpy, Pillow, and nothing of vit.
+"""Label images with a file of `vit export`: onnxruntime, numpy, Pillow, and nothing of vit.
 
 python predict_onnx.py model.onnx cat.jpg dog.png
 """
@@ -12,10 +12,10 @@ from PIL import Image, ImageOps
 
 
 def pixels(path: str) -> np.ndarray:
-    """The picture, upright and RGB over white, as it is: uint8 (1, height, width, 3)."""
+    """The image, upright and RGB over white, as it is: uint8 (1, height, width, 3)."""
     image = ImageOps.exif_transpose(Image.open(path))
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        raise SystemExit(f"{path}: convert pictures of 16 bits to 8 first")
+        raise SystemExit(f"{path}: convert images of 16 bits to 8 first")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

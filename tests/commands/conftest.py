@@ -1,4 +1,4 @@
-"""Pictures, and `vit predict` on the tiny model, in this process or in some that may be killed."""
+"""Images, and `vit predict` on the tiny model, in this process or in some that may be killed."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from vit.commands.main import main
 
 
 @pytest.fixture
-def pictures(tiny_data: Path) -> list[str]:
+def input_images(tiny_data: Path) -> list[str]:
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
 
 

@@ -24,9 +24,9 @@ def ended(words: list[str], block: int, how: str, rank: int = 0) -> int:
 
 def end_at(block: int, how: str, patch: Callable[..., None] = setattr) -> None:
     """Let it happen in this process; see `ended`."""
-    from vit.commands.keeping import Keeper
+    from vit.commands.predict_output import Keeper
     from vit.errors import RunError
-    from vit.runtime.journal import Growing
+    from vit.output.resumable_output import Growing
 
     put, write, seen = Keeper.put, Growing.write, []
 

@@ -11,7 +11,7 @@ import pytest
 from tests.inference.captioners import SAID, save_captioner, write_captions
 from vit.commands.main import main
 from vit.errors import printable
-from vit.generation.search import Search
+from vit.generation.generation_config import Search
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 
@@ -31,7 +31,7 @@ def both(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def pictures(tiny_data: Path) -> list[str]:
+def input_images(tiny_data: Path) -> list[str]:
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))][:6]
 
 
@@ -47,8 +47,8 @@ def vit(capfd):
     return command
 
 
-def test_json_lines_say_what_the_predictor_says(vit, run, pictures, bad_pictures):
-    images = [*pictures, bad_pictures[0]]
+def test_json_lines_say_what_the_predictor_says(vit, run, input_images, bad_images):
+    images = [*input_images, bad_images[0]]
     code, out, err = vit("predict", run, *images, "--format", "jsonl")
     found = Predictor(run)(images)
     unended = [p.captions[0].ended for p in found if p.captions].count(False)
@@ -69,8 +69,8 @@ def test_json_lines_say_what_the_predictor_says(vit, run, pictures, bad_pictures
     assert len(err) == 2
 
 
-def test_flags_reach_the_search(vit, run, pictures):
-    words = (*pictures, "--format", "jsonl", "--precision", "fp32")
+def test_flags_reach_the_search(vit, run, input_images):
+    words = (*input_images, "--format", "jsonl", "--precision", "fp32")
     for flags, search in (
         (
             "--beams 3 --n-best 2 --length-penalty 0.5",
@@ -83,7 +83,7 @@ def test_flags_reach_the_search(vit, run, pictures):
         ("--repetition-penalty 2 --min-tokens 3", Search(repetition_penalty=2, min_tokens=3)),
     ):
         _, out, _ = vit("predict", run, *words, *flags.split())
-        found = Predictor(run, search=search, precision="fp32")(pictures)
+        found = Predictor(run, search=search, precision="fp32")(input_images)
         rows = [json.loads(line) for line in out]
         assert [row["caption"] for row in rows] == [told.caption for told in found]
         assert [row["score"] for row in rows] == [told.score for told in found]
@@ -108,10 +108,10 @@ def test_flags_reach_the_search(vit, run, pictures):
     ],
 )
 def test_csv_has_a_column_for_everything(
-    vit, request, pictures, bad_pictures, name, flags, columns
+    vit, request, input_images, bad_images, name, flags, columns
 ):
     model = request.getfixturevalue(name)
-    images = [*pictures[:2], bad_pictures[0]]
+    images = [*input_images[:2], bad_images[0]]
     _, out, _ = vit("predict", model, *images, "--format", "csv", *flags.split())
     header, *rows = csv.reader(out)
     assert header == ["image", *columns.split(","), "error"]
@@ -127,32 +127,32 @@ def test_csv_has_a_column_for_everything(
     assert scores[0] != scores[1]
 
 
-def test_both_heads_in_json_and_in_a_table(vit, both, pictures):
-    _, out, _ = vit("predict", both, pictures[0], "-k", 2, "--format", "jsonl")
-    (told,) = Predictor(both)(pictures[:1], top_k=2)
+def test_both_heads_in_json_and_in_a_table(vit, both, input_images):
+    _, out, _ = vit("predict", both, input_images[0], "-k", 2, "--format", "jsonl")
+    (told,) = Predictor(both)(input_images[:1], top_k=2)
     record = json.loads(out[0])
     assert record["caption"] == told.caption
     assert [row["label"] for row in record["predictions"]] == [x for x, _ in told.predictions]
-    _, out, _ = vit("predict", both, pictures[0])
+    _, out, _ = vit("predict", both, input_images[0])
     assert out[0].split() == ["image", *["label", "score"] * 3, "caption", "caption_score"]
     assert printable(told.caption) in out[1]
     assert f"{told.score:.3f}" in out[1]
 
 
-def test_the_table_is_for_reading(vit, run, pictures, bad_pictures):
-    _, out, _ = vit("predict", run, *pictures, bad_pictures[0])
+def test_the_table_is_for_reading(vit, run, input_images, bad_images):
+    _, out, _ = vit("predict", run, *input_images, bad_images[0])
     assert out[0].split() == ["image", "caption", "score"]
-    for line, told in zip(out[1:-1], Predictor(run)(pictures), strict=True):
+    for line, told in zip(out[1:-1], Predictor(run)(input_images), strict=True):
         assert line.split() == [told.image, *printable(told.caption).split(), f"{told.score:.3f}"]
     assert "error: " in out[-1]
     words = ("--beams", 2, "--n-best", 2)
-    assert vit("predict", run, pictures[0], *words)[1][0].split()[1:] == [
+    assert vit("predict", run, input_images[0], *words)[1][0].split()[1:] == [
         *("caption_1", "score_1", "caption_2", "score_2")
     ]
 
 
-def test_captions_are_drawn(vit, run, pictures, bad_pictures, tmp_path):
-    words = (*pictures[:2], bad_pictures[0], "--format", "jsonl")
+def test_captions_are_drawn(vit, run, input_images, bad_images, tmp_path):
+    words = (*input_images[:2], bad_images[0], "--format", "jsonl")
     plain = vit("predict", run, *words)
     drawn = vit("predict", run, *words, "--explain", tmp_path / "x")
     assert drawn == plain
@@ -186,10 +186,10 @@ def test_captions_are_drawn(vit, run, pictures, bad_pictures, tmp_path):
         ("run", "--explain {tmp}/x --merge-tokens 1", "use merge_tokens=0"),
     ],
 )
-def test_what_cannot_start_is_one_line(vit, request, pictures, tmp_path, name, flags, reason):
+def test_what_cannot_start_is_one_line(vit, request, input_images, tmp_path, name, flags, reason):
     (tmp_path / "file").write_text("")
     words = flags.format(tmp=tmp_path).split()
-    code, out, err = vit("predict", request.getfixturevalue(name), pictures[0], *words)
+    code, out, err = vit("predict", request.getfixturevalue(name), input_images[0], *words)
     assert (code, out, len(err)) == (2, [], 1)
     assert reason in err[0]
     assert not (tmp_path / "x").exists()
@@ -211,7 +211,7 @@ def test_evaluate_tells_and_writes_the_scores_of_the_function(vit, run, data, tm
     assert code == 0
     notes: list[str] = []
     search = Search(beams=2, max_tokens=3)
-    scores = evaluate(run, str(data), search=search, say=notes.append)
+    scores = evaluate(run, str(data), search=search, notify=notes.append)
     assert json.loads(path.read_text(encoding="utf-8")) == scores
     text = "\n".join(out)
     for name in ("loss", "loss_shuffled", "bleu1", "bleu4", "rouge_l", "cider", "chrf"):

@@ -39,7 +39,7 @@ def test_no_errors_give_exit_code_0(tiny_data, tmp_path, capsys):
     code, told, _ = checked(tiny_data / "val", tmp_path)
     assert code == 0
     assert not told["severities"]["error"]
-    assert "27 pictures" in capsys.readouterr().out
+    assert "27 images" in capsys.readouterr().out
 
 
 def test_what_cannot_start_gives_exit_code_2(tmp_path, tiny_data, capsys):

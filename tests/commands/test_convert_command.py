@@ -12,8 +12,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 from vit.commands.main import main
 from vit.config import Config
 from vit.inference.predictor import Predictor
-from vit.weights.folder import load_run, save_model
-from vit.weights.loading import filled, open_source
+from vit.weights.load_model import filled, open_source
+from vit.weights.saved_model import load_run, save_model
 
 
 def convert(*words: object) -> int:
@@ -29,7 +29,7 @@ def test_there_and_back_is_the_same_network(tiny_run, tmp_path, capsys, to):
     assert str(tmp_path / "out") in said.out
     ours, back = load_run(tiny_run), open_source(tmp_path / "out")
     assert back.classes == ours.classes
-    # a rounding away: transformers says to how many pixels a picture is resized, not which share
+    # a rounding away: transformers says to how many pixels an image is resized, not which share
     assert back.preprocessing is not None
     assert back.preprocessing.crop_share == pytest.approx(ours.preprocessing.crop_share, abs=0.05)
     state = ours.model.state_dict()
@@ -54,10 +54,10 @@ def test_a_pipeline_of_transformers_gives_our_answers(tiny_run, tiny_data, tmp_p
         model=AutoModelForImageClassification.from_pretrained(out),
         image_processor=processor,
     )
-    pictures = [str(path) for path in sorted((tiny_data / "val").rglob("*.jpg"))]
-    ours = Predictor(tiny_run, device="cpu", precision="fp32")(pictures)
+    input_images = [str(path) for path in sorted((tiny_data / "val").rglob("*.jpg"))]
+    ours = Predictor(tiny_run, device="cpu", precision="fp32")(input_images)
     assert len(ours) > 9
-    for mine, theirs in zip(ours, classify(pictures), strict=True):
+    for mine, theirs in zip(ours, classify(input_images), strict=True):
         assert mine.predictions[0][0] == theirs[0]["label"]
         scores = {answer["label"]: answer["score"] for answer in theirs}
         assert dict(mine.predictions) == pytest.approx(scores, abs=0.01)
@@ -93,7 +93,7 @@ def test_a_run_is_never_overwritten(tiny_run, tmp_path, capsys):
     load_run(run)
 
 
-def test_a_picture_that_cannot_be_read_is_known_before_anything_is_written(tiny_run, tmp_path):
+def test_an_image_that_cannot_be_read_is_known_before_anything_is_written(tiny_run, tmp_path):
     words = ("--to", "timm", "--out", tmp_path / "out", "--image", tmp_path / "none.jpg")
     assert convert(tiny_run, *words) == 2
     assert not (tmp_path / "out").exists()

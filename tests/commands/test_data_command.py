@@ -1,4 +1,4 @@
-"""`vit data` writes any source as a folder or as shards, and the pictures stay what they are."""
+"""`vit data` writes any source as a folder or as shards, and the images stay what they are."""
 
 import io
 import json
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.commands.data import bytes_of
+from vit.commands.data_command import bytes_of
 from vit.commands.main import main
-from vit.data.containers import open_binary, relative
-from vit.data.samples import Item, Listed
-from vit.data.sources import copying
-from vit.data.sources.opening import Asked, open_splits, read_source
-from vit.data.sources.writing import MARK, Names, class_folders, safe_part, whole_folder
+from vit.data.archives import open_binary, relative
+from vit.data.dataset_types import Item, Listed
+from vit.data.sources import dataset_export
+from vit.data.sources.dataset_writer import MARK, Names, class_folders, safe_part, whole_folder
+from vit.data.sources.open_dataset import DatasetSpec, open_splits, read_source
 from vit.errors import ConfigError, DataError
 
 
@@ -49,7 +49,7 @@ def photos(tiny_data, tmp_path) -> Path:
             deeper = "deep" if path.stem == "3" else ""
             place = root / split / path.parent.name / deeper / path.name
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(path.read_bytes() + split.encode())  # behind the end of the picture
+            place.write_bytes(path.read_bytes() + split.encode())  # behind the end of the image
     return root
 
 
@@ -62,7 +62,7 @@ def test_there_and_back_again(photos, tmp_path, capsys):
     assert files_of(back) == files_of(photos)
     assert seen(shards) == seen(photos) == seen(back)
     told = capsys.readouterr().err
-    assert f"vit data: wrote 54 pictures in 2 shards to {shards}\n" in told
+    assert f"vit data: wrote 54 images in 2 shards to {shards}\n" in told
     again = written(back, "shards", tmp_path / "again")
     assert files_of(again) == files_of(shards)
     with tarfile.open(shards / "train-000000.tar") as tar:
@@ -71,9 +71,9 @@ def test_there_and_back_again(photos, tmp_path, capsys):
     assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
 
 
-def test_without_a_split_the_same_pictures_are_held_out(photos, tmp_path):
+def test_without_a_split_the_same_images_are_held_out(photos, tmp_path):
     shards = written(photos / "train", "shards", tmp_path / "shards")
-    assert [path.name for path in shards.glob("*.tar")] == ["pictures-000000.tar"]
+    assert [path.name for path in shards.glob("*.tar")] == ["images-000000.tar"]
     assert seen(shards) == seen(photos / "train")
 
 
@@ -92,14 +92,16 @@ def test_several_labels_have_lists(tmp_path):
     for number in range(3):
         Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
     items = [Item(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
-    listed = Listed(tmp_path, {"train": items}, {"train": "here"}, several=True)
+    listed = Listed(tmp_path, {"train": items}, {"train": "here"}, multilabel=True)
     made = {
-        kind: copying.copy(listed, "x", tmp_path / kind, to=kind, most=10**9, told=lambda _: None)
+        kind: dataset_export.copy(
+            listed, "x", tmp_path / kind, to=kind, most=10**9, told=lambda _: None
+        )
         for kind in ("shards", "folder")
     }
-    assert made["folder"].pictures == 3
-    again = read_source(Asked(str(tmp_path / "shards"), everything=True))
-    assert again.several
+    assert made["folder"].images == 3
+    again = read_source(DatasetSpec(str(tmp_path / "shards"), everything=True))
+    assert again.multilabel
     assert [item.labels for item in again.splits["train"]] == [(), ("b",), ("b", "a")]
     lines = (tmp_path / "folder/labels.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines][2] == {
@@ -119,7 +121,7 @@ def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_pat
                 tar.addfile(about, io.BytesIO(raw))
     shards = written(tmp_path / "x.tar", "shards", tmp_path / "shards")
     labels = [
-        item.labels[0] for item in read_source(Asked(str(shards), everything=True)).splits[""]
+        item.labels[0] for item in read_source(DatasetSpec(str(shards), everything=True)).splits[""]
     ]
     assert labels == ["T-shirt/top", "..", "T-shirt_top", "train"]
     folder = written(tmp_path / "x.tar", "folder", tmp_path / "folder")
@@ -131,14 +133,14 @@ def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_pat
     assert ".. is _," in told
 
 
-def test_pictures_that_cannot_be_read_are_named(photos, tmp_path, bad_pictures, capsys):
-    (photos / "train/apple/bad.jpg").write_bytes(b"this is no picture")
+def test_images_that_cannot_be_read_are_named(photos, tmp_path, bad_images, capsys):
+    (photos / "train/apple/bad.jpg").write_bytes(b"this is no image")
     whole = (photos / "train/apple/1.jpg").read_bytes()
     (photos / "train/apple/cut.jpg").write_bytes(whole[:-30])
     assert main(["data", str(photos), "--to", "folder", "--out", str(tmp_path / "o")]) == 1
     told = capsys.readouterr().err
     assert "left out " in told
-    assert "bad.jpg: not a readable picture (text)" in told
+    assert "bad.jpg: not a readable image (text)" in told
     assert (tmp_path / "o/train/apple/cut.jpg").read_bytes() == whole[:-30]
     assert not (tmp_path / "o/train/apple/bad.jpg").exists()
 
@@ -167,7 +169,7 @@ def test_what_is_there_is_never_lost(photos, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_pictures_that_a_list_or_a_pattern_names_are_not_replaced(photos, tmp_path, capsys):
+def test_images_that_a_list_or_a_pattern_names_are_not_replaced(photos, tmp_path, capsys):
     out = written(photos, "folder", tmp_path / "out")
     rows = [f"{path},{path.parent.name}" for path in sorted(out.rglob("*.png"))]
     listed = tmp_path / "list.csv"
@@ -178,20 +180,20 @@ def test_pictures_that_a_list_or_a_pattern_names_are_not_replaced(photos, tmp_pa
     capsys.readouterr()
     for source, place in ((listed, out), (pattern, shards)):
         told = refused(capsys, source, "--to", "folder", "--out", place, "--overwrite")
-        assert f"{place} holds pictures of the data, such as {place}" in told
+        assert f"{place} holds images of the data, such as {place}" in told
     written(listed, "folder", tmp_path / "other")  # elsewhere they are read
     assert (files_of(out), files_of(shards)) == before
 
 
-def test_pictures_behind_links_are_not_replaced(photos, tmp_path):
+def test_images_behind_links_are_not_replaced(photos, tmp_path):
     out = written(photos, "folder", tmp_path / "out")
     (tmp_path / "link").symlink_to(out)
     linked = out / "train/apple/linked.png"
     linked.symlink_to(photos / "train/apple/0.png")
     for path in (tmp_path / "link/train/apple/0.png", linked):
         listed = Listed(tmp_path, {"": [Item(str(path), ("a",))]}, {"": "here"})
-        with pytest.raises(DataError, match="holds pictures of the data"):
-            copying.copy(listed, "x", out, to="folder", most=10**9, told=lambda _: None)
+        with pytest.raises(DataError, match="holds images of the data"):
+            dataset_export.copy(listed, "x", out, to="folder", most=10**9, told=lambda _: None)
     assert linked.exists()
 
 

@@ -51,9 +51,9 @@ def test_writes_the_scores_of_the_function(tiny_run, tiny_data, tmp_path, capsys
     assert captured.err == ""
 
 
-def test_unreadable_pictures_make_exit_code_1(tiny_run, tiny_data, tmp_path, capsys):
+def test_unreadable_images_make_exit_code_1(tiny_run, tiny_data, tmp_path, capsys):
     data = Path(shutil.copytree(tiny_data, tmp_path / "data"))
-    (data / "val" / "apple" / "0.png").write_text("no picture")
+    (data / "val" / "apple" / "0.png").write_text("no image")
     assert main(["evaluate", str(tiny_run), str(data)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
@@ -61,7 +61,7 @@ def test_unreadable_pictures_make_exit_code_1(tiny_run, tiny_data, tmp_path, cap
     assert "1 of 27 images failed" in lines[1]
 
 
-def test_a_class_without_pictures_is_told(tiny_run, tiny_data, tmp_path, capsys):
+def test_a_class_without_images_is_told(tiny_run, tiny_data, tmp_path, capsys):
     data = Path(shutil.copytree(tiny_data, tmp_path / "data"))
     shutil.rmtree(data / "val" / "class10")
     assert main(["evaluate", str(tiny_run), str(data)]) == 0

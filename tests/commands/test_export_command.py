@@ -9,12 +9,12 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
-from vit.data.captioning.tokenizer import train_tokenizer
+from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.model.build_captioner import build_captioner
-from vit.runtime.captions import CaptionRunner
-from vit.runtime.session import Session
-from vit.weights.folder import save_model
+from vit.exported.onnx_captioner import CaptionRunner
+from vit.exported.onnx_session import Session
+from vit.model.build import build_captioner
+from vit.weights.saved_model import save_model
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +65,19 @@ def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsy
     assert printed.err.startswith("same as torch up to ")
     assert printed.err.splitlines()[-1] == "all agree"
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
-    picture = str(next(tiny_data.rglob("*.png")))
-    (answer,) = CaptionRunner(out)([picture])
+    image = str(next(tiny_data.rglob("*.png")))
+    (answer,) = CaptionRunner(out)([image])
     assert answer.caption is not None
     rows = []
     for words in ([run, "--precision", "fp32"], [out]):  # the file is of float32
-        inputs = [picture, "missing.png", "--format", "jsonl"]
+        inputs = [image, "missing.png", "--format", "jsonl"]
         assert main(["predict", *map(str, words), *inputs]) == 1
         rows.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
     assert rows[0][1] == rows[1][1]
     assert rows[0][0]["caption"] == rows[1][0]["caption"] == answer.caption
     assert rows[0][0]["score"] == pytest.approx(rows[1][0]["score"], abs=1e-4)
     for words, reason in (("--beams 2", "beams=2"), ("--explain why", "explain='why'")):
-        assert main(["predict", str(out), picture, *words.split()]) == 2
+        assert main(["predict", str(out), image, *words.split()]) == 2
         assert reason in said(capsys)
 
 
@@ -100,8 +100,8 @@ def test_a_classifier_becomes_one_file(tiny_run, tmp_path, capsys, tiny_data):
     assert found["accuracy"]["count"] == 27
     assert found["accuracy"]["agreement"] == 1
     session = Session(out)
-    picture = np.asarray(Image.open(next(tiny_data.rglob("*.png"))))
-    (probabilities,) = session({"images": picture[None]})
+    image = np.asarray(Image.open(next(tiny_data.rglob("*.png"))))
+    (probabilities,) = session({"images": image[None]})
     assert probabilities.sum() == pytest.approx(1, abs=1e-3)
     assert export(tiny_run, "--out", out) == 2
     assert "pets.onnx exists; choose another name, or add --overwrite" in said(capsys)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from vit.commands.main import main
-from vit.commands.models import count_flops, count_parameters, matching
+from vit.commands.models_command import count_flops, count_parameters, matching
 from vit.config import ModelConfig
-from vit.evaluation.cost import cost_of
+from vit.config.presets import PRESETS
+from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
-from vit.presets import PRESETS
-from vit.weights import registry
+from vit.weights.formats import timm_registry
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -45,7 +45,7 @@ def test_lists_every_preset(capsys):
     assert main(["models"]) == 0
     *lines, empty, note = capsys.readouterr().out.splitlines()
     assert not empty
-    assert note.startswith("FLOPs of one picture: 2 for each multiply-add")
+    assert note.startswith("FLOPs of one image: 2 for each multiply-add")
     assert [line.split()[0] for line in lines] == ["name", *PRESETS]
     small = next(line for line in lines if line.startswith("vit_small_patch16_224"))
     words = "vit_small_patch16_224 22.1 M 9.2 G 224 16 384 12 6"
@@ -69,7 +69,7 @@ def test_options_are_the_choices_of_the_settings(capsys):
     assert rows["patch_sizes"] == "a whole number, or several with commas [none]"
     assert rows["depth"] == "a whole number [the preset's]"
     assert rows["norm_eps"] == "a finite number [1e-06]"
-    assert "    How tokens know their place in the picture.\n" in text
+    assert "    How tokens know their place in the image.\n" in text
 
 
 def test_a_pattern_narrows_the_options(capsys):
@@ -135,14 +135,14 @@ def test_every_pretrained_name_is_one_of_timm(capsys):
     assert len(lines) > 200
     for line in lines:
         name, size, license_ = line.split(maxsplit=2)
-        entry = registry.find(name.removeprefix("timm/"))
+        entry = timm_registry.find(name.removeprefix("timm/"))
         assert f"timm/{entry.name}" == name
         assert size == "{}x{}".format(*entry.image_size)
         assert license_ == (entry.license or "not stated")
 
 
 def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
-    monkeypatch.setattr(registry, "supported", lambda name: ".dino" in name)
+    monkeypatch.setattr(timm_registry, "supported", lambda name: ".dino" in name)
     assert main(["models", "--pretrained", "timm/vit_small"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines
@@ -150,8 +150,8 @@ def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
 
 
 def test_what_this_network_cannot_compute_is_not_listed(capsys):
-    assert registry.supported("vit_so400m_patch14_siglip_384.webli")
-    assert not registry.supported("vit_base_patch16_rpn_224.sw_in1k")
+    assert timm_registry.supported("vit_so400m_patch14_siglip_384.webli")
+    assert not timm_registry.supported("vit_base_patch16_rpn_224.sw_in1k")
     assert main(["models", "--pretrained", "vit_base_patch16_rpn_224"]) == 2
     assert "computes none of timm's" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from vit.inference.predictor import Predictor
 pytestmark = pytest.mark.auto_precision
 
 
-def test_whole_pictures_when_asked(predict, tiny_run, tmp_path):
+def test_whole_images_when_asked(predict, tiny_run, tmp_path):
     paths = [str(tmp_path / f"{width}.png") for width in (40, 160)]
     for path, width in zip(paths, (40, 160), strict=True):
         Image.effect_noise((width, 40), 90).convert("RGB").save(path)
@@ -32,36 +32,36 @@ def give_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_json_lines_say_what_the_predictor_says(predict, tiny_run, pictures):
-    code, out, err = predict(*pictures, "--format", "jsonl", "-k", 2)
+def test_json_lines_say_what_the_predictor_says(predict, tiny_run, input_images):
+    code, out, err = predict(*input_images, "--format", "jsonl", "-k", 2)
     assert (code, err) == (0, [])
-    expected = Predictor(tiny_run)(pictures, top_k=2)
+    expected = Predictor(tiny_run)(input_images, top_k=2)
     assert len(out) == len(expected) > 0
     for line, prediction in zip(out, expected, strict=True):
         scored = [{"label": label, "score": score} for label, score in prediction.predictions]
         assert json.loads(line) == {"image": prediction.image, "predictions": scored}
 
 
-def test_tokens_are_merged_when_asked(predict, tiny_run, pictures):
-    words = (*pictures, "--format", "jsonl", "--precision", "fp32")
+def test_tokens_are_merged_when_asked(predict, tiny_run, input_images):
+    words = (*input_images, "--format", "jsonl", "--precision", "fp32")
     assert predict(*words, "--merge-tokens", 0) == predict(*words)
     code, out, _ = predict(*words, "--merge-tokens", 1)
     assert code == 0
     for line, prediction in zip(
-        out, Predictor(tiny_run, merge_tokens=1, precision="fp32")(pictures), strict=True
+        out, Predictor(tiny_run, merge_tokens=1, precision="fp32")(input_images), strict=True
     ):
         assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
     assert out != predict(*words)[1]
-    assert predict(*pictures, "--merge-tokens", "few")[0] == 2
+    assert predict(*input_images, "--merge-tokens", "few")[0] == 2
 
 
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
-def test_bad_pictures_are_errors_at_their_place(predict, pictures, bad_pictures, style):
-    mixed = [path for pair in zip(pictures, bad_pictures, strict=False) for path in pair]
+def test_bad_images_are_errors_at_their_place(predict, input_images, bad_images, style):
+    mixed = [path for pair in zip(input_images, bad_images, strict=False) for path in pair]
     code, out, err = predict(*mixed, "--format", style, "-b", 4)
     assert code == 1
     assert err == [
-        f"vit predict: {len(bad_pictures)} of {len(mixed)} images failed; "
+        f"vit predict: {len(bad_images)} of {len(mixed)} images failed; "
         "each has its error in its row"
     ]
     rows = out if style == "jsonl" else out[1:]
@@ -69,33 +69,36 @@ def test_bad_pictures_are_errors_at_their_place(predict, pictures, bad_pictures,
     for row, path in zip(rows, mixed, strict=True):
         assert path in row
         if style == "jsonl":
-            kind = "error" if path in bad_pictures else "predictions"
+            kind = "error" if path in bad_images else "predictions"
             assert json.loads(row).keys() == {"image", kind}
         if style == "csv":
-            assert bool(next(csv.reader([row]))[-1]) == (path in bad_pictures)
+            assert bool(next(csv.reader([row]))[-1]) == (path in bad_images)
 
 
-def test_the_table_is_for_reading(predict, pictures):
-    code, out, _ = predict(pictures[0])
+def test_the_table_is_for_reading(predict, input_images):
+    code, out, _ = predict(input_images[0])
     assert code == 0
     assert out[0].split() == ["image", *["label", "score"] * 3]
-    assert out[1].split()[0] == pictures[0]
+    assert out[1].split()[0] == input_images[0]
 
 
-def test_folders_patterns_and_lists_keep_their_order(predict, tiny_data, pictures, monkeypatch):
+def test_folders_patterns_and_lists_keep_their_order(predict, tiny_data, input_images, monkeypatch):
     folder = tiny_data / "val"
-    give_input(monkeypatch, os.fsencode(f"{pictures[3]}\r\n\n{pictures[1]}\n"))
+    give_input(monkeypatch, os.fsencode(f"{input_images[3]}\r\n\n{input_images[1]}\n"))
     words = (folder / "class2", "-", folder / "apple" / "*.png")
     code, out, _ = predict(*words, "--format", "jsonl")
     found = [json.loads(line)["image"] for line in out]
-    expected = [path for path in pictures if "/class2/" in path] + [pictures[3], pictures[1]]
-    expected += [path for path in pictures if "/apple/" in path and path.endswith(".png")]
+    expected = [path for path in input_images if "/class2/" in path] + [
+        input_images[3],
+        input_images[1],
+    ]
+    expected += [path for path in input_images if "/apple/" in path and path.endswith(".png")]
     assert code == 0
     assert found == expected
 
 
-def test_a_list_may_be_separated_by_nul(predict, pictures, monkeypatch):
-    give_input(monkeypatch, b"\0".join(map(os.fsencode, pictures[:2])) + b"\0")
+def test_a_list_may_be_separated_by_nul(predict, input_images, monkeypatch):
+    give_input(monkeypatch, b"\0".join(map(os.fsencode, input_images[:2])) + b"\0")
     assert len(predict("-", "--format", "jsonl")[1]) == 2
 
 
@@ -115,31 +118,31 @@ def test_names_that_are_not_unicode_work(predict, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["found.jsonl", "found.csv", "found.txt"])
-def test_out_is_written_whole_in_the_format_of_its_name(predict, pictures, tmp_path, name):
+def test_out_is_written_whole_in_the_format_of_its_name(predict, input_images, tmp_path, name):
     out = tmp_path / name
-    code, shown, err = predict(*pictures, "--out", out)
+    code, shown, err = predict(*input_images, "--out", out)
     assert (code, shown, err) == (0, [], [])
     text = out.read_text(encoding="utf-8")
     start = {".jsonl": "{", ".csv": "image,label_1,score_1,", ".txt": "image "}
     assert text.startswith(start[out.suffix])
-    assert len(text.splitlines()) == len(pictures) + (out.suffix != ".jsonl")
+    assert len(text.splitlines()) == len(input_images) + (out.suffix != ".jsonl")
     assert os.listdir(tmp_path) == [name]
 
 
-def test_out_is_replaced_only_when_asked(predict, pictures, tmp_path):
+def test_out_is_replaced_only_when_asked(predict, input_images, tmp_path):
     out = tmp_path / "found.csv"
     out.write_text("precious")
-    code, _, err = predict(pictures[0], "--out", out)
+    code, _, err = predict(input_images[0], "--out", out)
     assert code == 2
     assert "--overwrite" in err[0]
     assert out.read_text() == "precious"
-    assert predict(pictures[0], "--out", out, "--overwrite")[0] == 0
+    assert predict(input_images[0], "--out", out, "--overwrite")[0] == 0
     assert out.read_text().startswith("image,")
 
 
 @pytest.mark.parametrize("broken", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_out_is_untouched_when_the_work_breaks_off(
-    predict, pictures, tmp_path, monkeypatch, broken
+    predict, input_images, tmp_path, monkeypatch, broken
 ):
     whole = Predictor.stream
 
@@ -150,7 +153,7 @@ def test_out_is_untouched_when_the_work_breaks_off(
     monkeypatch.setattr(Predictor, "stream", stream)
     out = tmp_path / "found.jsonl"
     out.write_text("precious")
-    code, _, err = predict(*pictures, "--out", out, "--overwrite")
+    code, _, err = predict(*input_images, "--out", out, "--overwrite")
     assert code == (130 if broken is KeyboardInterrupt else 2)
     assert len(err) == 1
     assert out.read_text() == "precious"
@@ -164,7 +167,7 @@ def test_out_is_untouched_when_the_work_breaks_off(
         (["near/*.jpg"], "matches no file; correct the pattern, or give near for all in it"),
         (["naer/*.jpg"], "there is no folder naer; did you mean near?"),
         (["photos.zip"], "photos.zip is an archive: unpack it first"),
-        (["."], "no pictures"),
+        (["."], "no images"),
         (["a.jpg", "--out", "."], "is a folder"),
         (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),
         (["a.jpg", "--device", "gpu"], "device='gpu'"),
@@ -195,8 +198,8 @@ def test_an_input_that_is_not_there_has_its_row_and_the_nearest_name(
     assert err[0] == "vit predict: photso is not there; did you mean photos?"
 
 
-def test_a_missing_model_is_one_line(predict, pictures, tmp_path):
-    code, out, err = predict(pictures[0], model=tmp_path / "nothing")
+def test_a_missing_model_is_one_line(predict, input_images, tmp_path):
+    code, out, err = predict(input_images[0], model=tmp_path / "nothing")
     assert (code, out, len(err)) == (2, [], 1)
     assert "nothing" in err[0]
 
@@ -207,13 +210,13 @@ def test_an_empty_list_is_one_line(predict, monkeypatch):
     assert (code, out, len(err)) == (2, [], 1)
 
 
-def test_starts_without_libraries_it_does_not_need(tiny_run, pictures):
+def test_starts_without_libraries_it_does_not_need(tiny_run, input_images):
     code = (
         "import sys; from vit.commands.main import main; code = main(sys.argv[1:]);"
         "heavy = {'timm', 'torchvision', 'accelerate', 'transformers', 'torch._dynamo'};"
         "heavy &= set(sys.modules); assert not heavy, heavy; sys.exit(code)"
     )
-    words = ["predict", str(tiny_run), pictures[0]]
+    words = ["predict", str(tiny_run), input_images[0]]
     run = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120
     )

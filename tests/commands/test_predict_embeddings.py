@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.commands.predicting import end_at
-from vit.data.decoding import read_image
-from vit.runtime.parts import Claim
-from vit.weights.folder import load_run
+from vit.data.image_io import read_image
+from vit.output.resumable_output import Claim
+from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
 
@@ -19,15 +19,15 @@ DIM = 32
 
 @torch.no_grad()
 def vector_of(run, image):
-    """What the head reads of one picture, by hand."""
+    """What the head reads of one image, by hand."""
     loaded = load_run(run)
     pixels = loaded.preprocessing(read_image(image))[None]
     return loaded.model.eval().features(loaded.preprocessing.normalise(pixels))[0].numpy()
 
 
 @pytest.fixture
-def inputs(pictures, bad_pictures):
-    return [bad_pictures[0], *pictures, *bad_pictures[1:]]
+def inputs(input_images, bad_images):
+    return [bad_images[0], *input_images, *bad_images[1:]]
 
 
 @pytest.mark.parametrize("ending", ["npy", "parquet"])
@@ -65,9 +65,9 @@ def test_vectors_survive_a_kill(predict, tiny_run, inputs, tmp_path, monkeypatch
             assert (row["error"] is None) == (vector is not None)
 
 
-def test_other_vectors_are_replaced_only_when_asked(predict, pictures, tmp_path):
+def test_other_vectors_are_replaced_only_when_asked(predict, input_images, tmp_path):
     (tmp_path / "a.npy").write_text("precious")
-    words = (*pictures, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
+    words = (*input_images, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
     code, _, err = predict(*words)
     assert (code, len(err)) == (2, 1)
     assert "a.npy exists" in err[0]
@@ -76,22 +76,22 @@ def test_other_vectors_are_replaced_only_when_asked(predict, pictures, tmp_path)
     assert np.load(tmp_path / "a.npy").shape == (27, DIM)
 
 
-def test_several_views_are_averaged(predict, pictures, tmp_path):
-    plain, several = (
-        predict(*pictures, "--format", "csv", *words) for words in ((), ("--tta", "flip"))
+def test_several_views_are_averaged(predict, input_images, tmp_path):
+    plain, multilabel = (
+        predict(*input_images, "--format", "csv", *words) for words in ((), ("--tta", "flip"))
     )
-    assert plain[0] == several[0] == 0
-    assert plain[1] != several[1]
-    code, _, err = predict(*pictures, "--tta", "flip", "--explain", tmp_path / "x")
+    assert plain[0] == multilabel[0] == 0
+    assert plain[1] != multilabel[1]
+    code, _, err = predict(*input_images, "--tta", "flip", "--explain", tmp_path / "x")
     assert (code, len(err)) == (2, 1)
     assert "leave one of tta and explain out" in err[0]
-    code, _, err = predict(*pictures, "--compile", "--keep-aspect")
+    code, _, err = predict(*input_images, "--compile", "--keep-aspect")
     assert (code, len(err)) == (2, 1)
     assert "too many shapes to compile" in err[0]
 
 
-def test_what_is_complete_may_be_resumed_again(predict, pictures, tmp_path):
-    words = (*pictures, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
+def test_what_is_complete_may_be_resumed_again(predict, input_images, tmp_path):
+    words = (*input_images, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
     assert predict(*words, "--resume")[0] == 0
     code, _, err = predict(*words, "--resume")
     assert (code, len(err)) == (0, 1)
@@ -102,8 +102,16 @@ def test_what_is_complete_may_be_resumed_again(predict, pictures, tmp_path):
     assert "a.npy is not there" in err[0]
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(predict, pictures, tmp_path, monkeypatch):
-    words = (*pictures, "-b", 4, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
+def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp_path, monkeypatch):
+    words = (
+        *input_images,
+        "-b",
+        4,
+        "--out",
+        tmp_path / "a.csv",
+        "--embeddings",
+        tmp_path / "a.npy",
+    )
     replace = Path.replace
 
     def killed(path, target):
@@ -122,8 +130,8 @@ def test_a_kill_between_the_two_renames_loses_nothing(predict, pictures, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.npy"]
 
 
-def test_two_jobs_do_not_write_the_same_vectors(predict, pictures, tmp_path):
-    words = (*pictures, "--out", tmp_path / "b.csv", "--embeddings", tmp_path / "a.npy")
+def test_two_jobs_do_not_write_the_same_vectors(predict, input_images, tmp_path):
+    words = (*input_images, "--out", tmp_path / "b.csv", "--embeddings", tmp_path / "a.npy")
     with Claim([tmp_path / "a.npy"]) as claim:
         claim.take()
         code, _, err = predict(*words)

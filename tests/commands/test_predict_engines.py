@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from vit.commands.engines import block_of, digest_of, engine_of, model_files
+from vit.commands.backends import block_of, digest_of, engine_of, model_files
 from vit.errors import ConfigError
 
 
@@ -39,8 +39,8 @@ def test_what_an_engine_cannot_compute_has_a_remedy(model, asked, reason):
         engine_of(model, asked)
 
 
-def test_the_command_refuses_in_one_line(predict, tiny_run, pictures):
-    code, out, err = predict(pictures[0], "--engine", "onnx")
+def test_the_command_refuses_in_one_line(predict, tiny_run, input_images):
+    code, out, err = predict(input_images[0], "--engine", "onnx")
     assert (code, out, len(err)) == (2, [], 1)
     assert "export it first" in err[0]
 
@@ -56,9 +56,9 @@ def test_the_command_refuses_in_one_line(predict, tiny_run, pictures):
         [],
     ],
 )
-def test_what_ray_does_not_do_is_one_line(predict, pictures, tmp_path, monkeypatch, words):
+def test_what_ray_does_not_do_is_one_line(predict, input_images, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
-    code, out, err = predict(pictures[0], "--engine", "ray", *words)
+    code, out, err = predict(input_images[0], "--engine", "ray", *words)
     assert (code, out, len(err)) == (2, [], 1)
     assert (words or ["--out"])[0] in err[0]
 

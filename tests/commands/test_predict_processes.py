@@ -15,8 +15,8 @@ WORDS = ("-b", "4", "--threshold", "0.6")
 
 
 @pytest.fixture
-def inputs(pictures, bad_pictures):
-    return [*pictures[:10], *bad_pictures, *pictures[10:]]
+def inputs(input_images, bad_images):
+    return [*input_images[:10], *bad_images, *input_images[10:]]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_two_processes_write_what_one_does(tiny_run, inputs, alone, tmp_path):
     words = ["predict", str(tiny_run), *inputs, *WORDS, "--out", str(out)]
     words += ["--sort-into", str(folder)]
     with Job(command, words, log=tmp_path / "log", processes=2) as job:
-        assert job.wait() == [1, 0], job.said()  # pictures failed: the first process says so
+        assert job.wait() == [1, 0], job.said()  # images failed: the first process says so
         lines = job.said().splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith(f"vit predict: 27 images sorted into {folder}")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands.predicting import end_at, ended
 from tests.training.children import Job
-from vit.commands.keeping import Files
+from vit.commands.predict_output import Files
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
@@ -18,10 +18,10 @@ SIZE = 4
 
 
 @pytest.fixture
-def inputs(pictures, bad_pictures):
-    """27 pictures, and some that fail, in every block of them."""
-    mixed = [*pictures]
-    for number, path in enumerate(bad_pictures):
+def inputs(input_images, bad_images):
+    """27 images, and some that fail, in every block of them."""
+    mixed = [*input_images]
+    for number, path in enumerate(bad_images):
         mixed.insert(4 * number + 1, path)
     return mixed
 
@@ -119,7 +119,7 @@ def test_a_full_disk_keeps_what_is_whole(predict, inputs, whole, tmp_path):
         (["--precision", "bf16"], "precision (fp32, now bf16)"),
         (["--keep-aspect"], "keep aspect (False, now True)"),
         (["--merge-tokens", "1"], "merge tokens (None, now 1)"),
-        (["more.jpg"], "another list of pictures; pictures (34, now 35)"),
+        (["more.jpg"], "images (34, now 35); another list of images"),
         (["--sort-into", "sorted"], "sort into (None, now "),
     ],
 )
@@ -192,7 +192,7 @@ def test_begin_again_or_from_nothing(predict, inputs, whole, tmp_path, monkeypat
     assert out.read_bytes() == whole("a.jsonl")
     code, _, err = predict(*inputs[1:], "--out", out, "--resume")
     assert (code, len(err)) == (2, 1)
-    assert "is complete with 34 rows, and the inputs are 33 pictures" in err[0]
+    assert "is complete with 34 rows, and the inputs are 33 images" in err[0]
 
 
 def test_nothing_stays_where_no_row_was_whole(predict, inputs, tmp_path, monkeypatch):
@@ -204,12 +204,12 @@ def test_nothing_stays_where_no_row_was_whole(predict, inputs, tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["bad"]
 
 
-def test_a_finished_file_beside_an_unfinished_one(predict, pictures, tmp_path, monkeypatch):
+def test_a_finished_file_beside_an_unfinished_one(predict, input_images, tmp_path, monkeypatch):
     out = tmp_path / "a.jsonl"
-    assert predict(*pictures, "-b", SIZE, "--out", out)[0] == 0
+    assert predict(*input_images, "-b", SIZE, "--out", out)[0] == 0
     finished = out.read_bytes()
     out.write_text("precious\n")
-    words = (*pictures, "-b", SIZE, "--out", out)
+    words = (*input_images, "-b", SIZE, "--out", out)
     with monkeypatch.context() as patch:
         end_at(2, "fail", patch.setattr)
         assert predict(*words, "--overwrite")[0] == 2
@@ -221,9 +221,9 @@ def test_a_finished_file_beside_an_unfinished_one(predict, pictures, tmp_path, m
     assert out.read_bytes() == finished
 
 
-def test_rows_without_their_journal_are_not_continued(predict, pictures, tmp_path):
+def test_rows_without_their_journal_are_not_continued(predict, input_images, tmp_path):
     (tmp_path / "a.jsonl.partial").write_text("what is this?\n")
-    words = (*pictures, "--out", tmp_path / "a.jsonl")
+    words = (*input_images, "--out", tmp_path / "a.jsonl")
     for more, reason in (([], "is unfinished"), (["--resume"], "lost its journal")):
         code, _, err = predict(*words, *more)
         assert (code, len(err)) == (2, 1)
@@ -257,10 +257,10 @@ def test_what_does_not_go_together_is_one_line(predict, tmp_path, monkeypatch, w
     assert os.listdir(tmp_path) == []
 
 
-def test_progress_is_told_now_and_then(predict, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.commands.progress.SECONDS", 0.0)
-    monkeypatch.setattr("vit.commands.progress.LONG", 20)
-    code, _, err = predict(*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+def test_progress_is_told_now_and_then(predict, input_images, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.commands.command_progress.SECONDS", 0.0)
+    monkeypatch.setattr("vit.commands.command_progress.LONG", 20)
+    code, _, err = predict(*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     assert code == 0
     assert [line.split(" images,")[0] for line in err[:-1]] == [
         f"vit predict: {done} of 27" for done in range(4, 27, 4)
@@ -269,10 +269,12 @@ def test_progress_is_told_now_and_then(predict, pictures, tmp_path, monkeypatch)
     assert err[-1].endswith("images/s, 0 failed")
 
 
-def test_an_uninterrupted_file_is_what_the_predictor_says(predict, pictures, tiny_run, tmp_path):
+def test_an_uninterrupted_file_is_what_the_predictor_says(
+    predict, input_images, tiny_run, tmp_path
+):
     out = tmp_path / "a.jsonl"
-    assert predict(*pictures, "-b", SIZE, "--out", out)[0] == 0
-    expected = Predictor(tiny_run, batch_size=SIZE)(pictures)
+    assert predict(*input_images, "-b", SIZE, "--out", out)[0] == 0
+    expected = Predictor(tiny_run, batch_size=SIZE)(input_images)
     for line, prediction in zip(out.read_text().splitlines(), expected, strict=True):
         assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
 
@@ -290,8 +292,8 @@ def test_what_is_complete_is_read_again(predict, inputs, tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == [name, "bad"]
     others = [inputs[1], inputs[0], *inputs[2:]]
     for images, more, reason in (
-        (others, [], "row 1 is of another picture"),
-        (inputs, ["--sort-into", tmp_path / "new"], "whether the pictures were sorted"),
+        (others, [], "row 1 is of another image"),
+        (inputs, ["--sort-into", tmp_path / "new"], "whether the images were sorted"),
         (inputs, ["--format", "jsonl" if name != "a.jsonl" else "csv"], "is complete"),
     ):
         code, _, err = predict(*images, *words, *more)
@@ -302,9 +304,9 @@ def test_what_is_complete_is_read_again(predict, inputs, tmp_path, name):
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume"]])
-def test_nobody_begins_while_another_finishes(predict, pictures, tmp_path, monkeypatch, more):
+def test_nobody_begins_while_another_finishes(predict, input_images, tmp_path, monkeypatch, more):
     """Not even between the last row and the last rename."""
-    words = (*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+    words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     said = []
     finish = Files.finish
 
@@ -324,7 +326,7 @@ def test_nobody_begins_while_another_finishes(predict, pictures, tmp_path, monke
     assert os.listdir(tmp_path) == ["a.csv"]
 
 
-def test_what_another_has_finished_in_between_stays(predict, pictures, tmp_path, monkeypatch):
+def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_path, monkeypatch):
     out = tmp_path / "a.csv"
     begin = Files.begin
 
@@ -333,7 +335,7 @@ def test_what_another_has_finished_in_between_stays(predict, pictures, tmp_path,
         return begin(files, *arguments, **settings)
 
     monkeypatch.setattr(Files, "begin", beginning)
-    code, _, err = predict(*pictures, "--out", out)
+    code, _, err = predict(*input_images, "--out", out)
     assert (code, len(err)) == (2, 1)
     assert "a.csv exists" in err[0]
     assert "kept" not in err[0]
@@ -341,8 +343,8 @@ def test_what_another_has_finished_in_between_stays(predict, pictures, tmp_path,
     assert os.listdir(tmp_path) == ["a.csv"]
 
 
-def test_a_damaged_journal_is_said(predict, pictures, whole, tmp_path, monkeypatch):
-    words = (*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+def test_a_damaged_journal_is_said(predict, input_images, whole, tmp_path, monkeypatch):
+    words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
         end_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
@@ -353,8 +355,8 @@ def test_a_damaged_journal_is_said(predict, pictures, whole, tmp_path, monkeypat
     assert err[0].endswith("a.csv.partial held nothing whole: beginning at the first image")
 
 
-def test_the_remedy_is_not_what_was_given(predict, pictures, tmp_path, monkeypatch):
-    words = (*pictures, "-b", SIZE, "--out", tmp_path / "a.csv")
+def test_the_remedy_is_not_what_was_given(predict, input_images, tmp_path, monkeypatch):
+    words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
         end_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
@@ -363,31 +365,33 @@ def test_the_remedy_is_not_what_was_given(predict, pictures, tmp_path, monkeypat
     assert err[0].endswith("or begin again with --overwrite and without --resume")
 
 
-def test_a_link_stays_and_leads_to_the_rows(predict, pictures, tmp_path):
+def test_a_link_stays_and_leads_to_the_rows(predict, input_images, tmp_path):
     (tmp_path / "far").mkdir()
     for name, words in (("a.csv", []), ("b.csv", ["--explain", tmp_path / "drawn"])):
         link = tmp_path / name
         link.symlink_to(tmp_path / "far" / name)
-        assert predict(*pictures[:2], "--out", link, *words)[0] == 0
+        assert predict(*input_images[:2], "--out", link, *words)[0] == 0
         assert link.is_symlink()
         assert len(link.read_text().splitlines()) == 3
     assert sorted(os.listdir(tmp_path / "far")) == ["a.csv", "b.csv"]
 
 
 @pytest.mark.parametrize("size", [221, 300])
-def test_a_name_that_is_too_long_is_said_at_once(predict, pictures, tmp_path, monkeypatch, size):
-    monkeypatch.setattr("vit.commands.predict.opened", lambda *_: pytest.fail("too late"))
-    code, _, err = predict(*pictures, "--out", tmp_path / f"{'x' * (size - 4)}.csv")
+def test_a_name_that_is_too_long_is_said_at_once(
+    predict, input_images, tmp_path, monkeypatch, size
+):
+    monkeypatch.setattr("vit.commands.predict_command.opened", lambda *_: pytest.fail("too late"))
+    code, _, err = predict(*input_images, "--out", tmp_path / f"{'x' * (size - 4)}.csv")
     assert (code, len(err)) == (2, 1)
     assert f"the name has {size} bytes; give one of 220 at most" in err[0]
 
 
 def test_files_are_on_the_disk_before_they_get_their_names(
-    predict, pictures, tmp_path, monkeypatch
+    predict, input_images, tmp_path, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr("vit.runtime.journal.os.fsync", seen.append)
+    monkeypatch.setattr("vit.output.resumable_output.os.fsync", seen.append)
     monkeypatch.setattr(Files, "finish", lambda *_: seen.append("finish"))
-    assert predict(*pictures, "--out", tmp_path / "a.csv")[0] == 0
+    assert predict(*input_images, "--out", tmp_path / "a.csv")[0] == 0
     assert len(seen) == 4  # of the journal's first line, the rows, the journal
     assert seen[-1] == "finish"

@@ -1,4 +1,4 @@
-"""--threshold and --sort-into: what is named, and where pictures go."""
+"""--threshold and --sort-into: what is named, and where images go."""
 
 import csv
 import io
@@ -21,18 +21,18 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def best(tiny_run, pictures):
-    """(label, score) of each picture, and a threshold between the scores."""
-    found = [one.predictions[0] for one in Predictor(tiny_run)(pictures)]
+def best(tiny_run, input_images):
+    """(label, score) of each image, and a threshold between the scores."""
+    found = [one.predictions[0] for one in Predictor(tiny_run)(input_images)]
     scores = sorted(score for _, score in found)
     return found, (scores[8] + scores[9]) / 2
 
 
-def test_a_threshold_leaves_classes_unnamed(predict, tiny_run, pictures, best):
+def test_a_threshold_leaves_classes_unnamed(predict, tiny_run, input_images, best):
     _, threshold = best
-    words = (*pictures, "--threshold", repr(threshold))
+    words = (*input_images, "--threshold", repr(threshold))
     _, out, _ = predict(*words, "--format", "jsonl")
-    for line, whole in zip(out, Predictor(tiny_run)(pictures), strict=True):
+    for line, whole in zip(out, Predictor(tiny_run)(input_images), strict=True):
         named = [(one["label"], one["score"]) for one in json.loads(line)["predictions"]]
         assert named == [pair for pair in whole.predictions if pair[1] >= threshold]
     empty = [json.loads(line)["predictions"] == [] for line in out]
@@ -46,30 +46,30 @@ def test_a_threshold_leaves_classes_unnamed(predict, tiny_run, pictures, best):
 
 
 @pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
-def test_pictures_are_sorted_by_their_best_class(
-    predict, pictures, bad_pictures, best, tmp_path, way
+def test_images_are_sorted_by_their_best_class(
+    predict, input_images, bad_images, best, tmp_path, way
 ):
     found, threshold = best
-    before = [Path(path).read_bytes() for path in pictures]
+    before = [Path(path).read_bytes() for path in input_images]
     folder = tmp_path / "sorted"
-    words = (*pictures, *bad_pictures, "--sort-into", folder, "--sort-with", way)
+    words = (*input_images, *bad_images, "--sort-into", folder, "--sort-with", way)
     for more in ([], ["--overwrite"]):  # the second time all is there
         code, _, err = predict(*words, "--threshold", repr(threshold), *more)
         assert code == 1
         assert err[0] == (
             f"vit predict: 27 images sorted into {folder}, 9 of them into _unsure; "
-            f"{len(bad_pictures)} left where they are"
+            f"{len(bad_images)} left where they are"
         )
         places = files_in(folder)
         assert sorted(places.values()) == sorted(before)
         for content, (label, score) in zip(before, found, strict=True):
             homes = [name.split("/")[0] for name, other in places.items() if other == content]
             assert homes == [label if score >= threshold else "_unsure"]
-    assert [Path(path).read_bytes() for path in pictures] == before
+    assert [Path(path).read_bytes() for path in input_images] == before
 
 
-def test_sorting_goes_on_after_a_kill(predict, pictures, tmp_path, monkeypatch):
-    words = (*pictures, "-b", 4, "--threshold", "0.9")
+def test_sorting_goes_on_after_a_kill(predict, input_images, tmp_path, monkeypatch):
+    words = (*input_images, "-b", 4, "--threshold", "0.9")
     predict(*words, "--out", tmp_path / "a.csv", "--sort-into", tmp_path / "a")
     words = (*words, "--out", tmp_path / "b.csv", "--sort-into", tmp_path / "b")
     with monkeypatch.context() as patch:
@@ -85,13 +85,13 @@ def test_sorting_goes_on_after_a_kill(predict, pictures, tmp_path, monkeypatch):
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
 
 
-def test_a_folder_with_files_or_inputs_is_one_line(predict, tiny_data, pictures, tmp_path):
+def test_a_folder_with_files_or_inputs_is_one_line(predict, tiny_data, input_images, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for folder, inputs, reason in (
-        (tmp_path / "full", pictures, "has files"),
+        (tmp_path / "full", input_images, "has files"),
         (tiny_data / "val" / "new", [tiny_data], "lies in the input"),
-        (tiny_data, pictures, "holds the inputs"),
+        (tiny_data, input_images, "holds the inputs"),
     ):
         code, out, err = predict(*inputs, "--sort-into", folder)
         assert (code, out, len(err)) == (2, [], 1)
@@ -100,27 +100,35 @@ def test_a_folder_with_files_or_inputs_is_one_line(predict, tiny_data, pictures,
     assert os.listdir(tmp_path / "full") == ["file"]
 
 
-def test_pictures_of_an_earlier_sorting_are_said(predict, pictures, best, tmp_path):
+def test_images_of_an_earlier_sorting_are_said(predict, input_images, best, tmp_path):
     threshold = repr(best[1])
-    words = (*pictures, "--sort-into", tmp_path / "sorted")
+    words = (*input_images, "--sort-into", tmp_path / "sorted")
     assert len(predict(*words, "--threshold", threshold)[2]) == 1
     code, _, err = predict(*words, "--overwrite")
     assert (code, len(err)) == (0, 2)
     assert err[1].startswith("vit predict: 9 of them were there in another folder")
 
 
-def test_going_on_with_nothing_does_not_open_a_folder_with_files(predict, pictures, tmp_path):
+def test_going_on_with_nothing_does_not_open_a_folder_with_files(predict, input_images, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    words = (*pictures, "--sort-into", tmp_path / "full", "--out", tmp_path / "a.csv")
+    words = (*input_images, "--sort-into", tmp_path / "full", "--out", tmp_path / "a.csv")
     code, _, err = predict(*words, "--resume")
     assert (code, len(err)) == (2, 1)
     assert "has files" in err[0]
     assert os.listdir(tmp_path) == ["full"]
 
 
-def test_the_usual_way_may_be_named_on_a_resume(predict, pictures, tmp_path, monkeypatch):
-    words = (*pictures, "-b", 4, "--out", tmp_path / "a.csv", "--sort-into", tmp_path / "sorted")
+def test_the_usual_way_may_be_named_on_a_resume(predict, input_images, tmp_path, monkeypatch):
+    words = (
+        *input_images,
+        "-b",
+        4,
+        "--out",
+        tmp_path / "a.csv",
+        "--sort-into",
+        tmp_path / "sorted",
+    )
     with monkeypatch.context() as patch:
         end_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2

@@ -6,10 +6,10 @@ import torch
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.contact import MARGIN, TILE, contact_sheet, wrapped
-from vit.data.decoding import read_image
+from vit.data.contact_sheet import MARGIN, TILE, contact_sheet, wrapped
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.training.showing import class_lines
+from vit.training.show_batch import class_lines
 
 pytestmark = pytest.mark.auto_precision
 
@@ -38,7 +38,7 @@ def colours(tiny_data):
 
 
 def tiles(path) -> list[np.ndarray]:
-    """The first row of pictures of 16 x 16 on a sheet, as they were before they were enlarged."""
+    """The first row of images of 16 x 16 on a sheet, as they were before they were enlarged."""
     sheet, scale = np.asarray(Image.open(path)), TILE // 16
     side = 16 * scale
     count = (sheet.shape[1] - MARGIN) // (side + MARGIN)
@@ -50,7 +50,7 @@ def test_it_draws_what_the_loader_gives_and_trains_nothing(show, colours, tmp_pa
     plain = ("-b", "6", "--min-crop", "1", "--hflip", "0")
     code, said = show(colours, *plain, "--show-batch", "batch.png")
     assert code == 0, said
-    assert "batch.png: 6 pictures of the first batch, 16x16 pixels; nothing was trained" in said
+    assert "batch.png: 6 images of the first batch, 16x16 pixels; nothing was trained" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.png"]
     whole = Preprocessing(image_size=(16, 16))
     found = {whole(read_image(str(p))).numpy().tobytes() for p in colours.rglob("*.*")}
@@ -97,15 +97,15 @@ def test_what_cannot_be_drawn_is_one_line(show, colours, tmp_path, words, reason
     assert not list(tmp_path.iterdir())
 
 
-def test_captions_stand_below_the_pictures(show, colours, tmp_path):
-    rows = [f"{path},a picture of something called {path.stem}" for path in colours.rglob("*.*")]
+def test_captions_stand_below_the_images(show, colours, tmp_path):
+    rows = [f"{path},an image of something called {path.stem}" for path in colours.rglob("*.*")]
     (tmp_path / "list.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
     code, said = show(
         "list.csv", "--task", "caption", "--decoder-dim", "32", "--decoder-depth", "1",
         "--decoder-heads", "2", "-b", "4", "--show-batch", "captions.png",
     )  # fmt: skip
     assert code == 0, said
-    assert "4 pictures of the first batch" in said
+    assert "4 images of the first batch" in said
     with Image.open(tmp_path / "captions.png") as sheet:
         below = np.asarray(sheet)[MARGIN + TILE :]
         assert sheet.height > TILE + 40  # a caption takes several lines
@@ -128,7 +128,7 @@ def test_classes_with_their_shares():
     assert class_lines(torch.zeros(3), names) == ["(no class)"]
 
 
-def test_a_sheet_of_many_or_large_pictures_stays_small():
+def test_a_sheet_of_many_or_large_images_stays_small():
     many = torch.zeros(70, 3, 500, 250, dtype=torch.uint8)
     sheet = contact_sheet(many, [["a\nb" * 200], *[["c"]] * 69])
     assert sheet.width == MARGIN + 8 * (88 + MARGIN)

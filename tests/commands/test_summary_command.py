@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from vit.commands.main import main
-from vit.commands.summary import count, folded, spans
-from vit.data.room import shown_bytes
-from vit.evaluation.cost import Part
+from vit.commands.summary_command import count, folded, spans
+from vit.data.free_space import shown_bytes
+from vit.evaluation.model_summary import Part
 from vit.model.build import create_model
 from vit.weights.convert import convert
 
@@ -35,7 +35,7 @@ def test_shows_parts_totals_and_memory(capsys):
         assert f"\n{part}" in text
     total = next(line for line in lines if line.startswith("total"))
     assert f"{millions:.2f} M" in total
-    assert "training, 7 pictures" in text
+    assert "training, 7 images" in text
     assert "RotaryPositions" in text
 
 

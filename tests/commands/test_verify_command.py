@@ -11,14 +11,14 @@ from PIL import Image
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.config import Config
-from vit.export.onnx_file import export_onnx
-from vit.export.pictures import scene
-from vit.weights.folder import load_run, save_model
+from vit.export.export_onnx import export_onnx
+from vit.export.sample_images import scene
+from vit.weights.saved_model import load_run, save_model
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
     paths = [str(folder / f"{number}.png") for number in range(8)]
     for number, path in enumerate(paths):
         Image.fromarray(scene(*[(40, 31), (24, 50), (33, 33)][number % 3], number)).save(path)
@@ -51,8 +51,8 @@ def speaking(tmp_path_factory):
     return save_captioner(tmp_path_factory.mktemp("speaking") / "run", classes=("cat", "dog"))
 
 
-def test_a_run_and_its_file_agree(check, exported, pictures, tmp_path):
-    code, out, err = check(exported, *pictures, "--json", tmp_path / "a.json")
+def test_a_run_and_its_file_agree(check, exported, images, tmp_path):
+    code, out, err = check(exported, *images, "--json", tmp_path / "a.json")
     assert (code, err) == (0, [])
     assert out.startswith("images      8\nby hand     the saved preprocessing and the network")
     assert "fruit.onnx  same answer 100.00% (at least 99.5%), largest difference" in out
@@ -73,7 +73,7 @@ def test_a_run_and_its_file_agree(check, exported, pictures, tmp_path):
     ],
     ids=["mean", "crop"],
 )
-def test_an_altered_file_fails(check, tiny_run, exported, pictures, tmp_path, other, cause):
+def test_an_altered_file_fails(check, tiny_run, exported, images, tmp_path, other, cause):
     """The file computes as the tiny run does, and tells the preprocessing of another run."""
     loaded = load_run(tiny_run)
     wanted = dataclasses.replace(loaded.preprocessing, **other)
@@ -86,40 +86,40 @@ def test_an_altered_file_fails(check, tiny_run, exported, pictures, tmp_path, ot
     for entry in graph.metadata_props:
         entry.value = said.get(entry.key, entry.value)
     onnx.save(graph, tmp_path / "a.onnx")
-    code, out, err = check(tmp_path / "a.onnx", "--run", run, *pictures)
+    code, out, err = check(tmp_path / "a.onnx", "--run", run, *images)
     assert code == 1
     assert out.endswith("they do not agree\n")
     first, second = err
     assert first.startswith("vit verify: a.onnx is not the network of the run: another answer for")
     assert first.endswith(".png")
     assert re.match(f"vit verify: likely cause: .*{cause}", second), second
-    code, out, err = check(tmp_path / "a.onnx", *pictures)
+    code, out, err = check(tmp_path / "a.onnx", *images)
     assert (code, out) == (2, "")
     assert "was exported from gone, which is not here; give the run with --run RUN" in err[0]
 
 
-def test_captions_of_a_run_are_compared_too(check, speaking, pictures):
-    code, out, err = check(speaking, *pictures)
+def test_captions_of_a_run_are_compared_too(check, speaking, images):
+    code, out, err = check(speaking, *images)
     assert (code, err) == (0, [])
     assert "predictor  same answer 100.00%" in out
 
 
 @pytest.mark.slow
-def test_a_captioner_and_its_files(check, speaking, pictures, tmp_path):
+def test_a_captioner_and_its_files(check, speaking, images, tmp_path):
     path = tmp_path / "pets.onnx"
     export_onnx(speaking, path)
-    code, out, err = check(path, *pictures)
+    code, out, err = check(path, *images)
     assert (code, err) == (0, [])
     assert "pets.onnx  same answer 100.00%" in out
     other = save_captioner(tmp_path / "other", classes=("cat", "dog"), depth=1)
-    code, out, err = check(path, "--run", other, *pictures)
+    code, out, err = check(path, "--run", other, *images)
     assert code == 1
     assert "pets.onnx is not the network of the run" in err[0]
     assert "its weights or its normalisation are not the run's" in err[1]
 
 
-def test_a_run_alone(check, tiny_run, pictures):
-    code, out, err = check(tiny_run, *pictures)
+def test_a_run_alone(check, tiny_run, images):
+    code, out, err = check(tiny_run, *images)
     assert (code, err) == (0, [])
     assert out.count("\n") == 4
     assert "predictor  same answer 100.00%" in out
@@ -128,19 +128,19 @@ def test_a_run_alone(check, tiny_run, pictures):
     assert "MODEL is a run already" in err[0]
 
 
-def test_pictures_that_cannot_be_read_are_named(check, tiny_run, pictures, bad_pictures, tmp_path):
-    code, out, err = check(tiny_run, *pictures, *bad_pictures[:2], "--json", tmp_path / "a.json")
+def test_images_that_cannot_be_read_are_named(check, tiny_run, images, bad_images, tmp_path):
+    code, out, err = check(tiny_run, *images, *bad_images[:2], "--json", tmp_path / "a.json")
     assert code == 1
-    assert out.endswith(f"{len(pictures)} agree, and 2 could not be compared\n")
+    assert out.endswith(f"{len(images)} agree, and 2 could not be compared\n")
     assert err == [
-        f"vit verify: {bad_pictures[0]}: an empty file (0 bytes)",
-        f"vit verify: {bad_pictures[1]}: not a readable picture (text)",
+        f"vit verify: {bad_images[0]}: an empty file (0 bytes)",
+        f"vit verify: {bad_images[1]}: not a readable image (text)",
     ]
     assert len(json.loads((tmp_path / "a.json").read_text())["failed"]) == 2
 
 
-def test_pictures_are_drawn_where_there_are_none(check, tiny_run, monkeypatch):
-    monkeypatch.setattr("vit.export.pictures.SIZES", ((20, 30), (40, 20)))
+def test_images_are_drawn_where_there_are_none(check, tiny_run, monkeypatch):
+    monkeypatch.setattr("vit.export.sample_images.SIZES", ((20, 30), (40, 20)))
     code, out, (note,) = check(tiny_run)
     assert code == 0
     assert note.endswith("drew 2 of many sizes")
@@ -151,7 +151,7 @@ def test_a_run_and_a_file_side_by_side_are_told_what_to_type(check, tiny_run, tm
     for words, message in (
         (["RUN", "x.onnx", "a b.png"], "vit verify x.onnx --run RUN 'a b.png'"),
         (["x.xml", "RUN", "a.png"], "vit verify x.xml --run RUN a.png"),
-        (["x.onnx", "y.onnx"], "y.onnx is no picture"),
+        (["x.onnx", "y.onnx"], "y.onnx is no image"),
     ):
         code, out, err = check(*[tiny_run if word == "RUN" else word for word in words])
         assert (code, out, len(err)) == (2, "", 1)

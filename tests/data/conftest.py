@@ -1,4 +1,4 @@
-"""Small pictures and folders of them."""
+"""Small images and folders of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.samples import Sample
+from vit.data.dataset_types import Sample
 
 Tree = dict[str, int]
 
 
 def draw(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A smooth random picture: coarse noise, enlarged."""
+    """A smooth random image: coarse noise, enlarged."""
     noise = np.random.RandomState(seed).randint(0, 256, (5, 6, 3)).astype(np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture
-def picture() -> Callable[..., Image.Image]:
-    """Draws a picture: (width, height, seed)."""
+def pil_image() -> Callable[..., Image.Image]:
+    """Draws an image: (width, height, seed)."""
     return draw
 
 
@@ -37,7 +37,7 @@ def samples(tmp_path: Path) -> list[Sample]:
 
 @pytest.fixture
 def make_tree(tmp_path: Path) -> Callable[[Tree], Path]:
-    """Writes folders with so many different pictures each."""
+    """Writes folders with so many different images each."""
     seeds = iter(range(10_000))
 
     def make(tree: Tree) -> Path:

@@ -1,4 +1,4 @@
-"""Kept pictures: those that were asked for, complete or not at all, and up to date."""
+"""Kept images: those that were asked for, complete or not at all, and up to date."""
 
 import multiprocessing
 import os
@@ -15,26 +15,25 @@ import torch
 from PIL import Image
 
 from vit.config import AugmentConfig
-from vit.data import cache as cache_module
-from vit.data.cache import Cache, open_cache, side_for
-from vit.data.cache_file import NOWHERE, locked
+from vit.data import image_cache as cache_module
+from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import Always
-from vit.data.loading import TrainingLoader
+from vit.data.dataset_types import Sample
+from vit.data.image_cache import NOWHERE, Cache, locked, open_cache, side_for
+from vit.data.image_io import stamp_of
 from vit.data.preprocessing import Preprocessing
-from vit.data.samples import Sample
-from vit.data.schedule import Schedule
-from vit.data.stamps import stamp_of
+from vit.data.sampler import Schedule
 from vit.data.transforms import training_transform
 from vit.errors import DataError
 
 
 @pytest.fixture
-def paths(tmp_path, picture) -> list[str]:
+def paths(tmp_path, pil_image) -> list[str]:
     found = []
     for number in range(6):
-        path = tmp_path / "pictures" / f"{number}.png"
+        path = tmp_path / "images" / f"{number}.png"
         path.parent.mkdir(exist_ok=True)
-        picture(40 + number, 30, number).save(path)
+        pil_image(40 + number, 30, number).save(path)
         found.append(str(path))
     return found
 
@@ -42,11 +41,11 @@ def paths(tmp_path, picture) -> list[str]:
 def built(paths, tmp_path, **settings):
     told = []
     folder = tmp_path / "cache"
-    settings = {"side": 20, "kind": "disk", "folder": folder, "say": told.append, **settings}
+    settings = {"side": 20, "kind": "disk", "folder": folder, "notify": told.append, **settings}
     return open_cache(paths, **settings), told
 
 
-def test_pictures_are_kept_at_the_side_that_crops_need(paths, tmp_path):
+def test_images_are_kept_at_the_side_that_crops_need(paths, tmp_path):
     cache, told = built(paths, tmp_path)
     assert len(told) == 1
     assert "6 images with a short side of 20 px" in told[0]
@@ -57,19 +56,19 @@ def test_pictures_are_kept_at_the_side_that_crops_need(paths, tmp_path):
         assert np.abs(pixels.astype(int) - np.asarray(small)).max() <= 2
 
 
-def test_small_pictures_are_kept_as_they_are(paths, tmp_path):
+def test_small_images_are_kept_as_they_are(paths, tmp_path):
     cache, _ = built(paths, tmp_path, side=100)
     for number, path in enumerate(paths):
         with Image.open(path) as image:
             assert np.array_equal(cache.pixels(number), np.asarray(image))
 
 
-def test_it_is_built_once_and_again_after_a_change(paths, tmp_path, picture):
+def test_it_is_built_once_and_again_after_a_change(paths, tmp_path, pil_image):
     built(paths, tmp_path)
     assert built(paths, tmp_path)[1] == []
     assert len(built(paths, tmp_path, side=16)[1]) == 1
     assert len(built(paths[:-1], tmp_path)[1]) == 1
-    picture(41, 30, 99).save(paths[1])
+    pil_image(41, 30, 99).save(paths[1])
     cache, told = built(paths, tmp_path)
     assert len(told) == 1
     fresh, _ = built(paths, tmp_path, folder=tmp_path / "other")
@@ -87,8 +86,8 @@ def test_a_damaged_index_is_built_anew(paths, tmp_path, damage):
     assert again.pixels(0).shape == (20, 27, 3)
 
 
-def test_bad_pictures_have_no_place_and_stay_bad(paths, tmp_path):
-    Path(paths[2]).write_bytes(b"no picture")
+def test_bad_images_have_no_place_and_stay_bad(paths, tmp_path):
+    Path(paths[2]).write_bytes(b"no image")
     os.unlink(paths[4])
     cache, _ = built(paths, tmp_path)
     assert [cache.pixels(number) is None for number in range(6)] == [n in (2, 4) for n in range(6)]
@@ -140,7 +139,7 @@ def test_no_room_is_told_before_anything_is_written(paths, tmp_path, monkeypatch
     monkeypatch.setattr(cache_module, "room_in", lambda *_args, **_: 1000)
     with pytest.raises(DataError, match=r"6 images need 0\.0 MiB, and 0\.0 MiB of space"):
         built(paths, tmp_path)
-    assert not list((tmp_path / "cache").glob("pictures-*[!k]"))
+    assert not list((tmp_path / "cache").glob("images-*[!k]"))
 
 
 def test_memory_is_free_when_the_last_process_ends(paths, tmp_path, monkeypatch):
@@ -203,15 +202,15 @@ def test_the_side_keeps_crops_of_the_mean_area_from_being_enlarged():
     assert side_for(224, 0.08) == 305
 
 
-def one_picture(path, colour):
+def one_image(path, colour):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (20, 20), colour).save(path)
     os.utime(path, (0, 0))
 
 
-def test_another_picture_of_the_same_name_size_and_time_is_another_one(tmp_path, monkeypatch):
+def test_another_image_of_the_same_name_size_and_time_is_another_one(tmp_path, monkeypatch):
     for folder, colour in (("a", "red"), ("b", "blue")):
-        one_picture(tmp_path / folder / "x.bmp", colour)
+        one_image(tmp_path / folder / "x.bmp", colour)
     for folder, first in (("a", 255), ("b", 0)):
         monkeypatch.chdir(tmp_path / folder)
         cache, _ = built(["x.bmp"], tmp_path)
@@ -262,9 +261,9 @@ def test_a_cache_that_is_forgotten_while_it_is_opened_is_built_anew(paths, tmp_p
     assert np.array_equal(first.pixels(3), second.pixels(3))
 
 
-def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, picture):
+def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, pil_image):
     cache, _ = built(paths, tmp_path)
-    picture(60, 50, 99).save(paths[0])
+    pil_image(60, 50, 99).save(paths[0])
     built(paths, tmp_path)
     with pytest.raises(FileNotFoundError, match="another one is in its place"):
         Cache(cache.file, cache.index)
@@ -290,7 +289,7 @@ def test_the_least_recently_used_caches_make_room(paths, tmp_path, monkeypatch):
         cache, _ = built(paths[number : number + 1], tmp_path)
         files.append(cache.file)
         del cache
-    stranger = tmp_path / "cache" / f"pictures-{24 * '0'}"
+    stranger = tmp_path / "cache" / f"images-{24 * '0'}"
     stranger.write_bytes(b"not ours")
     for at, file in enumerate([stranger, *files]):
         os.utime(file, (at, at))

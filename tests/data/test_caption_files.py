@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from vit.data.captioning.files import format_of, is_list, read_rows
-from vit.data.sources import text_files
+from vit.data.captions.caption_files import format_of, is_list, read_rows
+from vit.data.sources import table_reader
 from vit.errors import DataError
 
 COCO = {
@@ -119,8 +119,8 @@ def test_coco_as_its_own_tools_read_it(write):
 
 
 def test_coco_on_one_long_line(write, monkeypatch):
-    monkeypatch.setattr(text_files, "MAX_LINE", 100)
-    monkeypatch.setattr(text_files, "BEGINNING", 50)
+    monkeypatch.setattr(table_reader, "MAX_LINE", 100)
+    monkeypatch.setattr(table_reader, "BEGINNING", 50)
     path = write(json.dumps(COCO, separators=(",", ":")))
     assert said(path) == [("b.jpg", ("two",)), ("a.jpg", ("one", "three"))]
 
@@ -154,7 +154,7 @@ WRONG = [
     (b"image,caption\na.jpg,caf\xe9\n", r"line 2: not UTF-8 \(byte 0xe9\); save it as UTF-8"),
     ("image,caption\na.jpg,a\0b\n", "line 2: has a NUL byte"),
     ("image,label\na.jpg,cat\n", "line 1: no column of captions among image, label; expected cap"),
-    ("name,caption\na.jpg,cat\n", "line 1: no column of pictures among name, caption; expected f"),
+    ("name,caption\na.jpg,cat\n", "line 1: no column of images among name, caption; expected f"),
     ("image,caption\na.jpg,a, b\n", "line 2: 3 cells, but 2 in the header; a cell with commas nee"),
     ("image,caption\na.jpg\n", "line 2: 1 cells, but 2 in the header"),
     ('image,caption\na.jpg,x\nb.jpg,"a\n\n', "line 3: not CSV .unexpected end of data"),
@@ -165,7 +165,7 @@ WRONG = [
         "a.jpg two", "'a.jpg two'")),
     ("image_name|comment_number|comment\na.jpg|x\n", "line 2: 2 cells, but 3 in the header"),
     ('{"file_name": "a.jpg"}\n', "line 1: no column of captions among file_name"),
-    ('{"text": "a"}\n', "line 1: no column of pictures among text; expected file_name"),
+    ('{"text": "a"}\n', "line 1: no column of images among text; expected file_name"),
     ('{"file_name": "a", "text": "a"}\n{"file_name": "b"}\n', "line 2: no column of captions"),
     ('{"file_name": "a", "text": "a"}\n{"file_name"\n', "line 2: not JSON .Expecting"),
     ('{"file_name": "a", "text": "a"}\n[1]\n', "line 2: a list; expected an object in each line"),
@@ -186,7 +186,7 @@ WRONG = [
     (coco('{"id": 1}', ""), r"images\[0\] has no file_name"),
     (coco('{"id": 1, "file_name": 3}', ""), r"images\[0\]: file_name is a number"),
     (coco('{"id": true, "file_name": "a"}', ""), r"images\[0\]: id is true or false"),
-    (coco(IMAGE + ',{"id": 1, "file_name": "b"}', ""), r"images\[1\] has the id 1 of another pict"),
+    (coco(IMAGE + ',{"id": 1, "file_name": "b"}', ""), r"images\[1\] has the id 1 of another"),
     (coco(IMAGE, '{"image_id": 2, "caption": "x"}'), r"annotations\[0\] has image_id 2, which is"),
     (coco(IMAGE, '{"image_id": 1, "bbox": []}'), r"annotations\[0\] has no caption; expected capt"),
     (coco(IMAGE, '{"image_id": 1, "caption": ["x"]}'), r"annotations\[0\]: caption is a list"),
@@ -219,26 +219,26 @@ def test_what_is_no_file_or_too_long(write, tmp_path, monkeypatch):
         with pytest.raises(DataError, match=message):
             rows(str(tmp_path / name))
     path = write("image,caption\na.jpg," + "x" * 200)
-    monkeypatch.setattr(text_files, "MAX_LINE", 100)
+    monkeypatch.setattr(table_reader, "MAX_LINE", 100)
     with pytest.raises(DataError, match="line 2: more than 100 bytes in one line"):
         rows(path)
-    monkeypatch.setattr(text_files, "MAX_BYTES", 150)
+    monkeypatch.setattr(table_reader, "MAX_BYTES", 150)
     with pytest.raises(DataError, match="more than the 0 GiB read here; split it"):
         rows(path)
-    monkeypatch.setattr(text_files, "MAX_BYTES", 2**30)
-    monkeypatch.setattr(text_files, "MAX_JSON_BYTES", 50)
+    monkeypatch.setattr(table_reader, "MAX_BYTES", 2**30)
+    monkeypatch.setattr(table_reader, "MAX_JSON_BYTES", 50)
     with pytest.raises(DataError, match="more than the 0 GiB"):
         rows(write(json.dumps(COCO)))
 
 
 def test_the_real_limits():
-    assert (text_files.MAX_BYTES, text_files.MAX_JSON_BYTES) == (10 * 2**30, 2 * 2**30)
+    assert (table_reader.MAX_BYTES, table_reader.MAX_JSON_BYTES) == (10 * 2**30, 2 * 2**30)
 
 
 def test_a_sparse_file_beyond_the_limit(tmp_path):
     path = tmp_path / "big.json"
     with path.open("wb") as file:
-        file.write(b'{"images":[' + b" " * text_files.BEGINNING)
+        file.write(b'{"images":[' + b" " * table_reader.BEGINNING)
         file.truncate(3 * 2**30)
     with pytest.raises(DataError, match=r"3.0 GiB, more than the 2 GiB read here"):
         rows(str(path))

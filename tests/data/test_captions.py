@@ -1,4 +1,4 @@
-"""Opening captioned pictures: layouts, one sample a picture, splits without leaks, classes."""
+"""Opening captioned images: layouts, one sample an image, splits without leaks, classes."""
 
 import csv
 import json
@@ -8,9 +8,9 @@ import zlib
 import pytest
 from PIL import Image
 
-from vit.data.captioning.captions import open_captioned, open_captions
-from vit.data.samples import NO_LABEL
-from vit.data.sources.opening import open_splits, relative
+from vit.data.captions.caption_dataset import open_captioned, open_captions
+from vit.data.dataset_types import NO_LABEL
+from vit.data.sources.open_dataset import open_splits, relative
 from vit.errors import DataError
 
 
@@ -28,7 +28,7 @@ def names(samples, root):
 
 
 def draw(folder, *names):
-    """Different small pictures."""
+    """Different small images."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         path = folder / name
@@ -62,7 +62,7 @@ def coco(path, captions):
 
 @pytest.fixture
 def flickr(tmp_path):
-    """Twelve pictures with three captions each, in Images/."""
+    """Twelve images with three captions each, in Images/."""
     root = tmp_path / "data"
     files = [f"{number:02d}.png" for number in range(12)]
     draw(root / "Images", *files)
@@ -79,7 +79,7 @@ def image_folder(root, splits=("train", "val")):
     return root
 
 
-def test_a_picture_is_one_sample_with_all_its_captions(flickr):
+def test_an_image_is_one_sample_with_all_its_captions(flickr):
     splits = opened(flickr)
     everything = sorted([*splits.train, *splits.val], key=lambda sample: sample.path)
     assert names(everything, flickr) == [f"Images/{number:02d}.png" for number in range(12)]
@@ -89,11 +89,11 @@ def test_a_picture_is_one_sample_with_all_its_captions(flickr):
     assert splits.made
     assert splits.root == flickr
     assert all(os.path.isfile(sample.path) for sample in everything)
-    assert noted(splits, f"captions.txt: its pictures are taken from {flickr}/Images")
-    assert noted(splits, "held out 3 pictures, 25% of all")
+    assert noted(splits, f"captions.txt: its images are taken from {flickr}/Images")
+    assert noted(splits, "held out 3 images, 25% of all")
 
 
-def test_the_split_is_of_pictures_and_hardly_changes(flickr):
+def test_the_split_is_of_images_and_hardly_changes(flickr):
     splits = opened(flickr)
     assert len(splits.val) == 3
     assert not {s.path for s in splits.train} & {s.path for s in splits.val}
@@ -121,33 +121,33 @@ def test_captions_are_tidied_and_each_counts_once(tmp_path):
         "3.png": ("y", "z"),
     }
     assert noted(splits, "left out 3 empty captions")
-    assert noted(splits, "left out 2 captions that the same picture has already")
-    assert noted(splits, f"left out 1 picture without a caption: {tmp_path}/1.png")
+    assert noted(splits, "left out 2 captions that the same image has already")
+    assert noted(splits, f"left out 1 image without a caption: {tmp_path}/1.png")
     assert not noted(splits, "that no line of a list names")
 
 
-def test_missing_pictures_stay_and_extra_ones_are_counted(flickr):
+def test_missing_images_stay_and_extra_ones_are_counted(flickr):
     (flickr / "Images/04.png").unlink()
     draw(flickr / "Images", "x.png", "deep/y.png")
     splits = opened(flickr)
     assert len(splits.train) + len(splits.val) == 12
-    assert noted(splits, "left out 2 pictures that no line of a list names: Images/deep/y.png")
+    assert noted(splits, "left out 2 images that no line of a list names: Images/deep/y.png")
 
 
-def test_pictures_that_are_nowhere_are_said(tmp_path):
+def test_images_that_are_nowhere_are_said(tmp_path):
     splits = opened(table(tmp_path / "list.csv", [(f"{n}.png", "x") for n in range(4)]))
     assert len(splits.train) + len(splits.val) == 4
     assert noted(splits, "such as 0.png, are neither beside it nor in a folder beside it; say wh")
 
 
-def test_pictures_in_several_folders_are_refused(flickr):
+def test_images_in_several_folders_are_refused(flickr):
     draw(flickr / "Thumbs", "00.png")
     with pytest.raises(DataError, match=r"in several folders: .*Images, .*Thumbs; say which with"):
         opened(flickr)
     assert not noted(opened(flickr, images=str(flickr / "Images")), "taken from")
 
 
-def test_pictures_beside_the_list_come_first(tmp_path):
+def test_images_beside_the_list_come_first(tmp_path):
     draw(tmp_path, *(f"{n}.png" for n in range(4)))
     draw(tmp_path / "other", "0.png")
     splits = opened(table(tmp_path / "list.csv", [(f"{n}.png", "x") for n in range(4)]))
@@ -195,7 +195,7 @@ def test_absolute_names_are_taken_only_without_images(tmp_path):
         ("\\\\server\\x.png", "line 3: .* is a place on another computer"),
         ("https://example.org/x.png", "line 3: .* is a web address; download"),
         (" ", "line 3: no file name"),
-        (".", "line 3: . is a folder; expected a picture"),
+        (".", "line 3: . is a folder; expected an image"),
     ],
 )
 def test_path_tricks_are_refused(tmp_path, name, message):
@@ -211,9 +211,9 @@ def test_path_tricks_are_refused(tmp_path, name, message):
         ({"file_name": "a", "text": "x\0"}, "line 1: a caption with a NUL"),
         ({"file_name": "a\ud800", "text": "x"}, "line 1: half a character"),
         ({"file_name": "a", "text": "x\udc80"}, "line 1: half a character"),
-        ({"file_name": "a", "text": " "}, "no picture has a caption"),
-        ({"file_name": "a", "captions": []}, "no picture has a caption"),
-        ({"file_name": "a", "text": "x"}, "no pictures left to validate on"),
+        ({"file_name": "a", "text": " "}, "no image has a caption"),
+        ({"file_name": "a", "captions": []}, "no image has a caption"),
+        ({"file_name": "a", "text": "x"}, "no images left to validate on"),
     ],
 )
 def test_texts_that_are_none_are_refused(tmp_path, record, message):
@@ -298,16 +298,16 @@ def test_lists_whose_names_say_the_split(tmp_path):
         table(tmp_path / f"my_{split}.csv", [(f"{n}.png", "x") for n in numbers])
     splits = opened(tmp_path)
     assert (len(splits.train), len(splits.val), splits.made) == (6, 4, False)
-    assert noted(splits, "1 picture in training and in validation (leak): ")
+    assert noted(splits, "1 image in training and in validation (leak): ")
     table(tmp_path / "my_val.csv", [(f"{n}.png", "x") for n in range(5)])
-    with pytest.raises(DataError, match="all 5 validation pictures are training pictures too"):
+    with pytest.raises(DataError, match="all 5 validation images are training images too"):
         opened(tmp_path)
 
 
-def test_equal_pictures_on_both_sides_are_told(tmp_path):
+def test_equal_images_on_both_sides_are_told(tmp_path):
     root = image_folder(tmp_path)
     (root / "val/cat/val1.png").write_bytes((root / "train/cat/train1.png").read_bytes())
-    assert noted(opened(root), "1 picture in training and in validation (leak): train/cat/train1")
+    assert noted(opened(root), "1 image in training and in validation (leak): train/cat/train1")
 
 
 def test_several_lists_are_refused(flickr):
@@ -333,7 +333,7 @@ def test_folders_without_a_list_are_refused(tmp_path, make_tree):
     with pytest.raises(DataError, match=r"\(none of labels.csv, more.csv is one\)"):
         opened(tmp_path / "data")
     (tmp_path / "data/train/metadata.csv").write_text("name,text\na.png,1\n")
-    with pytest.raises(DataError, match=r"metadata.csv, line 1: no column of pictures among name"):
+    with pytest.raises(DataError, match=r"metadata.csv, line 1: no column of images among name"):
         opened(tmp_path / "data")
     with pytest.raises(DataError, match="no such folder"):
         opened(tmp_path / "missing")
@@ -362,14 +362,14 @@ def test_classes_are_the_folders(tmp_path):
         opened(root, with_classes=True)
 
 
-def test_held_out_pictures_are_those_of_classification(tmp_path):
+def test_held_out_images_are_those_of_classification(tmp_path):
     files = [f"{name}/{n}.png" for name in ("cat", "dog") for n in range(12)]
     draw(tmp_path, *files)
     lines(tmp_path / "metadata.jsonl", [{"file_name": n, "text": n} for n in files])
     splits = opened(tmp_path, with_classes=True)
     plain = open_splits(str(tmp_path), val_share=0.25, seed=0)
     assert [(s.path, s.label) for s in splits.val] == [(s.path, s.label) for s in plain.val]
-    assert noted(splits, "held out 6 pictures, 25% of each class")
+    assert noted(splits, "held out 6 images, 25% of each class")
 
 
 def test_classes_are_a_column(flickr):
@@ -400,7 +400,7 @@ def test_evaluation_of_one_split(tmp_path):
         ("dog", 1),
         ("cat", 2),
     }
-    assert notes == (f"{root}/train has no pictures of class z",)
+    assert notes == (f"{root}/train has no images of class z",)
     with pytest.raises(DataError, match="classes that the model does not have: dog"):
         open_captioned(str(root), split="val", classes=["cat"])
     with pytest.raises(DataError, match="no captions for test; it has train, valid"):
@@ -412,11 +412,11 @@ def test_evaluation_takes_what_training_held_out(flickr):
     held_out = names(splits.val, splits.root)
     samples, notes = open_captioned(str(flickr), split="val", held_out=held_out)
     assert samples == splits.val
-    assert "no validation list: took the 3 pictures that training held out" in notes
+    assert "no validation list: took the 3 images that training held out" in notes
     samples, notes = open_captioned(str(flickr), split="val")
     assert len(samples) == 12
-    assert "no validation list: took all 12 pictures" in notes
-    with pytest.raises(DataError, match="no captions for test; it has one list of all pictures"):
+    assert "no validation list: took all 12 images" in notes
+    with pytest.raises(DataError, match="no captions for test; it has one list of all images"):
         open_captioned(str(flickr), split="test")
 
 

@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.inspection.inspecting import inspect
-from vit.data.inspection.problems import KINDS
-from vit.data.sources.asked import Asked
-from vit.data.sources.opening import open_splits
-from vit.data.sources.tables import read_table
+from vit.data.checks.dataset_check import inspect
+from vit.data.checks.problems import KINDS
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import open_splits
+from vit.data.sources.table_reader import read_table
 from vit.errors import ConfigError, DataError
 
 NAMES = [f"{label}/{number}.png" for label in "ab" for number in range(4)]
@@ -20,15 +20,15 @@ GOOD = [f"{name},{name[0]}" for name in NAMES]
 
 
 @pytest.fixture
-def pictures(make_tree):
-    """Four pictures in a/, four in b/."""
+def images(make_tree):
+    """Four images in a/, four in b/."""
     return make_tree({"a": 4, "b": 4})
 
 
 @pytest.fixture
-def write(pictures):
+def write(images):
     def write(lines, name="list.csv"):
-        path = pictures / name
+        path = images / name
         path.write_text("\n".join([*lines, ""]), encoding="utf-8")
         return str(path)
 
@@ -36,7 +36,7 @@ def write(pictures):
 
 
 def checked(data, **asked):
-    return inspect(Asked(str(data), **asked), workers=1, cache=False)
+    return inspect(DatasetSpec(str(data), **asked), workers=1, cache=False)
 
 
 def told(report, *kinds):
@@ -51,12 +51,12 @@ def told(report, *kinds):
 FAULTS = ("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line")
 
 
-def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, pictures):
+def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, images):
     bad = [
         *("a/0.png,a,b", "a/1.png", ",a", "../x.png,a", "http://x.org/1.png,a", "/etc/passwd,a"),
         *('"a/2.png,a', "a/3.png,b", "a/2.png,a", "b/9.png,", "b/0.png,a", 'a/1.png,"a"x'),
     ]
-    (pictures / "b/3.png").write_bytes(b"<html>")
+    (images / "b/3.png").write_bytes(b"<html>")
     path = write(["image,label", *GOOD[:4], *bad, *GOOD[4:]])
     report = checked(path)
     assert told(report, *FAULTS) == [
@@ -64,11 +64,11 @@ def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, p
         *(("bad_path", line) for line in (8, 9, 10, 11)),
         ("no_label", 15),
         ("contradiction", 13),
-        # the first line of a picture stays, whatever comes later
+        # the first line of an image stays, whatever comes later
         ("contradiction", 18),
         ("repeated_line", 14),
     ]
-    assert {one.path for one in report.listing.pictures} == {str(pictures / n) for n in NAMES}
+    assert {one.path for one in report.listing.images} == {str(images / n) for n in NAMES}
     assert report.kinds()["unreadable"] == 1
     assert report.listing.counts("all") == {"a": 5, "b": 3}
     assert not any("left out" in one.detail for one in report.problems)
@@ -78,7 +78,7 @@ def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, p
         open_splits(path, val_share=0.2, seed=0)
 
 
-def test_every_bad_record_of_json_is_told(write, pictures):
+def test_every_bad_record_of_json_is_told(write, images):
     good = [json.dumps({"image": name, "label": name[0]}) for name in NAMES]
     bad = [
         *("{", "[1]", '{"image": 3, "label": "a"}', '{"image": "x.png", "label": true}'),
@@ -94,18 +94,18 @@ def test_every_bad_record_of_json_is_told(write, pictures):
         ]
         assert len(report.facts) == 8
         lost = next(one for one in report.problems if one.kind == "no_label")
-        assert lost.images == (str(pictures / "x.png"),)
+        assert lost.images == (str(images / "x.png"),)
         with pytest.raises(DataError, match="line 1: not JSON"):
             open_splits(path, val_share=0.2, seed=0)
 
 
-def test_lists_with_splits_tell_all_of_each(write, pictures):
+def test_lists_with_splits_tell_all_of_each(write, images):
     rows = [f"{line},{'val' if '3' in line else 'train'}" for line in GOOD]
     path = write(["image,label,split", *rows, "a/0.png,a,val", "b/9.png,b,trian"])
     assert told(checked(path), *FAULTS) == [("bad_line", 11), ("contradiction", 10)]
     write(["image,label", *GOOD[:3], "x", *GOOD[4:7]], "train.csv")
     write(["image,label", "x", GOOD[3], GOOD[7]], "val.csv")
-    report = checked(pictures)
+    report = checked(images)
     assert told(report, *FAULTS) == [("bad_line", 5), ("bad_line", 2)]
     assert sum(report.listing.counts("val").values()) == 2
 
@@ -115,15 +115,15 @@ def test_several_labels_are_said_where_the_list_has_them(write):
     report = checked(path)
     assert not report.failed
     assert any("line 11: several labels, so" in one.detail for one in report.problems)
-    single = checked(path, several=False)
+    single = checked(path, multilabel=False)
     assert told(single, *FAULTS) == [("contradiction", 10), ("contradiction", 11)]
-    alone = checked(write(["image,label", *GOOD[1:], "a/0.png,a|b"]), several=False)
+    alone = checked(write(["image,label", *GOOD[1:], "a/0.png,a|b"]), multilabel=False)
     assert told(alone, *FAULTS) == [("several_labels", 9)]
 
 
-def test_absolute_names_are_those_of_the_folder(write, pictures):
-    lines = [f"{pictures}/{line}" for line in GOOD[:2]]
-    path = write(["image,label", *GOOD, *lines, f"{pictures}/a/3.png,b", "/etc/x.png,a"])
+def test_absolute_names_are_those_of_the_folder(write, images):
+    lines = [f"{images}/{line}" for line in GOOD[:2]]
+    path = write(["image,label", *GOOD, *lines, f"{images}/a/3.png,b", "/etc/x.png,a"])
     assert told(checked(path), *FAULTS) == [
         ("bad_path", 13),
         ("contradiction", 12),
@@ -137,8 +137,8 @@ def test_absolute_names_are_those_of_the_folder(write, pictures):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["picture,kind", *GOOD], "line 1: no column of pictures among"),
-        (["image,label"], "no pictures in it; expected a line for each"),
+        (["picture,kind", *GOOD], "line 1: no column of images among"),
+        (["image,label"], "no images in it; expected a line for each"),
         (["image,label", *GOOD, "a/\0.png,a"], "line 10: has a NUL byte"),
         (["image,label", "a", "b,c,d"], r"line 2: 1 cells, .* \(and 1 more such faults"),
         (
@@ -185,7 +185,7 @@ def pack(path, members):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Four shards of four pictures: three of train, one of val."""
+    """Four shards of four images: three of train, one of val."""
     root = tmp_path / "shards"
     root.mkdir()
     for place, name in enumerate(("train-0", "train-1", "train-2", "val-0")):
@@ -253,11 +253,11 @@ def test_pairs_that_are_not_whole_are_told_one_by_one(tmp_path):
     }
     assert len(report.facts) == 4
     assert KINDS["lone_label"] == "warning"
-    with pytest.raises(DataError, match=r"2 pictures without \.cls beside, which others have"):
+    with pytest.raises(DataError, match=r"2 images without \.cls beside, which others have"):
         open_splits(str(path), val_share=0.2, seed=0)
 
 
-def test_labels_in_json_and_pictures_in_no_folder(tmp_path):
+def test_labels_in_json_and_images_in_no_folder(tmp_path):
     members = {f"{n}.png": png(n) for n in range(4)}
     labels = {"0.json": b"{", "1.json": b'{"label": "a"}', "2.json": b'{"label": "b"}'}
     report = checked(pack(tmp_path / "x.tar", {**members, **labels, "3.json": b'{"label": 1.5}'}))
@@ -280,14 +280,14 @@ def test_groups_on_both_sides_are_told(patients):
     assert len(leaks) == 2
     (words, first), _ = sorted(leaks.items())
     assert words.startswith("group 0 (/(")
-    assert words.endswith("has 2 pictures in train and 2 in val")
+    assert words.endswith("has 2 images in train and 2 in val")
     assert {path.removeprefix(f"{patients}/") for path in first.images} == {
         *("train/a/0.png", "train/b/0.png", "val/a/0.png", "val/b/0.png")
     }
     assert report.kinds()["group_in_test"] == 1
     assert report.failed
     with pytest.raises(DataError, match=r"2 groups .* in training too"):
-        open_splits(Asked(str(patients), group=r"/(\d)\.png"), val_share=0.2, seed=0)
+        open_splits(DatasetSpec(str(patients), group=r"/(\d)\.png"), val_share=0.2, seed=0)
     assert "group_leak" not in checked(patients, group=r"(.*)/\d").kinds()
 
 
@@ -299,7 +299,7 @@ def test_groups_of_a_column(patients):
     (patients / "list.csv").write_text("\n".join(lines))
     report = checked(patients / "list.csv", group="patient")
     (words,) = [one.detail for one in report.problems if one.kind == "group_leak"]
-    assert words.startswith("group p2 (patient) has 1 picture in train and 1 in val (")
+    assert words.startswith("group p2 (patient) has 1 image in train and 1 in val (")
     assert "list.csv, line 4; " in words
     assert "list.csv, line 15)" in words
     assert "11 groups by the column patient" in {one.detail for one in report.problems}

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from vit.data.sources.builtin import digits_folder, is_whole, user_cache
-from vit.data.sources.opening import open_splits
+from vit.data.sources.builtin_datasets import digits_folder, is_whole, user_cache
+from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
     return digits_folder(tmp_path_factory.mktemp("cache"))
 
 
-def test_pictures_and_classes_are_those_of_scikit_learn(folder):
+def test_images_and_classes_are_those_of_scikit_learn(folder):
     reference = load_digits()
     files = sorted(folder.glob("*/*/*.png"), key=lambda path: path.name)
     assert [path.name for path in files] == [f"{number:04d}.png" for number in range(1797)]

@@ -1,13 +1,13 @@
-"""What is told about a data set before training: unreadable, equal, few or unequal pictures."""
+"""What is told about a data set before training: unreadable, equal, few or unequal images."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from vit.data.checking import check_samples, without
-from vit.data.sources.oddities import equal_files
-from vit.data.sources.opening import open_splits
+from vit.data.bad_images import check_samples, without
+from vit.data.sources.dataset_warnings import equal_files
+from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
@@ -30,7 +30,7 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
 
 
-def test_broken_pictures_are_found_in_order_and_left_out(make_tree):
+def test_broken_images_are_found_in_order_and_left_out(make_tree):
     root = make_tree(SPLIT)
     (root / "train/b/3.png").write_bytes(b"")
     (root / "train/a/7.png").write_bytes(b"<html>404</html>")
@@ -45,23 +45,23 @@ def test_broken_pictures_are_found_in_order_and_left_out(make_tree):
     kept = without(splits, bad)
     assert len(kept.train) == 22
     assert len(kept.val) == 4
-    assert noted(kept, "left out 3 pictures that cannot be read: ")
+    assert noted(kept, "left out 3 images that cannot be read: ")
     assert without(splits, []) is splits
 
 
-def test_a_class_without_readable_pictures_is_refused(make_tree):
+def test_a_class_without_readable_images_is_refused(make_tree):
     root = make_tree(SPLIT)
     for path in (root / "train/b").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="no training picture of class b can be read"):
+    with pytest.raises(DataError, match="no training image of class b can be read"):
         checked(root)
 
 
-def test_validation_without_readable_pictures_is_refused(make_tree):
+def test_validation_without_readable_images_is_refused(make_tree):
     root = make_tree(SPLIT)
     for path in (root / "val").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="no validation picture can be read"):
+    with pytest.raises(DataError, match="no validation image can be read"):
         checked(root)
 
 
@@ -71,17 +71,17 @@ def test_a_leak_is_said(make_tree):
         copy = (root / f"val/a/{number}.png").read_bytes()
         (root / f"train/a/copy{number}.png").write_bytes(copy)
     splits = opened(root)
-    assert noted(splits, "2 pictures in training and in validation (leak): train/a/copy0.png = val")
+    assert noted(splits, "2 images in training and in validation (leak): train/a/copy0.png = val")
     assert len(splits.train) == 26
 
 
-def test_a_picture_of_two_classes_is_said(make_tree):
+def test_an_image_of_two_classes_is_said(make_tree):
     root = make_tree(SPLIT)
     (root / "train/b/twin.png").write_bytes((root / "train/a/0.png").read_bytes())
-    assert noted(opened(root), "1 picture in more than one class: train/a/0.png = train/b/twin.png")
+    assert noted(opened(root), "1 image in more than one class: train/a/0.png = train/b/twin.png")
 
 
-def test_equal_pictures_of_one_class_are_fine(make_tree):
+def test_equal_images_of_one_class_are_fine(make_tree):
     root = make_tree(SPLIT)
     (root / "train/a/twin.png").write_bytes((root / "train/a/0.png").read_bytes())
     assert opened(root).notes == ()
@@ -104,8 +104,8 @@ def test_files_whose_reading_may_never_end_are_not_compared(tmp_path):
     assert equal_files(map(str, sorted(tmp_path.iterdir()))) == []
 
 
-def test_unequal_and_few_pictures_are_said(make_tree):
+def test_unequal_and_few_images_are_said(make_tree):
     splits = opened(make_tree({"a": 60, "b": 4}))
-    assert noted(splits, "imbalanced classes: b has the fewest, 3 pictures; a has 45")
+    assert noted(splits, "imbalanced classes: b has the fewest, 3 images; a has 45")
     splits = opened(make_tree({"a": 2, "b": 2}))
     assert noted(opened(make_tree({"train/a": 1, "train/b": 1, "val/a": 1})), "only 2 training")

@@ -1,4 +1,4 @@
-"""The safe reader: good pictures of every kind upright in RGB, everything else a BadImage."""
+"""The safe reader: good images of every kind upright in RGB, everything else a BadImage."""
 
 import io
 import os
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data import containers, decoding
-from vit.data.decoding import FORMATS, check_header, read_image
+from vit.data import archives, image_io
+from vit.data.image_io import FORMATS, check_header, read_image
 from vit.errors import BadImage
 
 # Four corners of different colours, so that any turn shows.
@@ -34,7 +34,7 @@ STORED = {
     7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
     8: lambda a: np.rot90(a, -1),
 }
-"""How a picture is stored whose EXIF orientation turns it upright."""
+"""How an image is stored whose EXIF orientation turns it upright."""
 
 
 def encoded(image: Image.Image, kind: str, **settings) -> bytes:
@@ -111,14 +111,14 @@ def test_this_pillow_has_all_formats():
 
 @pytest.mark.parametrize("orientation", STORED)
 @pytest.mark.parametrize(("kind", "settings"), [("JPEG", JPEG), ("PNG", {}), ("TIFF", {})])
-def test_pictures_stand_upright(write, orientation, kind, settings):
+def test_images_stand_upright(write, orientation, kind, settings):
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](CORNERS)))
     path = write(encoded(stored, kind, exif=exif(orientation), **settings))
     assert_shows(path, CORNERS, 12)
 
 
 @pytest.mark.parametrize("tags", [b"", b"Exif\0\0", b"Exif\0\0garbage" * 9, exif(0), exif(99)])
-def test_a_damaged_tag_costs_no_picture(write, tags):
+def test_a_damaged_tag_costs_no_image(write, tags):
     jpeg = encoded(Image.fromarray(CORNERS), "JPEG", **JPEG)
     segment = b"\xff\xe1" + struct.pack(">H", len(tags) + 2) + tags
     assert_shows(write(jpeg[:2] + segment + jpeg[2:]), CORNERS, 12)
@@ -213,15 +213,15 @@ def test_odd_sizes(write, size):
         (b'{"error": "rate limited"}', "JSON"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(300), "HEIC picture: convert it"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(300), "HEIC image: convert it"),
         (b"%PDF-1.4\n", "PDF"),
         (b"PK\x03\x04" + bytes(99), "ZIP"),
         (b"\xff\xd8\xff\xd9", "damaged"),
-        (bytes(4096), "not a readable picture"),
+        (bytes(4096), "not a readable image"),
         (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "damaged"),
     ],
 )
-def test_what_is_no_picture_is_refused_by_name(write, content, reason):
+def test_what_is_no_image_is_refused_by_name(write, content, reason):
     path = write(content)
     assert reason in refusal(path)
     with pytest.raises(BadImage):
@@ -230,7 +230,7 @@ def test_what_is_no_picture_is_refused_by_name(write, content, reason):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_half_a_picture_is_no_picture(write, kind, share):
+def test_half_an_image_is_no_image(write, kind, share):
     noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
     content = encoded(Image.fromarray(noise), kind)
     assert refusal(write(content[: int(len(content) * share)]))
@@ -265,7 +265,7 @@ def test_bombs_are_refused_unread(write, side):
 def test_a_file_of_too_many_bytes_is_refused_unread(tmp_path):
     path = tmp_path / "sparse.jpg"
     with open(path, "wb") as file:
-        file.truncate(containers.MAX_BYTES + 1)
+        file.truncate(archives.MAX_BYTES + 1)
     assert "bytes are more than the limit" in refusal(path)
 
 
@@ -276,7 +276,7 @@ def test_what_is_no_regular_file(tmp_path):
     (tmp_path / "circle.jpg").symlink_to("circle.jpg")
     (tmp_path / "device.jpg").symlink_to("/dev/zero")
     started = time.monotonic()
-    assert refusal(tmp_path / "folder.jpg") == "a folder, not a picture"
+    assert refusal(tmp_path / "folder.jpg") == "a folder, not an image"
     assert "pipe" in refusal(tmp_path / "pipe.jpg")
     assert refusal(tmp_path / "dangling.jpg") == "a link to a missing file"
     assert "circle" in refusal(tmp_path / "circle.jpg")
@@ -314,7 +314,7 @@ def test_a_name_that_is_not_utf8(tmp_path):
 
 def test_any_failure_of_a_parser_is_a_bad_image(write, monkeypatch):
     path = write(encoded(Image.fromarray(CORNERS), "PNG"))
-    monkeypatch.setattr(decoding, "to_rgb", lambda _: 1 / 0)
+    monkeypatch.setattr(image_io, "to_rgb", lambda _: 1 / 0)
     assert "division by zero" in refusal(path)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from vit.config import AugmentConfig
+from vit.data.dataloader import Batch, EvaluationLoader, TrainingLoader
 from vit.data.dataset import Always
-from vit.data.decoding import read_image
-from vit.data.loading import Batch, EvaluationLoader, TrainingLoader
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.data.schedule import Schedule, fitting_batch_size
-from vit.data.seeding import random_seed
+from vit.data.random_seed import random_seed
+from vit.data.sampler import Schedule, fitting_batch_size
 from vit.data.transforms import training_transform
 from vit.errors import BadImage, DataError
 
@@ -55,7 +55,7 @@ def assert_equal(first: list[Batch], second: list[Batch]) -> None:
 
 def test_batches_hold_what_they_say(samples):
     batches = everything(samples)
-    assert len(batches) == EPOCHS * 2  # the last 4 of 20 pictures make no whole batch
+    assert len(batches) == EPOCHS * 2  # the last 4 of 20 images make no whole batch
     for batch in batches:
         assert batch.images.dtype == torch.uint8
         assert batch.images.shape == (8, 3, 8, 8)
@@ -64,7 +64,7 @@ def test_batches_hold_what_they_say(samples):
         assert batch.failed == []
 
 
-def test_an_epoch_shows_no_picture_twice_and_each_epoch_differs(samples):
+def test_an_epoch_shows_no_image_twice_and_each_epoch_differs(samples):
     orders = [batch.indices.tolist() for batch in everything(samples, batch_size=20)]
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert len({tuple(order) for order in orders}) == EPOCHS
@@ -143,7 +143,7 @@ class Growing:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_pictures_may_grow_from_epoch_to_epoch(samples, workers):
+def test_images_may_grow_from_epoch_to_epoch(samples, workers):
     batches = everything(samples, workers=workers, transform_for=Growing())
     assert [batch.images.shape[-1] for batch in batches] == [8, 8, 16, 16, 24, 24]
 
@@ -156,7 +156,7 @@ def broken(samples) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_picture_stops_by_its_name(samples, broken, workers):
+def test_a_bad_image_stops_by_its_name(samples, broken, workers):
     with pytest.raises(BadImage) as caught:
         everything(samples, batch_size=20, workers=workers)
     assert caught.value.path == broken
@@ -164,7 +164,7 @@ def test_a_bad_picture_stops_by_its_name(samples, broken, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_picture_is_skipped_counted_and_never_replaced(samples, broken, workers):
+def test_a_bad_image_is_skipped_counted_and_never_replaced(samples, broken, workers):
     keys = next(loader(samples, batch_size=20).schedule.micro_batches(0))
     place = next(key.position for key in keys if key.sample == 5)
     batch = everything(samples, batch_size=20, workers=workers, on_bad_image="skip")[0]
@@ -174,7 +174,7 @@ def test_a_bad_picture_is_skipped_counted_and_never_replaced(samples, broken, wo
     assert batch.indices.tolist() == [key.sample for key in keys if key.sample != 5]
 
 
-def test_a_batch_without_any_good_picture_is_empty(samples):
+def test_a_batch_without_any_good_image_is_empty(samples):
     for sample in samples:
         Path(sample.path).write_bytes(b"nothing")
     batch = everything(samples, on_bad_image="skip")[0]
@@ -187,7 +187,7 @@ def test_a_batch_without_any_good_picture_is_empty(samples):
     ("settings", "message"),
     [
         ({"batch_size": 6, "accumulate": 2, "world_size": 2}, r"batch_size=6 .* multiple of 4"),
-        ({"batch_size": 32}, r"batch_size=32 is more than the 20 training pictures"),
+        ({"batch_size": 32}, r"batch_size=32 is more than the 20 training images"),
     ],
 )
 def test_batches_that_cannot_be_are_refused(samples, settings, message):
@@ -198,7 +198,7 @@ def test_batches_that_cannot_be_are_refused(samples, settings, message):
 def test_the_batch_size_can_be_fitted():
     assert fitting_batch_size(1000, 128, 4) == 128
     assert fitting_batch_size(10, 128, 4) == 8
-    with pytest.raises(DataError, match="3 training pictures are too few for 4"):
+    with pytest.raises(DataError, match="3 training images are too few for 4"):
         fitting_batch_size(3, 128, 4)
 
 
@@ -223,14 +223,14 @@ class Buggy:
         raise ZeroDivisionError("oh")
 
 
-def test_a_bug_in_a_transform_names_the_picture(samples):
+def test_a_bug_in_a_transform_names_the_image(samples):
     with pytest.raises(RuntimeError, match=r"\d\d.png: the transform failed: oh"):
         everything(samples, transform_for=Always(Buggy()))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_evaluation_shows_each_picture_once_every_time(samples, workers, world_size):
+def test_evaluation_shows_each_image_once_every_time(samples, workers, world_size):
     seen = []
     for rank in range(world_size):
         evaluation = EvaluationLoader(
@@ -246,7 +246,7 @@ def test_evaluation_shows_each_picture_once_every_time(samples, workers, world_s
     assert sorted(seen) == list(range(20))
 
 
-def test_evaluation_reports_bad_pictures(samples, broken):
+def test_evaluation_reports_bad_images(samples, broken):
     settings = {"batch_size": 6, "workers": 0}
     batches = list(EvaluationLoader(samples, PREPROCESSING, **settings))
     assert [bad.path for batch in batches for bad in batch.failed] == [broken]
@@ -257,7 +257,7 @@ def test_evaluation_reports_bad_pictures(samples, broken):
         list(EvaluationLoader(samples, PREPROCESSING, on_bad_image="stop", **settings))
 
 
-def test_more_devices_than_pictures(samples):
+def test_more_devices_than_images(samples):
     evaluation = EvaluationLoader(
         samples[:1], PREPROCESSING, batch_size=6, rank=1, world_size=2, workers=1
     )
@@ -277,10 +277,10 @@ def test_orders_are_the_same_on_every_machine_and_version():
 
 LEAVING = """
 import os, sys
-from vit.data.feed import Feed
-from vit.data.loading import EvaluationLoader
+from vit.data.dataloader import Feed
+from vit.data.dataloader import EvaluationLoader
 from vit.data.preprocessing import Preprocessing
-from vit.data.samples import Sample
+from vit.data.dataset_types import Sample
 
 samples = [Sample(path, 0) for path in sys.argv[2:]]
 loaders = [
@@ -336,6 +336,6 @@ class Changing:
 @pytest.mark.parametrize(
     "later", [torch.zeros(3, 8, 1, dtype=torch.uint8), torch.zeros(3, 8, 8)], ids=["shape", "type"]
 )
-def test_pictures_of_a_batch_that_do_not_fit_together_are_refused(samples, later):
+def test_images_of_a_batch_that_do_not_fit_together_are_refused(samples, later):
     with pytest.raises(RuntimeError, match=r"\d\d.png: the transform gave .* after \(3, 8, 8\)"):
         everything(samples, transform_for=Always(Changing(later)))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from vit.config import AugmentConfig
-from vit.data.mixing import MixPlan, draw_plan, mix
+from vit.data.mixup import MixPlan, draw_plan, mix
 
 BATCH, CLASSES = 16, 5
 BOTH = AugmentConfig(mixup=0.8, cutmix=1.0)
@@ -68,7 +68,7 @@ def test_any_split_into_whole_pairs_gives_the_same(batch, config):
             assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
 
 
-def test_a_missing_partner_leaves_a_picture_alone_and_moves_no_other(batch):
+def test_a_missing_partner_leaves_an_image_alone_and_moves_no_other(batch):
     plan = plan_of(BOTH)
     whole = mix(*batch, plan)
     keep = torch.tensor([position for position in range(BATCH) if position not in (3, 8)])

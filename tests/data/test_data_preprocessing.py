@@ -18,7 +18,7 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("crop_share", [0.875, 0.9, 1.0])
 @pytest.mark.parametrize("image_size", [(32, 32), (64, 64), (24, 48)])
-def test_equals_timm(picture, resize, interpolation, crop_share, image_size):
+def test_equals_timm(pil_image, resize, interpolation, crop_share, image_size):
     ours = Preprocessing(
         image_size=image_size,
         resize=resize,
@@ -35,16 +35,16 @@ def test_equals_timm(picture, resize, interpolation, crop_share, image_size):
         **IMAGENET,
     )
     for width, height in SIZES:
-        image = picture(width, height)
+        image = pil_image(width, height)
         pixels = ours(image)
         assert pixels.dtype == torch.uint8
         assert pixels.shape == (3, *image_size)
         assert torch.equal(ours.normalise(pixels[None])[0], theirs(image))
 
 
-def test_a_line_of_pixels_is_not_blown_up(picture, monkeypatch):
+def test_a_line_of_pixels_is_not_blown_up(pil_image, monkeypatch):
     ours = Preprocessing(image_size=(16, 16))
-    image = picture(2, 400)
+    image = pil_image(2, 400)
     whole = ours(image)
     monkeypatch.setattr("vit.data.preprocessing.WHOLE_LIMIT", 100)
     assert (ours(image).int() - whole.int()).abs().max() <= 1
@@ -53,7 +53,7 @@ def test_a_line_of_pixels_is_not_blown_up(picture, monkeypatch):
     big = dataclasses.replace(ours, image_size=(224, 224))
     full_width, full_height = big._resized(1, 30_000)
     assert full_width * full_height > WHOLE_LIMIT
-    assert big(picture(1, 30_000)).shape == (3, 224, 224)
+    assert big(pil_image(1, 30_000)).shape == (3, 224, 224)
 
 
 def test_mean_colour_becomes_zero():
@@ -99,7 +99,7 @@ def test_refuses_a_missing_key():
 
 
 @pytest.mark.parametrize("patches", [1, 4, 196, 12 * 20])
-def test_a_grid_of_the_picture_s_aspect_has_no_more_patches_than_usual(patches):
+def test_a_grid_of_the_image_s_aspect_has_no_more_patches_than_usual(patches):
     for aspect in (1e-4, 0.01, 0.3, 0.5, 0.9, 1.0, 1.4, 2.0, 7.0, 300.0, 1e5):
         rows, cols = grid_of_aspect(aspect, patches)
         assert rows >= 1
@@ -115,7 +115,7 @@ def test_a_grid_of_the_picture_s_aspect_has_no_more_patches_than_usual(patches):
 @pytest.mark.parametrize(
     ("size", "expected"), [((50, 100), (40, 24)), ((100, 50), (24, 40)), ((3, 900), (128, 8))]
 )
-def test_whole_pictures_keep_their_aspect(picture, size, expected):
+def test_whole_images_keep_their_aspect(pil_image, size, expected):
     preprocessing = Preprocessing(image_size=(32, 32), crop_share=0.5)
-    image = picture(*size)
+    image = pil_image(*size)
     assert preprocessing.whole(image, 8).shape == (3, *expected)

@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.sources.opening import list_images, open_labelled, open_splits, relative
+from vit.data.sources.open_dataset import list_images, open_labelled, open_splits, relative
 from vit.errors import DataError
-from vit.nearby import did_you_mean
+from vit.paths import did_you_mean
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
@@ -60,7 +60,7 @@ def test_without_a_split_a_share_of_each_class_is_held_out(make_tree, prefix):
     assert opened(root, seed=1).val != splits.val
 
 
-def test_the_split_hardly_changes_when_pictures_are_added(make_tree):
+def test_the_split_hardly_changes_when_images_are_added(make_tree):
     root = make_tree({"a": 40, "b": 40})
     before = set(names(opened(root).val, root))
     (root / "a/new.png").write_bytes((root / "b/1.png").read_bytes() + b"\0")
@@ -93,12 +93,12 @@ def test_junk_is_left_out_and_said(make_tree):
     assert noted(splits, "left out hidden and system names: ._0.png, .git, .ipynb_checkpoints")
 
 
-def test_files_that_are_no_pictures_are_counted(make_tree):
+def test_files_that_are_no_images_are_counted(make_tree):
     root = make_tree(SPLIT)
     for name in ("1.heic", "2.HEIC", "notes.txt", "nosuffix"):
         (root / "train/a" / name).write_bytes(b"x")
     splits = opened(root)
-    text = "left out 4 files not taken for pictures: .heic 2, .txt 1, no suffix 1; convert them"
+    text = "left out 4 files not taken for images: .heic 2, .txt 1, no suffix 1; convert them"
     assert noted(splits, text)
 
 
@@ -112,7 +112,7 @@ def test_what_is_no_regular_file_is_left_out_and_said(make_tree):
     assert len(splits.train) == 24
     found = "train/a/circle.png, train/a/dangling.png, train/a/pipe.png"
     assert noted(splits, f"no regular file (pipes, broken links): {found}")
-    assert noted(splits, "without pictures: train/a/folder.png")
+    assert noted(splits, "without images: train/a/folder.png")
 
 
 def test_links_that_lead_back_are_left_out_and_said(make_tree):
@@ -139,7 +139,7 @@ def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
     assert noted(splits, "left out links to folders of this data set or around them: train/a/twice")
 
 
-def test_loose_pictures_and_other_folders_are_said(make_tree):
+def test_loose_images_and_other_folders_are_said(make_tree):
     root = make_tree(SPLIT | {"train": 2, "extra/x": 3})
     splits = opened(root)
     assert noted(splits, "lie in no class folder: train/0.png, train/1.png")
@@ -150,24 +150,24 @@ def test_a_class_missing_in_validation_is_a_note_and_shifts_nothing(make_tree):
     root = make_tree({"train/a": 12, "train/b": 12, "train/c": 12, "val/b": 3, "val/c": 0})
     splits = opened(root)
     assert {sample.label for sample in splits.val} == {1}
-    assert noted(splits, "has no pictures of class a, c")
+    assert noted(splits, "has no images of class a, c")
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
         ({"": 0}, "has no class folders"),
-        ({"train": 3, "val/a": 1}, r"train has no class folders \(3 pictures straight in it\)"),
+        ({"train": 3, "val/a": 1}, r"train has no class folders \(3 images straight in it\)"),
         ({"train/a": 20, "val/a": 3}, r"only one class \(a\)"),
         ({"a": 20}, r"only one class \(a\)"),
         ({"val/a": 3}, "has val but no train"),
-        (SPLIT | {"train/empty": 0}, "no readable pictures in class empty"),
-        ({"a": 0, "b": 0}, "no pictures in the class folders a, b"),
+        (SPLIT | {"train/empty": 0}, "no readable images in class empty"),
+        ({"a": 0, "b": 0}, "no images in the class folders a, b"),
         (SPLIT | {"val/extra": 2}, "val has classes that train does not have: extra;"),
         (SPLIT | {"val/aa": 2}, r"does not have: aa \(is aa a\?\)"),
-        ({"train/a": 2, "train/b": 2, "val/a": 0}, "no pictures left to validate on"),
+        ({"train/a": 2, "train/b": 2, "val/a": 0}, "no images left to validate on"),
         ({"train/a": 2, "train/b": 2, "val": 0}, "val has no class folders"),
-        ({"a": 1, "b": 1}, "no pictures left to validate on"),
+        ({"a": 1, "b": 1}, "no images left to validate on"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(make_tree, tree, message):
@@ -200,7 +200,7 @@ def test_missing_data_and_files_are_refused(tmp_path):
         ("a.7z", "is an archive: unpack it first"),
         ("a.csv.gz", "is an archive: unpack it first"),
         ("a.tgz", "compressed with gzip.*unpack it"),
-        ("a.jpg", "DATA is one folder, .*, not a single picture: .*a.jpg"),
+        ("a.jpg", "DATA is one folder, .*, not a single image: .*a.jpg"),
     ],
 )
 def test_what_is_no_data_is_told_what_to_do(tmp_path, name, message):
@@ -246,7 +246,7 @@ def test_a_missing_path_has_the_nearest_name(make_tree, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a/0.png", "a/1.png", "b/0.png"], "not single pictures: a/0.png and 2 more"),
+        (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
         (["a", "b"], "b is one too many: DATA is a already"),
         (["0.tar", "1.tar"], "put the pattern in quotes"),
         (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
@@ -287,7 +287,7 @@ def test_evaluation_labels_by_the_models_names(make_tree):
     samples, notes = open_labelled(str(root), split="val", classes=["z", "b", "a"])
     assert [sample.label for sample in samples] == [1, 1, 2, 2, 2]
     assert names(samples, root)[0] == "val/b/0.png"
-    assert notes == (f"{root}/val has no pictures of class z",)
+    assert notes == (f"{root}/val has no images of class z",)
     samples, _ = open_labelled(str(root), split="train", classes=["a", "b"])
     assert len(samples) == 24
 
@@ -309,10 +309,10 @@ def test_evaluation_takes_what_training_held_out(make_tree, prefix):
         str(root), split="val", classes=splits.classes, held_out=held_out
     )
     assert samples == splits.val
-    assert "took the 10 pictures that training held out" in notes[0]
+    assert "took the 10 images that training held out" in notes[0]
     samples, notes = open_labelled(str(root), split="val", classes=splits.classes)
     assert len(samples) == 40
-    assert "took all 40 pictures" in notes[0]
+    assert "took all 40 images" in notes[0]
 
 
 def test_inputs_of_prediction_keep_their_order(make_tree):
@@ -334,7 +334,7 @@ def test_inputs_of_prediction_keep_their_order(make_tree):
     assert any(".txt 1" in note for note in notes)
 
 
-def test_a_pattern_that_matches_folders_too_lists_each_picture_once(make_tree):
+def test_a_pattern_that_matches_folders_too_lists_each_image_once(make_tree):
     root = make_tree({"x": 2, "x/deep": 1, "y": 1})
     found = list_images([f"{root}/**", f"{root}/y/0.png"])
     assert [relative(path, root) for path in found] == [
@@ -345,7 +345,7 @@ def test_a_pattern_that_matches_folders_too_lists_each_picture_once(make_tree):
 
 def test_inputs_that_give_nothing_are_refused(make_tree):
     root = make_tree({"x": 1, "empty": 0})
-    with pytest.raises(DataError, match="no pictures in this folder"):
+    with pytest.raises(DataError, match="no images in this folder"):
         list_images([str(root / "empty")])
     with pytest.raises(DataError, match=r"one folder, .* not a pattern"):
         opened(root / "x" / "*.png")

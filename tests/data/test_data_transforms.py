@@ -29,10 +29,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_varies_pictures_by_torchs_generator_alone(picture, option):
+def test_every_option_varies_images_by_torchs_generator_alone(pil_image, option):
     transform = training_transform(AugmentConfig(**OPTIONS[option]), PREPROCESSING)
     transform = pickle.loads(pickle.dumps(transform))
-    image = picture(40, 30)
+    image = pil_image(40, 30)
     before = random.getstate(), np.random.get_state()[1].tolist()
     results = []
     for seed in [*range(12), 0]:
@@ -44,25 +44,25 @@ def test_every_option_varies_pictures_by_torchs_generator_alone(picture, option)
     assert any(not torch.equal(results[0], other) for other in results)
 
 
-def test_with_everything_off_it_is_the_evaluation_transform(picture):
+def test_with_everything_off_it_is_the_evaluation_transform(pil_image):
     transform = training_transform(AugmentConfig(**NOTHING), PREPROCESSING)
     state = torch.get_rng_state()
-    assert torch.equal(transform(picture(40, 30)), PREPROCESSING(picture(40, 30)))
+    assert torch.equal(transform(pil_image(40, 30)), PREPROCESSING(pil_image(40, 30)))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("option", "axis"), [("hflip", 2), ("vflip", 1)])
-def test_flips(picture, option, axis):
+def test_flips(pil_image, option, axis):
     transform = training_transform(AugmentConfig(**NOTHING | {option: 1.0}), PREPROCESSING)
-    plain = PREPROCESSING(picture(40, 30))
-    assert torch.equal(transform(picture(40, 30)), plain.flip(axis))
+    plain = PREPROCESSING(pil_image(40, 30))
+    assert torch.equal(transform(pil_image(40, 30)), plain.flip(axis))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (17, 5), (160, 160)])
-def test_any_size_of_picture(picture, size):
+def test_any_size_of_image(pil_image, size):
     config = AugmentConfig(rotate=10, translate=0.1, erase=1.0)
     transform = training_transform(config, PREPROCESSING)
-    assert transform(picture(*size)).shape == (3, 24, 32)
+    assert transform(pil_image(*size)).shape == (3, 24, 32)
 
 
 def test_crops_keep_their_promises():
@@ -80,7 +80,7 @@ def test_crops_keep_their_promises():
     assert 1.25 < max(ratios) < 1.334
 
 
-def test_a_thin_picture_gives_a_centred_crop():
+def test_a_thin_image_gives_a_centred_crop():
     left, top, right, bottom = random_box(1, 300, 0.9, 4 / 3)
     assert (left, right) == (0, 1)
     assert bottom - top == pytest.approx(4 / 3)
@@ -98,16 +98,17 @@ def test_erasing_paints_one_rectangle_in_the_mean_colour():
     assert torch.equal(pixels[:, painted].unique(dim=1).flatten(), torch.tensor([1, 2, 3]))
 
 
-def test_shifted_in_parts_have_the_mean_colour(picture):
+def test_shifted_in_parts_have_the_mean_colour(pil_image):
     config = AugmentConfig(**NOTHING | {"translate": 1.0})
     torch.manual_seed(4)
-    white = picture(32, 24).point(lambda _: 255)
+    white = pil_image(32, 24).point(lambda _: 255)
     pixels = training_transform(config, PREPROCESSING)(white)
     assert set(pixels.unique().tolist()) == {128, 255}
 
 
 def test_importing_costs_no_torchvision():
     code = (
-        "import sys, vit.data.transforms, vit.data.loading; assert 'torchvision' not in sys.modules"
+        "import sys, vit.data.transforms, vit.data.dataloader;"
+        "assert 'torchvision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,12 +8,10 @@ import torch
 from PIL import Image
 
 from vit.config import AugmentConfig
-from vit.data import decoding
-from vit.data.crops import Crop
-from vit.data.decoding import read_image, read_pixels
-from vit.data.jpeg import count_scans, decode_jpeg
+from vit.data import image_io
+from vit.data.image_io import count_scans, decode_jpeg, read_image, read_pixels
 from vit.data.preprocessing import Preprocessing
-from vit.data.transforms import training_transform
+from vit.data.transforms import Crop, training_transform
 from vit.errors import BadImage
 
 
@@ -46,16 +44,16 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_the_bytes_are_those_of_pillow(picture, settings, mode):
-    data = jpeg(picture(83, 61).convert(mode), **settings)
+def test_the_bytes_are_those_of_pillow(pil_image, settings, mode):
+    data = jpeg(pil_image(83, 61).convert(mode), **settings)
     quick = decode_jpeg(data)
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(image.convert("RGB"))
     assert np.array_equal(quick, expected)
 
 
-def test_the_reader_takes_the_quick_way(picture, tmp_path, monkeypatch):
-    (path := tmp_path / "x.jpg").write_bytes(jpeg(picture(40, 30)))
+def test_the_reader_takes_the_quick_way(pil_image, tmp_path, monkeypatch):
+    (path := tmp_path / "x.jpg").write_bytes(jpeg(pil_image(40, 30)))
     monkeypatch.setattr(Image.core, "jpeg_decoder", None)  # Pillow's, which must not be missed
     assert read_image(path).size == (40, 30)
 
@@ -63,16 +61,16 @@ def test_the_reader_takes_the_quick_way(picture, tmp_path, monkeypatch):
 def judged(path, monkeypatch, *, quick: bool) -> np.ndarray | None:
     with monkeypatch.context() as patch:
         if not quick:
-            patch.setattr(decoding, "decode_jpeg", lambda *_: None)
+            patch.setattr(image_io, "decode_jpeg", lambda *_: None)
         try:
             return np.asarray(read_image(path))
         except BadImage:
             return None
 
 
-def test_damage_is_judged_as_pillow_judges_it(picture, tmp_path, monkeypatch):
+def test_damage_is_judged_as_pillow_judges_it(pil_image, tmp_path, monkeypatch):
     random, path = np.random.default_rng(0), tmp_path / "x.jpg"
-    good = jpeg(picture(64, 48), quality=85)
+    good = jpeg(pil_image(64, 48), quality=85)
     taken = refused = 0
     for number in range(150):
         data = bytearray(good if number % 3 else good[: random.integers(2, len(good))])
@@ -93,13 +91,13 @@ def scans(data: bytes, count: int) -> bytes:
     return data[:last] + data[last:-2] * count + data[-2:]
 
 
-def test_scans_without_end_are_refused(picture, tmp_path, monkeypatch):
-    data = jpeg(picture(64, 48), progressive=True)
+def test_scans_without_end_are_refused(pil_image, tmp_path, monkeypatch):
+    data = jpeg(pil_image(64, 48), progressive=True)
     assert 3 < count_scans(data) < 20
-    assert count_scans(jpeg(picture(64, 48))) == 1
+    assert count_scans(jpeg(pil_image(64, 48))) == 1
     (path := tmp_path / "x.jpg").write_bytes(scans(data, 500))
     assert count_scans(path.read_bytes()) > 500
-    monkeypatch.setattr(decoding, "SCANNED_PIXELS", 64 * 48 * 400)
+    monkeypatch.setattr(image_io, "SCANNED_PIXELS", 64 * 48 * 400)
     for read in (read_image, lambda path: read_pixels(path, whole)):
         with pytest.raises(BadImage, match="scans of 64 x 48 pixels: too many"):
             read(path)
@@ -109,16 +107,16 @@ def test_scans_without_end_are_refused(picture, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_pixels_are_those_of_the_picture(picture, tmp_path, orientation, kind):
+def test_pixels_are_those_of_the_image(pil_image, tmp_path, orientation, kind):
     path = tmp_path / "x"
-    picture(50, 34).save(path, kind, exif=exif(orientation))
+    pil_image(50, 34).save(path, kind, exif=exif(orientation))
     assert np.array_equal(read_pixels(path, whole), np.asarray(read_image(path)))
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_a_large_picture_is_decoded_small(picture, tmp_path, orientation):
+def test_a_large_image_is_decoded_small(pil_image, tmp_path, orientation):
     path = tmp_path / "x.jpg"
-    path.write_bytes(jpeg(picture(640, 400), exif=exif(orientation), quality=95))
+    path.write_bytes(jpeg(pil_image(640, 400), exif=exif(orientation), quality=95))
     asked = []
 
     def least(width: int, height: int) -> tuple[int, int]:
@@ -134,16 +132,16 @@ def test_a_large_picture_is_decoded_small(picture, tmp_path, orientation):
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_quick_crop_shows_what_pillows_shows(picture, interpolation):
-    image, box = picture(400, 300), (31, 20, 331, 290)
+def test_a_quick_crop_shows_what_pillows_shows(pil_image, interpolation):
+    image, box = pil_image(400, 300), (31, 20, 331, 290)
     crop = Crop((96, 112), interpolation, lambda *_: box)
     pixels = crop(lambda _least: np.array(image)).permute(1, 2, 0).numpy()
     expected = image.resize((112, 96), getattr(Image.Resampling, interpolation.upper()), box=box)
     assert np.abs(pixels.astype(int) - np.asarray(expected)).max() <= 2
 
 
-def test_a_small_picture_keeps_fractions_of_pixels(picture):
-    image, box = picture(20, 16), (2.3, 1.7, 14.9, 12.1)
+def test_a_small_image_keeps_fractions_of_pixels(pil_image):
+    image, box = pil_image(20, 16), (2.3, 1.7, 14.9, 12.1)
     crop = Crop((24, 24), "bicubic", lambda *_: box)
     pixels = crop(lambda _least: np.array(image)).permute(1, 2, 0).numpy()
     expected = image.resize((24, 24), Image.Resampling.BICUBIC, box=box)
@@ -154,9 +152,9 @@ def test_a_small_picture_keeps_fractions_of_pixels(picture):
     "changes",
     [{}, {"vflip": 1.0}, {"erase": 1.0}, {"rotate": 20.0, "translate": 0.1}, {"color_jitter": 0.4}],
 )
-def test_quick_and_exact_draw_the_same(picture, tmp_path, changes):
+def test_quick_and_exact_draw_the_same(pil_image, tmp_path, changes):
     path = tmp_path / "x.png"
-    picture(90, 80).save(path)
+    pil_image(90, 80).save(path)
     config, size = AugmentConfig(min_crop=0.9, **changes), Preprocessing(image_size=(48, 48))
     results = []
     for quick in (False, True):

@@ -1,4 +1,4 @@
-"""`hf:` data sets: the pictures and classes that the library `datasets` itself reads."""
+"""`hf:` data sets: the images and classes that the library `datasets` itself reads."""
 
 import io
 import multiprocessing
@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.containers import open_binary, open_member, relative, size_of
-from vit.data.decoding import check_header, read_image
-from vit.data.sources.hub_datasets import read_dataset
-from vit.data.sources.opening import Asked, list_images, open_splits, read_source
+from vit.data.archives import open_binary, open_member, relative, size_of
+from vit.data.image_io import check_header, read_image
+from vit.data.sources.huggingface_datasets import read_dataset
+from vit.data.sources.open_dataset import DatasetSpec, list_images, open_splits, read_source
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -38,7 +38,7 @@ def write(path: Path, columns: dict, features=None) -> Path:
 
 
 def cells(folder: Path) -> dict[str, list]:
-    """Pictures and labels of an image folder, as columns."""
+    """Images and labels of an image folder, as columns."""
     paths = sorted(folder.rglob("*.png"))
     return {
         "image": [{"bytes": path.read_bytes(), "path": path.name} for path in paths],
@@ -53,7 +53,7 @@ def typed(**features):
 
 @pytest.fixture
 def parquet(make_tree, tmp_path) -> tuple[Path, Path]:
-    """The same pictures as a folder and as Parquet files of a hub."""
+    """The same images as a folder and as Parquet files of a hub."""
     root, out = make_tree(TREE), tmp_path / "parquet"
     for split in ("train", "validation"):
         write(out / f"data/{split}-00000-of-00001.parquet", cells(root / split), typed())
@@ -137,13 +137,13 @@ def png(value: int) -> bytes:
 
 
 def test_tables_of_others_without_types(tmp_path):
-    pictures = [png(value) for value in range(8)]
-    table = pa.table({"png": pictures, "id": [*range(8)], "class": ["b", "a"] * 4})
+    images = [png(value) for value in range(8)]
+    table = pa.table({"png": images, "id": [*range(8)], "class": ["b", "a"] * 4})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
     listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
     assert [item.labels[0] for item in listed.splits[""]] == ["b", "a"] * 4
     contents = [open_member(item.path).read() for item in listed.splits[""]]
-    assert contents == pictures
+    assert contents == images
     assert relative(listed.splits[""][3].path, listed.root) == "a/000000003"
     named = read_dataset(f"hf:{tmp_path}/x.parquet", "png", "id")
     assert [item.labels[0] for item in named.splits[""]] == [str(row) for row in range(8)]
@@ -157,7 +157,7 @@ def test_lists_of_labels_are_several(tmp_path, kind):
     columns["label"] = [[0, 1], [], [1]] if kind == "numbers" else [["cat", "dog"], [], ["dog"]]
     write(tmp_path / "x.parquet", columns, typed(label=datasets.List(inner)))
     listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
-    assert listed.several
+    assert listed.multilabel
     assert [item.labels for item in listed.splits[""]] == [("cat", "dog"), (), ("dog",)]
 
 
@@ -167,7 +167,7 @@ def test_a_split_without_labels_is_left_out(parquet):
     write(parquet[1] / "data/test-00000-of-00001.parquet", columns, typed())
     listed = read_dataset(f"hf:{parquet[1]}", None, None)
     assert {*listed.splits} == {"train", "val"}
-    assert listed.notes == ["left out 5 pictures of test: they have no labels"]
+    assert listed.notes == ["left out 5 images of test: they have no labels"]
 
 
 def refused(capsys, *words: str) -> str:
@@ -183,7 +183,7 @@ def test_what_cannot_be_opened_is_one_line(parquet, tmp_path, capsys):
     out = ["--out", str(tmp_path / "r")]
     told = refused(capsys, "train", table, *out, "--label-column", "lable")
     assert "no column lable (label_column); it has image, label" in told
-    assert "column label has no pictures" in refused(
+    assert "column label has no images" in refused(
         capsys, "train", table, *out, "--image-column", "label"
     )
     assert "cannot be loaded" in refused(capsys, "train", "hf:nobody/nothing-here", *out)
@@ -204,15 +204,15 @@ def test_columns_that_may_be_meant_are_named(tmp_path):
         read_dataset(f"hf:{path}", None, None)
     assert read_dataset(f"hf:{path}", None, "coarse").splits[""][0].labels == ("a",)
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "y.parquet")
-    with pytest.raises(DataError, match=r"pictures \(text\); say which with --image-column"):
+    with pytest.raises(DataError, match=r"images \(text\); say which with --image-column"):
         read_dataset(f"hf:{tmp_path}/y.parquet", None, None)
 
 
-def test_rows_without_a_picture_are_bad_pictures(tmp_path):
+def test_rows_without_an_image_are_bad_images(tmp_path):
     columns = {"image": [{"bytes": png(0), "path": None}, None], "label": [0, 1]}
     write(tmp_path / "x.parquet", columns, typed())
     items = read_dataset(f"hf:{tmp_path}/x.parquet", None, None).splits[""]
-    with pytest.raises(BadImage, match="the row has no picture"):
+    with pytest.raises(BadImage, match="the row has no image"):
         read_image(items[1].path)
     file = items[0].path.split(".arrow/")[0] + ".arrow"
     for inside in ("image/2/x", "nothing/0/x", "image/x/x", "image"):
@@ -238,8 +238,8 @@ def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
     assert main(["data", source, "--to", "shards", "--out", str(out), "--streaming"]) == 0
     assert [*(tmp_path / "hf").rglob("*.arrow")] == []  # nothing of the source is kept
     streamed, kept = (
-        read_source(Asked(str(out), everything=True)),
-        read_source(Asked(source, everything=True)),
+        read_source(DatasetSpec(str(out), everything=True)),
+        read_source(DatasetSpec(source, everything=True)),
     )
     assert {*streamed.splits} == {"train", "val"}
     for split, items in kept.splits.items():

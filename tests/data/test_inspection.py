@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data import decoding
-from vit.data.inspection import pool
-from vit.data.inspection.facts import Facts, look_at
-from vit.data.inspection.inspecting import inspect
-from vit.data.inspection.problems import KINDS, bad_kind
-from vit.data.sources.oddities import equal_files
+from vit.data import image_io
+from vit.data.checks import check_workers
+from vit.data.checks.dataset_check import inspect
+from vit.data.checks.image_stats import Facts, look_at
+from vit.data.checks.problems import KINDS, bad_kind
+from vit.data.sources.dataset_warnings import equal_files
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
 
 def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
-    """A picture with waves of all lengths, as photographs have them; two are never alike."""
+    """An image with waves of all lengths, as photographs have them; two are never alike."""
     noise = np.random.default_rng(seed)
     total = np.zeros((height, width, 3))
     for cells in (3, 6, 12, 24, 48):
@@ -142,7 +142,7 @@ def test_names_that_clash_are_told(make_tree):
 
 
 def reasons(file: Path) -> list[str]:
-    """Every reason for which a reader refuses a picture, with a 7 for each number or word."""
+    """Every reason for which a reader refuses an image, with a 7 for each number or word."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -158,9 +158,9 @@ def reasons(file: Path) -> list[str]:
     return found
 
 
-def test_every_reason_of_a_bad_picture_has_its_kind():
-    folder = Path(decoding.__file__).parent
-    files = ("decoding.py", "regular.py", "colours.py", "containers.py", "arrow_rows.py")
+def test_every_reason_of_a_bad_image_has_its_kind():
+    folder = Path(image_io.__file__).parent
+    files = ("image_io.py", "archives.py")
     kinds: dict[str, set[str]] = {}
     for reason in (reason for file in files for reason in reasons(folder / file)):
         kinds.setdefault(bad_kind(reason), set()).add(reason)
@@ -221,15 +221,15 @@ def dies_or_hangs(path: str) -> object:
 
 def broken_serve(pipe: object) -> None:
     """The work of a process whose decoder has bugs."""
-    pool.look_at = dies_or_hangs
-    pool.serve(pipe)
+    check_workers.look_at = dies_or_hangs
+    check_workers.serve(pipe)
 
 
 @pytest.mark.slow
-def test_a_picture_that_kills_or_stops_a_process_costs_that_picture_alone(monkeypatch):
-    monkeypatch.setattr(pool.Looker, "work", staticmethod(broken_serve))
+def test_an_image_that_kills_or_stops_a_process_costs_that_image_alone(monkeypatch):
+    monkeypatch.setattr(check_workers.Looker, "work", staticmethod(broken_serve))
     paths = ["1", "dies", "2", "hangs", "3"]
-    verdicts = dict(pool.look_at_all(paths, workers=1, seconds=1.0))
+    verdicts = dict(check_workers.look_at_all(paths, workers=1, seconds=1.0))
     assert [verdicts[at] for at in (0, 2, 4)] == ["1", "2", "3"]
     assert verdicts[1] == "the decoder crashes on it"
     assert verdicts[3] == "not decoded within 1 seconds"
@@ -245,7 +245,7 @@ def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch
         looked.extend(paths)
         return ((at, look_at(path)) for at, path in enumerate(paths))
 
-    monkeypatch.setattr("vit.data.inspection.inspecting.look_at_all", spy)
+    monkeypatch.setattr("vit.data.checks.dataset_check.look_at_all", spy)
     second = inspect(str(folder), workers=1, cache_folder=kept)
     assert looked == [str(folder / "val/a/0.png")]
     assert second.facts.keys() == first.facts.keys()
@@ -269,7 +269,7 @@ def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeyp
     monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(path, timeout=0))
     with closing(connect(database)) as other:
         other.execute("begin exclusive")
-        report = inspect(str(folder), workers=1, cache_folder=kept, say=told.append)
+        report = inspect(str(folder), workers=1, cache_folder=kept, notify=told.append)
     assert len(report.facts) == 29
     assert database.stat().st_ino == before
     assert len(told) == 1
@@ -283,16 +283,16 @@ def test_without_a_cache_nothing_is_written(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_validation_pictures_of_which_none_can_be_read_are_told(folder, name):
+def test_validation_images_of_which_none_can_be_read_are_told(folder, name):
     (folder / "val").rename(folder / name)
     for path in (folder / name).rglob("*.png"):
-        path.write_bytes(b"no picture")
+        path.write_bytes(b"no image")
     problems = inspect(str(folder), cache=False, workers=1).problems
     words = [one.detail for one in problems if one.kind == "broken_class"]
-    assert words == ["no picture of validation can be read"]
+    assert words == ["no image of validation can be read"]
 
 
-def test_facts_of_one_picture(tmp_path):
+def test_facts_of_one_image(tmp_path):
     path = tmp_path / "x.png"
     scene(1).convert("L").convert("RGB").save(path)
     facts = look_at(str(path))

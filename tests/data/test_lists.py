@@ -1,14 +1,15 @@
-"""Lists of pictures and their classes: CSV, TSV, lines of JSON, alone or one for each split."""
+"""Lists of images and their classes: CSV, TSV, lines of JSON, alone or one for each split."""
 
 import json
 
 import pytest
 from PIL import Image
 
-from vit.data.checking import check_samples
-from vit.data.sources.label_columns import cell_group
-from vit.data.sources.opening import (
-    Asked,
+from vit.config.parser import make_config
+from vit.data.bad_images import check_samples
+from vit.data.sources.list_columns import cell_group
+from vit.data.sources.open_dataset import (
+    DatasetSpec,
     list_images,
     named_at,
     open_labelled,
@@ -16,24 +17,23 @@ from vit.data.sources.opening import (
     relative,
 )
 from vit.errors import ConfigError, DataError
-from vit.settings import make_config
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
 ROWS = [(name, name[0]) for name in NAMES]
 
 
 @pytest.fixture
-def pictures(make_tree):
-    """Ten pictures in a/, ten in b/."""
+def images(make_tree):
+    """Ten images in a/, ten in b/."""
     return make_tree({"a": 10, "b": 10})
 
 
 @pytest.fixture
-def write(pictures):
-    """Writes a list beside the pictures."""
+def write(images):
+    """Writes a list beside the images."""
 
     def write(content, name="list.csv", **options):
-        path = pictures / name
+        path = images / name
         path.write_text(content, encoding="utf-8", **options)
         return str(path)
 
@@ -45,7 +45,7 @@ def table(rows=ROWS, header="image,label", end="\n"):
 
 
 def opened(path, **asked):
-    return open_splits(Asked(str(path), **asked), val_share=0.2, seed=0)
+    return open_splits(DatasetSpec(str(path), **asked), val_share=0.2, seed=0)
 
 
 def noted(splits, text):
@@ -81,8 +81,8 @@ def records(rows, image="image", label="label"):
         ("list.ndjson", records([(n, [label]) for n, label in ROWS], "img", "target")),
     ],
 )
-def test_every_form_gives_what_the_folder_gives(pictures, write, name, content):
-    folder = open_splits(str(pictures), val_share=0.2, seed=0)
+def test_every_form_gives_what_the_folder_gives(images, write, name, content):
+    folder = open_splits(str(images), val_share=0.2, seed=0)
     splits = opened(write(content, name))
     assert (splits.classes, splits.train, splits.val) == (
         folder.classes,
@@ -90,21 +90,21 @@ def test_every_form_gives_what_the_folder_gives(pictures, write, name, content):
         folder.val,
     )
     assert splits.made
-    assert not splits.several
-    assert splits.root == pictures
+    assert not splits.multilabel
+    assert splits.root == images
 
 
 @pytest.mark.parametrize("coding", ["utf-16", "utf-8-sig"])
 @pytest.mark.parametrize("mark", ["\t", ";"])
-def test_what_excel_writes_is_read(pictures, coding, mark):
-    path = pictures / "list.csv"
+def test_what_excel_writes_is_read(images, coding, mark):
+    path = images / "list.csv"
     path.write_bytes(table(end="\r\n").replace(",", mark).replace("a\r", "\xe4\r").encode(coding))
     assert opened(path).classes == ("b", "\xe4")
     assert len(list_images([str(path)])) == 20
 
 
-def test_damage_in_utf16_has_its_line(pictures):
-    path = pictures / "list.csv"
+def test_damage_in_utf16_has_its_line(images):
+    path = images / "list.csv"
     for damage, message in ((b"\0\xd8\n\0", "damaged UTF-16"), (b"\0\0\n\0", "a NUL character")):
         path.write_bytes(b"\xff\xfe" + "image,label\na/1.png,a\n".encode("utf-16-le") + damage)
         with pytest.raises(DataError, match=message):
@@ -116,10 +116,10 @@ def test_lines_of_old_macs_are_one_line(write):
         opened(write(table(end="\r"), newline=""))
 
 
-def test_empty_rows_are_left_out_and_counted_once(pictures, write):
+def test_empty_rows_are_left_out_and_counted_once(images, write):
     rows = [*ROWS[:3], ("", ""), (" ", ""), *ROWS[3:], ("", "", "", "")]
     splits = opened(write(",,\n" + table(rows) + "\n\n"))
-    assert splits.train == open_splits(str(pictures), val_share=0.2, seed=0).train
+    assert splits.train == open_splits(str(images), val_share=0.2, seed=0).train
     empty = [note for note in splits.notes if "empty row" in note]
     assert len(empty) == 1
     assert "left out 4 empty rows, the first in line 1" in empty[0]
@@ -145,7 +145,7 @@ def test_a_list_without_names_of_columns_is_told_to_have_them(write, header, ask
             list_images([path])
 
 
-def test_a_column_may_be_called_as_a_picture_where_it_is_asked_for(write):
+def test_a_column_may_be_called_as_an_image_where_it_is_asked_for(write):
     assert len(opened(write(table(header="x.jpg,label")), image_column="x.jpg").train) == 16
 
 
@@ -171,7 +171,7 @@ def test_columns_may_be_named(write):
 @pytest.mark.parametrize(
     ("header", "asked", "message"),
     [
-        ("picture,kind", {}, "line 1: no column of pictures among picture, kind; expected file_"),
+        ("picture,kind", {}, "line 1: no column of images among picture, kind; expected file_"),
         ("image,kind", {}, "no column of classes among image, kind; expected label, labels"),
         ("image,caption", {}, "for captions, --task caption"),
         ("image,label", {"label_column": "lable"}, "lable: no such column.*did you mean label?"),
@@ -203,7 +203,7 @@ def test_wrong_columns_are_told_with_those_there(write, header, asked, message):
 )
 def test_a_bad_line_is_told_with_its_number(write, line, message):
     with pytest.raises(DataError, match=message):
-        opened(write(table() + line + "\n"), several=False)
+        opened(write(table() + line + "\n"), multilabel=False)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ def test_nothing_and_damage_are_one_line(write, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_picture_named_twice_alike_is_taken_once(write):
+def test_an_image_named_twice_alike_is_taken_once(write):
     splits = opened(write(table([*ROWS, ROWS[3], ("./a/4.png", "a")])))
     assert len(splits.train) + len(splits.val) == 20
-    assert noted(splits, "left out 2 lines that name a picture again")
+    assert noted(splits, "left out 2 lines that name an image again")
 
 
 def test_numbers_are_names(write):
@@ -248,7 +248,7 @@ def test_numbers_are_names(write):
 def test_cells_of_several_labels_make_a_set_of_several(write, mark):
     rows = [*ROWS[:18], (NAMES[18], f"a{mark}b"), (NAMES[19], "")]
     splits = opened(write(table(rows)))
-    assert splits.several
+    assert splits.multilabel
     found = labels_by_name(splits)
     assert found[NAMES[18]] == ["a", "b"]
     assert found[NAMES[19]] == []
@@ -267,12 +267,12 @@ def test_a_text_in_json_is_one_label(write):
 
 def test_one_line_a_label_is_several_where_asked(write):
     content = table([*ROWS, (NAMES[0], "b")])
-    splits = opened(write(content), several=True)
+    splits = opened(write(content), multilabel=True)
     assert labels_by_name(splits)[NAMES[0]] == ["a", "b"]
     with pytest.raises(DataError, match="two labels, a and b"):
         opened(write(content))
     with pytest.raises(DataError, match="several labels; --task multilabel"):
-        opened(write(table([*ROWS, ("a/99.png", "a|b")])), several=False)
+        opened(write(table([*ROWS, ("a/99.png", "a|b")])), multilabel=False)
 
 
 def test_a_column_splits_in_any_case(write):
@@ -296,17 +296,17 @@ def test_a_column_splits_in_any_case(write):
         opened(bad)
 
 
-def test_lists_of_a_folder_split(write, pictures):
+def test_lists_of_a_folder_split(write, images):
     write(table(ROWS[:8] + ROWS[10:18]), "train.csv")
     write(records(ROWS[8:9] + ROWS[18:19]), "val.jsonl")
     write("id,a\n1,2\n", "sample_submission.csv")
-    splits = opened(pictures)
+    splits = opened(images)
     assert not splits.made
     assert (len(splits.train), len(splits.val)) == (16, 2)
     assert noted(splits, "read the lists train.csv, val.jsonl")
     assert noted(splits, "left out lists without a split in their name, or classes: sample_sub")
-    assert noted(splits, "left out 2 pictures that no line of a list names: a/9.png, b/9.png")
-    samples, _ = open_labelled(str(pictures), split="val", classes=splits.classes)
+    assert noted(splits, "left out 2 images that no line of a list names: a/9.png, b/9.png")
+    samples, _ = open_labelled(str(images), split="val", classes=splits.classes)
     assert samples == splits.val
 
 
@@ -316,7 +316,7 @@ def test_class_folders_in_train_go_before_lists(make_tree):
     assert opened(root).classes == ("a", "b")
 
 
-def test_the_same_picture_on_both_sides(write, pictures):
+def test_the_same_image_on_both_sides(write, images):
     rows = [(n, label, "val" if "/9" in n else "train") for n, label in ROWS]
     with pytest.raises(
         DataError, match=r"line 22: a/9\.png is in two splits, val \(line 11\) and tr"
@@ -324,11 +324,11 @@ def test_the_same_picture_on_both_sides(write, pictures):
         opened(write(table([*rows, ("a/9.png", "a", "train")], "image,label,split")))
     write(table(), "train.csv")
     write(table([ROWS[0], ("b/../x.png", "b")]), "val.csv")
-    splits = opened(pictures)
-    assert noted(splits, "1 picture in training and in validation (leak): a/0.png")
+    splits = opened(images)
+    assert noted(splits, "1 image in training and in validation (leak): a/0.png")
 
 
-def test_pictures_are_found_beside_the_list_or_where_said(make_tree, tmp_path):
+def test_images_are_found_beside_the_list_or_where_said(make_tree, tmp_path):
     root = make_tree({"images/a": 5, "images/b": 5})
     rows = [(f"{c}/{n}.png", c) for c in "ab" for n in range(5)]
     path = root / "list.csv"
@@ -344,25 +344,25 @@ def test_pictures_are_found_beside_the_list_or_where_said(make_tree, tmp_path):
         opened(root / "images", images=str(root))
 
 
-def test_the_settings_of_a_training_say_where_pictures_are(make_tree, tmp_path):
+def test_the_settings_of_a_training_say_where_images_are(make_tree, tmp_path):
     root = make_tree({"images/a": 5, "images/b": 5})
     far = tmp_path / "far.csv"
     far.write_text(table([(f"{c}/{n}.png", c) for c in "ab" for n in range(5)]))
     settings = make_config({"data": str(far), "images": str(root / "images")})
-    asked = Asked.of(settings.data)
+    asked = DatasetSpec.of(settings.data)
     assert opened(far, images=asked.images).root == root / "images"
 
 
 def test_one_column_is_not_both(write):
-    with pytest.raises(DataError, match=r"line 1: label_column=image: the column of pictures too"):
+    with pytest.raises(DataError, match=r"line 1: label_column=image: the column of images too"):
         opened(write(table()), label_column="image")
 
 
-def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(write, pictures):
+def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(write, images):
     here = opened(write(table()))
-    absolute = table([(f"{pictures}/{name}", label) for name, label in ROWS])
+    absolute = table([(f"{images}/{name}", label) for name, label in ROWS])
     assert opened(write(absolute)).train == here.train
-    outside = pictures.parent / "outside.png"
+    outside = images.parent / "outside.png"
     Image.new("RGB", (4, 4)).save(outside)
     for name in (str(outside), "../outside.png"):
         path = write(table([*ROWS, (name, "a")]))
@@ -372,9 +372,9 @@ def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(w
         with pytest.raises(DataError, match="--allow-outside"):
             opened(path)
     with pytest.raises(ConfigError, match=r"allow_outside: .* is no list"):
-        opened(pictures, allow_outside=True)
+        opened(images, allow_outside=True)
     with pytest.raises(ConfigError, match=r"label_column=.x.: .* is a folder of class folders"):
-        opened(pictures, label_column="x")
+        opened(images, label_column="x")
 
 
 def test_a_missing_file_is_told_with_its_line(write):
@@ -382,7 +382,7 @@ def test_a_missing_file_is_told_with_its_line(write):
     splits = opened(path)
     bad = check_samples([*splits.train, *splits.val])
     assert [image.reason for image in bad] == ["no such file"]
-    assert named_at(Asked(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
+    assert named_at(DatasetSpec(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
 
 
 def test_evaluation_takes_what_training_held_out(write):
@@ -393,20 +393,20 @@ def test_evaluation_takes_what_training_held_out(write):
         path, split="val", classes=splits.classes, held_out=lambda *_: held_out
     )
     assert samples == splits.val
-    assert "took the 4 pictures that training held out" in notes[0]
+    assert "took the 4 images that training held out" in notes[0]
     with pytest.raises(DataError, match="classes that the model does not have: b; rename or rem"):
         open_labelled(path, split="val", classes=["a"])
 
 
-def test_prediction_takes_the_pictures_of_a_list(write, pictures):
+def test_prediction_takes_the_images_of_a_list(write, images):
     path = write(table([("a/3.png", "a"), ("b/1.png", ""), ("a/none.png", "?")]))
-    paths = [str(pictures / name) for name in ("a/3.png", "b/1.png", "a/none.png")]
+    paths = [str(images / name) for name in ("a/3.png", "b/1.png", "a/none.png")]
     assert list_images([path]) == paths
     assert list_images([write("path\na/3.png\n", "bare.csv")]) == paths[:1]
 
 
 def keyed(**more):
-    """Records of all pictures, some with more keys: a value of each line."""
+    """Records of all images, some with more keys: a value of each line."""
     lines = []
     for number, (name, said) in enumerate(ROWS):
         extra = {key: value(number) for key, value in more.items() if value(number) is not ...}
@@ -415,7 +415,7 @@ def keyed(**more):
 
 
 def test_the_group_0_is_a_group(write):
-    """Two groups: each is one side, though half of the pictures are more than was asked for."""
+    """Two groups: each is one side, though half of the images are more than was asked for."""
     path = write(keyed(patient=lambda number: number % 2), "list.jsonl")
     splits = opened(path, group="patient")
     train, val = (
@@ -461,4 +461,4 @@ def test_other_keys_of_later_records_are_let_be(write):
     assert len(opened(write(note, "list.jsonl")).classes) == 2
     late = records(ROWS[:1]) + records(ROWS[1:], label="tags")
     with pytest.raises(DataError, match="has 'tags', the first one has 'label'; give every"):
-        opened(write(late, "list.jsonl"), several=True)
+        opened(write(late, "list.jsonl"), multilabel=True)

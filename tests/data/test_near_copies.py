@@ -1,4 +1,4 @@
-"""Which pictures `vit check` calls nearly the same."""
+"""Which images `vit check` calls nearly the same."""
 
 import io
 import random
@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance
 
-from vit.data.inspection import alike
-from vit.data.inspection.alike import near_pairs
-from vit.data.inspection.facts import looks, shrunk
+from vit.data.checks import near_duplicates
+from vit.data.checks.image_stats import looks, shrunk
+from vit.data.checks.near_duplicates import near_pairs
 
 
 def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
-    """A picture with waves of all lengths, as photographs have them; two are never alike."""
+    """An image with waves of all lengths, as photographs have them; two are never alike."""
     noise = np.random.default_rng(seed)
     total = np.zeros((height, width, 3))
     for cells in (3, 6, 12, 24, 48):
@@ -26,7 +26,7 @@ def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
 
 
 def variants(image: Image.Image, draw: random.Random) -> dict[str, Image.Image]:
-    """Copies of a picture that people would call the same."""
+    """Copies of an image that people would call the same."""
     width, height = image.size
     factor = draw.uniform(0.5, 2)
     left, top, right, bottom = (draw.uniform(0, 0.1) for _ in range(4))
@@ -58,11 +58,11 @@ def drawn(seed: int, side: int) -> Image.Image:
     """A grainy disc on a plain ground, at about the same place as all others."""
     noise = np.random.default_rng(seed)
     y, x = np.mgrid[0:64, 0:64]
-    picture = np.zeros((64, 64, 3)) + noise.integers(95, 110, 3)
+    pil_image = np.zeros((64, 64, 3)) + noise.integers(95, 110, 3)
     middle, radius = noise.integers(28, 36, 2), noise.integers(12, 16)
-    picture[np.hypot(x - middle[0], y - middle[1]) < radius] = noise.integers(190, 210, 3)
-    picture = np.clip(picture + noise.normal(0, 8, picture.shape), 0, 255)
-    return Image.fromarray(picture.astype(np.uint8)).resize((side, side))
+    pil_image[np.hypot(x - middle[0], y - middle[1]) < radius] = noise.integers(190, 210, 3)
+    pil_image = np.clip(pil_image + noise.normal(0, 8, pil_image.shape), 0, 255)
+    return Image.fromarray(pil_image.astype(np.uint8)).resize((side, side))
 
 
 @pytest.mark.parametrize("side", [64, 32])
@@ -75,31 +75,31 @@ def test_drawings_that_are_alike_are_no_copies(side):
     assert [pair[:2] for pair in near_pairs(copies, [side] * 31)] == [(3, 30)]
 
 
-def test_pictures_without_details_have_no_copies():
+def test_images_without_details_have_no_copies():
     """Digits of 8 pixels are alike without being copies."""
     small = [look(scene(1, 8, 8)), look(scene(1, 9, 9))]
     assert near_pairs(small, [8, 9]) == []
 
 
-def test_a_crowd_of_alike_pictures_is_bounded_and_its_nearest_are_found(monkeypatch):
+def test_a_crowd_of_alike_images_is_bounded_and_its_nearest_are_found(monkeypatch):
     tables = [torch.nn.functional.normalize(torch.randn(64, 5) * 0.1 + 1, dim=1)]
-    row, column, window = alike._block(tables, 0, 64)
+    row, column, window = near_duplicates._block(tables, 0, 64)
     similar = tables[0] @ tables[0].T
     similar.fill_diagonal_(-2)
-    wanted = similar.topk(alike.NEAREST, dim=1).indices.sort(dim=1).values
+    wanted = similar.topk(near_duplicates.NEAREST, dim=1).indices.sort(dim=1).values
     assert not window.any()
-    assert row.bincount().tolist() == [alike.NEAREST] * 64
+    assert row.bincount().tolist() == [near_duplicates.NEAREST] * 64
     assert torch.equal(column.view(64, -1).sort(dim=1).values, wanted)
 
 
-def test_few_similar_pictures_are_found_one_by_one():
+def test_few_similar_images_are_found_one_by_one():
     tables = [torch.nn.functional.normalize(torch.randn(64, 40), dim=1) for _ in range(2)]
     tables[1][9] = tables[0][40]
-    row, column, window = alike._block(tables, 0, 64)
+    row, column, window = near_duplicates._block(tables, 0, 64)
     assert (row.tolist(), column.tolist(), window.tolist()) == ([40], [9], [1])
 
 
-def test_no_pair_comes_from_flat_or_missing_pictures():
+def test_no_pair_comes_from_flat_or_missing_images():
     flat = look(Image.new("RGB", (40, 40), "red"))
     assert near_pairs([flat, flat], [40, 40]) == []
     assert near_pairs([], []) == []

@@ -10,21 +10,21 @@ from timm.data.auto_augment import auto_augment_transform
 from torchvision.transforms import v2
 
 from vit.config import AugmentConfig
-from vit.data import policies
-from vit.data.policies import THREE_JITTER, operations, three_augment
+from vit.config.parser import make_config
+from vit.data import auto_augment
+from vit.data.auto_augment import THREE_JITTER, operations, three_augment
 from vit.data.preprocessing import Preprocessing
 from vit.data.transforms import simple_crop, training_transform
 from vit.errors import ConfigError
-from vit.settings import make_config
 
 GREY = (128, 128, 128)
 DRAWS = 300
 
 
 def kinds(image: Image.Image, augment) -> tuple[dict[str, int], list[float]]:
-    """How often `augment` makes grey, solarised and blurred pictures, and how sharp the last are"""
+    """How often `augment` makes grey, solarised and blurred images, and how sharp the last are"""
     grey = {image.convert("L").convert("RGB").tobytes()}
-    # timm desaturates by blending with the grey picture, which is the same
+    # timm desaturates by blending with the grey image, which is the same
     solarised = ImageOps.solarize(image, 128).tobytes()
     found, sharpness = {"grey": 0, "solarised": 0, "blurred": 0}, []
     for _ in range(DRAWS):
@@ -66,14 +66,14 @@ def test_the_jitter_of_three_augment_is_its_papers_unless_another_is_chosen():
     assert operations(AugmentConfig(), GREY) == []
 
 
-def test_augmix_is_torchvisions_with_the_papers_operations(picture):
+def test_augmix_is_torchvisions_with_the_papers_operations(pil_image):
     (ours,) = operations(AugmentConfig(auto_augment="augmix"), GREY)
     theirs = v2.AugMix(3, 3, -1, 1.0, all_ops=False, fill=list(GREY))
     for seed in range(5):
         results = []
         for augment in (ours, theirs):
             torch.manual_seed(seed)
-            results.append(augment(picture(40, 30)).tobytes())
+            results.append(augment(pil_image(40, 30)).tobytes())
         assert results[0] == results[1]
     overlapping = {"Brightness", "Color", "Contrast", "Sharpness"}
     space = ours._AUGMENTATION_SPACE if ours.all_ops else ours._PARTIAL_AUGMENTATION_SPACE
@@ -81,8 +81,8 @@ def test_augmix_is_torchvisions_with_the_papers_operations(picture):
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 30), (30, 40), (24, 32), (5, 7)])
-def test_a_simple_crop_is_a_window_of_torchvisions_padded_picture(picture, width, height):
-    image = picture(width, height)
+def test_a_simple_crop_is_a_window_of_torchvisions_padded_image(pil_image, width, height):
+    image = pil_image(width, height)
     whole = v2.Resize(24, v2.InterpolationMode.BICUBIC)(image)
     padded = np.asarray(v2.Pad(4, padding_mode="reflect")(whole))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (24, 24, 3))[:, :, 0]
@@ -98,22 +98,22 @@ def test_a_simple_crop_is_a_window_of_torchvisions_padded_picture(picture, width
     assert max(row for row, _ in seen) > windows.shape[0] - 3
 
 
-def test_a_simple_crop_of_a_very_long_picture_is_made_of_the_crop_alone(picture):
-    image = picture(1, 300).resize((1, 60_000))
+def test_a_simple_crop_of_a_very_long_image_is_made_of_the_crop_alone(pil_image):
+    image = pil_image(1, 300).resize((1, 60_000))
     config = AugmentConfig(random_crop="simple")
     transform = training_transform(config, Preprocessing(image_size=(224, 224)))
     torch.manual_seed(0)
     assert transform(image).shape == (3, 224, 224)
 
 
-def test_three_augment_draws_from_torchs_generator_alone(picture):
+def test_three_augment_draws_from_torchs_generator_alone(pil_image):
     config = AugmentConfig(auto_augment="three", random_crop="simple")
     transform = training_transform(config, Preprocessing(image_size=(24, 24)))
     state = random.getstate(), np.random.get_state()[1].tolist()
     made = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        made.append(transform(picture(40, 30)))
+        made.append(transform(pil_image(40, 30)))
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == state
@@ -142,4 +142,4 @@ def test_a_simple_crop_replaces_the_usual_crop_of_captions():
 
 def test_every_policy_of_the_settings_is_known():
     for name in ("randaugment", "trivialaugment", "augmix", "three"):
-        assert len(policies._policy(AugmentConfig(auto_augment=name), GREY)) == 1
+        assert len(auto_augment._policy(AugmentConfig(auto_augment=name), GREY)) == 1

@@ -1,4 +1,4 @@
-"""Repeated augmentation and balanced drawing: which pictures a step has, and how often."""
+"""Repeated augmentation and balanced drawing: which images a step has, and how often."""
 
 from collections import Counter
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from vit.config import AugmentConfig
+from vit.config.parser import make_config
+from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ImageDataset
-from vit.data.decoding import read_image
-from vit.data.loading import TrainingLoader
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.data.schedule import Schedule, balanced_order, repetitions
-from vit.data.seeding import random_seed
+from vit.data.random_seed import random_seed
+from vit.data.sampler import Schedule, balanced_order, repetitions
 from vit.data.transforms import training_transform
 from vit.errors import ConfigError, DataError
-from vit.settings import make_config
 
 COUNT, BATCH = 50, 12
 
@@ -43,7 +43,7 @@ def test_without_repeats_every_draw_is_the_one_it_always_was(samples):
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
-def test_each_picture_of_a_batch_comes_so_often_and_neighbours_differ(repeats):
+def test_each_image_of_a_batch_comes_so_often_and_neighbours_differ(repeats):
     keys = keys_of(repeats=repeats)
     assert len(keys) == 48  # an epoch keeps its steps
     seen = set()
@@ -61,7 +61,7 @@ def test_each_picture_of_a_batch_comes_so_often_and_neighbours_differ(repeats):
 
 
 @pytest.mark.parametrize("parts", [{"repeats": 3}, {"balanced": torch.arange(COUNT) // 40}])
-def test_a_step_has_the_same_pictures_on_any_number_of_devices(parts):
+def test_a_step_has_the_same_images_on_any_number_of_devices(parts):
     whole = keys_of(**parts)
     for world_size, accumulate in ((2, 1), (3, 2)):
         each = [
@@ -93,8 +93,8 @@ def test_repetitions_are_augmented_otherwise_and_alike_with_loader_processes(sam
         loader = TrainingLoader(samples, transform_for, schedule, epochs=1, workers=workers)
         taken.append(list(loader.epoch(0)))
         loader.close()
-    for alone, several in zip(*taken, strict=True):
-        assert torch.equal(alone.images, several.images)
+    for alone, multilabel in zip(*taken, strict=True):
+        assert torch.equal(alone.images, multilabel.images)
         assert alone.indices[:2].tolist() == alone.indices[2:].tolist()
         assert not torch.equal(alone.images[:2], alone.images[2:])
 
@@ -112,10 +112,10 @@ def test_a_balanced_epoch_has_as_many_of_each_class():
     assert len(first_half) == 3
 
 
-def test_a_picture_drawn_again_in_an_epoch_is_counted():
+def test_an_image_drawn_again_in_an_epoch_is_counted():
     order = torch.tensor([4, 1, 4, 4, 2, 1])
     assert repetitions(order).tolist() == [0, 0, 1, 2, 0, 1]
-    keys = keys_of(balanced=torch.arange(COUNT) // 48)  # a class of 2 pictures
+    keys = keys_of(balanced=torch.arange(COUNT) // 48)  # a class of 2 images
     pairs = [(key.sample, key.repetition) for key in keys]
     assert len(set(pairs)) == len(pairs)
     assert max(key.repetition for key in keys) >= 9
@@ -126,6 +126,6 @@ def test_a_batch_that_holds_no_whole_repetitions_is_refused():
         keys_of(repeats=5)
     with pytest.raises(ConfigError, match="batch_size=64 is no multiple of repeats=3"):
         make_config({"aug_repeats": 3, "batch_size": 64})
-    with pytest.raises(ConfigError, match="fills batch_size=4 with one picture"):
+    with pytest.raises(ConfigError, match="fills batch_size=4 with one image"):
         make_config({"repeats": 4, "batch_size": 4, "mixup": 0.2})
     make_config({"repeats": 4, "batch_size": 4})

@@ -1,6 +1,6 @@
-"""The same pictures from any source are the same training: split, first batches, losses.
+"""The same images from any source are the same training: split, first batches, losses.
 
-A source has a maker, which writes the pictures of a folder in its own form.
+A source has a maker, which writes the images of a folder in its own form.
 """
 
 import csv
@@ -15,12 +15,12 @@ import torch
 
 from tests.data.conftest import draw
 from vit.commands.main import main
-from vit.settings import make_config
-from vit.training.batches import training_loader
+from vit.config.parser import make_config
+from vit.training.data_setup import look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.looking import look_at_data
 from vit.training.setup import make_training
 from vit.training.train import train
+from vit.training.training_loaders import training_loader
 
 Maker = Callable[[Path, Path], str | Path]
 SETTINGS = {
@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The pictures as everybody has them: CLASS/*.png, some in deeper folders; beside it flat."""
+    """The images as everybody has them: CLASS/*.png, some in deeper folders; beside it flat."""
     root = tmp_path_factory.mktemp("everywhere") / "folder"
     for number in range(30):
         label = ["cat", "dog.1", "éß"][number % 3]
@@ -53,7 +53,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def rows(folder: Path) -> Iterator[tuple[str, str]]:
-    """Each picture's name and class, in an order that is not that of the folder."""
+    """Each image's name and class, in an order that is not that of the folder."""
     paths = sorted(folder.rglob("*.png"), key=lambda path: path.stem[::-1])
     return ((path.relative_to(folder).as_posix(), path.parts[len(folder.parts)]) for path in paths)
 
@@ -61,7 +61,7 @@ def rows(folder: Path) -> Iterator[tuple[str, str]]:
 def as_csv(folder: Path, place: Path) -> Path:
     with open(place / "list.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("image", "label"), *rows(folder)])
-    shutil.copytree(folder, place / "pictures")
+    shutil.copytree(folder, place / "images")
     return place / "list.csv"
 
 
@@ -87,7 +87,7 @@ def as_tar_of_others(folder: Path, place: Path) -> Path:
 
 
 def as_parquet(folder: Path, place: Path) -> str:
-    """Rows hold a picture's last name alone, as the library writes them."""
+    """Rows hold an image's last name alone, as the library writes them."""
     datasets = needed(place)
     said = [*rows(folder)]
     names = sorted({label for _, label in said})
@@ -154,7 +154,7 @@ def expected(folder, tmp_path_factory):
     [*((make, 0) for make in (*DEEP, *FLAT)), (as_shards, 2), (as_parquet, 2)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_the_same_pictures_are_the_same_training(make, workers, folder, expected, tmp_path):
+def test_the_same_images_are_the_same_training(make, workers, folder, expected, tmp_path):
     if make in FLAT:
         folder = folder.with_name("flat")
     known = expected[folder]

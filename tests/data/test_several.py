@@ -1,16 +1,16 @@
-"""Pictures with several classes: rows are made of numbers, a batch at a time."""
+"""Images with several classes: rows are made of numbers, a batch at a time."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from vit.data.checking import without
+from vit.data.bad_images import without
 from vit.data.dataset import Always, ImageDataset
+from vit.data.dataset_types import NO_LABEL, Sample, Splits
+from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of, to_multilabel
 from vit.data.preprocessing import Preprocessing
-from vit.data.samples import NO_LABEL, Sample, Splits
-from vit.data.schedule import Key
-from vit.data.several import MultiHot, as_several, has_several, labels_of
+from vit.data.sampler import Key
 from vit.errors import BadImage
 
 
@@ -42,7 +42,7 @@ def test_batches_have_rows(tmp_path):
     for number, labels in enumerate([(0, 2), (), (1,)]):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
         samples.append(Sample(str(tmp_path / f"{number}.png"), NO_LABEL, labels=labels))
-    (tmp_path / "1.png").write_bytes(b"no picture")
+    (tmp_path / "1.png").write_bytes(b"no image")
     dataset = ImageDataset(samples, Always(Preprocessing(image_size=(8, 8))), classes=3)
     batch = dataset.__getitems__([Key(0, number, number) for number in (2, 1, 0)])
     assert batch.labels.tolist() == [[0, 1, 0], [1, 0, 1]]
@@ -53,16 +53,16 @@ def test_batches_have_rows(tmp_path):
 def test_one_class_is_one_of_several(tmp_path):
     one = tuple(Sample(f"{number}", number % 2) for number in range(4))
     splits = Splits(("a", "b"), one, one[:1], (), made=False, root=tmp_path)
-    several = as_several(splits)
-    assert [labels_of(sample) for sample in several.train] == [(0,), (1,), (0,), (1,)]
-    assert several.several
-    assert has_several(several.train)
-    assert not has_several(one)
+    multilabel = to_multilabel(splits)
+    assert [labels_of(sample) for sample in multilabel.train] == [(0,), (1,), (0,), (1,)]
+    assert multilabel.multilabel
+    assert has_multilabel(multilabel.train)
+    assert not has_multilabel(one)
     assert [labels_of(sample) for sample in one] == [(0,), (1,), (0,), (1,)]
-    assert as_several(several) is several
+    assert to_multilabel(multilabel) is multilabel
 
 
-def test_a_bad_picture_takes_no_class_away_that_others_have(tmp_path):
+def test_a_bad_image_takes_no_class_away_that_others_have(tmp_path):
     samples = tuple(Sample(f"{n}", NO_LABEL, labels=(0, 1)) for n in range(3))
-    splits = Splits(("a", "b"), samples, samples[:1], (), False, tmp_path, several=True)
+    splits = Splits(("a", "b"), samples, samples[:1], (), False, tmp_path, multilabel=True)
     assert len(without(splits, [BadImage("2", "cut")]).train) == 2

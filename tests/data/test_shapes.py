@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from vit.data.captioning.captions import open_captioned, open_captions
-from vit.data.sources import shapes
-from vit.data.sources.builtin import is_whole, shapes_folder
-from vit.data.sources.opening import open_labelled, open_splits
-from vit.data.sources.shapes import (
+from vit.data.captions.caption_dataset import open_captioned, open_captions
+from vit.data.sources import builtin_datasets
+from vit.data.sources.builtin_datasets import (
     COLOURS,
     OPPOSITES,
     SHAPES,
@@ -22,22 +20,25 @@ from vit.data.sources.shapes import (
     UNSEEN,
     Scene,
     Thing,
+    is_whole,
     parse_scene,
+    shapes_folder,
 )
+from vit.data.sources.open_dataset import open_labelled, open_splits
 
 MANY = 200
 
 
 @pytest.fixture(scope="module")
 def some_scenes():
-    return list(islice(shapes.scenes("train"), MANY))
+    return list(islice(builtin_datasets.scenes("train"), MANY))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The set with fewer scenes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
+        patch.setattr(builtin_datasets, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
         yield shapes_folder(tmp_path_factory.mktemp("cache"))
 
 
@@ -55,7 +56,7 @@ def outline(image, colour):
     return cols[0], rows[0], cols[-1] + 1, rows[-1] + 1
 
 
-def test_a_picture_shows_what_its_captions_say(some_scenes):
+def test_an_image_shows_what_its_captions_say(some_scenes):
     seen = set()
     for scene, image in some_scenes:
         assert image.size == (64, 64)
@@ -95,7 +96,7 @@ def test_a_shape_is_that_which_pillow_draws(shape):
     else:
         draw.ellipse([(c + s * reach) * scale for s in (-1, 1) for c in (x, y)], fill=255)
     expected = np.asarray(image.reduce(fine)) / 255
-    ours = shapes._coverage(shape, x, y, radius) / 16
+    ours = builtin_datasets._coverage(shape, x, y, radius) / 16
     assert ours.sum() == pytest.approx(expected.sum(), rel=0.03)
     assert np.abs(ours - expected).mean() < 0.004
     assert np.abs(ours - expected).max() < 0.6
@@ -103,8 +104,8 @@ def test_a_shape_is_that_which_pillow_draws(shape):
 
 def test_the_same_pixels_everywhere():
     digest = hashlib.blake2b(digest_size=8)
-    for split in shapes.COUNTS:
-        for scene, image in islice(shapes.scenes(split), 40):
+    for split in builtin_datasets.COUNTS:
+        for scene, image in islice(builtin_datasets.scenes(split), 40):
             digest.update(repr(scene.captions).encode() + image.tobytes())
     assert digest.hexdigest() == "00f78fa2c7b66f42"
 
@@ -152,17 +153,17 @@ def test_every_sentence_of_the_grammar_is_read():
 
 def test_truth_is_word_for_word():
     references = ("a b left of c", "c right of a b")
-    assert shapes.is_true(" c  right of a b\n", references)
-    assert not shapes.is_true("a b left of", references)
-    assert not shapes.is_true("A b left of c", references)
-    assert not shapes.is_true("", references)
+    assert builtin_datasets.is_true(" c  right of a b\n", references)
+    assert not builtin_datasets.is_true("a b left of", references)
+    assert not builtin_datasets.is_true("A b left of c", references)
+    assert not builtin_datasets.is_true("", references)
 
 
 def test_unseen_scenes_have_what_training_lacks(monkeypatch):
-    monkeypatch.setattr(shapes, "_picture", lambda *_: None)
+    monkeypatch.setattr(builtin_datasets, "_image", lambda *_: None)
     looks = {}
-    for split in shapes.COUNTS:
-        found = [scene for scene, _ in shapes.scenes(split)]
+    for split in builtin_datasets.COUNTS:
+        found = [scene for scene, _ in builtin_datasets.scenes(split)]
         assert all(scene.things[0] != scene.things[1] for scene in found)
         assert len({scene.pair for scene in found}) == 10
         pairs = [{(t.colour, t.shape) for t in scene.things} for scene in found]
@@ -202,7 +203,7 @@ def test_a_damaged_folder_is_written_again(folder, tmp_path):
     path.write_bytes(before[:-9])
     assert not is_whole(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
+        patch.setattr(builtin_datasets, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
         assert is_whole(shapes_folder(folder.parent))
     assert path.read_bytes() == before
     assert [entry.name for entry in folder.parent.iterdir()] == ["shapes-v1"]

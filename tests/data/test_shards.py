@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 
 from vit.commands.main import main
-from vit.data import containers
-from vit.data.containers import is_inside, open_binary, open_member, relative, size_of
-from vit.data.decoding import check_header, read_image
-from vit.data.sources.oddities import equal_files
-from vit.data.sources.opening import list_images, open_labelled, open_splits
-from vit.data.sources.shard_names import expand_braces, is_shards, split_of
-from vit.data.sources.shards import read_shards
+from vit.data import archives
+from vit.data.archives import is_inside, open_binary, open_member, relative, size_of
+from vit.data.image_io import check_header, read_image
+from vit.data.sources.dataset_warnings import equal_files
+from vit.data.sources.open_dataset import list_images, open_labelled, open_splits
+from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of
 from vit.data.tar_index import read_index
 from vit.errors import BadImage, DataError, RunError
-from vit.runtime.results import Prediction
-from vit.runtime.sorting import Sorter
+from vit.output.prediction_results import Prediction
+from vit.output.sort_into_folders import Sorter
 
 TREE = {"train/a": 9, "train/b": 5, "train/b/deep": 2, "val/a": 3, "val/b": 2}
 
@@ -46,7 +45,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def pair(make_tree, tmp_path) -> tuple[Path, Path]:
-    """The same pictures as a folder, and as shards: three of train, one of val."""
+    """The same images as a folder, and as shards: three of train, one of val."""
     root, out = make_tree(TREE), tmp_path / "shards"
     out.mkdir()
     train = list(files_of(root / "train").items())
@@ -150,12 +149,12 @@ def test_an_address_is_read_like_a_file(pair):
 
 
 def test_a_shard_is_read_by_many_threads_and_processes(pair, monkeypatch):
-    monkeypatch.setattr(containers, "MOST_OPEN", 2)
+    monkeypatch.setattr(archives, "MOST_OPEN", 2)
     paths = [sample.path for sample in opened(pair[1]).train] * 20
     expected = [open_member(path).read() for path in paths]
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(lambda path: open_member(path).read(), paths)] == expected
-    assert len(containers._OPEN) <= 3
+    assert len(archives._OPEN) <= 3
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(size_of, paths[:9]) == [*map(len, expected[:9])]
     with ThreadPoolExecutor(1) as pool:
@@ -186,7 +185,7 @@ def labelled(tmp_path, members: dict[str, bytes], **beside: str):
     return [item.labels for item in found.splits[""]], found
 
 
-def test_labels_beside_pictures_as_webdataset_has_them(tmp_path):
+def test_labels_beside_images_as_webdataset_has_them(tmp_path):
     names, _ = labelled(tmp_path, {"1.jpg": b"x", "1.cls": b"7\n", "2.jpg": b"x", "2.cls": b"cat"})
     assert names == [("7",), ("cat",)]
     names, _ = labelled(
@@ -197,11 +196,11 @@ def test_labels_beside_pictures_as_webdataset_has_them(tmp_path):
     (tmp_path / "classes.txt").unlink()
     names, found = labelled(tmp_path, members | {"2.jpg": b"x", "2.json": b'{"label": 1}'})
     assert names == [("b",), ("a",)]
-    assert not found.several
+    assert not found.multilabel
     members = {"1.json": b'{"labels": ["b", "a"]}', "1.jpg": b"x", "1.txt": b"a cat"}
     names, found = labelled(tmp_path, members | {"2.jpg": b"x", "2.json": b'{"labels": []}'})
     assert names == [("b", "a"), ()]
-    assert found.several
+    assert found.multilabel
     assert found.notes == ["left out 1 text (.txt): captions are no classes"]
 
 
@@ -216,10 +215,10 @@ def test_what_is_left_out_is_said(tmp_path):
     found = read_shards(str(path))
     assert sum(map(len, found.splits.values())) == 2
     assert found.notes == [
-        "left out 1 member not taken for pictures: .heic 1; convert them to JPEG or PNG",
+        "left out 1 member not taken for images: .heic 1; convert them to JPEG or PNG",
         "left out what is no file in the shards: 1 device, 1 link",
         "left out hidden and system names: ._1.jpg",
-        "left out 1 file .json beside no picture",
+        "left out 1 file .json beside no image",
     ]
 
 
@@ -239,7 +238,7 @@ def test_a_tar_beside_class_folders_is_no_shard(make_tree):
     assert opened(root).classes == ("a", "b")
 
 
-def test_predict_takes_a_shard_for_its_pictures(pair):
+def test_predict_takes_a_shard_for_its_images(pair):
     assert len(list_images([f"{pair[1]}/val-0000.tar"])) == 5
     names = list_images([str(pair[1])])
     assert len(names) == 21
@@ -254,17 +253,17 @@ def test_predict_needs_no_classes_in_shards(tmp_path, memory):
     assert notes == [f"{path}: left out hidden and system names: ._1.jpg"]
     assert list_images([str(tmp_path)]) == expected
     memory.pipe("/bucket/x.tar", path.read_bytes())
-    (picture,) = list_images(["memory://bucket/*.tar"])[1:]
-    with open_binary(picture) as file:
+    (pil_image,) = list_images(["memory://bucket/*.tar"])[1:]
+    with open_binary(pil_image) as file:
         assert file.read() == b"x"
-    (tmp_path / "beside.jpg").write_bytes(b"x")  # loose pictures are what a folder holds
+    (tmp_path / "beside.jpg").write_bytes(b"x")  # loose images are what a folder holds
     assert list_images([str(tmp_path)], notes=notes) == [f"{tmp_path}/beside.jpg"]
     assert "left out" in notes[1]
-    with pytest.raises(DataError, match="no pictures in 1 shard"):
+    with pytest.raises(DataError, match="no images in 1 shard"):
         list_images([str(pack(tmp_path / "none.tar", {"x.txt": b""}))])
 
 
-def test_pictures_are_sorted_out_of_shards_as_copies(pair, tmp_path):
+def test_images_are_sorted_out_of_shards_as_copies(pair, tmp_path):
     image = f"{pair[1]}/val-0000.tar/a/1.png"
     prediction = Prediction(image, (("a", 1.0),))
     for _ in range(2):  # what is there already is let be
@@ -397,9 +396,9 @@ def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
 @pytest.mark.parametrize(
     ("members", "what"),
     [
-        ({"readme.md": b""}, "no pictures in 1 shard"),
-        ({"1.jpg": b"x"}, r"1 picture without a class, such as .*x\.tar/1\.jpg; expected CLASS/"),
-        ({"1.jpg": b"x", "1.cls": b"1", "2.jpg": b"x"}, r"1 picture without \.cls beside"),
+        ({"readme.md": b""}, "no images in 1 shard"),
+        ({"1.jpg": b"x"}, r"1 image without a class, such as .*x\.tar/1\.jpg; expected CLASS/"),
+        ({"1.jpg": b"x", "1.cls": b"1", "2.jpg": b"x"}, r"1 image without \.cls beside"),
         ({"1.jpg": b"x", "1.cls": b""}, r"1\.jpg: its \.cls is not the name or number"),
         ({"1.jpg": b"x", "1.cls": b"\xff\xfe"}, r"1\.cls: not UTF-8 text"),
         ({"1.jpg": b"x", "1.json": b'{"label": [1.5]}'}, r'1\.jpg: its \.json has no "label"'),

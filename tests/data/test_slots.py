@@ -1,4 +1,4 @@
-"""Pictures of loader processes lie in memory shared with them, and are never overwritten."""
+"""Images of loader processes lie in memory shared with them, and are never overwritten."""
 
 import os
 import sys
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from vit.config import AugmentConfig
+from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import Always, room_for
-from vit.data.loading import EvaluationLoader, TrainingLoader
 from vit.data.preprocessing import Preprocessing
-from vit.data.schedule import Schedule
-from vit.data.slots import Slots, arrived
+from vit.data.sampler import Schedule
+from vit.data.shared_memory import Slots, arrived
 from vit.data.transforms import training_transform
 from vit.errors import DataError
 
@@ -36,7 +36,7 @@ def addresses(slots: Slots) -> range:
     return range(start, start + slots.count * slots.size)
 
 
-def test_pictures_are_where_the_loader_process_left_them(samples):
+def test_images_are_where_the_loader_process_left_them(samples):
     loader = make_loader(samples)
     batches = loader.epoch(0)
     within = addresses(loader.feed.slots)
@@ -125,7 +125,7 @@ def test_what_does_not_fit_comes_too_and_leaves_the_slots(samples, transform_for
     assert sorted(forked.feed.slots.free) == [*range(forked.feed.slots.count)]
 
 
-def test_a_batch_without_a_good_picture_leaves_its_slot(samples):
+def test_a_batch_without_a_good_image_leaves_its_slot(samples):
     for sample in samples:
         Path(sample.path).write_bytes(b"nothing")
     loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=6, workers=1)
@@ -182,20 +182,20 @@ def test_a_batch_that_was_not_carried_frees_its_slot():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_a_batch_lies_in_memory_as_its_pictures_do(order):
-    picture = torch.empty(2, 3, 4, dtype=torch.uint8).permute(order)
-    room = room_for(5, picture)
-    assert room.shape == (5, *picture.shape)
-    assert room[3].stride() == picture.stride()
+def test_a_batch_lies_in_memory_as_its_images_do(order):
+    pil_image = torch.empty(2, 3, 4, dtype=torch.uint8).permute(order)
+    room = room_for(5, pil_image)
+    assert room.shape == (5, *pil_image.shape)
+    assert room[3].stride() == pil_image.stride()
     assert room.untyped_storage().nbytes() == 5 * 24
     slots = Slots(1, 200)
     slots.map()
-    assert slots.room(0, 5, picture).stride() == room.stride()
+    assert slots.room(0, 5, pil_image).stride() == room.stride()
 
 
 def test_a_kernel_that_cannot_take_memory_back_changes_nothing(samples, monkeypatch):
     # as gVisor: MADV_REMOVE is not implemented
-    monkeypatch.setattr("vit.data.slots.mmap.MADV_REMOVE", 12345)
+    monkeypatch.setattr("vit.data.shared_memory.mmap.MADV_REMOVE", 12345)
     loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=6, workers=1)
     assert sum(len(batch.images) for batch in loader) == len(samples)
     loader.close()

@@ -1,22 +1,25 @@
-"""Which pictures are held out: shares of each class, groups on one side, folds."""
+"""Which images are held out: shares of each class, groups on one side, folds."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from vit.data.samples import Item, Listed
-from vit.data.sources.dividing import divided
-from vit.data.sources.opening import Asked, Fold, open_splits, relative
-from vit.data.sources.splitting import deal, find_groups, hold_out, make_units
+from vit.data.dataset_types import Item, Listed
+from vit.data.sources.open_dataset import DatasetSpec, Fold, open_splits, relative
+from vit.data.sources.train_val_split import deal, divided, find_groups, hold_out, make_units
 from vit.errors import ConfigError, DataError
 
 
-def made(items, val_share=0.2, seed=0, fold=None, group=None, several=False, root="/x", **splits):
+def made(
+    items, val_share=0.2, seed=0, fold=None, group=None, multilabel=False, root="/x", **splits
+):
     """(train, val, notes) of items without a split of their own."""
     parts = splits or {"": items}
-    listed = Listed(root, parts, dict.fromkeys(parts, "x"), several=several, grouped=bool(group))
-    asked = Asked("x", group=group)
+    listed = Listed(
+        root, parts, dict.fromkeys(parts, "x"), multilabel=multilabel, grouped=bool(group)
+    )
+    asked = DatasetSpec("x", group=group)
     return divided(listed, asked, val_share=val_share, seed=seed, fold=fold)
 
 
@@ -43,7 +46,7 @@ def shares(items, part):
 
 def test_each_of_several_labels_gets_its_share():
     items = drawn(500, 12)
-    train, val, notes = made(items, several=True)
+    train, val, notes = made(items, multilabel=True)
     assert len(train) + len(val) == 500
     assert {*train}.isdisjoint(val)
     for held, number in shares(items, val).values():
@@ -54,15 +57,15 @@ def test_each_of_several_labels_gets_its_share():
     apart = np.random.default_rng(1).permutation(500)[:100]
     blind = shares(items, [items[at] for at in apart])
     assert max(abs(held - 0.2 * number) for held, number in blind.values()) > 3
-    assert made(items, several=True)[1] == val
-    assert made(items[::-1], several=True)[1] == val[::-1]
-    assert made(items, several=True, seed=1)[1] != val
+    assert made(items, multilabel=True)[1] == val
+    assert made(items[::-1], multilabel=True)[1] == val[::-1]
+    assert made(items, multilabel=True, seed=1)[1] != val
     assert notes == [f"no validation folder: held out {len(val)} images, 20% of each class"]
 
 
 def test_what_is_there_once_is_learned():
     items = [Item(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
-    train, val, notes = made(items, several=True)
+    train, val, notes = made(items, multilabel=True)
     assert {label for item in train for label in item.labels} == {
         "all",
         *map("c{}".format, range(40)),
@@ -71,20 +74,20 @@ def test_what_is_there_once_is_learned():
     assert any("held out none of class c1, c10" in note for note in notes)
 
 
-@pytest.mark.parametrize("several", [True, False])
-def test_groups_stay_on_one_side(several):
+@pytest.mark.parametrize("multilabel", [True, False])
+def test_groups_stay_on_one_side(multilabel):
     items = drawn(600, 6, groups=150)
-    if not several:
+    if not multilabel:
         items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
-    train, val, notes = made(items, group="patient", several=several)
+    train, val, notes = made(items, group="patient", multilabel=multilabel)
     sides = [{item.group for item in part} - {""} for part in (train, val)]
     assert not sides[0] & sides[1]
     assert all(sides)
     for held, number in shares(items, val).values():
         assert 0.1 < held / number < 0.34
     alone = sum(not item.group for item in items)
-    assert any(f"{alone} pictures without a group (patient): each is alone" == n for n in notes)
-    assert made(items, group="patient", several=several)[1] == val
+    assert any(f"{alone} images without a group (patient): each is alone" == n for n in notes)
+    assert made(items, group="patient", multilabel=multilabel)[1] == val
 
 
 def test_uneven_classes_and_lost_ones_are_said():
@@ -112,7 +115,7 @@ def test_groups_of_a_pattern():
 
 def test_a_pattern_groups_a_folder(make_tree):
     root = make_tree({"a": 20, "b": 20})
-    splits = open_splits(Asked(str(root), group=r"/(\d)"), val_share=0.25, seed=0)
+    splits = open_splits(DatasetSpec(str(root), group=r"/(\d)"), val_share=0.25, seed=0)
     digits = [{relative(s.path, root)[2] for s in part} for part in (splits.train, splits.val)]
     assert not digits[0] & digits[1]
     assert {sample.label for sample in splits.val} == {0, 1}
@@ -126,12 +129,12 @@ def test_a_group_on_both_sides_of_the_datas_own_split_is_refused():
     assert made([], group="patient", train=train[:3], val=val)[1] == val
 
 
-@pytest.mark.parametrize("kind", ["one", "several", "groups"])
-def test_every_picture_is_in_one_fold(kind):
+@pytest.mark.parametrize("kind", ["one", "multilabel", "groups"])
+def test_every_image_is_in_one_fold(kind):
     items = drawn(300, 5, groups=80 if kind == "groups" else 0)
-    if kind != "several":
+    if kind != "multilabel":
         items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
-    options = {"several": kind == "several", "group": "g" if kind == "groups" else None}
+    options = {"multilabel": kind == "multilabel", "group": "g" if kind == "groups" else None}
     parts = [made(items, fold=Fold(n, 5), **options) for n in range(1, 6)]
     assert sorted(item for _, val, _ in parts for item in val) == sorted(items)
     for train, val, notes in parts:
@@ -149,11 +152,11 @@ def test_every_picture_is_in_one_fold(kind):
 
 def test_folds_that_cannot_be_are_refused():
     items = [Item(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
-    with pytest.raises(ConfigError, match="the data have validation pictures"):
+    with pytest.raises(ConfigError, match="the data have validation images"):
         made([], fold=Fold(1, 2), train=items, val=items)
-    with pytest.raises(DataError, match="folds=7: only 6 pictures or groups"):
+    with pytest.raises(DataError, match="folds=7: only 6 images or groups"):
         made(items, fold=Fold(1, 7))
-    with pytest.raises(DataError, match="only one picture or group of class c"):
+    with pytest.raises(DataError, match="only one image or group of class c"):
         made([*items, Item("/x/c.png", ("c",))], fold=Fold(1, 2))
     train, val, notes = made([], fold=Fold(1, 2), train=items, test=items)
     assert len(train) == len(val) == 3

@@ -18,10 +18,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
-from vit.data.captioning import tokenizer as module
-from vit.data.captioning.ids import CaptionIds, pad_ids
-from vit.data.captioning.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
-from vit.data.captioning.vocabulary import BEGIN, CONTINUES, END, PAD, UNKNOWN, most_tokens
+from vit.data.captions import tokenizer as module
+from vit.data.captions.caption_ids import CaptionIds, pad_ids
+from vit.data.captions.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+from vit.data.captions.tokenizer_training import BEGIN, CONTINUES, END, PAD, UNKNOWN, most_tokens
 from vit.errors import ConfigError, DataError, VitError, WeightsError
 
 CAPTIONS = [
@@ -253,7 +253,7 @@ def run(code, **environment):
 def test_training_is_deterministic():
     code = (
         "import hashlib, random;"
-        "from vit.data.captioning.tokenizer import train_tokenizer as train;"
+        "from vit.data.captions.tokenizer import train_tokenizer as train;"
         "draw = random.Random(0);"
         "words = [''.join(draw.choices('abcdef', k=5)) for _ in range(99)];"
         "texts = [' '.join(draw.choices(words, k=8)) for _ in range(300)];"
@@ -270,7 +270,7 @@ def test_training_is_deterministic():
 @pytest.mark.parametrize("switch", [{}, {"TOKENIZERS_PARALLELISM": "true"}])
 def test_processes_may_be_forked_after_training(switch):
     code = (
-        "import os; from vit.data.captioning.tokenizer import train_tokenizer as train, Tokenizer\n"
+        "import os; from vit.data.captions.tokenizer import train_tokenizer as train, Tokenizer\n"
         "count = lambda: len(os.listdir('/proc/self/task')) if os.path.exists('/proc') else 1\n"
         "before, texts = count(), ['a dog runs', 'two cats'] * 300\n"
         "ours = [train(texts, kind=kind, vocab_size=None) for kind in ('bpe', 'wordpiece')]\n"

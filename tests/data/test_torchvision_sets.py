@@ -10,10 +10,10 @@ from PIL import Image
 from torchvision import datasets
 
 from vit.commands.main import main
-from vit.data.containers import open_binary
-from vit.data.decoding import read_image
-from vit.data.sources.opening import open_splits
-from vit.data.sources.torchvision_sets import read_torchvision
+from vit.data.archives import open_binary
+from vit.data.image_io import read_image
+from vit.data.sources.open_dataset import open_splits
+from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.errors import DataError
 
 
@@ -24,7 +24,7 @@ def cache(monkeypatch, tmp_path) -> Path:
 
 
 def write_mnist(folder: Path) -> None:
-    """Files in MNIST's own format, with 30 and 10 pictures."""
+    """Files in MNIST's own format, with 30 and 10 images."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     for name, count in (("train", 30), ("t10k", 10)):

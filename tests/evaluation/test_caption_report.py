@@ -8,13 +8,17 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.evaluation.caption_findings import Captioned, CaptionOutcomes
-from vit.evaluation.caption_report import WordFacts, write_caption_report
-from vit.evaluation.captions import caption_scores
-from vit.evaluation.metrics import Outcomes, summarise
-from vit.evaluation.page import VOID
-from vit.evaluation.report import RunFacts
-from vit.settings import make_config
+from vit.config.parser import make_config
+from vit.evaluation.caption_metrics import caption_scores
+from vit.evaluation.caption_report import (
+    Captioned,
+    CaptionOutcomes,
+    WordFacts,
+    write_caption_report,
+)
+from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.classification_report import RunFacts
+from vit.evaluation.html_page import VOID
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -37,9 +41,9 @@ PAIRS = (
 
 
 def outcomes_of(pairs, paths=None, *, loss=1.0, other_loss=2.0, ended=True) -> CaptionOutcomes:
-    """Pictures with (caption, first reference)."""
+    """Images with (caption, first reference)."""
     return CaptionOutcomes(
-        pictures=[
+        images=[
             Captioned(
                 path=paths[number] if paths else f"/nowhere/{number}.jpg",
                 caption=caption,
@@ -91,7 +95,7 @@ def write(tmp_path):
             "epoch": 1,
             "left_out": {},
         }
-        words = {"captions": 198, "mean_tokens": 10.5, "val_pictures": 4, "least_gap": 0.01}
+        words = {"captions": 198, "mean_tokens": 10.5, "val_images": 4, "least_gap": 0.01}
         words |= {name: changes.pop(name) for name in words if name in changes}
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
@@ -140,22 +144,22 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture
-def pictures(tmp_path) -> list[str]:
-    """Pictures whose names are markup; the last file is no picture."""
+def input_images(tmp_path) -> list[str]:
+    """Images whose names are markup; the last file is no image."""
     paths = []
     for number in range(len(HOSTILE)):
         path = tmp_path / f"{number}<img src=x onerror=alert(1)>\x1b[31m\u202e'\".png"
         Image.new("RGB", (30 + number, 20), (20 * number, 90, 40)).save(path)
         paths.append(str(path))
-    (tmp_path / paths[-1]).write_bytes(b"no picture")
+    (tmp_path / paths[-1]).write_bytes(b"no image")
     return paths
 
 
-def test_hostile_captions_stay_text(write, pictures):
-    outcomes = outcomes_of([(text, text[::-1] or "x") for text in HOSTILE], pictures)
+def test_hostile_captions_stay_text(write, input_images):
+    outcomes = outcomes_of([(text, text[::-1] or "x") for text in HOSTILE], input_images)
     page = write(
         outcomes,
-        left_out={pictures[-1]: "<i>damaged</i>\x1b"},
+        left_out={input_images[-1]: "<i>damaged</i>\x1b"},
         settings={"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"},
     )
     reader = Reader(page)
@@ -167,7 +171,7 @@ def test_hostile_captions_stay_text(write, pictures):
     for told in ("<script>alert(1)</script>", "red\\x1b[31m", "\\u202egod", "two lines", "\\udce9"):
         assert told in text
     assert "(nothing)" in text
-    assert "1 picture could not be read and took no part." in text
+    assert "1 image could not be read and took no part." in text
     images = [found for name, found in reader.seen if name == "img"]
     assert len(images) == 7 + 5 + 4  # of 8, 5 and 5, without the damaged one where it is among them
     assert all(
@@ -185,10 +189,10 @@ def test_numbers_are_the_metrics(write):
         f"\nBLEU-4\n{expected['bleu4']:.3f}",
         "\nexact\n25.00%",
         "\nloss of a token\n1.2500",
-        "\nwith other pictures\n1.5000",
+        "\nwith other images\n1.5000",
         "\ndifferent captions\n75.0%",
         "with 198 captions of 10.5 tokens on average",
-        "99 pictures",
+        "99 images",
         "205 k parameters",
         "best of 3 epochs",
         "\ncaptions\n4\n3.50\n2\n3\n6\n10\n",  # number, mean, shortest, median, longest, words
@@ -200,7 +204,7 @@ def test_numbers_are_the_metrics(write):
 @pytest.mark.parametrize(
     ("other", "verdict"),
     [
-        (2.0, "Yes. A token of a true caption costs 1.0000 beside its own picture and 2.0000"),
+        (2.0, "Yes. A token of a true caption costs 1.0000 beside its own image and 2.0000"),
         (1.05, "A little. A token"),
         (1.009, "No. A token"),
         (0.9, "No. A token"),
@@ -217,10 +221,10 @@ def test_the_looking_test_in_words(write, other, verdict):
 
 def test_saying_the_same_of_everything_is_loud(write):
     text = "".join(Reader(write(outcomes_of([("a man", b) for _, b in PAIRS]))).text)
-    assert "One caption is said of 100% of the pictures: “a man”." in text
-    assert "It says the same of all 4 pictures." in text
+    assert "One caption is said of 100% of the images: “a man”." in text
+    assert "It says the same of all 4 images." in text
     quiet = "".join(Reader(write(outcomes_of([(b, b) for _, b in PAIRS * 2]))).text)
-    assert "4 different captions for 8 pictures (50.0%)" in quiet
+    assert "4 different captions for 8 images (50.0%)" in quiet
     assert "One caption is said of 25%" in quiet
     varied = "".join(Reader(write(outcomes_of([(f"a {n}", "x") for n in range(6)]))).text)
     assert "One caption is said" not in varied
@@ -252,12 +256,12 @@ def test_the_best_and_the_worst_are_told_apart(write, tmp_path):
     assert "ROUGE-L 1.00, score -1.50" in page
 
 
-def test_few_or_one_picture(write):
+def test_few_or_one_image(write):
     one = "".join(Reader(write(outcomes_of(PAIRS[:1]), epochs=1)).text)
-    assert "One picture alone cannot tell" in one
-    assert "No picture can be read." in one
-    part = "".join(Reader(write(outcomes_of(PAIRS), val_pictures=5000)).text)
-    assert "4 (evenly spread) of the data's own validation pictures" in part
+    assert "One image alone cannot tell" in one
+    assert "No image can be read." in one
+    part = "".join(Reader(write(outcomes_of(PAIRS), val_images=5000)).text)
+    assert "4 (evenly spread) of the data's own validation images" in part
 
 
 def test_captions_without_an_end_are_told(write):
@@ -271,8 +275,8 @@ def test_curves_over_the_epochs(write, epochs):
     charts = [found for name, found in reader.seen if name == "svg"]
     titles = [found["aria-label"].split(" over ")[0] for found in charts]
     assert titles == ["Loss", "Loss of captions", "CIDEr", "BLEU-4"]
-    assert f"own pictures: {2.5 / epochs:.4g} at the end" in charts[1]["aria-label"]
-    assert "other pictures: 2.75 at the end" in charts[1]["aria-label"]
+    assert f"own images: {2.5 / epochs:.4g} at the end" in charts[1]["aria-label"]
+    assert "other images: 2.75 at the end" in charts[1]["aria-label"]
 
 
 def test_both_heads_show_both(write):
@@ -291,11 +295,11 @@ def test_both_heads_show_both(write):
     assert f"macro F1 {scores['macro_f1']:.2%}" in text
     assert "What is taken for what" in text
     assert f"calibration error {scores['ece']:.4f}" in text
-    assert "own pictures: 0.625 at the end" in page
+    assert "own images: 0.625 at the end" in page
     assert "\n0.6250\n2.7500\n" in text
 
 
-def test_a_long_caption_is_cut(write, pictures):
-    page = write(outcomes_of([("word " * 4000, "x" * 10_000)], pictures[:1]))
+def test_a_long_caption_is_cut(write, input_images):
+    page = write(outcomes_of([("word " * 4000, "x" * 10_000)], input_images[:1]))
     assert len(page) < 40_000
     Reader(page)

@@ -16,8 +16,7 @@ from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge, my_lcs
 from sacrebleu.metrics import BLEU, CHRF
 
-from vit.evaluation.captions import caption_scores, longest_common, plain, rouge_l
-from vit.evaluation.words import words
+from vit.evaluation.caption_metrics import caption_scores, longest_common, plain, rouge_l, words
 
 FILE = Path(__file__).with_name("captions_100.json")
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))
@@ -31,14 +30,14 @@ def joined(text: str) -> str:
 
 
 def coco(metric: Bleu | Rouge | Cider, hypotheses=HYPOTHESES, references=REFERENCES, **options):
-    """What pycocoevalcap says of the same words: of the set, and of each picture."""
+    """What pycocoevalcap says of the same words: of the set, and of each image."""
     told = {number: [joined(text)] for number, text in enumerate(hypotheses)}
     true = {number: [joined(text) for text in row] for number, row in enumerate(references)}
     return metric.compute_score(true, told, **options)
 
 
 def padded(references: list[list[str]]) -> list[list[str | None]]:
-    """The first reference of every picture, the second, ...; None where there is none."""
+    """The first reference of every image, the second, ...; None where there is none."""
     most = max(len(row) for row in references)
     return [
         [row[place] if place < len(row) else None for row in references] for place in range(most)
@@ -161,7 +160,7 @@ def test_rouge_l_takes_precision_and_recall_from_different_references():
     ("told", "expected"),
     [
         ("red dog", 10 * Fraction(2, 4)),  # one and two words; longer runs there are none
-        ("red", 0),  # both pictures are red
+        ("red", 0),  # both images are red
         ("dog dog", 10 * Fraction(1, 4) * Fraction(1, 2)),  # (min(2, 1) · 1) / (2 · 1)
         ("dog", 10 * Fraction(1, 4) * Fraction(math.exp(-1 / 72))),  # a word too short
         ("dog blue", 10 * Fraction(1, 4) * Fraction(1 / math.sqrt(2))),  # |(ln 2, ln 2)|
@@ -177,7 +176,7 @@ def test_cider_means_over_the_references():
     assert scores["cider"] == pytest.approx(10 * (2 / 4 + 0) / 2 / 2)
 
 
-def test_cider_is_0_where_no_word_tells_pictures_apart():
+def test_cider_is_0_where_no_word_tells_images_apart():
     text = "a man rides a brown horse"
     assert caption_scores([text], [[text]])["cider"] == 0.0
     assert caption_scores([text] * 3, [[text]] * 3)["cider"] == 0.0
@@ -210,7 +209,7 @@ def test_perfect_captions():
     assert len(scores) == 8
 
 
-def test_the_order_of_pictures_changes_nothing():
+def test_the_order_of_images_changes_nothing():
     order = random.Random(0).sample(range(100), 100)
     mixed = caption_scores([HYPOTHESES[i] for i in order], [REFERENCES[i] for i in order])
     assert order != sorted(order)
@@ -219,7 +218,7 @@ def test_the_order_of_pictures_changes_nothing():
 
 def test_seeds_of_hashes_change_nothing():
     code = (
-        "import json, sys; from vit.evaluation.captions import caption_scores;"
+        "import json, sys; from vit.evaluation.caption_metrics import caption_scores;"
         "rows = json.load(open(sys.argv[1], encoding='utf-8'));"
         "told, true = zip(*((row['hypothesis'], row['references']) for row in rows));"
         "print(json.dumps(caption_scores(told, true)))"
@@ -249,9 +248,9 @@ def test_scores_are_plain_floats():
     ("told", "true", "reason"),
     [
         ([], [], "no caption"),
-        (["a"], [["a"], ["b"]], "1 hypotheses and references of 2 pictures"),
-        (["a", "b"], [["a"], []], "picture 1 has no reference"),
-        (["a", "b"], ["a", "b"], "picture 0 are one string"),
+        (["a"], [["a"], ["b"]], "1 hypotheses and references of 2 images"),
+        (["a", "b"], [["a"], []], "image 1 has no reference"),
+        (["a", "b"], ["a", "b"], "image 0 are one string"),
     ],
 )
 def test_refuses_what_cannot_be_scored(told, true, reason):

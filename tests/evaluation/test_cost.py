@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from vit.config import ModelConfig
-from vit.evaluation.cost import Cost, cost_of
-from vit.evaluation.counting import Meter, counting
+from vit.config.presets import PRESETS
+from vit.evaluation.flop_counter import Meter, counting
+from vit.evaluation.model_summary import Cost, cost_of
 from vit.model import build
 from vit.model.build import build_classifier
-from vit.presets import PRESETS
 
 SMALL = ModelConfig(image_size=24, patch_size=8, dim=32, depth=2, num_heads=4, num_classes=5)
 OPTIONS = [
@@ -240,9 +240,9 @@ def test_the_largest_needs_no_memory():
 
 def test_memory_of_training_is_that_of_the_smallest_patches():
     options = {"image_size": 48, "num_classes": 5}
-    several = cost_of(changed(**options, patch_sizes=(4, 16)), batch_size=3).memory
+    multilabel = cost_of(changed(**options, patch_sizes=(4, 16)), batch_size=3).memory
     small = cost_of(changed(**options, patch_size=4), batch_size=3).memory
     usual = cost_of(changed(**options), batch_size=3).memory
-    assert several.kept == pytest.approx(small.kept, rel=0.02)
+    assert multilabel.kept == pytest.approx(small.kept, rel=0.02)
     assert small.kept > 3 * usual.kept
-    assert several.inference < small.inference
+    assert multilabel.inference < small.inference

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import binomtest
 from sklearn import metrics
 
-from vit.evaluation.metrics import (
+from vit.evaluation.classification_metrics import (
     Outcomes,
     calibration_error,
     classification_scores,

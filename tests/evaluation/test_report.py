@@ -8,11 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.config.parser import make_config
 from vit.evaluation.charts import epoch_ticks, nice_ticks
-from vit.evaluation.metrics import Outcomes, summarise
-from vit.evaluation.page import VOID, called, tag
-from vit.evaluation.report import RunFacts, write_report
-from vit.settings import make_config
+from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.classification_report import RunFacts, write_report
+from vit.evaluation.html_page import VOID, called, tag
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -25,10 +25,10 @@ HOSTILE = (
     "two\nlines",
     "n\udce9e",
 )
-PICTURES = 40
+IMAGES = 40
 
 
-def draw(classes: int, images: int = PICTURES) -> Outcomes:
+def draw(classes: int, images: int = IMAGES) -> Outcomes:
     """Outcomes that are right about half of the time."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(classes, (images,), generator=generator)
@@ -129,24 +129,24 @@ def read(page: str) -> Reader:
 
 
 @pytest.fixture
-def hostile_pictures(tmp_path) -> list[str]:
-    """Pictures whose names are markup, and one file that is no picture."""
+def hostile_images(tmp_path) -> list[str]:
+    """Images whose names are markup, and one file that is no image."""
     paths = []
-    for number in range(PICTURES):
+    for number in range(IMAGES):
         path = tmp_path / f"{number}<img src=x onerror=alert(1)>\x1b[31m\u202e'\".png"
         Image.new("RGB", (30 + number, 20), (6 * number, 90, 40)).save(path)
         paths.append(str(path))
-    Path(paths[0]).write_bytes(b"no picture")
+    Path(paths[0]).write_bytes(b"no image")
     return paths
 
 
 @pytest.mark.parametrize("count", [len(HOSTILE), 40], ids=["few classes", "many classes"])
-def test_hostile_names_stay_text(write, hostile_pictures, count):
+def test_hostile_names_stay_text(write, hostile_images, count):
     classes = (*HOSTILE, *(f"class{i}" for i in range(count - len(HOSTILE))))
     page = write(
         classes,
-        paths=hostile_pictures,
-        left_out={hostile_pictures[0]: "<i>damaged</i>\x1b"},
+        paths=hostile_images,
+        left_out={hostile_images[0]: "<i>damaged</i>\x1b"},
         settings={"data": "<u>pets</u>\x1b\u202e"},
     )
     reader = read(page)
@@ -178,7 +178,7 @@ def test_numbers_are_the_metrics(write):
         f"{scores['macro_f1']:.2%}",
         f"{scores['balanced_accuracy']:.2%}",
         f"expected calibration error {scores['ece']:.4f}",
-        f"{int((outcomes.ranks > 0).sum())} of {PICTURES} answers are wrong",
+        f"{int((outcomes.ranks > 0).sum())} of {IMAGES} answers are wrong",
     ]
     for row in scores["per_class"]:
         expected += [row["label"], *(f"{row[key]:.1%}" for key in ("precision", "recall", "f1"))]

@@ -1,4 +1,4 @@
-"""Scores of several classes a picture are those of scikit-learn and torch."""
+"""Scores of several classes an image are those of scikit-learn and torch."""
 
 import math
 import warnings
@@ -9,14 +9,14 @@ import torch
 from sklearn import metrics
 from torch.nn import functional as F
 
-from vit.evaluation import several_metrics
-from vit.evaluation.several_metrics import (
+from vit.evaluation import multilabel_metrics
+from vit.evaluation.multilabel_metrics import (
     average_precisions,
     choose_thresholds,
     f1_scores,
     map_interval,
     mean_of_known,
-    summarise_several,
+    summarise_multilabel,
 )
 
 CLASSES = ("a", "b", "c", "never", "unasked")
@@ -36,7 +36,7 @@ def test_average_precision_is_scikit_learns(drawn):
     scores, labels = drawn
     found = average_precisions(scores, labels)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the class without a picture
+        warnings.simplefilter("ignore")  # of the class without an image
         theirs = metrics.average_precision_score(labels.numpy(), scores.numpy(), average=None)
     known = [0, 1, 2, 4]
     np.testing.assert_allclose(found[known], theirs[known], rtol=0, atol=1e-12)
@@ -46,7 +46,7 @@ def test_average_precision_is_scikit_learns(drawn):
 
 def test_scores_are_scikit_learns(drawn):
     scores, labels = drawn
-    found = summarise_several(scores, labels, CLASSES, THRESHOLDS)
+    found = summarise_multilabel(scores, labels, CLASSES, THRESHOLDS)
     said, true = scores.numpy() >= np.array(THRESHOLDS), labels.numpy()
     f1 = [
         metrics.f1_score(true, said, average=kind, zero_division=np.nan)
@@ -70,19 +70,19 @@ def test_scores_are_scikit_learns(drawn):
 
 def test_a_sure_and_wrong_answer_has_a_finite_loss():
     scores, labels = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([[0, 1]])
-    assert math.isfinite(summarise_several(scores, labels, "ab", (0.5, 0.5))["loss"])
+    assert math.isfinite(summarise_multilabel(scores, labels, "ab", (0.5, 0.5))["loss"])
 
 
 @pytest.mark.parametrize("scores", [torch.full((1, 2), math.nan), torch.zeros(0, 2)])
 def test_what_cannot_be_scored_is_refused(scores):
     with pytest.raises(ValueError, match=r"finite|at least one"):
-        summarise_several(scores, torch.zeros(len(scores), 2), "ab", (0.5, 0.5))
+        summarise_multilabel(scores, torch.zeros(len(scores), 2), "ab", (0.5, 0.5))
 
 
 def test_no_other_threshold_has_a_higher_f1(drawn):
     scores, labels = drawn
     found, few = choose_thresholds(scores, labels)
-    assert few == [2, 3] or few == [3]  # of 200 pictures about 4 have class c
+    assert few == [2, 3] or few == [3]  # of 200 images about 4 have class c
     best = f1_scores(scores >= torch.tensor(found), labels)
     for cut in np.arange(0, 1.005, 0.005):
         others = f1_scores(scores >= cut, labels)
@@ -97,12 +97,12 @@ def test_a_threshold_lies_between_two_scores():
     (threshold,), few = choose_thresholds(scores, labels)
     assert threshold == pytest.approx(0.35)
     assert not few
-    assert choose_thresholds(scores[1:], labels[1:]) == ([0.5], [0])  # 4 pictures are too few
+    assert choose_thresholds(scores[1:], labels[1:]) == ([0.5], [0])  # 4 images are too few
 
 
 def test_an_interval_is_the_same_every_time_and_none_where_it_takes_long(drawn, monkeypatch):
     assert map_interval(*drawn) == map_interval(*drawn)
-    monkeypatch.setattr(several_metrics, "MOST_WORK", 200 * 200 * 5 - 1)
+    monkeypatch.setattr(multilabel_metrics, "MOST_WORK", 200 * 200 * 5 - 1)
     assert map_interval(*drawn) is None
 
 
@@ -110,8 +110,8 @@ def test_an_interval_holds_what_the_scores_are_worth():
     """Of 40 small sets of one kind, most intervals hold the value of a large one."""
     random = np.random.default_rng(1)
 
-    def draw(pictures):
-        labels = random.random((pictures, 2)) < 0.3
+    def draw(images):
+        labels = random.random((images, 2)) < 0.3
         return torch.from_numpy(labels + random.normal(size=labels.shape)), torch.from_numpy(labels)
 
     truth = mean_of_known(average_precisions(*draw(20_000)))

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import vit
-from vit.export.graph import Part, as_onnx
-from vit.export.plain import attend_plainly
+from vit.export.onnx_graph import Part, as_onnx, attend_plainly
 
 SMALL = {"image_size": 16, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 METADATA = {

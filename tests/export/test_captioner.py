@@ -13,22 +13,21 @@ import torch
 from PIL import Image
 
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
-from vit.data.captioning.tokenizer import train_tokenizer
-from vit.data.decoding import read_image
+from vit.data.captions.tokenizer import train_tokenizer
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError, WeightsError
-from vit.export import graph
-from vit.export.captioner import parts_of
-from vit.export.graph import Part, as_onnx, check_equal
-from vit.export.onnx_file import export_onnx
-from vit.generation.generate import generate
-from vit.generation.search import Search
-from vit.generation.writing import write
-from vit.model.build_captioner import build_captioner
-from vit.runtime.captions import CaptionRunner
-from vit.runtime.greedy import greedy
-from vit.runtime.opening import runner_like
-from vit.weights.folder import load_run, save_model
+from vit.export import onnx_graph
+from vit.export.export_captioner import parts_of
+from vit.export.export_onnx import export_onnx
+from vit.export.onnx_graph import Part, as_onnx, check_equal
+from vit.exported.greedy_numpy import greedy
+from vit.exported.load_exported import runner_like
+from vit.exported.onnx_captioner import CaptionRunner
+from vit.generation.generate import generate, generate_captions
+from vit.generation.generation_config import Search
+from vit.model.build import build_captioner
+from vit.weights.saved_model import load_run, save_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}
 CLASSES = ("apple", "pear", "plum")
@@ -96,9 +95,9 @@ def random_run(folder, encoder, decoder):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def input_images(tmp_path_factory):
     """Noise in odd sizes, modes and orientations."""
-    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     paths = []
     for number, mode in enumerate(["RGB", "L", "RGBA", "P", "I;16", "CMYK"] * 3):
         size = (int(random.integers(3, 40)), int(random.integers(3, 40)), 4)
@@ -136,7 +135,7 @@ def torch_answers(run, paths, search=None):
     loaded = load_run(run)
     images = torch.stack([loaded.preprocessing(read_image(path)) for path in paths])
     logits, memory = loaded.model.see(loaded.preprocessing.normalise(images))
-    captions = write(loaded.model.decoder, memory, loaded.tokenizer, search or Search())
+    captions = generate_captions(loaded.model.decoder, memory, loaded.tokenizer, search or Search())
     return logits.double().softmax(1), [first for first, *_ in captions]
 
 
@@ -153,23 +152,24 @@ def assert_same(answers, probabilities, captions):
         assert [label for label, _ in answer.predictions] == sorted(named, key=lambda n: -named[n])
 
 
-def test_captions_scores_and_classes_are_those_of_torch(exported, pictures):
+def test_captions_scores_and_classes_are_those_of_torch(exported, input_images):
     run, path = exported
-    probabilities, captions = torch_answers(run, pictures)
+    probabilities, captions = torch_answers(run, input_images)
     assert len({one.text for one in captions}) > 3
     assert {one.ended for one in captions} == {True, False}
     for size in (16, 5):
-        assert_same(CaptionRunner(path, batch_size=size)(pictures), probabilities, captions)
+        assert_same(CaptionRunner(path, batch_size=size)(input_images), probabilities, captions)
 
 
-def test_lengths_are_limited_as_in_torch(exported, pictures):
+def test_lengths_are_limited_as_in_torch(exported, input_images):
     run, path = exported
     limits = {"min_tokens": 4, "max_tokens": 5}
     assert_same(
-        CaptionRunner(path, **limits)(pictures), *torch_answers(run, pictures, Search(**limits))
+        CaptionRunner(path, **limits)(input_images),
+        *torch_answers(run, input_images, Search(**limits)),
     )
     like = runner_like(path, search=Search(min_tokens=7), device=None, precision="auto")
-    assert_same(like(pictures), *torch_answers(run, pictures, Search(min_tokens=7)))
+    assert_same(like(input_images), *torch_answers(run, input_images, Search(min_tokens=7)))
 
 
 def test_a_step_takes_words_one_by_one_or_together(exported):
@@ -187,30 +187,30 @@ def test_a_step_takes_words_one_by_one_or_together(exported):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_torch_is_not_loaded(exported, pictures):
+def test_torch_is_not_loaded(exported, input_images):
     code = (
-        "import sys; from vit.runtime.captions import CaptionRunner;"
+        "import sys; from vit.exported.onnx_captioner import CaptionRunner;"
         "print(CaptionRunner(sys.argv[1])([sys.argv[2]])[0].caption);"
         "sys.exit(bool({'torch', 'onnx', 'transformers'} & set(sys.modules)))"
     )
-    words = [sys.executable, "-W", "error", "-c", code, str(exported[1]), pictures[0]]
+    words = [sys.executable, "-W", "error", "-c", code, str(exported[1]), input_images[0]]
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     said = subprocess.run(
         words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
     )
     assert (said.returncode, said.stderr) == (0, "")
-    (expected,) = torch_answers(exported[0], pictures[:1])[1]
+    (expected,) = torch_answers(exported[0], input_images[:1])[1]
     assert said.stdout == expected.text + "\n"
 
 
-def test_unreadable_pictures_have_error_rows(exported, pictures, bad_pictures):
+def test_unreadable_images_have_error_rows(exported, input_images, bad_images):
     runner = CaptionRunner(exported[1], batch_size=3)
-    mixed = [*bad_pictures[:4], pictures[0], *bad_pictures[4:], pictures[1]]
+    mixed = [*bad_images[:4], input_images[0], *bad_images[4:], input_images[1]]
     answers = runner(mixed, top_k=1)
     assert [answer.image for answer in answers] == mixed
-    assert [answer.error is None for answer in answers] == [path in pictures for path in mixed]
+    assert [answer.error is None for answer in answers] == [path in input_images for path in mixed]
     good = [answer for answer in answers if answer.error is None]
-    assert [one.caption for one in good] == [one.caption for one in runner(pictures[:2])]
+    assert [one.caption for one in good] == [one.caption for one in runner(input_images[:2])]
     assert all(len(one.predictions) == 1 for one in good)
     bad = next(answer for answer in answers if answer.error is not None)
     assert (bad.caption, bad.score, bad.predictions) == (None, None, ())
@@ -253,10 +253,10 @@ def test_files_describe_themselves_and_name_no_path_of_this_machine(exported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "decoder"), MIXTURES, ids=str)
-def test_every_option_is_exported(encoder, decoder, tmp_path, pictures):
+def test_every_option_is_exported(encoder, decoder, tmp_path, input_images):
     run = random_run(tmp_path / "run", encoder, decoder)
     assert export_onnx(run, tmp_path / "a.onnx").difference < 1e-5
-    assert_same(CaptionRunner(tmp_path / "a.onnx")(pictures), *torch_answers(run, pictures))
+    assert_same(CaptionRunner(tmp_path / "a.onnx")(input_images), *torch_answers(run, input_images))
 
 
 class Table:
@@ -337,12 +337,12 @@ def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypa
         export_onnx(short, tmp_path / "a.onnx")
     with pytest.raises(ConfigError, match="precision='fp16': a captioner is exported in fp32"):
         export_onnx(run, tmp_path / "a.onnx", precision="fp16")
-    monkeypatch.setattr(graph, "MOST_BYTES", 1000)
+    monkeypatch.setattr(onnx_graph, "MOST_BYTES", 1000)
     with pytest.raises(ConfigError, match="GB of weights"):
         export_onnx(run, tmp_path / "a.onnx")
     monkeypatch.undo()
-    monkeypatch.setattr("vit.export.onnx_file.as_onnx", lambda *_: onnx.load(path))
-    monkeypatch.setattr(graph, "TOLERANCE", -1.0)
+    monkeypatch.setattr("vit.export.export_onnx.as_onnx", lambda *_: onnx.load(path))
+    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
     with pytest.raises(VitError, match="the exported encoder differs"):
         export_onnx(run, path, overwrite=True)
     assert not [*tmp_path.glob("*.onnx"), *tmp_path.glob(".*")]

@@ -1,4 +1,4 @@
-"""Exported classifiers say what torch says of pictures of any size, or are refused."""
+"""Exported classifiers say what torch says of images of any size, or are refused."""
 
 import dataclasses
 import json
@@ -13,13 +13,14 @@ from tests.model.test_model_build import MIXTURES, OPTIONS, SHORTER, SMALL, rand
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
-from vit.export import accuracy, classifier, graph, onnx_file
-from vit.export.halves import halved
-from vit.export.onnx_file import export_onnx
-from vit.export.options import Options
-from vit.export.targets import export
-from vit.runtime.session import Session
-from vit.weights.folder import load_run, save_model
+from vit.export import export_accuracy, export_classifier, onnx_graph
+from vit.export import export_onnx as onnx_export
+from vit.export.export_formats import export
+from vit.export.export_onnx import export_onnx
+from vit.export.export_options import Options
+from vit.export.float16 import halved
+from vit.exported.onnx_session import Session
+from vit.weights.saved_model import load_run, save_model
 
 CLASSES = ("apple", "pear", "plum")
 STEM, OTHER_STEM = (options for options in MIXTURES if options.get("stem") == "conv")
@@ -61,10 +62,10 @@ def _traced_once(monkeypatch, traced_before):
             answer, *_ = part.module(*part.examples[0])
         key = (answer.numpy().tobytes(), opset, *part.outputs)
         if key not in traced_before:
-            traced_before[key] = graph.traced(part, opset).SerializeToString()
+            traced_before[key] = onnx_graph.traced(part, opset).SerializeToString()
         return onnx.load_from_string(traced_before[key])
 
-    monkeypatch.setattr(onnx_file, "traced", once)
+    monkeypatch.setattr(onnx_export, "traced", once)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def traced_before():
 
 @torch.no_grad()
 def torch_says(run, images):
-    """Probabilities by the network itself, of pictures that Pillow resizes."""
+    """Probabilities by the network itself, of images that Pillow resizes."""
     loaded = load_run(run)
     fitted = torch.stack([loaded.preprocessing(Image.fromarray(image)) for image in images])
     return loaded.model(loaded.preprocessing.normalise(fitted)).softmax(1).numpy()
@@ -168,7 +169,7 @@ def test_weights_in_a_file_of_their_own(run, tmp_path, monkeypatch):
     out, data = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
     data.write_text("mine")
     with monkeypatch.context() as patch:
-        patch.setattr(onnx_file, "MOST_BYTES", 1000)
+        patch.setattr(onnx_export, "MOST_BYTES", 1000)
         with pytest.raises(VitError, match=r"a.onnx.data exists; choose another name"):
             export_onnx(run, out)
         found = export_onnx(run, out, overwrite=True)
@@ -193,7 +194,7 @@ def test_half_precision(run, tmp_path, tiny_data):
 
 
 def test_weights_that_half_precision_cannot_hold_are_refused(run):
-    proto = onnx_file.traced(classifier.part_of(load_run(run)), 20)
+    proto = onnx_export.traced(export_classifier.part_of(load_run(run)), 20)
     weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     large = onnx.numpy_helper.to_array(weight).copy()
     large.flat[3] = 1e5
@@ -211,17 +212,17 @@ def test_weights_that_half_precision_cannot_hold_are_refused(run):
     ],
 )
 def test_answers_that_differ_from_torch_are_refused(run, found, message):
-    part = classifier.part_of(load_run(run))
+    part = export_classifier.part_of(load_run(run))
     expected = (torch.tensor([[0.5, 0.5]]),)
-    assert graph.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
+    assert onnx_graph.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
     with pytest.raises(VitError, match=message):
-        graph.difference(part, expected, [np.float32(found)], 0.02)
+        onnx_graph.difference(part, expected, [np.float32(found)], 0.02)
 
 
 def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
     other = dataclasses.replace(load_run(run).preprocessing, mean=(0.3, 0.3, 0.3), crop_share=0.5)
-    front = classifier.fitting
-    monkeypatch.setattr(classifier, "fitting", lambda _preprocessing: front(other))
+    front = export_classifier.fitting
+    monkeypatch.setattr(export_classifier, "fitting", lambda _preprocessing: front(other))
     with pytest.raises(VitError, match=r"differs from torch: probabilities by .* nothing was"):
         export_onnx(run, tmp_path / "a.onnx")
     assert not list(tmp_path.iterdir())
@@ -229,7 +230,9 @@ def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
 
 def test_top_1_of_run_and_file(tiny_run, tmp_path, tiny_data):
     heard = []
-    found = export_onnx(tiny_run, tmp_path / "a.onnx", validation=str(tiny_data), say=heard.append)
+    found = export_onnx(
+        tiny_run, tmp_path / "a.onnx", validation=str(tiny_data), notify=heard.append
+    )
     assert found.accuracy.count == 27
     assert found.accuracy.before == found.accuracy.after
     assert found.accuracy.agreement == 1
@@ -238,9 +241,9 @@ def test_top_1_of_run_and_file(tiny_run, tmp_path, tiny_data):
 
 
 def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data, monkeypatch):
-    def worse(content, pictures, *, dynamic):
+    def worse(content, input_images, *, dynamic):
         """The same network with a head that says one class alone."""
-        assert len(pictures) == 0
+        assert len(input_images) == 0
         assert dynamic
         proto = onnx.load_from_string(content)
         place, last = next(
@@ -257,9 +260,9 @@ def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data
         last.input[0] = "one_class"
         return proto.SerializeToString()
 
-    monkeypatch.setattr(onnx_file, "quantised", worse)
+    monkeypatch.setattr(onnx_export, "quantised", worse)
     asked = {"precision": "int8", "dynamic": True, "validation": str(tiny_data)}
-    monkeypatch.setattr(accuracy, "probabilities", right_answers(tiny_data))
+    monkeypatch.setattr(export_accuracy, "probabilities", right_answers(tiny_data))
     with pytest.raises(VitError, match=r"would lose 66.67% of top-1 \(100.00% to 33.33% on 27"):
         export_onnx(tiny_run, tmp_path / "a.onnx", **asked)
     assert not list(tmp_path.iterdir())
@@ -271,32 +274,32 @@ def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data
 
 
 def right_answers(_data):
-    """A run that is always right: the pictures come by class, nine of each."""
+    """A run that is always right: the images come by class, nine of each."""
     rows = iter(np.repeat(np.eye(3, dtype=np.float32), 9, axis=0).tolist() * 2)
     return lambda _run, _image: np.array(next(rows), np.float32)
 
 
-def test_int8_is_calibrated_with_pictures_that_are_not_measured(
+def test_int8_is_calibrated_with_images_that_are_not_measured(
     tiny_run, tmp_path, tiny_data, monkeypatch
 ):
     seen = []
 
-    def same(content, pictures, *, dynamic):
+    def same(content, input_images, *, dynamic):
         assert not dynamic
-        seen.extend(pictures)
+        seen.extend(input_images)
         return content
 
-    monkeypatch.setattr(onnx_file, "quantised", same)
+    monkeypatch.setattr(onnx_export, "quantised", same)
     (data := tmp_path / "data").mkdir()
     (data / "train").symlink_to(tiny_data / "val")
     (data / "val").symlink_to(tiny_data / "val")
     asked = {"precision": "int8", "calibration": str(data)}
     export_onnx(tiny_run, tmp_path / "a.onnx", **asked, samples=5)
     assert len(seen) == 5
-    assert all(picture.shape == (20, 24, 3) for picture in seen)
+    assert all(pil_image.shape == (20, 24, 3) for pil_image in seen)
     calibration = json.loads(Session(tmp_path / "a.onnx").metadata["calibration"])
     assert calibration == {"data": str(data), "dynamic": False, "samples": 5}
-    with pytest.raises(VitError, match=r"27 pictures can be calibrated with, .* 28 are needed"):
+    with pytest.raises(VitError, match=r"27 images can be calibrated with, .* 28 are needed"):
         export_onnx(tiny_run, tmp_path / "b.onnx", **asked, samples=28)
 
 
@@ -305,7 +308,7 @@ def test_int8_is_calibrated_with_pictures_that_are_not_measured(
     [
         ({"precision": "fp8"}, "precision='fp8': choose one of fp32, fp16, int8"),
         ({"opset": 9}, "opset=9: choose one of 18 to 23"),
-        ({"precision": "int8"}, "precision='int8': it is calibrated with pictures; name data"),
+        ({"precision": "int8"}, "precision='int8': it is calibrated with images; name data"),
         ({"calibration": "x"}, "calibration='x': only static int8 is calibrated"),
         ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only static int8"),
         ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),
@@ -321,7 +324,7 @@ def test_options_that_cannot_be_honoured_are_refused(options, message):
 
 def test_networks_that_cannot_be_exported_are_refused(tmp_path):
     gray = saved(tmp_path / "gray", {"channels": 1})
-    with pytest.raises(ConfigError, match="channels=1: an exported network takes RGB pictures"):
+    with pytest.raises(ConfigError, match="channels=1: an exported network takes RGB images"):
         export_onnx(gray, tmp_path / "a.onnx")
     merging = saved(tmp_path / "merging", {"merge_tokens": 1, "pooling": "mean"})
     with pytest.raises(ConfigError, match="merge_tokens=1: tokens differ from block to block"):

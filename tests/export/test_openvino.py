@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from vit.errors import RunError, VitError, WeightsError
-from vit.export import openvino as converting
-from vit.export.openvino import convert
-from vit.export.quantisation import quantised
-from vit.runtime import openvino as runtime
-from vit.runtime.session import Session
+from vit.export import export_openvino as converting
+from vit.export.export_openvino import convert
+from vit.export.quantization import quantised
+from vit.exported import openvino_session as runtime
+from vit.exported.onnx_session import Session
 
 CPUINFO = Path("/proc/cpuinfo")
 OVERFLOWS = (
@@ -34,7 +34,7 @@ def test_both_engines_say_the_same(graph, whole, noise_of, tmp_path, precision, 
     content = graph if precision == "fp32" else whole
     (tmp_path / "given.onnx").write_bytes(content)
     out = tmp_path / "net.v1.xml"
-    assert convert(tmp_path / "given.onnx", out, pictures=list(noise_of(8))) < allowed
+    assert convert(tmp_path / "given.onnx", out, images=list(noise_of(8))) < allowed
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "given.onnx",
         "net.v1.bin",
@@ -65,7 +65,7 @@ def test_what_differs_is_not_written(graph, tmp_path, monkeypatch):
 @needs_vnni
 def test_weights_that_are_not_its_own_are_noticed(graph, whole, noise_of, tmp_path):
     for name, content in (("one", graph), ("two", whole)):
-        convert(content, tmp_path / f"{name}.xml", pictures=list(noise_of(2)))
+        convert(content, tmp_path / f"{name}.xml", images=list(noise_of(2)))
     weights = tmp_path / "one.bin"
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1

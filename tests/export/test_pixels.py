@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from vit.data.preprocessing import Preprocessing
-from vit.export import pixels
-from vit.export.pixels import FITTED, fitting
-from vit.runtime.session import Session
+from vit.export import onnx_preprocessing
+from vit.export.onnx_preprocessing import FITTED, fitting
+from vit.exported.onnx_session import Session
 
 WAYS = [
     {"image_size": (24, 24)},
@@ -60,7 +60,7 @@ def test_every_byte_is_pillow_s(settings):
 
 @columns_first
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_tall_pictures_begin_with_the_columns(settings):
+def test_tall_images_begin_with_the_columns(settings):
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)
     for height, width in TALL:
@@ -69,9 +69,9 @@ def test_tall_pictures_begin_with_the_columns(settings):
 
 @columns_first
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_of_large_resized_pictures_only_the_crop_is_computed(settings, monkeypatch):
+def test_of_large_resized_images_only_the_crop_is_computed(settings, monkeypatch):
     monkeypatch.setattr("vit.data.preprocessing.WHOLE_LIMIT", 900)
-    monkeypatch.setattr(pixels, "WHOLE_LIMIT", 900)
+    monkeypatch.setattr(onnx_preprocessing, "WHOLE_LIMIT", 900)
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)
     for height, width in [*SIZES, *TALL, (1, 300)]:

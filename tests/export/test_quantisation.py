@@ -11,11 +11,10 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from vit.errors import ConfigError, DataError, VitError
-from vit.export import quantisation
-from vit.export.apart import take_apart
-from vit.export.quantisation import FEWEST, quantised
-from vit.export.rewriting import Graph
-from vit.runtime.session import Session
+from vit.export import quantization
+from vit.export.onnx_builder import Graph
+from vit.export.quantization import FEWEST, quantised, take_apart
+from vit.exported.onnx_session import Session
 
 OPTIONS = [
     {},
@@ -157,18 +156,18 @@ def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypa
     for _ in range(2):
         found = answers(quantised(content, list(noise_of(32))), images)
         errors.append(np.abs(found - wanted).mean())
-        monkeypatch.setattr(quantisation, "_smooth", lambda _, spot: np.ones_like(spot.low))
+        monkeypatch.setattr(quantization, "_smooth", lambda _, spot: np.ones_like(spot.low))
     assert errors[0] < 0.3 * errors[1]
 
 
 def test_what_cannot_be_quantised_is_refused(graph, static, noise_of):
     few = list(noise_of(FEWEST - 1))
-    with pytest.raises(DataError, match=f"^{FEWEST - 1} pictures for calibration: at least"):
+    with pytest.raises(DataError, match=f"^{FEWEST - 1} images for calibration: at least"):
         quantised(graph, few)
-    with pytest.raises(DataError, match=r"^calibration picture 3 is float32 of shape"):
-        pictures = list(noise_of(FEWEST))
-        pictures[3] = pictures[3].astype(np.float32)
-        quantised(graph, pictures)
+    with pytest.raises(DataError, match=r"^calibration image 3 is float32 of shape"):
+        input_images = list(noise_of(FEWEST))
+        input_images[3] = input_images[3].astype(np.float32)
+        quantised(graph, input_images)
     with pytest.raises(ConfigError, match=r"^precision='int8'.* is made of a graph of fp32$"):
         quantised(static, list(noise_of(FEWEST)))
 

@@ -9,34 +9,33 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification
 
-from vit.data.decoding import read_image
-from vit.data.sources.asked import Asked
+from vit.data.image_io import read_image
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, VitError, WeightsError
-from vit.export.accuracy import Accuracy, compare
-from vit.export.answering import Said
-from vit.export.onnx_file import export_onnx
-from vit.export.targets import export
+from vit.export.export_accuracy import Accuracy, compare
+from vit.export.export_formats import export
+from vit.export.export_onnx import export_onnx
+from vit.export.reference_outputs import Said
 from vit.export.verification import verify
+from vit.exported.load_exported import runner_like
+from vit.exported.onnx_classifier import ClassRunner
+from vit.exported.onnx_session import Session
 from vit.inference.evaluate import evaluate, labelled
 from vit.inference.predictor import Predictor
-from vit.runtime.classes import ClassRunner
-from vit.runtime.opening import runner_like
-from vit.runtime.session import Session
 from vit.weights.convert import convert
-from vit.weights.folder import load_run
-from vit.weights.loading import load_model
-from vit.weights.run_config import set_thresholds
+from vit.weights.load_model import load_model
+from vit.weights.saved_model import load_run, set_thresholds
 
 
 @pytest.fixture
-def pictures(several_list):
+def images(several_list):
     return [str(path) for path in sorted(several_list.parent.glob("*.png"))]
 
 
 @pytest.fixture(scope="module")
 def exported(several_run, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported") / "m.onnx"
-    export_onnx(several_run, out, say=None)
+    export_onnx(several_run, out, notify=None)
     return out
 
 
@@ -51,24 +50,24 @@ def exact(run):
     return Predictor(run, device="cpu", precision="fp32")
 
 
-def test_the_file_names_what_the_run_names(several_run, exported, pictures):
+def test_the_file_names_what_the_run_names(several_run, exported, images):
     runner, predictor = ClassRunner(exported), exact(several_run)
     assert runner.thresholds == predictor.thresholds == (0.3, 0.5, 0.7)
     assert runner.metadata["activation"] == "sigmoid"
-    same(runner(pictures), predictor(pictures))
-    same(runner(pictures, threshold=0.45), predictor(pictures, threshold=0.45))
-    same(runner(pictures, top_k=1), predictor(pictures, top_k=1))
+    same(runner(images), predictor(images))
+    same(runner(images, threshold=0.45), predictor(images, threshold=0.45))
+    same(runner(images, top_k=1), predictor(images, top_k=1))
 
 
-def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, pictures):
-    found = Predictor(several_run, device="cpu", precision="bf16")(pictures, threshold=0.0)
-    expected = ClassRunner(exported)(pictures, threshold=0.0)
+def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, images):
+    found = Predictor(several_run, device="cpu", precision="bf16")(images, threshold=0.0)
+    expected = ClassRunner(exported)(images, threshold=0.0)
     for one, other in zip(found, expected, strict=True):
         assert dict(one.predictions) == pytest.approx(dict(other.predictions), abs=0.01)
 
 
-def test_verify_compares_sets_of_labels(several_run, exported, pictures):
-    report = verify(several_run, exported, pictures)
+def test_verify_compares_sets_of_labels(several_run, exported, images):
+    report = verify(several_run, exported, images)
     assert report.agrees, report.complaints()
     first = Said(np.array([0.9, 0.6, 0.1]), thresholds=(0.5, 0.5, 0.5))
     second = Said(np.array([0.9, 0.4, 0.1]), thresholds=(0.5, 0.5, 0.5))
@@ -78,11 +77,11 @@ def test_verify_compares_sets_of_labels(several_run, exported, pictures):
     assert (none.agreement(none), none.agreement(first)) == (1, 0)
 
 
-def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, pictures, tmp_path):
+def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, images, tmp_path):
     other = tmp_path / "run"
     shutil.copytree(several_run, other)
     set_thresholds(other, [0.6, 0.5, 0.7])
-    report = verify(other, exported, pictures)
+    report = verify(other, exported, images)
     assert not report.agrees
     assert "other thresholds" in " ".join(report.complaints())
     proto = onnx.load(exported)
@@ -91,8 +90,8 @@ def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, p
         {**{p.key: p.value for p in proto.metadata_props}, "activation": "softmax"},
     )
     onnx.save(proto, tmp_path / "one.onnx")
-    report = verify(several_run, tmp_path / "one.onnx", pictures)
-    assert "one class a picture, the run several" in " ".join(report.complaints())
+    report = verify(several_run, tmp_path / "one.onnx", images)
+    assert "one class an image, the run several" in " ".join(report.complaints())
 
 
 @pytest.mark.parametrize("thresholds", ["null", "[0.5]", "[0.5, 0.5, 7]", "x"])
@@ -111,7 +110,7 @@ def test_an_export_says_what_it_loses(several_run, several_list, tmp_path):
     for precision, more in (("fp16", {}), ("int8", {"dynamic": True})):
         out = tmp_path / f"{precision}.onnx"
         data = {"validation": str(several_list), "max_drop": 0.5, **more}
-        export_onnx(several_run, out, precision=precision, say=lines.append, **data)
+        export_onnx(several_run, out, precision=precision, notify=lines.append, **data)
         assert verify(several_run, out).precision == precision
     assert sum(line.startswith("mAP: run ") for line in lines) == 2
 
@@ -120,7 +119,7 @@ def test_what_a_file_loses_is_mean_average_precision(several_run, exported, seve
     run = load_run(several_run)
     samples = labelled(
         several_run,
-        Asked(str(several_list)),
+        DatasetSpec(str(several_list)),
         run.classes,
         print,
         thresholds=run.thresholds,
@@ -134,27 +133,27 @@ def test_what_a_file_loses_is_mean_average_precision(several_run, exported, seve
 
 
 @pytest.mark.slow
-def test_openvino_and_torch_keep_it(several_run, pictures, tmp_path):
+def test_openvino_and_torch_keep_it(several_run, images, tmp_path):
     pytest.importorskip("openvino")
-    export(several_run, tmp_path / "m.xml", to="openvino", say=None)
+    export(several_run, tmp_path / "m.xml", to="openvino", notify=None)
     runner = runner_like(tmp_path / "m.xml", engine="openvino")
-    same(runner(pictures[:8]), exact(several_run)(pictures[:8]))
-    export(several_run, tmp_path / "m.pt2", to="torch", say=None)
+    same(runner(images[:8]), exact(several_run)(images[:8]))
+    export(several_run, tmp_path / "m.pt2", to="torch", notify=None)
     extra = {"thresholds.json": ""}
     torch.export.load(tmp_path / "m.pt2", extra_files=extra)
     assert json.loads(extra["thresholds.json"]) == [0.3, 0.5, 0.7]
 
 
-def test_transformers_opens_it_as_a_network_of_several_labels(several_run, pictures, tmp_path):
+def test_transformers_opens_it_as_a_network_of_several_labels(several_run, images, tmp_path):
     _, lines = convert(several_run, "huggingface", tmp_path / "hf")
     assert "multi_label_classification" in " ".join(lines)
     theirs = AutoModelForImageClassification.from_pretrained(tmp_path / "hf").eval()
     assert theirs.config.problem_type == "multi_label_classification"
     run = load_run(several_run)
-    pixels = run.preprocessing.normalise(run.preprocessing(read_image(pictures[5])).unsqueeze(0))
+    pixels = run.preprocessing.normalise(run.preprocessing(read_image(images[5])).unsqueeze(0))
     with torch.no_grad():
         torch.testing.assert_close(theirs(pixels).logits, run.model(pixels), atol=1e-5, rtol=0)
-    back = load_model(tmp_path / "hf", say=None)
+    back = load_model(tmp_path / "hf", notify=None)
     assert back.thresholds == (0.5, 0.5, 0.5)  # there is no place for others
 
 
@@ -163,9 +162,9 @@ def test_timm_is_told_that_thresholds_are_left_behind(several_run, tmp_path):
     assert any("take sigmoids" in line for line in lines)
 
 
-def test_one_class_a_picture_is_not_measured_on_several(tiny_run, tmp_path, several_list):
+def test_one_class_an_image_is_not_measured_on_several(tiny_run, tmp_path, several_list):
     own = tmp_path / "own.csv"
     shutil.copy(several_list.parent / "01.png", tmp_path)
     own.write_text("image,labels\n01.png,apple|class2\n")
     with pytest.raises(ConfigError, match="this network gives each one"):
-        export_onnx(tiny_run, tmp_path / "m.onnx", validation=str(own), say=None)
+        export_onnx(tiny_run, tmp_path / "m.onnx", validation=str(own), notify=None)

@@ -13,17 +13,16 @@ import torch
 from PIL import Image
 
 from vit.config import Config, DataConfig, ModelConfig
+from vit.config.parser import write_settings
 from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
-from vit.export.answering import Said, by_hand, by_predictor
-from vit.export.causes import _permuted
-from vit.export.pictures import SIZES, draw, pictures_for, scene, spread
-from vit.export.verdict import HAND, LIMITS, Compared
-from vit.export.verification import compare, verify
+from vit.export.mismatch_diagnosis import _permuted
+from vit.export.reference_outputs import Said, by_hand, by_predictor
+from vit.export.sample_images import SIZES, draw, images_for, scene, spread
+from vit.export.verification import HAND, LIMITS, Compared, compare, verify
+from vit.exported.onnx_classifier import ClassRunner
 from vit.inference.predictor import Predictor
-from vit.runtime.classes import ClassRunner
-from vit.settings import write_settings
-from vit.weights.folder import load_run
+from vit.weights.saved_model import load_run
 
 CLASSES = ("apple", "class10", "class2")
 
@@ -46,8 +45,8 @@ class TorchGraph:
 
     @torch.inference_mode()
     def __call__(self, inputs):
-        pictures = inputs["images"][..., ::-1] if self.backwards else inputs["images"]
-        fitted = [self.preprocessing(Image.fromarray(picture)) for picture in pictures]
+        input_images = inputs["images"][..., ::-1] if self.backwards else inputs["images"]
+        fitted = [self.preprocessing(Image.fromarray(pil_image)) for pil_image in input_images]
         logits = self.run.model(self.preprocessing.normalise(torch.stack(fitted)))
         return [self.change(logits.softmax(1)).numpy()]
 
@@ -58,9 +57,9 @@ def run(tiny_run):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Smooth pictures of several sizes, none of which is that of the network."""
-    folder = tmp_path_factory.mktemp("pictures")
+def input_images(tmp_path_factory):
+    """Smooth images of several sizes, none of which is that of the network."""
+    folder = tmp_path_factory.mktemp("images")
     paths = [str(folder / f"{number}.png") for number in range(24)]
     for number, path in enumerate(paths):
         width, height = [(40, 31), (24, 50), (33, 33), (70, 64)][number % 4]
@@ -69,18 +68,18 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture
-def verified(run, tiny_run, pictures, monkeypatch):
+def verified(run, tiny_run, input_images, monkeypatch):
     """Verifies a TorchGraph against the tiny run."""
 
     def check(images=None, **changes):
         graph = TorchGraph(changes.pop("other", run), **changes)
         monkeypatch.setattr(verification, "opened", lambda *_: ClassRunner(graph))
-        return verify(tiny_run, "fruit.onnx", pictures if images is None else images)
+        return verify(tiny_run, "fruit.onnx", input_images if images is None else images)
 
     return check
 
 
-def test_equal_networks_agree(verified, pictures):
+def test_equal_networks_agree(verified, input_images):
     found = verified()
     assert found.agrees
     assert (found.images, found.top1_agreement, found.causes) == (24, 1.0, ())
@@ -105,7 +104,7 @@ ORDER = [2, 0, 1]
             {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)},
             "no mean and deviation .*0.5, 0.5",
         ),
-        ({"mean": (0.4, 0.6, 0.3)}, "pictures of a single colour, which no resizing changes"),
+        ({"mean": (0.4, 0.6, 0.3)}, "images of a single colour, which no resizing changes"),
         (
             {"crop_share": 0.5},
             "already have 17 x 17 pixels get the same|single colour get the same",
@@ -181,18 +180,18 @@ def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
         verified(precision="fp4")
 
 
-def test_unreadable_pictures_are_failures_once(verified, pictures, bad_pictures):
-    found = verified([pictures[0], *bad_pictures, pictures[1]])
+def test_unreadable_images_are_failures_once(verified, input_images, bad_images):
+    found = verified([input_images[0], *bad_images, input_images[1]])
     assert (found.agrees, found.images) == (True, 2)
-    assert [row["image"] for row in found.failures] == bad_pictures
+    assert [row["image"] for row in found.failures] == bad_images
     assert {row["path"] for row in found.failures} == {"all"}
-    with pytest.raises(DataError, match=r"none of 1 pictures can .*; the first, .*: an empty"):
-        verified(bad_pictures[:1])
-    with pytest.raises(DataError, match="not one picture"):
+    with pytest.raises(DataError, match=r"none of 1 images can .*; the first, .*: an empty"):
+        verified(bad_images[:1])
+    with pytest.raises(DataError, match="not one image"):
         verified([])
 
 
-def test_a_picture_that_one_way_alone_fails_on_is_said():
+def test_an_image_that_one_way_alone_fails_on_is_said():
     hand, other = [Said(np.array([0.4, 0.6])), "torn"], [Said(np.array([0.7, 0.3])), "torn"]
     found = compare("b", ["x", "y"], hand, other, LIMITS["fp32"])
     assert found == Compared("b", 1, 0.0, pytest.approx(0.3), "x", LIMITS["fp32"])
@@ -203,9 +202,9 @@ def test_a_picture_that_one_way_alone_fails_on_is_said():
     )
 
 
-def test_by_hand_is_what_the_predictor_says(run, tiny_run, pictures, bad_pictures):
+def test_by_hand_is_what_the_predictor_says(run, tiny_run, input_images, bad_images):
     """Of two implementations that share the network alone; and in float32, whatever is usual."""
-    mixed = [*pictures[:3], bad_pictures[0], pictures[3]]
+    mixed = [*input_images[:3], bad_images[0], input_images[3]]
     truth = Predictor(tiny_run, precision="fp32", device="cpu", batch_size=1)(mixed, top_k=3)
     for said in (by_hand(run, mixed), by_predictor(run, mixed)):
         for one, expected in zip(said, truth, strict=True):
@@ -216,23 +215,23 @@ def test_by_hand_is_what_the_predictor_says(run, tiny_run, pictures, bad_picture
                 assert one.probabilities == pytest.approx([scores[n] for n in CLASSES], abs=1e-6)
 
 
-def test_a_run_alone_is_compared_with_the_predictor(tiny_run, pictures, monkeypatch):
-    found = verify(tiny_run, images=pictures[:3])
+def test_a_run_alone_is_compared_with_the_predictor(tiny_run, input_images, monkeypatch):
+    found = verify(tiny_run, images=input_images[:3])
     assert found.agrees
     assert [path.name for path in found.paths] == ["by hand", "predictor"]
     wrong = [Said(np.array([1.0, 0.0, 0.0]))] * 3
     monkeypatch.setattr(verification, "by_predictor", lambda *_: wrong)
-    found = verify(tiny_run, images=pictures[:3])
+    found = verify(tiny_run, images=input_images[:3])
     assert not found.agrees
     assert found.causes == ("the predictor differs from its own parts: please report it",)
 
 
-class TestPictures:
-    """Which pictures are compared where nobody gave any."""
+class TestImages:
+    """Which images are compared where nobody gave any."""
 
     def chosen(self, folder):
         said = []
-        with pictures_for(folder, load_run(folder), None, said.append) as paths:
+        with images_for(folder, load_run(folder), None, said.append) as paths:
             assert all(np.asarray(Image.open(path)).size for path in paths)
             return [*paths], said
 
@@ -250,10 +249,10 @@ class TestPictures:
         write_settings(folder / "config.yaml", config)
         return folder
 
-    def test_validation_pictures_of_the_run(self, with_data, tmp_path):
+    def test_validation_images_of_the_run(self, with_data, tmp_path):
         paths, said = self.chosen(with_data)
         assert paths == sorted(str(path) for path in (tmp_path / "data" / "val").rglob("*.*"))
-        assert said == [f"27 of 27 validation pictures of {tmp_path / 'data'}"]
+        assert said == [f"27 of 27 validation images of {tmp_path / 'data'}"]
 
     def test_those_that_were_held_out(self, with_data, tmp_path):
         shutil.rmtree(tmp_path / "data" / "val")
@@ -262,22 +261,22 @@ class TestPictures:
         (with_data / "split.json").write_text(json.dumps(split))
         paths, said = self.chosen(with_data)
         assert paths == [str(tmp_path / "data" / name) for name in names]
-        assert said == [f"2 of 2 validation pictures of {tmp_path / 'data'}"]
+        assert said == [f"2 of 2 validation images of {tmp_path / 'data'}"]
 
     @pytest.mark.parametrize("missing", ["config.yaml", "data"])
     def test_drawn_ones_where_there_are_none(self, with_data, tmp_path, missing, monkeypatch):
-        monkeypatch.setattr("vit.export.pictures.SIZES", SIZES[:6])
+        monkeypatch.setattr("vit.export.sample_images.SIZES", SIZES[:6])
         if missing == "data":
             shutil.rmtree(tmp_path / "data")
         else:
             (with_data / missing).unlink()
         paths, (said,) = self.chosen(with_data)
         assert len(paths) == 6
-        assert said.startswith("no validation pictures (")
+        assert said.startswith("no validation images (")
         assert said.endswith("): drew 6 of many sizes")
 
     def test_the_same_ones_are_drawn_each_time(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("vit.export.pictures.SIZES", sizes := SIZES[:9])
+        monkeypatch.setattr("vit.export.sample_images.SIZES", sizes := SIZES[:9])
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         first, second = draw(tmp_path / "a"), draw(tmp_path / "b")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from vit.generation.search import Search
+from vit.generation.generation_config import Search
 
 BEGIN, END = 0, 1
 
@@ -16,7 +16,7 @@ class Table:
     """A Continuation that checks what it is told, and records it.
 
     Args:
-        pictures: Number of each row's picture.
+        images: Number of each row's image.
         vocab: Words; 0 is begin, 1 is end.
         seed: Which table.
         spread: Standard deviation of logits.
@@ -24,8 +24,8 @@ class Table:
         lean: What the logit of the end has more than others.
     """
 
-    def __init__(self, pictures, vocab, *, seed=0, spread=2.0, ties=False, lean=0.0):
-        self.rows = [(picture,) for picture in pictures]
+    def __init__(self, images, vocab, *, seed=0, spread=2.0, ties=False, lean=0.0):
+        self.rows = [(image,) for image in images]
         self.vocab, self.seed, self.spread, self.ties, self.lean = vocab, seed, spread, ties, lean
         self.calls: list[int] = []  # rows of each call
         self.selected: list[list[int]] = []
@@ -51,23 +51,23 @@ class Table:
         self.selected.append(rows.tolist())
         self.rows = [self.rows[row] for row in rows.tolist()]
 
-    def log_probs(self, picture: int, words: tuple[int, ...], penalty: float = 1.0) -> Tensor:
+    def log_probs(self, image: int, words: tuple[int, ...], penalty: float = 1.0) -> Tensor:
         """Of what follows `words`, by the plain formula, in float64."""
-        logits = self.logits((picture, BEGIN, *words)).double()
+        logits = self.logits((image, BEGIN, *words)).double()
         for word in set(words):
             logits[word] = logits[word] / penalty if logits[word] > 0 else logits[word] * penalty
         return logits - logits.exp().sum().log()
 
-    def score(self, picture: int, ids: tuple[int, ...], ended: bool, penalty: float = 1.0) -> float:
+    def score(self, image: int, ids: tuple[int, ...], ended: bool, penalty: float = 1.0) -> float:
         """Sum of log probabilities of a sentence, by the plain formula."""
         whole = (*ids, END) if ended else ids
         return math.fsum(
-            float(self.log_probs(picture, whole[:place], penalty)[word])
+            float(self.log_probs(image, whole[:place], penalty)[word])
             for place, word in enumerate(whole)
         )
 
 
-def every_sentence(table: Table, picture: int, search: Search) -> list[tuple[float, tuple, bool]]:
+def every_sentence(table: Table, image: int, search: Search) -> list[tuple[float, tuple, bool]]:
     """(rank, ids, ended) of all sentences that `search` allows, the best first: brute force."""
     words = [word for word in range(table.vocab) if word != END]
     found = []
@@ -76,12 +76,12 @@ def every_sentence(table: Table, picture: int, search: Search) -> list[tuple[flo
         if ended and length < search.min_tokens:
             continue
         for ids in itertools.product(words, repeat=length):
-            score = table.score(picture, ids, ended, search.repetition_penalty)
+            score = table.score(image, ids, ended, search.repetition_penalty)
             found.append((score / (length + ended) ** search.length_penalty, ids, ended))
     return sorted(found, reverse=True)
 
 
-def narrow_search(table: Table, picture: int, search: Search) -> list[tuple[tuple, bool]]:
+def narrow_search(table: Table, image: int, search: Search) -> list[tuple[tuple, bool]]:
     """(ids, ended) of beam search as one would write it down: no tensors, and never stopped early.
 
     Ties go to the beam that stood first, then the lower id.
@@ -90,7 +90,7 @@ def narrow_search(table: Table, picture: int, search: Search) -> list[tuple[tupl
     for length in range(1, search.max_tokens + 1):
         grown = []
         for place, (total, ids) in enumerate(beams):
-            values = table.log_probs(picture, ids)
+            values = table.log_probs(image, ids)
             grown += [
                 (-(total + float(values[word])), place, word, ids)
                 for word in range(table.vocab)

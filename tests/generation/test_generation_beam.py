@@ -3,16 +3,16 @@
 import pytest
 
 from tests.generation.tables import BEGIN, END, Table, every_sentence, narrow_search
-from vit.generation.beam import beam_search
+from vit.generation.beam_search import beam_search
 from vit.generation.generate import generate
-from vit.generation.search import Search
+from vit.generation.generation_config import Search
 
 PENALTIES = [-1.0, 0.0, 0.6, 1.0, 2.0]
 
 
-def run(search, pictures, vocab, **settings):
-    table = Table(pictures, vocab, **settings)
-    return generate(table, rows=len(pictures), begin=BEGIN, end=END, search=search), table
+def run(search, images, vocab, **settings):
+    table = Table(images, vocab, **settings)
+    return generate(table, rows=len(images), begin=BEGIN, end=END, search=search), table
 
 
 @pytest.mark.parametrize("limits", [(0, 4), (1, 3), (2, 4), (3, 3)])
@@ -24,11 +24,11 @@ def test_a_beam_that_covers_everything_finds_the_best_of_all(limits, penalty, re
         min_tokens=limits[0], max_tokens=limits[1],
     )  # fmt: skip
     answers, table = run(search, [0, 1, 2], 4, seed=7)
-    for picture, sentences in enumerate(answers):
-        best = every_sentence(table, picture, search)[:6]
+    for image, sentences in enumerate(answers):
+        best = every_sentence(table, image, search)[:6]
         assert [(one.ids, one.ended) for one in sentences] == [(b[1], b[2]) for b in best]
         for one in sentences:
-            score = table.score(picture, one.ids, one.ended)
+            score = table.score(image, one.ids, one.ended)
             assert one.score == pytest.approx(score, abs=1e-5)
 
 
@@ -38,11 +38,11 @@ def test_stopping_early_changes_nothing(penalty, beams, n_best, least):
     search = Search(
         beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=9
     )
-    pictures = list(range(12))
-    answers, table = run(search, pictures, 6, seed=3, lean=1.0)
-    for picture in pictures:
-        found = [(one.ids, one.ended) for one in answers[picture]]
-        assert found == narrow_search(table, picture, search)
+    images = list(range(12))
+    answers, table = run(search, images, 6, seed=3, lean=1.0)
+    for image in images:
+        found = [(one.ids, one.ended) for one in answers[image]]
+        assert found == narrow_search(table, image, search)
     if penalty <= 0:
         assert sum(table.calls) < 12 * (1 + 8 * beams)
 
@@ -62,10 +62,10 @@ def test_an_image_leaves_as_soon_as_its_answer_is_known():
 @pytest.mark.parametrize("repetition", [1.0, 1.5])
 def test_one_beam_is_greedy(ties, repetition):
     search = Search(length_penalty=0.0, max_tokens=8, min_tokens=2, repetition_penalty=repetition)
-    pictures = list(range(40))
-    greedy, _ = run(search, pictures, 7, ties=ties)
+    images = list(range(40))
+    greedy, _ = run(search, images, 7, ties=ties)
     beam = beam_search(
-        Table(pictures, 7, ties=ties), rows=40, begin=BEGIN, end=END, search=search, device="cpu"
+        Table(images, 7, ties=ties), rows=40, begin=BEGIN, end=END, search=search, device="cpu"
     )
     assert [[(b.ids, b.ended) for b in some] for some in beam] == [
         [(one.ids, one.ended)] for (one,) in greedy
@@ -75,9 +75,9 @@ def test_one_beam_is_greedy(ties, repetition):
 def test_equal_sums_go_to_the_beam_that_stood_first_then_to_the_lower_id():
     search = Search(beams=4, n_best=4, max_tokens=3)
     answers, table = run(search, list(range(10)), 5, ties=True, spread=0.7)
-    for picture, sentences in enumerate(answers):
+    for image, sentences in enumerate(answers):
         found = [(one.ids, one.ended) for one in sentences]
-        assert found == narrow_search(table, picture, search)
+        assert found == narrow_search(table, image, search)
 
 
 def test_a_small_vocabulary_gives_what_it_has():

@@ -7,8 +7,8 @@ import torch
 
 from tests.generation.tables import BEGIN, END, Table
 from vit.generation.generate import generate
+from vit.generation.generation_config import Search
 from vit.generation.sampling import Drawn, draws, shares
-from vit.generation.search import Search
 
 COUNT = 20_000
 
@@ -81,7 +81,7 @@ def test_the_limits_of_drawing_are_the_likeliest_words(settings):
         assert run(Search(**settings, **limits), ties=True) == run(Search(**limits), ties=True)
 
 
-def test_a_number_decides_what_a_picture_gets():
+def test_a_number_decides_what_an_image_gets():
     def run(numbers, seed=0):
         table = Table([9] * len(numbers), 50)
         search = Search(temperature=2.0, max_tokens=10, seed=seed)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from vit.errors import ConfigError
-from vit.generation.search import Search
+from vit.generation.generation_config import Search
 
 
 @pytest.mark.parametrize(

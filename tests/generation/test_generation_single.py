@@ -1,4 +1,4 @@
-"""One sentence a picture: the likeliest words, limits, rows that leave, and independence."""
+"""One sentence an image: the likeliest words, limits, rows that leave, and independence."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch
 from tests.generation.tables import BEGIN, END, Table
 from vit.errors import WeightsError
 from vit.generation.generate import generate
-from vit.generation.limits import largest
-from vit.generation.search import Search, Sentence
+from vit.generation.generation_config import Search, Sentence
+from vit.generation.logits_processors import largest
 
 DRAWN = Search(temperature=1.3, top_k=6, top_p=0.95, max_tokens=12, seed=5)
 KINDS = {
@@ -20,19 +20,17 @@ KINDS = {
 }
 
 
-def run(search, pictures, *, vocab=9, **settings):
-    table = Table(pictures, vocab, **settings)
-    answers = generate(
-        table, rows=len(pictures), begin=BEGIN, end=END, search=search, numbers=pictures
-    )
+def run(search, images, *, vocab=9, **settings):
+    table = Table(images, vocab, **settings)
+    answers = generate(table, rows=len(images), begin=BEGIN, end=END, search=search, numbers=images)
     return answers, table
 
 
-def likeliest(table, picture, search):
+def likeliest(table, image, search):
     """The likeliest word each time, in plain Python."""
     ids: tuple[int, ...] = ()
     while len(ids) < search.max_tokens:
-        logits = table.logits((picture, BEGIN, *ids)).tolist()
+        logits = table.logits((image, BEGIN, *ids)).tolist()
         for word in set(ids):
             if logits[word] > 0:
                 logits[word] /= search.repetition_penalty
@@ -52,7 +50,7 @@ def likeliest(table, picture, search):
 def test_every_word_is_the_likeliest(ties, penalty):
     search = Search(max_tokens=8, min_tokens=2, repetition_penalty=penalty)
     answers, table = run(search, list(range(40)), ties=ties)
-    expected = [likeliest(table, picture, search) for picture in range(40)]
+    expected = [likeliest(table, image, search) for image in range(40)]
     assert [(one.ids, one.ended) for (one,) in answers] == expected
     assert {ended for _, ended in expected} == {True, False}
     assert min(len(ids) for ids, _ in expected) == 2
@@ -61,20 +59,20 @@ def test_every_word_is_the_likeliest(ties, penalty):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_is_the_sum_of_the_networks_log_probabilities(kind):
     answers, table = run(KINDS[kind], list(range(20)))
-    for picture, sentences in enumerate(answers):
+    for image, sentences in enumerate(answers):
         for one in sentences:
-            assert one.score == pytest.approx(table.score(picture, one.ids, one.ended), abs=1e-5)
+            assert one.score == pytest.approx(table.score(image, one.ids, one.ended), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_does_not_depend_on_the_batch(kind):
-    pictures = [7, 3, 11, 2, 5, 13, 0, 42]
-    together, _ = run(KINDS[kind], pictures)
-    backwards, _ = run(KINDS[kind], pictures[::-1])
-    alone = [run(KINDS[kind], [picture])[0][0] for picture in pictures]
+    images = [7, 3, 11, 2, 5, 13, 0, 42]
+    together, _ = run(KINDS[kind], images)
+    backwards, _ = run(KINDS[kind], images[::-1])
+    alone = [run(KINDS[kind], [image])[0][0] for image in images]
     assert together == alone  # to the last bit of the score
     assert backwards[::-1] == alone
-    assert len({str(one) for one in alone}) == len(pictures)
+    assert len({str(one) for one in alone}) == len(images)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,10 +119,10 @@ def test_logits_that_are_no_numbers_are_told(kind, value):
 SHORT = Search(max_tokens=8)
 
 
-def test_there_may_be_no_picture_and_numbers_must_fit():
+def test_there_may_be_no_image_and_numbers_must_fit():
     for search in KINDS.values():
         assert generate(Table([], 9), rows=0, begin=BEGIN, end=END, search=search) == []
-    with pytest.raises(ValueError, match="2 numbers of pictures for 1 rows"):
+    with pytest.raises(ValueError, match="2 numbers of images for 1 rows"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=SHORT, numbers=[0, 1])
     with pytest.raises(ValueError, match="max_tokens=0: say how many"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=Search())

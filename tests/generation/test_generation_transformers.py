@@ -6,16 +6,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
 from vit.generation.generate import generate
-from vit.generation.limits import Limits
+from vit.generation.generation_config import Search
+from vit.generation.logits_processors import Limits
 from vit.generation.sampling import shares
-from vit.generation.search import Search
 
 BEGIN, END, VOCAB, ROWS = 0, 1, 24, 6
 LONGEST = 10
 
 
 class GPT2:
-    """A Continuation of transformers' GPT-2; each picture is another first word before begin."""
+    """A Continuation of transformers' GPT-2; each image is another first word before begin."""
 
     def __init__(self, model, rows):
         self.model, self.cache = model, None

@@ -1,4 +1,4 @@
-"""Tiny captioners with random weights that say different things of different pictures."""
+"""Tiny captioners with random weights that say different things of different images."""
 
 import json
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from vit.config import Config, DecoderConfig, ModelConfig, TrainingConfig
-from vit.data.captioning.tokenizer import train_tokenizer
+from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.model.build_captioner import build_captioner
-from vit.weights.folder import save_model
+from vit.model.build import build_captioner
+from vit.weights.saved_model import save_model
 
 SAID = ("a red cat", "a blue dog", "une tasse de café", "猫の写真", "a cat on a blue table")
 
@@ -48,7 +48,7 @@ def save_captioner(folder: Path, *, classes: Sequence[str] = (), **settings: Any
 
 
 def write_captions(data: Path, captions: dict[str, Sequence[str]]) -> None:
-    """metadata.jsonl in the folder `data`, for pictures in it."""
+    """metadata.jsonl in the folder `data`, for images in it."""
     rows = [{"file_name": name, "captions": list(said)} for name, said in captions.items()]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (data / "metadata.jsonl").write_text(text, encoding="utf-8")

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 from vit.errors import VitError
-from vit.inference import ray_engine
+from vit.inference import ray_inference
 
 run, out, style, dies, *images = sys.argv[1:]
 mark = Path(f"{out}.died")
 
 
-class Mortal(ray_engine.Worker):
-    """Is killed when the piece with the picture 20 is answered and not yet handed back."""
+class Mortal(ray_inference.Worker):
+    """Is killed when the piece with the image 20 is answered and not yet handed back."""
 
     def answers(self, images, first):
         found = super().answers(images, first)
@@ -27,12 +27,12 @@ class Mortal(ray_engine.Worker):
 
 
 if dies != "never":
-    ray_engine.Worker = Mortal
+    ray_inference.Worker = Mortal
 settings = {"precision": "fp32", "batch_size": 4, "device": "cpu"}
 try:
-    failed = ray_engine.predict_with_ray(
+    failed = ray_inference.predict_with_ray(
         run, images, out, style=style, top_k=2, settings=settings, workers=2,
-        say=lambda note: print(note, file=sys.stderr),
+        notify=lambda note: print(note, file=sys.stderr),
     )  # fmt: skip
 except VitError as error:
     sys.exit(f"error: {error}")

@@ -10,12 +10,12 @@ from PIL import Image
 
 from tests.inference.captioners import save_captioner
 from vit.errors import ConfigError, WeightsError
-from vit.generation.search import Search
-from vit.inference import speaking
+from vit.generation.generation_config import Search
+from vit.inference import caption_generator
 from vit.inference.predictor import Predictor
-from vit.weights.folder import LoadedRun, load_run, split_decoder
-from vit.weights.loading import filled
-from vit.weights.repatching import with_patches
+from vit.weights.change_patch_size import with_patches
+from vit.weights.load_model import filled
+from vit.weights.saved_model import LoadedRun, load_run, split_decoder
 
 CLASSES = ("apple", "class10", "class2")
 
@@ -31,12 +31,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pictures(tiny_data: Path) -> list[str]:
+def input_images(tiny_data: Path) -> list[str]:
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
 
 
 def seen(run: LoadedRun, path: str) -> torch.Tensor:
-    """The memory of one picture, alone."""
+    """The memory of one image, alone."""
     image = run.preprocessing(Image.open(path).convert("RGB"))
     return run.model.see(run.preprocessing.normalise(image[None]))[1]
 
@@ -67,11 +67,11 @@ def scores(found: Sequence) -> list[float]:
 
 
 @torch.no_grad()
-def test_equals_the_network_run_by_hand(run, pictures):
+def test_equals_the_network_run_by_hand(run, input_images):
     loaded = load_run(run)
-    found = Predictor(run, precision="fp32", batch_size=4)(pictures)
-    assert [prediction.image for prediction in found] == pictures
-    for path, prediction in zip(pictures, found, strict=True):
+    found = Predictor(run, precision="fp32", batch_size=4)(input_images)
+    assert [prediction.image for prediction in found] == input_images
+    for path, prediction in zip(input_images, found, strict=True):
         text, score, ended = greedy(loaded, seen(loaded, path))
         assert (prediction.caption, prediction.error) == (text, None)
         assert prediction.score == pytest.approx(score, abs=1e-4)
@@ -90,14 +90,14 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=["greedy", "beams", "drawn", "penalised"])
-def test_batches_and_bad_neighbours_change_nothing(run, pictures, bad_pictures, search):
+def test_batches_and_bad_neighbours_change_nothing(run, input_images, bad_images, search):
     predictor = Predictor(run, batch_size=4, precision="fp32", search=search)
-    plain = predictor(pictures)
+    plain = predictor(input_images)
     assert {len(prediction.captions) for prediction in plain} == {search.n_best}
-    other = Predictor(run, batch_size=16, precision="fp32", search=search)(pictures)
+    other = Predictor(run, batch_size=16, precision="fp32", search=search)(input_images)
     assert texts(other) == texts(plain)
     assert scores(other) == pytest.approx(scores(plain), abs=1e-4)
-    mixed = predictor([*pictures[:2], bad_pictures[0], *pictures[3:]])
+    mixed = predictor([*input_images[:2], bad_images[0], *input_images[3:]])
     assert (mixed[2].error, mixed[2].captions, mixed[2].caption) == (mixed[2].error, (), None)
     assert mixed[2].error
     del mixed[2], plain[2]
@@ -105,9 +105,9 @@ def test_batches_and_bad_neighbours_change_nothing(run, pictures, bad_pictures, 
     assert scores(mixed) == pytest.approx(scores(plain), abs=1e-4)
 
 
-def test_several_captions_come_best_first(run, pictures):
+def test_several_captions_come_best_first(run, input_images):
     search = Search(beams=4, n_best=4, length_penalty=0.0)
-    found = Predictor(run, precision="fp32", search=search)(pictures)
+    found = Predictor(run, precision="fp32", search=search)(input_images)
     for prediction in found:
         numbers = [caption.score for caption in prediction.captions]
         assert numbers == sorted(numbers, reverse=True)
@@ -118,9 +118,9 @@ def test_several_captions_come_best_first(run, pictures):
         assert len({caption.ids for caption in prediction.captions}) == 4
 
 
-def test_words_are_drawn_by_the_number_in_the_whole_list(run, pictures):
+def test_words_are_drawn_by_the_number_in_the_whole_list(run, input_images):
     search = Search(temperature=2.0, seed=3)
-    many = [pictures[0]] * 6
+    many = [input_images[0]] * 6
     small = Predictor(run, batch_size=2, precision="fp32", search=search)(many)
     large = Predictor(run, batch_size=8, precision="fp32", search=search)(many)
     assert texts(small) == texts(large)
@@ -130,26 +130,26 @@ def test_words_are_drawn_by_the_number_in_the_whole_list(run, pictures):
 
 
 @pytest.mark.auto_precision
-def test_blank_places_get_no_caption(run, pictures, bad_pictures, monkeypatch):
-    rows, write = [], speaking.write
+def test_blank_places_get_no_caption(run, input_images, bad_images, monkeypatch):
+    rows, write = [], caption_generator.generate_captions
 
     def counting(decoder, memory, *others, **settings):
         rows.append(len(memory))
         return write(decoder, memory, *others, **settings)
 
-    monkeypatch.setattr(speaking, "write", counting)
+    monkeypatch.setattr(caption_generator, "generate_captions", counting)
     predictor = Predictor(run, batch_size=8)
-    predictor([*pictures[:3], bad_pictures[0], pictures[4]])
-    predictor(bad_pictures[:2])
+    predictor([*input_images[:3], bad_images[0], input_images[4]])
+    predictor(bad_images[:2])
     assert rows == [4]
 
 
-def test_both_heads_answer_as_each_alone(both, pictures):
+def test_both_heads_answer_as_each_alone(both, input_images):
     loaded = load_run(both)
-    images = [loaded.preprocessing(Image.open(path).convert("RGB")) for path in pictures]
+    images = [loaded.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
     with torch.no_grad():
         classes, memory = loaded.model.see(loaded.preprocessing.normalise(torch.stack(images)))
-    found = Predictor(both, precision="fp32")(pictures, top_k=2)
+    found = Predictor(both, precision="fp32")(input_images, top_k=2)
     for row, own, prediction in zip(classes.softmax(1), memory, found, strict=True):
         best = row.argsort(descending=True)[:2]
         assert [label for label, _ in prediction.predictions] == [CLASSES[i] for i in best]
@@ -159,7 +159,7 @@ def test_both_heads_answer_as_each_alone(both, pictures):
 
 
 @pytest.mark.parametrize("name", ["run", "both"])
-def test_whole_pictures_in_their_own_aspect(name, request, tmp_path):
+def test_whole_images_in_their_own_aspect(name, request, tmp_path):
     folder = request.getfixturevalue(name)
     loaded, paths = load_run(folder), []
     for number, (height, width) in enumerate(((40, 40), (40, 150), (90, 30), (31, 33), (40, 150))):
@@ -184,19 +184,19 @@ def test_whole_pictures_in_their_own_aspect(name, request, tmp_path):
 
 
 @pytest.mark.auto_precision
-def test_whole_pictures_need_an_encoder_that_packs(tmp_path):
+def test_whole_images_need_an_encoder_that_packs(tmp_path):
     folder = save_captioner(tmp_path, position="relative")
     with pytest.raises(ConfigError, match="position=relative"):
         Predictor(folder, keep_aspect=True)
 
 
-def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, pictures):
-    plain = Predictor(both, precision="fp32")(pictures, top_k=3)
-    assert Predictor(both, precision="fp32", patch_size=8)(pictures, top_k=3) == plain
-    assert Predictor(both, precision="fp32", merge_tokens=0)(pictures, top_k=3) == plain
+def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, input_images):
+    plain = Predictor(both, precision="fp32")(input_images, top_k=3)
+    assert Predictor(both, precision="fp32", patch_size=8)(input_images, top_k=3) == plain
+    assert Predictor(both, precision="fp32", merge_tokens=0)(input_images, top_k=3) == plain
     for asked in ({"patch_size": 4}, {"merge_tokens": 1}):
         predictor = Predictor(both, precision="fp32", **asked)
-        found = predictor(pictures, top_k=3)
+        found = predictor(input_images, top_k=3)
         assert texts(found) != texts(plain)
         words = predictor.model.decoder.state_dict()
         for key, tensor in load_run(both).model.decoder.state_dict().items():
@@ -205,7 +205,7 @@ def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, pictures):
         whole = load_run(both)
         encoder = filled(whole.config, split_decoder(whole.model.state_dict())[0])
         alone = dataclasses.replace(whole, model=encoder, decoder=None, tokenizer=None)
-        named = Predictor(with_patches(alone, **asked), precision="fp32")(pictures, top_k=3)
+        named = Predictor(with_patches(alone, **asked), precision="fp32")(input_images, top_k=3)
         for ours, theirs in zip(found, named, strict=True):
             assert dict(ours.predictions) == pytest.approx(dict(theirs.predictions), abs=1e-6)
 
@@ -223,13 +223,13 @@ def test_what_cannot_be_honoured_is_refused(run, tiny_run):
 
 
 @torch.no_grad()
-def test_one_memory_that_is_no_number_spoils_no_other(run, pictures):
+def test_one_memory_that_is_no_number_spoils_no_other(run, input_images):
     predictor, loaded = Predictor(run, precision="fp32"), load_run(run)
-    memories = [seen(loaded, path)[0] for path in pictures[:3]]
+    memories = [seen(loaded, path)[0] for path in input_images[:3]]
     memories[1] = memories[1] * torch.nan
     first, bad, last = predictor.speaker.write(memories, [0, 1, 2])
     assert isinstance(bad, WeightsError)
-    expected = predictor(pictures[:3])
+    expected = predictor(input_images[:3])
     assert (first[0].text, last[0].text) == (expected[0].caption, expected[2].caption)
     errors: dict[int, str] = {}
     assert predictor._captions(memories, [0, 1, 2], 0, errors).keys() == {0, 2}

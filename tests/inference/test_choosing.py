@@ -7,16 +7,16 @@ import torch
 
 from vit.config import ModelConfig
 from vit.inference import predictor as predictor_module
-from vit.inference.choosing import Choice, Verdict, key_of, remember, remembered, trial
 from vit.inference.evaluate import evaluate
+from vit.inference.precision_autotune import Choice, Verdict, key_of, remember, remembered, trial
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
 
 EXACT = torch.tensor([[0.6, 0.4], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64)
 ROUGH = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.1, 0.9]], dtype=torch.float64)
-FAST = Verdict(speedup=2.0, agreement=1.0, difference=0.01, pictures=24)
-SLOW = Verdict(speedup=0.6, agreement=1.0, difference=0.01, pictures=24)
+FAST = Verdict(speedup=2.0, agreement=1.0, difference=0.01, images=24)
+SLOW = Verdict(speedup=0.6, agreement=1.0, difference=0.01, images=24)
 
 
 def clock(seconds):
@@ -38,7 +38,7 @@ def test_a_trial_compares_times_and_answers_round_by_round():
     assert found == Verdict(2.0, 6 / 9, pytest.approx(0.1), 9)
     assert found.precision == "bf16"
     assert "bf16, 2.00 times as fast" in found.line()
-    assert "first 9 pictures 67% get the same class" in found.line()
+    assert "first 9 images 67% get the same class" in found.line()
     assert "at most 0.1000" in found.line()
 
 
@@ -69,7 +69,7 @@ def test_verdicts_are_kept(tmp_path):
 def test_a_damaged_memory_is_none(tmp_path, text):
     (tmp_path / "key.json").write_text(text)
     assert remembered(tmp_path, "key") is None
-    whole = {"speedup": float("nan"), "agreement": 1, "difference": 0, "pictures": 1}
+    whole = {"speedup": float("nan"), "agreement": 1, "difference": 0, "images": 1}
     (tmp_path / "key.json").write_text(json.dumps(whole))
     assert remembered(tmp_path, "key") is None
 
@@ -92,7 +92,7 @@ def test_the_key_tells_networks_apart():
 
 
 def choice(folder, notes) -> Choice:
-    return Choice(ModelConfig(), {}, usual="fp32", say=notes.append, folder=folder)
+    return Choice(ModelConfig(), {}, usual="fp32", notify=notes.append, folder=folder)
 
 
 def settled(chosen: Choice, images: int, seconds) -> str:
@@ -137,26 +137,26 @@ def undecided_cpu(monkeypatch, tmp_path):
 
 
 def test_predict_and_evaluate_agree(undecided_cpu, tiny_run, tiny_data, monkeypatch):
-    monkeypatch.setattr("vit.inference.choosing.WORTH", 3)
-    pictures = [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+    monkeypatch.setattr("vit.inference.precision_autotune.WORTH", 3)
+    input_images = [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
     notes: list[str] = []
-    first = Predictor(tiny_run, device="cpu", batch_size=4, say=notes.append)
-    answers = first(pictures)
+    first = Predictor(tiny_run, device="cpu", batch_size=4, notify=notes.append)
+    answers = first(input_images)
     assert len(notes) == 1
     (kept,) = undecided_cpu.iterdir()
     for verdict in (FAST, SLOW):
         kept.write_text(json.dumps(vars(verdict)))
-        predictor = Predictor(tiny_run, device="cpu", batch_size=4, say=notes.append)
+        predictor = Predictor(tiny_run, device="cpu", batch_size=4, notify=notes.append)
         assert predictor.precision == verdict.precision
         named = Predictor(tiny_run, device="cpu", batch_size=4, precision=verdict.precision)
-        assert predictor(pictures) == named(pictures)
+        assert predictor(input_images) == named(input_images)
         (asked,) = (evaluate(tiny_run, str(tiny_data), device="cpu", batch_size=4),)
         exact = evaluate(
             tiny_run, str(tiny_data), device="cpu", batch_size=4, precision=verdict.precision
         )
         assert asked == exact
         if verdict.precision == first.precision:
-            assert predictor(pictures) == answers
+            assert predictor(input_images) == answers
     assert len(notes) == 1
 
 

@@ -1,12 +1,12 @@
-"""Deletion: curves against a loop over single pictures, verdicts on networks that are known."""
+"""Deletion: curves against a loop over single images, verdicts on networks that are known."""
 
 import pytest
 import torch
 from sklearn.metrics import auc
 from torch import nn
 
-from tests.inference.test_explanation import KINDS, network, pictures
-from vit.inference.deletion import RANDOM_ORDERS, STEPS, Curve, deletions, passes, steps
+from tests.inference.test_explanation import KINDS, input_images, network
+from vit.inference.deletion_metric import RANDOM_ORDERS, STEPS, Curve, deletions, passes, steps
 
 
 class Weighted(nn.Module):
@@ -24,7 +24,7 @@ class Weighted(nn.Module):
 
 
 def by_loop(model, image, order, side, wanted):
-    """The curve of one order, picture by picture."""
+    """The curve of one order, image by image."""
     cols = image.shape[2] // side
     found = []
     for step in range(STEPS + 1):
@@ -40,7 +40,7 @@ def by_loop(model, image, order, side, wanted):
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_curves_equal_a_loop(settings):
     model = network(**settings)
-    image = pictures(1, height=32, width=40)[0]
+    image = input_images(1, height=32, width=40)[0]
     maps = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
     for one, weights, wanted in zip(
         deletions(model, image, maps, [2, 0], batch_size=7, seed=0), maps, [2, 0], strict=True
@@ -80,7 +80,7 @@ def test_a_map_that_knows_nothing_is_better_than_chance_as_often_as_told():
 
 
 @pytest.mark.parametrize(("patches", "maps"), [(1, 1), (4, 2), (16, 1), (16, 2)])
-def test_the_network_is_shown_as_many_pictures_as_stated(patches, maps):
+def test_the_network_is_shown_as_many_images_as_stated(patches, maps):
     model = Weighted(torch.ones(16))
     side = int(patches**0.5)
     weights = torch.rand(maps, side, side)

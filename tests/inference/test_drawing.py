@@ -13,15 +13,14 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from tests.inference.captioners import save_captioner
-from vit.data import lettering
-from vit.data.lettering import draw_line, lines_of, spelled
+from vit.data import text_rendering
+from vit.data.text_rendering import draw_line, lines_of, spelled
 from vit.errors import ConfigError, RunError
-from vit.generation.search import Search
-from vit.inference.drawing import TILE, drawing_name, explained, looks, overlay, sheet
-from vit.inference.explanation import relevance
+from vit.generation.generation_config import Search
+from vit.inference.attribution import SeenWord, relevance
+from vit.inference.attribution_plot import TILE, drawing_name, explained, looks, overlay, sheet
 from vit.inference.predictor import Predictor
-from vit.inference.word_maps import SeenWord
-from vit.weights.folder import load_run
+from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
 
@@ -37,7 +36,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def pictures(tiny_data):
+def input_images(tiny_data):
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))][:5]
 
 
@@ -63,7 +62,7 @@ def test_colour_is_in_the_patch_that_has_the_weight(size):
             assert sorted(far)[-2] < 20
 
 
-def test_no_weight_at_all_leaves_the_picture_grey():
+def test_no_weight_at_all_leaves_the_image_grey():
     drawn = overlay(Image.new("RGB", (20, 20), "blue"), torch.zeros(2, 2))
     assert heat(drawn).max() == 0
 
@@ -91,22 +90,24 @@ def craft(run) -> None:
 def test_a_decoder_that_looks_at_the_light_is_drawn_on_the_light(run, tmp_path, keep_aspect):
     loaded = load_run(run)
     craft(loaded)
-    picture = Image.new("RGB", (480, 120), "black")
+    pil_image = Image.new("RGB", (480, 120), "black")
     light = (420, 60) if keep_aspect else (265, 35)  # the latter in the square that is kept
-    ImageDraw.Draw(picture).rectangle((*(x - 26 for x in light), *(x + 26 for x in light)), "white")
+    ImageDraw.Draw(pil_image).rectangle(
+        (*(x - 26 for x in light), *(x + 26 for x in light)), "white"
+    )
     path = str(tmp_path / "light.png")
-    picture.save(path)
+    pil_image.save(path)
     predictor = Predictor(loaded, precision="fp32", keep_aspect=keep_aspect)
     (answer,) = next(predictor.batches([path]))
     assert answer.captions[0].text.startswith("cat cat")
-    seen = answer.picture.float().mean(0)
+    seen = answer.pixels.float().mean(0)
     brightest = divmod(int(seen.argmax()), seen.shape[1])
     for word in looks(predictor, answer):
         place = divmod(int(word.weights.argmax()), word.weights.shape[1])
         assert place == (brightest[0] // 8, brightest[1] // 8)
         assert word.weights.max() > 0.9
-    drawn = sheet(answer.picture, looks(predictor, answer)[:1])
-    # the tile of the word beside that of the picture: orange where that is white
+    drawn = sheet(answer.pixels, looks(predictor, answer)[:1])
+    # the tile of the word beside that of the image: orange where that is white
     left = np.asarray(drawn.convert("L"))[8:, 8:]
     height = round(TILE * seen.shape[0] / max(seen.shape))
     width = round(TILE * seen.shape[1] / max(seen.shape))
@@ -117,9 +118,9 @@ def test_a_decoder_that_looks_at_the_light_is_drawn_on_the_light(run, tmp_path, 
     assert (abs(white - hottest) < cell).all()
 
 
-def test_every_picture_is_drawn_and_told_in_json(run, pictures, bad_pictures, tmp_path):
+def test_every_image_is_drawn_and_told_in_json(run, input_images, bad_images, tmp_path):
     folder = tmp_path / "drawn"
-    images = [*pictures[:2], bad_pictures[0], *pictures[2:]]
+    images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(run, precision="fp32", batch_size=4)
     found = [*explained(predictor, images, folder)]
     assert found == predictor(images)
@@ -141,14 +142,14 @@ def test_every_picture_is_drawn_and_told_in_json(run, pictures, bad_pictures, tm
             assert drawn.width > 2 * TILE
 
 
-def test_names_are_unique_and_stay_in_the_folder(run, pictures, tmp_path):
+def test_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
     images = []
     for number, name in enumerate(
         ("a/..png", "b/cat.png", "c/cat.png", "c/cat.jpg", "d/%00 é.png")
     ):
         path = tmp_path / "from" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pictures[number % len(pictures)], path)
+        shutil.copy(input_images[number % len(input_images)], path)
         images.append(str(path))
     folder = tmp_path / "to"
     assert all(found.error is None for found in explained(Predictor(run), images, folder))
@@ -174,11 +175,11 @@ def test_no_word_breaks_a_drawing(word):
 
 def test_words_are_written_without_boxes(monkeypatch):
     pillow = ImageFont.load_default(15)
-    monkeypatch.setattr(lettering, "fonts", lambda: (pillow,))
+    monkeypatch.setattr(text_rendering, "fonts", lambda: (pillow,))
     assert [spelled(word) for word in ("cat", "猫", "a猫")] == ["cat", "\\u732b", "a\\u732b"]
     assert sizes("猫") == sizes("cat")
     bitmap = ImageFont.load_default_imagefont()
-    monkeypatch.setattr(lettering, "fonts", lambda: (bitmap,))
+    monkeypatch.setattr(text_rendering, "fonts", lambda: (bitmap,))
     assert spelled("aé猫") == "a\\xe9\\u732b"
     for word in NASTY:
         sizes(word)
@@ -190,7 +191,7 @@ def test_long_words_take_more_lines_and_lose_nothing():
     assert "".join(lines) == text
     assert len(lines) > 5
     for line in lines:
-        assert lettering.font_of(line).getlength(line) <= 200
+        assert text_rendering.font_of(line).getlength(line) <= 200
     assert sizes(text)[1] > sizes("short")[1]
 
 
@@ -201,27 +202,27 @@ def test_the_line_is_drawn_in_the_middle():
     assert abs((ink.min() + ink.max()) / 2 - 100) < 3
 
 
-def test_what_cannot_be_drawn_is_refused(run, tiny_run, pictures, tmp_path):
+def test_what_cannot_be_drawn_is_refused(run, tiny_run, input_images, tmp_path):
     for kind in (run, tiny_run):
         with pytest.raises(ConfigError, match="merge_tokens=0"):
-            next(explained(Predictor(kind, merge_tokens=1), pictures, tmp_path / "x"))
+            next(explained(Predictor(kind, merge_tokens=1), input_images, tmp_path / "x"))
     with pytest.raises(ConfigError, match="keep_aspect=True: classes are explained in the square"):
-        next(explained(Predictor(tiny_run, keep_aspect=True), pictures, tmp_path / "x"))
-    with pytest.raises(ConfigError, match="tta=flip: one view of a picture is explained"):
-        next(explained(Predictor(tiny_run, tta="flip"), pictures, tmp_path / "x"))
+        next(explained(Predictor(tiny_run, keep_aspect=True), input_images, tmp_path / "x"))
+    with pytest.raises(ConfigError, match="tta=flip: one view of an image is explained"):
+        next(explained(Predictor(tiny_run, tta="flip"), input_images, tmp_path / "x"))
     half = load_run(tiny_run)
     half.model.bfloat16()
     with pytest.raises(ConfigError, match="float32, and weights are bfloat16"):
-        next(explained(Predictor(half), pictures, tmp_path / "x"))
+        next(explained(Predictor(half), input_images, tmp_path / "x"))
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="could not be written"):
-        next(explained(Predictor(run), pictures, tmp_path / "file"))
+        next(explained(Predictor(run), input_images, tmp_path / "file"))
     assert not (tmp_path / "x").exists()
 
 
-def test_the_drawn_caption_is_the_best_of_the_search(run, pictures, tmp_path):
+def test_the_drawn_caption_is_the_best_of_the_search(run, input_images, tmp_path):
     predictor = Predictor(run, precision="fp32", search=Search(beams=3, n_best=2, max_tokens=3))
-    (found,) = explained(predictor, pictures[:1], tmp_path / "x")
+    (found,) = explained(predictor, input_images[:1], tmp_path / "x")
     (record,) = (tmp_path / "x").glob("*.json")
     assert json.loads(record.read_text(encoding="utf-8"))["caption"] == found.caption
 
@@ -230,11 +231,11 @@ def read(folder) -> list[dict]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
-def test_classes_are_explained_and_checked(tiny_run, pictures, bad_pictures, tmp_path):
-    images = [*pictures[:2], bad_pictures[0], *pictures[2:]]
+def test_classes_are_explained_and_checked(tiny_run, input_images, bad_images, tmp_path):
+    images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(tiny_run, precision="fp32", batch_size=4)
     said = []
-    found = [*explained(predictor, images, tmp_path / "x", top_k=2, say=said.append)]
+    found = [*explained(predictor, images, tmp_path / "x", top_k=2, notify=said.append)]
     assert found == predictor(images, top_k=2)
     records = read(tmp_path / "x")
     told = [row for row in found if row.error is None]
@@ -265,12 +266,12 @@ def test_classes_are_explained_and_checked(tiny_run, pictures, bad_pictures, tmp
             lowest = min(deletion["random_scores"])
             assert deletion["better_than_chance"] == (deletion["score"] < lowest * 0.9999)
     assert len(said) == 1
-    assert f"beat all 9 random orders for {better} of {len(told)} pictures" in said[0]
+    assert f"beat all 9 random orders for {better} of {len(told)} images" in said[0]
 
 
 @pytest.mark.parametrize("resize", ["crop", "squash"])
 def test_a_drawing_shows_what_the_network_saw(tiny_run, tmp_path, resize):
-    """A picture that is red outside of the square that the network sees."""
+    """An image that is red outside of the square that the network sees."""
     loaded = load_run(tiny_run)
     preparing = dataclasses.replace(loaded.preprocessing, resize=resize, crop_share=1.0)
     loaded = dataclasses.replace(loaded, preprocessing=preparing)
@@ -287,12 +288,12 @@ def test_a_drawing_shows_what_the_network_saw(tiny_run, tmp_path, resize):
     assert red < 0.02 if resize == "crop" else 0.6 < red < 0.7
 
 
-def test_explaining_is_in_float32_and_by_each_picture(tiny_run, pictures, tmp_path):
+def test_explaining_is_in_float32_and_by_each_image(tiny_run, input_images, tmp_path):
     """The digits depend neither on the precision of the predictions nor on neighbours."""
     for name, settings, images in (
-        ("a", {"precision": "fp32", "batch_size": 4}, pictures),
-        ("b", {"precision": "bf16", "batch_size": 4}, pictures),
-        ("c", {"precision": "fp32", "batch_size": 4}, pictures[::-1]),
+        ("a", {"precision": "fp32", "batch_size": 4}, input_images),
+        ("b", {"precision": "bf16", "batch_size": 4}, input_images),
+        ("c", {"precision": "fp32", "batch_size": 4}, input_images[::-1]),
     ):
         [*explained(Predictor(tiny_run, **settings), images, tmp_path / name)]
     by_name = {record["image"]: record for record in read(tmp_path / "a")}
@@ -303,12 +304,12 @@ def test_explaining_is_in_float32_and_by_each_picture(tiny_run, pictures, tmp_pa
             if [one["label"] for one in mine] == [one["label"] for one in other]:
                 same += 1
                 assert mine == other
-    assert same >= 2 * len(pictures) - 2  # bf16 may rank the second class otherwise
+    assert same >= 2 * len(input_images) - 2  # bf16 may rank the second class otherwise
 
 
-def test_where_no_picture_is_read_nothing_is_said(tmp_path, tiny_run):
+def test_where_no_image_is_read_nothing_is_said(tmp_path, tiny_run):
     said = []
-    (found,) = explained(Predictor(tiny_run), ["none.png"], tmp_path / "x", say=said.append)
+    (found,) = explained(Predictor(tiny_run), ["none.png"], tmp_path / "x", notify=said.append)
     assert found.error
     assert said == []
     assert os.listdir(tmp_path / "x") == []

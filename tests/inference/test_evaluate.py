@@ -1,4 +1,4 @@
-"""evaluate: names decide, unreadable pictures are left out and listed, own splits are honoured."""
+"""evaluate: names decide, unreadable images are left out and listed, own splits are honoured."""
 
 import json
 import shutil
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from vit.commands.main import main
-from vit.data.sources.asked import Asked
+from vit.config.parser import make_config, write_settings
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import DataError, RunError
-from vit.inference.evaluate import as_trained, evaluate, held_out_pictures
+from vit.inference.evaluate import as_trained, evaluate, held_out_images
 from vit.inference.predictor import Predictor
-from vit.settings import make_config, write_settings
-from vit.weights.folder import load_run
+from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
 
@@ -42,7 +42,7 @@ def test_equals_what_predict_says_of_the_same_files(tiny_run, tiny_data, precisi
     assert scores["loss"] > 0
 
 
-def test_whole_pictures_equal_what_predict_says(tiny_run, tiny_data):
+def test_whole_images_equal_what_predict_says(tiny_run, tiny_data):
     scores = evaluate(tiny_run, str(tiny_data), precision="fp32", keep_aspect=True)
     files = sorted((tiny_data / "val").rglob("*.*"))
     found = Predictor(tiny_run, precision="fp32", keep_aspect=True)(files)
@@ -54,14 +54,14 @@ def test_classes_are_matched_by_name(tiny_run, data):
     whole = evaluate(tiny_run, str(data), precision="fp32")
     shutil.rmtree(data / "val" / "apple")
     notes: list[str] = []
-    part = evaluate(tiny_run, str(data), precision="fp32", say=notes.append)
+    part = evaluate(tiny_run, str(data), precision="fp32", notify=notes.append)
     assert [row["count"] for row in part["per_class"]] == [0, 9, 9]
     for before, after in zip(whole["per_class"][1:], part["per_class"][1:], strict=True):
         assert (before["label"], before["recall"]) == (after["label"], after["recall"])
     assert any("apple" in note for note in notes)
 
 
-def test_unreadable_pictures_are_listed_and_not_counted(tiny_run, data):
+def test_unreadable_images_are_listed_and_not_counted(tiny_run, data):
     whole = evaluate(tiny_run, str(data))
     lost = data / "val" / "apple" / "0.png"
     lost.write_bytes(b"")
@@ -75,7 +75,7 @@ def test_unreadable_pictures_are_listed_and_not_counted(tiny_run, data):
 def test_nothing_readable_is_an_error(tiny_run, data):
     for path in (data / "val").rglob("*.*"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="none of 27 pictures"):
+    with pytest.raises(DataError, match="none of 27 images"):
         evaluate(tiny_run, str(data))
 
 
@@ -110,7 +110,7 @@ def test_measures_only_what_training_held_out(tiny_run, data, tmp_path):
     moved = Path(shutil.copytree(data / "val", tmp_path / "moved"))
     assert evaluate(run, str(moved)) == scores
     (moved / held_out[0]).unlink()
-    assert held_out_pictures(run, str(moved)) == []
+    assert held_out_images(run, str(moved)) == []
     assert evaluate(run, str(data))["count"] == 27  # a validation folder of its own
 
 
@@ -137,7 +137,7 @@ def test_tells_its_progress(tiny_run, tiny_data):
 def test_a_table_is_read_as_training_read_it(tmp_path):
     given = {"data": "hf:photos.parquet", "label_column": "coarse"}
     write_settings(tmp_path / "config.yaml", make_config(given), "")
-    assert as_trained(Asked("hf:photos.parquet"), tmp_path).label_column == "coarse"
-    assert as_trained(Asked("hf:other.parquet"), tmp_path).label_column is None
-    own = Asked("hf:photos.parquet", label_column="fine")
+    assert as_trained(DatasetSpec("hf:photos.parquet"), tmp_path).label_column == "coarse"
+    assert as_trained(DatasetSpec("hf:other.parquet"), tmp_path).label_column is None
+    own = DatasetSpec("hf:photos.parquet", label_column="fine")
     assert as_trained(own, tmp_path).label_column == "fine"

@@ -11,15 +11,14 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tests.inference.captioners import SAID, save_captioner, write_captions
+from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
-from vit.evaluation.captions import caption_scores
-from vit.generation.search import Search
-from vit.inference.evaluate import evaluate
-from vit.inference.evaluate_captions import notes_on
+from vit.evaluation.caption_metrics import caption_scores
+from vit.generation.generation_config import Search
+from vit.inference.evaluate import evaluate, notes_on
 from vit.inference.predictor import Predictor
-from vit.settings import make_config
 from vit.training.train import train
-from vit.weights.folder import load_run
+from vit.weights.saved_model import load_run
 
 KEYS = {
     *("count", "loss", "loss_shuffled", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider"),
@@ -35,7 +34,7 @@ PRECISE = {"precision": "fp32"}
 
 @pytest.fixture(scope="module")
 def data(tiny_data, tmp_path_factory) -> Path:
-    """27 pictures in class folders of train/ and val/, with one or two captions each."""
+    """27 images in class folders of train/ and val/, with one or two captions each."""
     root = tmp_path_factory.mktemp("captioned")
     for split in ("train", "val"):
         shutil.copytree(tiny_data / "val", root / split)
@@ -53,7 +52,7 @@ def run(tmp_path_factory) -> Path:
     return save_captioner(tmp_path_factory.mktemp("captioner"))
 
 
-def pictures(data: Path) -> list[str]:
+def images(data: Path) -> list[str]:
     return [str(path) for path in sorted((data / "val").rglob("*.*g"))]
 
 
@@ -61,13 +60,13 @@ def references(data: Path) -> list[tuple[str, ...]]:
     text = (data / "val" / "metadata.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     said = {str(data / "val" / row["file_name"]): tuple(row["captions"]) for row in rows}
-    return [said[path] for path in pictures(data)]
+    return [said[path] for path in images(data)]
 
 
 @pytest.mark.parametrize("search", [None, Search(beams=3, max_tokens=4)], ids=["greedy", "beams"])
 def test_scores_the_captions_that_predict_writes(run, data, search):
     scores = evaluate(run, str(data), search=search, **PRECISE)
-    found = Predictor(run, search=search, **PRECISE)(pictures(data))
+    found = Predictor(run, search=search, **PRECISE)(images(data))
     told = [prediction.caption for prediction in found]
     expected = caption_scores(told, references(data))
     assert scores.keys() == KEYS
@@ -75,7 +74,7 @@ def test_scores_the_captions_that_predict_writes(run, data, search):
     assert (scores["count"], scores["failed"]) == (27, [])
     assert 0 < scores["chrf"] < 1
     for row in scores["examples"]:
-        place = pictures(data).index(row["image"])
+        place = images(data).index(row["image"])
         assert row["caption"] == told[place]
         assert row["reference"] == references(data)[place][0]
     assert len({row["image"] for row in scores["examples"]}) == 5
@@ -85,7 +84,7 @@ def test_scores_the_captions_that_predict_writes(run, data, search):
 def test_the_losses_are_those_by_hand(run, data):
     loaded = load_run(run)
     sums = {0: [0.0, 0], 13: [0.0, 0]}
-    for place, path in enumerate(pictures(data)):
+    for place, path in enumerate(images(data)):
         image = loaded.preprocessing(Image.open(path).convert("RGB"))
         memory = loaded.model.see(loaded.preprocessing.normalise(image[None]))[1]
         for away, total in sums.items():
@@ -102,9 +101,9 @@ def test_the_losses_are_those_by_hand(run, data):
     assert own != pytest.approx(others, rel=1e-4)
 
 
-def test_whole_pictures_are_measured_too(run, data):
+def test_whole_images_are_measured_too(run, data):
     whole = evaluate(run, str(data), keep_aspect=True, **PRECISE)
-    found = Predictor(run, keep_aspect=True, **PRECISE)(pictures(data))
+    found = Predictor(run, keep_aspect=True, **PRECISE)(images(data))
     assert whole["chrf"] == caption_scores([p.caption for p in found], references(data))["chrf"]
     assert whole["loss"] != evaluate(run, str(data), **PRECISE)["loss"]
 
@@ -153,7 +152,7 @@ def test_classes_are_measured_as_in_a_classifier(tmp_path, data):
     folder = save_captioner(tmp_path, classes=CLASSES)
     scores = evaluate(folder, str(data), **PRECISE)
     assert scores.keys() == KEYS | CLASS_KEYS
-    found = Predictor(folder, **PRECISE)(pictures(data))
+    found = Predictor(folder, **PRECISE)(images(data))
     right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
     assert scores["top1"] == right / 27
     assert [row["label"] for row in scores["per_class"]] == list(CLASSES)
@@ -164,15 +163,15 @@ def test_a_decoder_that_does_not_look_is_warned_of(run, data):
     with torch.no_grad():
         for block in loaded.model.decoder.blocks:
             block.cross_attn.proj.weight.zero_()
-    scores = evaluate(loaded, str(data), say=notes.append, **PRECISE)
+    scores = evaluate(loaded, str(data), notify=notes.append, **PRECISE)
     assert scores["loss"] == pytest.approx(scores["loss_shuffled"], rel=1e-6)
-    assert any("warning: the decoder hardly looks at the pictures" in note for note in notes)
+    assert any("warning: the decoder hardly looks at the images" in note for note in notes)
 
 
 @pytest.mark.parametrize(
     ("count", "shuffled", "warned"), [(9, 2.0, 1), (9, 2.019, 1), (9, 2.021, 0), (1, 2.0, 0)]
 )
-def test_other_pictures_must_be_worse_by_a_hundredth(count, shuffled, warned):
+def test_other_images_must_be_worse_by_a_hundredth(count, shuffled, warned):
     scores = {"count": count, "loss": 2.0, "loss_shuffled": shuffled}
     assert len(notes_on(scores, 0)) == warned
 
@@ -180,22 +179,21 @@ def test_other_pictures_must_be_worse_by_a_hundredth(count, shuffled, warned):
 @pytest.mark.auto_precision
 def test_captions_that_did_not_end_are_told(run, data):
     notes: list[str] = []
-    evaluate(run, str(data), say=notes.append, search=Search(min_tokens=2, max_tokens=2))
+    evaluate(run, str(data), notify=notes.append, search=Search(min_tokens=2, max_tokens=2))
     assert "27 of 27 captions stopped at the longest, before their end" in notes
 
 
 def test_long_captions_are_left_out_of_the_loss_and_told(run, data, tmp_path):
     copy = Path(shutil.copytree(data, tmp_path / "data"))
-    said = {Path(p).relative_to(copy / "val").as_posix(): SAID[:1] for p in pictures(copy)}
+    said = {Path(p).relative_to(copy / "val").as_posix(): SAID[:1] for p in images(copy)}
     names, long = sorted(said), "a blue cat on a red dog on a blue table"
     said |= {names[0]: [long], names[1]: [long, SAID[1]], names[2]: [SAID[1], long]}
     write_captions(copy / "val", said)
     notes: list[str] = []
-    scores = evaluate(run, str(copy), say=notes.append, **PRECISE)
+    scores = evaluate(run, str(copy), notify=notes.append, **PRECISE)
     assert scores["count"] == 26
     assert (
-        "left 3 captions of more than 10 tokens out of the loss, and 1 picture with no other"
-        in notes
+        "left 3 captions of more than 10 tokens out of the loss, and 1 image with no other" in notes
     )
     write_captions(copy / "val", {name: [long] for name in names})
     with pytest.raises(DataError, match="no caption has at most 10 tokens"):
@@ -203,16 +201,16 @@ def test_long_captions_are_left_out_of_the_loss_and_told(run, data, tmp_path):
 
 
 @pytest.mark.auto_precision
-def test_unreadable_pictures_are_listed_and_not_counted(run, data, tmp_path):
+def test_unreadable_images_are_listed_and_not_counted(run, data, tmp_path):
     copy = Path(shutil.copytree(data, tmp_path / "data"))
-    lost = pictures(copy)[3]
+    lost = images(copy)[3]
     Path(lost).write_bytes(b"")
     scores = evaluate(run, str(copy), **PRECISE)
     assert scores["count"] == 26
     assert [row["image"] for row in scores["failed"]] == [lost]
-    for path in pictures(copy):
+    for path in images(copy):
         Path(path).write_bytes(b"")
-    with pytest.raises(DataError, match="none of 27 pictures"):
+    with pytest.raises(DataError, match="none of 27 images"):
         evaluate(run, str(copy))
 
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.inference.explanation import relevance, rollout
+from vit.inference.attribution import relevance, rollout
+from vit.model.attention_maps import record
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
-from vit.model.maps import record
-from vit.training.recomputation import recompute_blocks
+from vit.model.vision_transformer import VisionTransformer
+from vit.training.activation_checkpointing import recompute_blocks
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 KINDS = [
@@ -36,13 +36,13 @@ def network(**settings) -> VisionTransformer:
     return model
 
 
-def pictures(count: int = 2, *, height: int = 16, width: int = 24) -> Tensor:
+def input_images(count: int = 2, *, height: int = 16, width: int = 24) -> Tensor:
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_recording_changes_no_answer(settings):
-    model, images = network(**settings), pictures()
+    model, images = network(**settings), input_images()
     seen = record(model, images)
     torch.testing.assert_close(seen.logits, model(images))
     torch.testing.assert_close(seen.tokens, model.forward_features(images))
@@ -62,7 +62,7 @@ def test_maps_equal_those_that_timm_extracts():
     state = theirs.state_dict()
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
     model.load_state_dict(state)
-    images = pictures(height=32, width=32)
+    images = input_images(height=32, width=32)
     for block in theirs.blocks:
         block.attn.fused_attn = False
     extracted = AttentionExtract(theirs, method="hook")(images)
@@ -88,7 +88,7 @@ def fused(heads: list[list[list[float]]], fuse: str, discard: float) -> list[lis
     [(0.5, "mean", 0.0), (0.3, "max", 0.4), (0.0, "min", 0.9), (1.0, "mean", 0.0)],
 )
 def test_rollout_equals_loops(residual, fuse, discard):
-    maps = [weights.double() for weights in network().attention_maps(pictures())]
+    maps = [weights.double() for weights in network().attention_maps(input_images())]
     rolled = rollout(maps, residual=residual, fuse=fuse, discard=discard)
     size = maps[0].shape[-1]
     for image in range(2):
@@ -136,7 +136,7 @@ def test_relevance_of_merged_tokens_is_refused(block):
 
     model.blocks[block].forward = merging
     with pytest.raises(ConfigError, match="tokens were merged or dropped on the way"):
-        relevance(model, pictures())
+        relevance(model, input_images())
 
 
 def by_hooks(model: nn.Module, image: Tensor, wanted: int, *, prefix: int, mean: bool) -> Tensor:
@@ -178,7 +178,7 @@ def test_relevance_equals_hooks_in_timm_s_network(mean, registers):
     state = theirs.state_dict()
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
     model.load_state_dict(state)
-    images = pictures(2, height=32, width=32).double()
+    images = input_images(2, height=32, width=32).double()
     found = relevance(model, images, [2, 0])
     for image, wanted, ours in zip(images, (2, 0), found, strict=True):
         expected = by_hooks(theirs, image, wanted, prefix=1 + registers, mean=mean)
@@ -189,11 +189,11 @@ def test_relevance_equals_hooks_in_timm_s_network(mean, registers):
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_every_kind_of_network_explains_each_image_by_itself(settings):
-    model, images = network(**settings), pictures(3)
+    model, images = network(**settings), input_images(3)
     model.requires_grad_(False)
     with torch.inference_mode():
         both = relevance(model, images, [0, 1, 2])
-        inside = relevance(model, pictures(3), [0, 1, 2])  # of an inference tensor
+        inside = relevance(model, input_images(3), [0, 1, 2])  # of an inference tensor
     assert both.shape == (3, 2, 3)
     assert (both >= 0).all()
     assert both.any()
@@ -209,7 +209,7 @@ def test_every_kind_of_network_explains_each_image_by_itself(settings):
 
 def test_attention_pooling_gathers_from_the_patches():
     model = network(pooling="attention", depth=1).double()
-    images = pictures(1).double()
+    images = input_images(1).double()
     seen = record(model, images)
     logit = seen.logits[0, 1]
     (attention,), last = seen.maps, seen.pooling
@@ -223,16 +223,16 @@ def test_attention_pooling_gathers_from_the_patches():
 @pytest.mark.parametrize("classes", [[3, 0], [-1, 0], [0], [0.0, 1.0], [True, False]], ids=str)
 def test_classes_that_do_not_exist_are_refused(classes):
     with pytest.raises(ConfigError, match="must be one number from 0 to 2 for each of 2 images"):
-        relevance(network(), pictures(), classes)
+        relevance(network(), input_images(), classes)
 
 
 def test_a_network_without_a_head_has_nothing_to_explain():
     with pytest.raises(ConfigError, match="num_classes=0: there is no class to explain"):
-        relevance(network(num_classes=0), pictures())
+        relevance(network(num_classes=0), input_images())
 
 
 def test_recomputed_blocks_are_explained_too():
-    model, images = network(), pictures()
+    model, images = network(), input_images()
     expected = relevance(model, images)
     recompute_blocks(model)
     torch.testing.assert_close(relevance(model, images), expected)

@@ -2,7 +2,7 @@
 
 import torch
 
-from vit.inference.label_check import neighbours, pairs, suspects
+from vit.inference.label_errors import neighbours, pairs, suspects
 
 
 def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vit.config import ModelConfig
-from vit.inference.lanes import all_of, in_order, lanes, threads_of, usual_batch
+from vit.inference.batch_pipeline import all_of, in_order, lanes, threads_of, usual_batch
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_all_of_gives_what_was_read_in_order():
 @pytest.mark.parametrize(
     ("side", "patch", "batch"), [(32, 4, 32), (80, 8, 16), (224, 16, 8), (384, 8, 4), (16, 8, 64)]
 )
-def test_the_smaller_the_pictures_the_larger_the_batches(side, patch, batch):
+def test_the_smaller_the_images_the_larger_the_batches(side, patch, batch):
     config = ModelConfig(image_size=side, patch_size=patch)
     assert usual_batch(config, torch.device("cpu"), captions=False) == batch
     assert usual_batch(config, torch.device("cpu"), captions=True) == 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vit
-from vit.inference.packing import PackedLinear, can_pack, packed
+from vit.inference.cpu_prepack import PackedLinear, can_pack, packed
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"

@@ -11,26 +11,26 @@ from PIL import Image
 
 from vit.errors import ConfigError, WeightsError
 from vit.inference.predictor import Predictor
-from vit.weights.folder import load_run
-from vit.weights.loading import from_pretrained
-from vit.weights.repatching import with_patches
+from vit.weights.change_patch_size import with_patches
+from vit.weights.load_model import from_pretrained
+from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
 
 
 @pytest.fixture
-def pictures(tiny_data: Path) -> list[str]:
+def input_images(tiny_data: Path) -> list[str]:
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
 
 
-def test_equals_the_network_run_by_hand(tiny_run, pictures):
+def test_equals_the_network_run_by_hand(tiny_run, input_images):
     run = load_run(tiny_run)
-    images = [run.preprocessing(Image.open(path).convert("RGB")) for path in pictures]
+    images = [run.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
     with torch.inference_mode():
         logits = run.model(run.preprocessing.normalise(torch.stack(images)))
     expected = logits.double().softmax(dim=1)
-    found = Predictor(tiny_run, precision="fp32", batch_size=8)(pictures)
-    assert [prediction.image for prediction in found] == pictures
+    found = Predictor(tiny_run, precision="fp32", batch_size=8)(input_images)
+    assert [prediction.image for prediction in found] == input_images
     for prediction, row in zip(found, expected, strict=True):
         assert prediction.error is None
         labels = [run.classes[index] for index in row.argsort(descending=True)]
@@ -42,20 +42,20 @@ def test_equals_the_network_run_by_hand(tiny_run, pictures):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bad_neighbours_change_nothing(tiny_run, pictures, bad_pictures, precision):
+def test_bad_neighbours_change_nothing(tiny_run, input_images, bad_images, precision):
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
-    plain = predictor(pictures)
-    for place, bad in enumerate(bad_pictures):
-        mixed = [*pictures[:place], bad, *pictures[place + 1 :]]
+    plain = predictor(input_images)
+    for place, bad in enumerate(bad_images):
+        mixed = [*input_images[:place], bad, *input_images[place + 1 :]]
         found = predictor(mixed)
         assert found[:place] + found[place + 1 :] == plain[:place] + plain[place + 1 :]
         assert found[place].error
-    assert predictor(pictures[:24]) == plain[:24]
-    assert predictor(pictures) == plain
+    assert predictor(input_images[:24]) == plain[:24]
+    assert predictor(input_images) == plain
 
 
-def test_every_bad_picture_has_its_reason_at_its_place(tiny_run, pictures, bad_pictures):
-    mixed = [path for pair in zip(bad_pictures, pictures, strict=False) for path in pair]
+def test_every_bad_image_has_its_reason_at_its_place(tiny_run, input_images, bad_images):
+    mixed = [path for pair in zip(bad_images, input_images, strict=False) for path in pair]
     found = Predictor(tiny_run, batch_size=3)(mixed)
     assert [prediction.image for prediction in found] == mixed
     for bad, good in zip(found[::2], found[1::2], strict=True):
@@ -64,13 +64,13 @@ def test_every_bad_picture_has_its_reason_at_its_place(tiny_run, pictures, bad_p
         assert bad.image not in bad.error
         assert good.error is None
         assert len(good.predictions) == 3
-    only_bad = Predictor(tiny_run, batch_size=3)(bad_pictures)
+    only_bad = Predictor(tiny_run, batch_size=3)(bad_images)
     assert [prediction.error for prediction in only_bad] == [p.error for p in found[::2]]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
-def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, precision, monkeypatch):
+def test_the_network_sees_few_shapes(tiny_run, input_images, count, rows, precision, monkeypatch):
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
     quick = predictor.network.quick if precision == "fp32" else None  # packed for float32 alone
     network = quick or predictor.model
@@ -78,13 +78,13 @@ def test_the_network_sees_few_shapes(tiny_run, pictures, count, rows, precision,
     monkeypatch.setattr(
         network, "forward", lambda images: (seen.append(len(images)), forward(images))[1]
     )
-    assert len(predictor(pictures[:count])) == count
+    assert len(predictor(input_images[:count])) == count
     assert seen == rows
 
 
 @pytest.fixture
 def oblong(tmp_path) -> list[str]:
-    """Pictures of many aspects, in colours of noise."""
+    """Images of many aspects, in colours of noise."""
     random = np.random.default_rng(0)
     paths = []
     for height, width in ((40, 40), (40, 150), (90, 30), (31, 33), (400, 3)):
@@ -94,7 +94,7 @@ def oblong(tmp_path) -> list[str]:
     return paths
 
 
-def test_whole_pictures_in_their_own_aspect(tiny_run, oblong, bad_pictures):
+def test_whole_images_in_their_own_aspect(tiny_run, oblong, bad_images):
     run = load_run(tiny_run)
     predictor = Predictor(tiny_run, keep_aspect=True, precision="fp32", batch_size=4)
     sizes = []
@@ -108,24 +108,24 @@ def test_whole_pictures_in_their_own_aspect(tiny_run, oblong, bad_pictures):
         expected = dict(zip(run.classes, logits.double().softmax(0).tolist(), strict=True))
         assert scores == pytest.approx(expected, abs=1e-5)
     assert sizes == [(16, 16), (8, 32), (24, 8), (16, 16), (32, 8)]
-    mixed = predictor([oblong[1], bad_pictures[0], oblong[2]])
+    mixed = predictor([oblong[1], bad_images[0], oblong[2]])
     assert [bool(found.error) for found in mixed] == [False, True, False]
-    assert predictor([bad_pictures[0]])[0].error
+    assert predictor([bad_images[0]])[0].error
 
 
-def test_whole_pictures_need_a_network_that_packs(tiny_run):
+def test_whole_images_need_a_network_that_packs(tiny_run):
     run = load_run(tiny_run)
     run.model.blocks[1].attn.rel_pos = torch.nn.Identity()
     with pytest.raises(ConfigError, match="images cannot be packed with position=relative"):
         Predictor(run, keep_aspect=True)
 
 
-def test_a_stream_takes_paths_only_as_needed_and_stops_its_threads(tiny_run, pictures):
+def test_a_stream_takes_paths_only_as_needed_and_stops_its_threads(tiny_run, input_images):
     taken = []
 
     def endless():
         while True:
-            taken.append(pictures[len(taken) % len(pictures)])
+            taken.append(input_images[len(taken) % len(input_images)])
             yield taken[-1]
 
     stream = Predictor(tiny_run, batch_size=2, workers=2).stream(endless())
@@ -135,27 +135,27 @@ def test_a_stream_takes_paths_only_as_needed_and_stops_its_threads(tiny_run, pic
     assert not [t for t in threading.enumerate() if t.name.startswith("read-image")]
 
 
-def test_no_pictures_give_no_predictions(tiny_run):
+def test_no_images_give_no_predictions(tiny_run):
     assert Predictor(tiny_run)([]) == []
 
 
-def test_top_k_is_at_most_the_classes(tiny_run, pictures):
+def test_top_k_is_at_most_the_classes(tiny_run, input_images):
     predictor = Predictor(tiny_run)
-    assert len(predictor(pictures[:1], top_k=2)[0].predictions) == 2
-    assert len(predictor(pictures[:1], top_k=100)[0].predictions) == 3
+    assert len(predictor(input_images[:1], top_k=2)[0].predictions) == 2
+    assert len(predictor(input_images[:1], top_k=100)[0].predictions) == 3
 
 
-def test_takes_a_loaded_run_and_path_objects(tiny_run, pictures):
+def test_takes_a_loaded_run_and_path_objects(tiny_run, input_images):
     predictor = Predictor(load_run(tiny_run))
-    assert predictor([Path(pictures[0])]) == Predictor(tiny_run)([pictures[0]])
+    assert predictor([Path(input_images[0])]) == Predictor(tiny_run)([input_images[0]])
 
 
-def test_an_overflow_is_an_error_of_its_picture(tiny_run, pictures):
+def test_an_overflow_is_an_error_of_its_image(tiny_run, input_images):
     run = load_run(tiny_run)
     with torch.no_grad():
         run.model.head.bias.fill_(1e38)
         run.model.head.weight.mul_(1e38)
-    found = Predictor(run, precision="fp32")(pictures)
+    found = Predictor(run, precision="fp32")(input_images)
     assert any("overflowed" in (prediction.error or "") for prediction in found)
 
 
@@ -174,11 +174,11 @@ def test_refuses_impossible_settings(tiny_run, settings, reason):
         Predictor(tiny_run, **settings)
 
 
-def test_refuses_one_path_for_a_list(tiny_run, pictures):
+def test_refuses_one_path_for_a_list(tiny_run, input_images):
     with pytest.raises(ConfigError, match="give a list"):
-        Predictor(tiny_run)(pictures[0])
+        Predictor(tiny_run)(input_images[0])
     with pytest.raises(ConfigError, match="top_k=0"):
-        Predictor(tiny_run)(pictures, top_k=0)
+        Predictor(tiny_run)(input_images, top_k=0)
 
 
 def test_refuses_what_is_no_run(tmp_path):
@@ -186,27 +186,29 @@ def test_refuses_what_is_no_run(tmp_path):
         Predictor(tmp_path)
 
 
-def test_any_run_merges_tokens_when_asked(tiny_run, pictures):
+def test_any_run_merges_tokens_when_asked(tiny_run, input_images):
     def scores(**settings):
-        found = Predictor(tiny_run, precision="fp32", **settings)(pictures)
+        found = Predictor(tiny_run, precision="fp32", **settings)(input_images)
         return [prediction.predictions for prediction in found]
 
     plain = scores()
     assert scores(merge_tokens=0) == plain
     assert scores(merge_tokens=1) != plain
-    model = from_pretrained(tiny_run, merge_tokens=1, say=None)
+    model = from_pretrained(tiny_run, merge_tokens=1, notify=None)
     run = load_run(tiny_run)
-    images = torch.stack([run.preprocessing(Image.open(path).convert("RGB")) for path in pictures])
+    images = torch.stack(
+        [run.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
+    )
     with torch.inference_mode():
         logits = model(run.preprocessing.normalise(images))
     best = [run.classes[index] for index in logits.argmax(dim=1)]
     assert [ranked[0][0] for ranked in scores(merge_tokens=1)] == best
 
 
-def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, pictures):
+def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, input_images):
     trained = with_patches(load_run(tiny_run), merge_tokens=1)
-    assert Predictor(trained)(pictures) == Predictor(tiny_run, merge_tokens=1)(pictures)
-    assert Predictor(trained, merge_tokens=0)(pictures) == Predictor(tiny_run)(pictures)
+    assert Predictor(trained)(input_images) == Predictor(tiny_run, merge_tokens=1)(input_images)
+    assert Predictor(trained, merge_tokens=0)(input_images) == Predictor(tiny_run)(input_images)
     with pytest.raises(ConfigError, match="merge_tokens=-1: must be at least 0"):
         Predictor(tiny_run, merge_tokens=-1)
     with pytest.raises(ConfigError, match=r"merge_tokens=1\.5 is not a whole number"):
@@ -214,35 +216,37 @@ def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, pictur
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_any_run_takes_patches_of_another_size(tiny_run, pictures, size):
-    model = from_pretrained(tiny_run, patch_size=size, say=None)
+def test_any_run_takes_patches_of_another_size(tiny_run, input_images, size):
+    model = from_pretrained(tiny_run, patch_size=size, notify=None)
     run = load_run(tiny_run)
-    images = torch.stack([run.preprocessing(Image.open(path).convert("RGB")) for path in pictures])
+    images = torch.stack(
+        [run.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
+    )
     with torch.inference_mode():
         scores = model(run.preprocessing.normalise(images)).softmax(dim=1)
-    found = Predictor(tiny_run, patch_size=size, precision="fp32", batch_size=64)(pictures)
+    found = Predictor(tiny_run, patch_size=size, precision="fp32", batch_size=64)(input_images)
     assert len(found) > 5
     for prediction, row in zip(found, scores, strict=True):
         said = dict(prediction.predictions)
         assert [said[name] for name in run.classes] == pytest.approx(row.tolist(), abs=1e-5)
-    usual = Predictor(tiny_run, precision="fp32", batch_size=64)(pictures)
+    usual = Predictor(tiny_run, precision="fp32", batch_size=64)(input_images)
     assert [p.predictions for p in found] != [p.predictions for p in usual]
 
 
-def test_the_usual_patch_size_changes_nothing(tiny_run, pictures):
-    assert Predictor(tiny_run, patch_size=8)(pictures) == Predictor(tiny_run)(pictures)
+def test_the_usual_patch_size_changes_nothing(tiny_run, input_images):
+    assert Predictor(tiny_run, patch_size=8)(input_images) == Predictor(tiny_run)(input_images)
 
 
 @pytest.mark.parametrize(
     ("size", "reason"),
     [
-        (5, "patch_size=5: does not divide the 16 pixels of a picture; choose 4 or 8"),
+        (5, "patch_size=5: does not divide the 16 pixels of an image; choose 4 or 8"),
         (99, "patch_size=99: .* choose 16"),
         (0, "patch_size=0: .* choose 1"),
         (2.5, r"patch_size=2\.5 is not a whole number"),
     ],
 )
-def test_patches_that_do_not_fill_a_picture_are_refused(tiny_run, size, reason):
+def test_patches_that_do_not_fill_an_image_are_refused(tiny_run, size, reason):
     with pytest.raises(ConfigError, match=reason):
         Predictor(tiny_run, patch_size=size)
 

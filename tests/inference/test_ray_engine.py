@@ -11,12 +11,19 @@ import pytest
 from tests.inference.captioners import save_captioner
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.caption import Caption
-from vit.generation.search import Search
+from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor
-from vit.inference.ray_cluster import Counter, shares
-from vit.inference.ray_engine import Worker, from_text, pieces, predict_with_ray, to_text
-from vit.inference.ray_files import check_out, fetched, is_url, read_list, write_rows
-from vit.runtime.results import FORMATS, Layout, Prediction
+from vit.inference.ray_inference import (
+    Counter,
+    Worker,
+    from_text,
+    pieces,
+    predict_with_ray,
+    shares,
+    to_text,
+)
+from vit.inference.remote_files import check_out, fetched, is_url, read_list, write_rows
+from vit.output.prediction_results import FORMATS, Layout, Prediction
 
 NAMES = ["a.png", "b \u2028,\n.png", "猫.png", "\udcff.png"]
 WHOLE, CUT = Caption("猫", -0.5, (), True), Caption("", -1.5, (), False)
@@ -30,7 +37,7 @@ CHILD = Path(__file__).parent / "ray_child.py"
 
 
 @pytest.fixture
-def pictures(tiny_data):
+def input_images(tiny_data):
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
 
 
@@ -58,9 +65,15 @@ def test_pieces_are_whole_blocks_in_order_and_names_survive():
     assert len(pieces(names * 100, 16, 2)[0]) == 512
 
 
-def test_workers_give_the_digits_of_one_predictor(tiny_run, pictures, bad_pictures, tmp_path):
+def test_workers_give_the_digits_of_one_predictor(tiny_run, input_images, bad_images, tmp_path):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    images = [*pictures[:5], bad_pictures[0], *pictures[5:], f"file://{pictures[0]}", "file:///no"]
+    images = [
+        *input_images[:5],
+        bad_images[0],
+        *input_images[5:],
+        f"file://{input_images[0]}",
+        "file:///no",
+    ]
     settings = {"precision": "fp32", "batch_size": 4}
     counter = Counter()
     workers = [Worker(str(tiny_run), settings, 2, counter.began) for _ in range(2)]
@@ -77,28 +90,30 @@ def test_workers_give_the_digits_of_one_predictor(tiny_run, pictures, bad_pictur
         assert (mine.predictions, mine.error) == (other.predictions, other.error)
 
 
-def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, pictures):
+def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, input_images):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
     run = save_captioner(tmp_path / "run")
     settings = {"precision": "fp32", "batch_size": 4, "search": Search(temperature=2.0)}
     worker = Worker(str(run), settings, 1, Counter().began)
-    texts = [t for piece in pieces(pictures, 4, 2) for t in worker(piece)["answer"].to_pylist()]
-    found = [from_text(image, text).caption for image, text in zip(pictures, texts, strict=True)]
-    assert found == [row.caption for row in Predictor(run, **settings)(pictures)]
+    texts = [t for piece in pieces(input_images, 4, 2) for t in worker(piece)["answer"].to_pylist()]
+    found = [
+        from_text(image, text).caption for image, text in zip(input_images, texts, strict=True)
+    ]
+    assert found == [row.caption for row in Predictor(run, **settings)(input_images)]
 
 
 @pytest.mark.auto_precision
-def test_a_piece_that_kills_is_given_up(tiny_run, pictures):
+def test_a_piece_that_kills_is_given_up(tiny_run, input_images):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
     counter = Counter()
     worker = Worker(str(tiny_run), {"batch_size": 4}, 1, counter.began)
-    piece, other = pieces(pictures, 4, 1)[:2]
+    piece, other = pieces(input_images, 4, 1)[:2]
     for _ in range(3):
         assert all(
             from_text("", text).error is None for text in worker(piece)["answer"].to_pylist()
         )
     errors = {from_text("", text).error for text in worker(piece)["answer"].to_pylist()}
-    assert errors == {"workers died 3 times at this picture, or at one of its piece of 4"}
+    assert errors == {"workers died 3 times at this image, or at one of its piece of 4"}
     assert all(from_text("", text).error is None for text in worker(other)["answer"].to_pylist())
 
 
@@ -176,7 +191,7 @@ def test_a_url_is_checked_before_work_begins():
         ("x.csv", "image\n", "x.csv is an empty list"),
         ("x.csv", "image\n\udcff\n", "x.csv is no readable list: "),
         ("x.parquet", "image", "x.parquet is no readable list: "),
-        ("x.txt", "image", r"x.txt: a list of pictures is called .parquet, .jsonl, .csv"),
+        ("x.txt", "image", r"x.txt: a list of images is called .parquet, .jsonl, .csv"),
     ],
 )  # fmt: skip
 def test_lists_are_read_or_refused(name, text, expected, tmp_path):
@@ -198,10 +213,10 @@ def test_a_list_that_is_not_there_is_named(tmp_path):
         read_list("memory://none.csv")
 
 
-def test_fetched_pictures_go_away(pictures):
-    with fetched([pictures[0], f"file://{pictures[1]}", "nowhere://x"]) as (paths, errors):
-        assert paths[0] == pictures[0]
-        assert Path(paths[1]).read_bytes() == Path(pictures[1]).read_bytes()
+def test_fetched_images_go_away(input_images):
+    with fetched([input_images[0], f"file://{input_images[1]}", "nowhere://x"]) as (paths, errors):
+        assert paths[0] == input_images[0]
+        assert Path(paths[1]).read_bytes() == Path(input_images[1]).read_bytes()
         assert errors.keys() == {2}
         assert errors[2].startswith("cannot be fetched: ")
     assert not Path(paths[1]).exists()
@@ -229,7 +244,9 @@ def test_a_gpu_that_is_not_there_is_refused():
 def test_without_ray_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(VitError, match=r"ray is not installed: pip install 'vit-toolkit\[ray\]'"):
-        predict_with_ray("x", ["a"], "b", style="jsonl", top_k=1, settings={}, workers=1, say=print)
+        predict_with_ray(
+            "x", ["a"], "b", style="jsonl", top_k=1, settings={}, workers=1, notify=print
+        )
 
 
 def child(run, out, style, dies, images) -> subprocess.CompletedProcess[str]:
@@ -245,10 +262,10 @@ def child(run, out, style, dies, images) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["once", "always", "never"])
 def test_two_workers_write_the_file_of_one_process(
-    tiny_run, pictures, bad_pictures, tmp_path, dies
+    tiny_run, input_images, bad_images, tmp_path, dies
 ):
     pytest.importorskip("ray.data", reason="the extra ray is not installed")
-    images = [*pictures[:9], bad_pictures[0], *pictures[9:], *pictures]
+    images = [*input_images[:9], bad_images[0], *input_images[9:], *input_images]
     out = tmp_path / "x.jsonl"
     ran = child(str(tiny_run), str(out), "jsonl", dies, images)
     assert ran.returncode == 0, ran.stderr
@@ -267,9 +284,9 @@ def test_two_workers_write_the_file_of_one_process(
 
 
 @pytest.mark.slow
-def test_ray_tells_in_one_line_what_cannot_be(pictures, tmp_path):
+def test_ray_tells_in_one_line_what_cannot_be(input_images, tmp_path):
     pytest.importorskip("ray.data", reason="the extra ray is not installed")
-    ran = child(str(tmp_path), str(tmp_path / "x.jsonl"), "jsonl", "never", pictures)
+    ran = child(str(tmp_path), str(tmp_path / "x.jsonl"), "jsonl", "never", input_images)
     assert ran.returncode == 1
     assert "no file of weights" in ran.stderr.strip().splitlines()[-1]
     assert os.listdir(tmp_path) == []

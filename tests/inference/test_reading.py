@@ -10,11 +10,11 @@ from torchvision.transforms import functional as tv
 
 from vit.data.preprocessing import Preprocessing, to_bytes
 from vit.errors import BadImage
-from vit.inference.reading import Reader, Window
+from vit.inference.batch_pipeline import Reader, Window
 
 
 @pytest.fixture
-def picture() -> Image.Image:
+def pil_image() -> Image.Image:
     pixels = np.random.default_rng(0).integers(0, 256, (53, 90, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -38,32 +38,32 @@ def test_a_window_lets_in_what_fits_and_always_one():
 
 
 @pytest.mark.parametrize("settings", [{}, {"crop_share": 1.0}, {"resize": "squash"}])
-def test_crops_are_those_of_torchvision(picture, settings):
+def test_crops_are_those_of_torchvision(pil_image, settings):
     prepare = Preprocessing(image_size=(32, 32), **settings)
-    size = prepare._resized(*picture.size)
-    corners = tv.five_crop(picture.resize(size, Image.Resampling.BICUBIC), [32, 32])
+    size = prepare._resized(*pil_image.size)
+    corners = tv.five_crop(pil_image.resize(size, Image.Resampling.BICUBIC), [32, 32])
     expected = [to_bytes(crop) for crop in (corners[4], *corners[:4])]
-    found = prepare.crops(picture)
+    found = prepare.crops(pil_image)
     assert torch.equal(found, torch.stack(expected))
-    assert torch.equal(found[0], prepare(picture))
+    assert torch.equal(found[0], prepare(pil_image))
 
 
-def test_crops_of_an_endless_picture_are_computed_without_all_of_it():
+def test_crops_of_an_endless_image_are_computed_without_all_of_it():
     crops = Preprocessing(image_size=(512, 512)).crops(Image.new("RGB", (1, 400), "red"))
     assert crops.shape == (5, 3, 512, 512)
     assert (crops == torch.tensor([255, 0, 0])[:, None, None]).all()
 
 
-def test_every_place_in_the_window_is_given_back(picture, bad_pictures, tmp_path):
-    picture.save(tmp_path / "a.png")
+def test_every_place_in_the_window_is_given_back(pil_image, bad_images, tmp_path):
+    pil_image.save(tmp_path / "a.png")
     read = Reader(Preprocessing(image_size=(16, 16)))
     assert read(str(tmp_path / "a.png")).shape == (3, 16, 16)
-    assert all(isinstance(read(path), BadImage) for path in bad_pictures)
+    assert all(isinstance(read(path), BadImage) for path in bad_images)
     assert read.window.held == 0
 
 
-def test_a_picture_holds_its_place_until_it_is_small(picture, tmp_path):
-    picture.save(tmp_path / "a.png")
+def test_an_image_holds_its_place_until_it_is_small(pil_image, tmp_path):
+    pil_image.save(tmp_path / "a.png")
     read, held = Reader(Preprocessing(image_size=(16, 16))), []
     prepare = read.prepare
     read.prepare = lambda image: (held.append(read.window.held), prepare(image))[1]

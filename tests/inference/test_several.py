@@ -1,4 +1,4 @@
-"""What a network says of pictures with several classes: all over their thresholds, best first."""
+"""What a network says of images with several classes: all over their thresholds, best first."""
 
 import csv
 import io
@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.decoding import read_image
+from vit.data.image_io import read_image
 from vit.errors import ConfigError, WeightsError
-from vit.inference.class_maps import explained_classes
+from vit.inference.attribution import explained_classes
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
-from vit.runtime.results import FORMATS, Layout, Prediction
-from vit.weights.described import check_thresholds
-from vit.weights.folder import load_run
+from vit.output.prediction_results import FORMATS, Layout, Prediction
+from vit.weights.saved_model import check_thresholds, load_run
 
 pytestmark = pytest.mark.auto_precision
 
@@ -27,15 +26,15 @@ precisions = pytest.mark.parametrize("precision", TOLERANCES)
 
 
 @pytest.fixture
-def pictures(several_list):
+def images(several_list):
     return [str(path) for path in sorted(several_list.parent.glob("*.png"))]
 
 
 @pytest.fixture
-def by_hand(several_run, pictures):
-    """Sigmoids of each picture, computed without the predictor."""
+def by_hand(several_run, images):
+    """Sigmoids of each image, computed without the predictor."""
     run = load_run(several_run)
-    pixels = torch.stack([run.preprocessing(read_image(path)) for path in pictures])
+    pixels = torch.stack([run.preprocessing(read_image(path)) for path in images])
     with torch.no_grad():
         logits = run.model(run.preprocessing.normalise(pixels))
     return [dict(zip(run.classes, row, strict=True)) for row in logits.double().sigmoid().tolist()]
@@ -43,10 +42,10 @@ def by_hand(several_run, pictures):
 
 @precisions
 def test_all_classes_over_their_thresholds_are_named_best_first(
-    several_run, pictures, by_hand, precision
+    several_run, images, by_hand, precision
 ):
     predictor = Predictor(several_run, device="cpu", precision=precision)
-    found, unlimited = predictor(pictures), predictor(pictures, threshold=0.0)
+    found, unlimited = predictor(images), predictor(images, threshold=0.0)
     for prediction, every, expected in zip(found, unlimited, by_hand, strict=True):
         named, scores = dict(prediction.predictions), dict(every.predictions)
         assert scores == pytest.approx(expected, abs=TOLERANCES[precision])
@@ -56,36 +55,36 @@ def test_all_classes_over_their_thresholds_are_named_best_first(
     assert any(sum(dict(p.predictions).values()) > 1.01 for p in found)  # not shares of one
 
 
-def test_top_k_and_threshold_are_heeded(several_run, pictures, by_hand):
+def test_top_k_and_threshold_are_heeded(several_run, images, by_hand):
     predictor = Predictor(several_run, device="cpu", precision="fp32")
-    for prediction in predictor(pictures, top_k=1):
+    for prediction in predictor(images, top_k=1):
         assert len(prediction.predictions) <= 1
-    for prediction, scores in zip(predictor(pictures, threshold=0.45), by_hand, strict=True):
+    for prediction, scores in zip(predictor(images, threshold=0.45), by_hand, strict=True):
         assert {n for n, _ in prediction.predictions} == {n for n in scores if scores[n] >= 0.45}
-    everything = predictor(pictures, threshold=0.0)
+    everything = predictor(images, threshold=0.0)
     assert {len(prediction.predictions) for prediction in everything} == {3}
 
 
 @precisions
-def test_views_are_averaged_as_probabilities(several_run, pictures, precision):
+def test_views_are_averaged_as_probabilities(several_run, images, precision):
     run = load_run(several_run)
-    pixels = torch.stack([run.preprocessing(read_image(path)) for path in pictures[:3]])
+    pixels = torch.stack([run.preprocessing(read_image(path)) for path in images[:3]])
     with torch.no_grad():
         views = [run.model(run.preprocessing.normalise(x)) for x in (pixels, pixels.flip(-1))]
     mean = torch.stack([logits.double().sigmoid() for logits in views]).mean(dim=0)
     predictor = Predictor(several_run, device="cpu", precision=precision, tta="flip")
-    found = predictor(pictures[:3], threshold=0.0)
+    found = predictor(images[:3], threshold=0.0)
     for prediction, row in zip(found, mean.tolist(), strict=True):
         expected = dict(zip(run.classes, row, strict=True))
         assert dict(prediction.predictions) == pytest.approx(expected, abs=TOLERANCES[precision])
 
 
-def test_the_command_writes_all_formats(several_run, pictures, capfd):
+def test_the_command_writes_all_formats(several_run, images, capfd):
     def predict(*words):
-        assert main(["predict", str(several_run), *pictures[:6], "--device", "cpu", *words]) == 0
+        assert main(["predict", str(several_run), *images[:6], "--device", "cpu", *words]) == 0
         return capfd.readouterr().out
 
-    found = Predictor(several_run, device="cpu")(pictures[:6])
+    found = Predictor(several_run, device="cpu")(images[:6])
     named = [[name for name, _ in prediction.predictions] for prediction in found]
     rows = [json.loads(line) for line in predict("--format", "jsonl").splitlines()]
     assert [[pair["label"] for pair in row["predictions"]] for row in rows] == named
@@ -103,26 +102,24 @@ def test_the_command_writes_all_formats(several_run, pictures, capfd):
 
 
 def test_a_label_that_would_be_two_is_refused_in_csv():
-    layout = Layout(2, ("a|b", "c"), ["x.png"], several=True)
+    layout = Layout(2, ("a|b", "c"), ["x.png"], multilabel=True)
     with pytest.raises(ConfigError, match=r"a\|b has a \|"):
         FORMATS["csv"](layout)
-    _, line = FORMATS["csv"](Layout(2, ("=a", "c"), ["x.png"], several=True))
+    _, line = FORMATS["csv"](Layout(2, ("=a", "c"), ["x.png"], multilabel=True))
     assert line(Prediction("x.png", (("=a", 0.5),))) == "x.png,'=a,0.5,\r\n"
 
 
-def test_no_folder_is_that_of_a_picture_with_several_classes(
-    several_run, pictures, tmp_path, capfd
-):
-    words = ["predict", str(several_run), *pictures[:2], "--sort-into", str(tmp_path / "s")]
+def test_no_folder_is_that_of_an_image_with_several_classes(several_run, images, tmp_path, capfd):
+    words = ["predict", str(several_run), *images[:2], "--sort-into", str(tmp_path / "s")]
     assert main(words) == 2
-    assert "may name several classes of a picture" in capfd.readouterr().err
+    assert "may name several classes of an image" in capfd.readouterr().err
     assert not (tmp_path / "s").exists()
 
 
 @precisions
-def test_named_classes_are_explained(several_run, pictures, tmp_path, capfd, precision):
+def test_named_classes_are_explained(several_run, images, tmp_path, capfd, precision):
     """Explanations are in float32 whatever the precision of the predictions (docs/explain.md)."""
-    words = ["predict", str(several_run), pictures[3], "--explain", str(tmp_path / "e")]
+    words = ["predict", str(several_run), images[3], "--explain", str(tmp_path / "e")]
     words += ["--device", "cpu", "--precision", precision, "--format", "jsonl"]
     assert main(words) == 0
     (row,) = map(json.loads, capfd.readouterr().out.splitlines())
@@ -140,8 +137,8 @@ def test_named_classes_are_explained(several_run, pictures, tmp_path, capfd, pre
 def test_evaluation_counts_what_prediction_names(several_run, several_list, capfd):
     scores = evaluate(several_run, str(several_list), device="cpu")
     true = dict(csv.reader(several_list.read_text().splitlines()[1:]))
-    pictures = [str(several_list.parent / name) for name in true]
-    found = Predictor(several_run, device="cpu")(pictures)
+    images = [str(several_list.parent / name) for name in true]
+    found = Predictor(several_run, device="cpu")(images)
     right = [
         {name for name, _ in prediction.predictions} == {n for n in labels.split("|") if n}
         for prediction, labels in zip(found, true.values(), strict=True)
@@ -154,7 +151,7 @@ def test_evaluation_counts_what_prediction_names(several_run, several_list, capf
     assert "mAP " in capfd.readouterr().out
 
 
-def test_pictures_with_one_class_measure_a_network_of_several(several_run, tmp_path):
+def test_images_with_one_class_measure_a_network_of_several(several_run, tmp_path):
     for name in THRESHOLDS:
         (tmp_path / "val" / name).mkdir(parents=True)
         Image.new("RGB", (18, 18), name).save(tmp_path / "val" / name / "0.png")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.inference.captioners import save_captioner
-from vit.inference.word_maps import merged_words, token_maps, word_maps
-from vit.model.maps import Recorder
-from vit.weights.folder import load_run
+from vit.inference.attribution import merged_words, token_maps, word_maps
+from vit.model.attention_maps import Recorder
+from vit.weights.saved_model import load_run
 
 
 @pytest.fixture(scope="module")

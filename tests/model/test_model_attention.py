@@ -8,13 +8,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
 from vit.model import attention as module
 from vit.model.attention import (
-    Places,
+    AttentionContext,
     SelfAttention,
     attend,
     attention_weights,
     explicit_attention,
 )
-from vit.model.maps import Recorder
+from vit.model.attention_maps import Recorder
 
 BATCH, TOKENS, DIM, HEADS = 2, 7, 32, 4
 
@@ -51,7 +51,7 @@ def test_equals_torch(attention, tokens):
     mixed, weights = reference(tokens, tokens, tokens, average_attn_weights=False)
     torch.testing.assert_close(attention(tokens), mixed)
     recorder = Recorder()
-    torch.testing.assert_close(attention(tokens, Places(attend=recorder)), mixed)
+    torch.testing.assert_close(attention(tokens, AttentionContext(attend=recorder)), mixed)
     torch.testing.assert_close(recorder.maps, [weights])
 
 
@@ -71,7 +71,7 @@ def test_grouped_queries_equal_llama_s(tokens, kv_heads):
     expected, weights = theirs(tokens, unturned, attention_mask=None)
     torch.testing.assert_close(attention(tokens), expected)
     recorder = Recorder()
-    attention(tokens, Places(attend=recorder))
+    attention(tokens, AttentionContext(attend=recorder))
     torch.testing.assert_close(recorder.maps, [weights])
 
 
@@ -100,7 +100,7 @@ def test_queries_may_be_fewer_than_keys():
 
 
 def test_the_mask_reaches_every_path(attention, tokens):
-    here, recorder = Places(mask=masks()["causal"]), Recorder()
+    here, recorder = AttentionContext(mask=masks()["causal"]), Recorder()
     changed = tokens.clone()
     changed[:, 4:] += 1.0
     for autocast in (False, True):
@@ -170,7 +170,7 @@ def test_what_is_kept_for_backward_grows_with_the_tokens_or_with_their_square(wa
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x
         ):
-            layer(torch.randn(1, tokens, 8), Places(attend=way))
+            layer(torch.randn(1, tokens, 8), AttentionContext(attend=way))
         largest.append(max(kept))
     assert largest[1] == growth * largest[0]
 

@@ -10,12 +10,12 @@ import torch
 from torch.func import functional_call
 
 from vit.config import Config, ModelConfig
+from vit.config.presets import PRESETS
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model import build
 from vit.model.build import build_classifier, create_model
-from vit.presets import PRESETS
-from vit.weights.folder import load_run, save_model
+from vit.weights.saved_model import load_run, save_model
 
 TABLES = {
     "norm": build.NORMS,

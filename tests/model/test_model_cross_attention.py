@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import Places, SelfAttention
+from vit.model.attention import AttentionContext, SelfAttention
+from vit.model.attention_maps import Recorder
 from vit.model.blocks import DecoderBlock, PostNormDecoderBlock, PreNormDecoderBlock
 from vit.model.cross_attention import CrossAttention
 from vit.model.decoder import look_back
-from vit.model.feedforward import MLP
-from vit.model.maps import Recorder
+from vit.model.mlp import MLP
 
 BATCH, WORDS, SEEN, DIM, HEADS = 2, 5, 7, 32, 4
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -24,7 +24,7 @@ def doubles():
 
 
 def look_at(attention: CrossAttention, x: Tensor, memory: Tensor, **places) -> Tensor:
-    return attention(x, Places(memory=attention.look(memory), **places))
+    return attention(x, AttentionContext(memory=attention.look(memory), **places))
 
 
 def cross_of(theirs: nn.MultiheadAttention, memory_dim: int) -> CrossAttention:
@@ -137,6 +137,6 @@ def test_a_block_equals_torch_s_decoder_layer(kind: type[DecoderBlock], norm_fir
     x, memory = torch.randn(BATCH, WORDS, DIM), torch.randn(BATCH, SEEN, DIM)
     mask = look_back(0, WORDS, x.device)
     assert mask is not None
-    places = Places(mask=mask, memory=ours.cross_attn.look(memory))
+    places = AttentionContext(mask=mask, memory=ours.cross_attn.look(memory))
     expected = theirs(x, memory, tgt_mask=~mask, tgt_is_causal=True)
     torch.testing.assert_close(ours(x, places)[0], expected, **EXACT)

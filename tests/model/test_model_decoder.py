@@ -17,14 +17,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from vit.config import DecoderConfig, ModelConfig
-from vit.model import build, build_captioner
-from vit.model.build import build_classifier
-from vit.model.build_captioner import assemble_decoder
-from vit.model.build_captioner import build_captioner as build_both
-from vit.model.captioner import Captioner, Continuation, lay_out
+from vit.model import build
+from vit.model.build import assemble_decoder, build_classifier
+from vit.model.build import build_captioner as build_both
+from vit.model.captioner import CachedContinuation, Captioner, lay_out
 from vit.model.decoder import HideWords, TextDecoder
-from vit.model.initialise import initialise
-from vit.model.text_positions import RotaryTextPositions, SinusoidalTextPositions
+from vit.model.initialization import initialise
+from vit.model.text_position_embedding import RotaryTextPositions, SinusoidalTextPositions
 
 VOCAB, MOST, WORDS, SEEN = 13, 12, 9, 5
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -32,16 +31,16 @@ EXPERTS = {"feedforward": "moe", "num_experts": 3, "top_k": 2}
 SHORT = {"decoder_depth": 2, "vocab_size": VOCAB, "caption_tokens": MOST, "decoder_dropout": 0.0}
 
 TABLES = {
-    "decoder_position": build_captioner.TEXT_POSITIONS,
-    "decoder_norm_order": build_captioner.DECODER_BLOCKS,
+    "decoder_position": build.TEXT_POSITIONS,
+    "decoder_norm_order": build.DECODER_BLOCKS,
     "decoder_norm": build.NORMS,
     "decoder_feedforward": build.FEEDFORWARDS,
     "decoder_activation": build.ACTIVATIONS,
 }
 # the values of each option that are tried with those of each other one
 CROSSED = {
-    "decoder_position": [*build_captioner.TEXT_POSITIONS],
-    "decoder_norm_order": [*build_captioner.DECODER_BLOCKS],
+    "decoder_position": [*build.TEXT_POSITIONS],
+    "decoder_norm_order": [*build.DECODER_BLOCKS],
     "decoder_norm": [*build.NORMS],
     "decoder_feedforward": [*build.FEEDFORWARDS],
     "decoder_kv_heads": [None, 2],
@@ -134,7 +133,7 @@ def test_a_cache_changes_nothing_nor_does_the_future_nor_the_neighbours(options)
         cache, parts = model.look(memory), ids.split(chunks, dim=1)
         logits = torch.cat([model.read(part, cache) for part in parts], dim=1)
         torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)
-        going = Continuation(model, model.look(memory))
+        going = CachedContinuation(model, model.look(memory))
         for part, last in zip(parts, torch.tensor(chunks).cumsum(0) - 1, strict=True):
             torch.testing.assert_close(going(part), whole[:, last], rtol=0, atol=1e-10)
     changed = ids.clone()
@@ -165,7 +164,7 @@ def test_padding_changes_nothing_behind_or_in_front(options):
             torch.testing.assert_close(model(padded, memory)[:, words], whole, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("position", build_captioner.TEXT_POSITIONS)
+@pytest.mark.parametrize("position", build.TEXT_POSITIONS)
 def test_word_order_matters(position):
     model, memory = decoder(decoder_position=position, decoder_depth=1), some_memory()
     ids = torch.tensor([[3, 4, 5], [4, 3, 5]])
@@ -173,13 +172,13 @@ def test_word_order_matters(position):
     assert not torch.isclose(one, other, atol=1e-3).all()
 
 
-@pytest.mark.parametrize("position", build_captioner.TEXT_POSITIONS)
+@pytest.mark.parametrize("position", build.TEXT_POSITIONS)
 @torch.inference_mode()
 def test_rows_of_a_cache_are_kept_repeated_and_reordered(position):
     model, memory = decoder(decoder_position=position, decoder_kv_heads=2), some_memory(3)
     ids, rows = some_ids(3), torch.tensor([2, 0, 2, 1])
     whole = model(ids[rows], memory[rows])
-    going = Continuation(model, model.look(memory))
+    going = CachedContinuation(model, model.look(memory))
     going(ids[:, :4])
     going.select(rows)
     torch.testing.assert_close(going(ids[rows, 4:5]), whole[:, 4], rtol=0, atol=1e-5)
@@ -188,7 +187,7 @@ def test_rows_of_a_cache_are_kept_repeated_and_reordered(position):
     assert going.cache.length == 8
 
 
-@pytest.mark.parametrize("position", build_captioner.TEXT_POSITIONS)
+@pytest.mark.parametrize("position", build.TEXT_POSITIONS)
 def test_more_tokens_than_positions_are_refused(position):
     model, memory = decoder(decoder_position=position), some_memory()
     assert model(some_ids(words=MOST), memory).shape == (2, MOST, VOCAB)
@@ -271,7 +270,7 @@ def test_classes_are_those_of_the_encoder_alone(encoder):
 
 
 @torch.inference_mode()
-def test_the_picture_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
+def test_the_image_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
     model, images, ids = captioner({"pooling": "mean"}), torch.randn(2, 3, 16, 16), some_ids()
     words = model(images, ids).words
     assert not torch.isclose(model(images.flip(0), ids).words, words, atol=1e-3).all()
@@ -284,7 +283,7 @@ def test_a_language_model_learns_next_words_from_text_alone():
         [[(start + step) % VOCAB for step in range(MOST)] for start in range(VOCAB)]
     )
     entropy = math.log(VOCAB)  # every word is as frequent as any other
-    for position in build_captioner.TEXT_POSITIONS:
+    for position in build.TEXT_POSITIONS:
         model = decoder(language_model=True, decoder_position=position).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(60):
@@ -432,7 +431,7 @@ def test_half_precision_is_close_with_a_cache_and_without(dtype, options):
     size = words.abs().max()
     with torch.autocast("cpu", dtype):
         half = model(images, ids)
-        going = Continuation(model.decoder, model.decoder.look(model.see(images)[1]))
+        going = CachedContinuation(model.decoder, model.decoder.look(model.see(images)[1]))
         steps = [going(ids[:, step : step + 1]) for step in range(WORDS)]
     for found in (half.words.float(), torch.stack(steps, dim=1).float()):
         torch.testing.assert_close(found / size, words / size, rtol=0, atol=0.05)

@@ -6,10 +6,10 @@ from timm.layers import PatchDropoutWithIndices
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.model.attention import Places
+from vit.model.attention import AttentionContext
 from vit.model.build import build_classifier
-from vit.model.dropping import PatchDropout, picked
-from vit.model.rotary import RotaryPositions, by_index
+from vit.model.patch_dropout import PatchDropout, picked
+from vit.model.rotary_embedding import RotaryPositions, by_index
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 
@@ -23,7 +23,7 @@ def test_keeps_the_tokens_that_timm_keeps(prefix):
     drawn = ours.draw(tokens)
     assert drawn.shape == (4, prefix + index.shape[1]) == kept.shape[:2]
     drawn[:, prefix:] = prefix + index
-    assert torch.equal(picked(tokens, Places(), drawn)[0], kept)
+    assert torch.equal(picked(tokens, AttentionContext(), drawn)[0], kept)
 
 
 def test_patches_that_stay_keep_their_order():
@@ -35,13 +35,13 @@ def test_patches_that_stay_keep_their_order():
 
 def test_keeps_other_patches_of_each_image_in_each_step_and_all_in_evaluation():
     layer, tokens = PatchDropout(0.5, prefix=2), torch.arange(18.0).repeat(3, 1)[..., None]
-    first, second = (layer(tokens, Places())[0][..., 0] for _ in range(2))
+    first, second = (layer(tokens, AttentionContext())[0][..., 0] for _ in range(2))
     for row in (*first, *second):
         assert row[:2].tolist() == [0, 1]
         assert len(set(row.tolist())) == 10
     assert not torch.equal(first, second)
     assert not torch.equal(first[0], first[1])
-    assert layer.eval()(tokens, Places())[0] is tokens
+    assert layer.eval()(tokens, AttentionContext())[0] is tokens
 
 
 def test_every_patch_is_kept_as_often_as_any_other():
@@ -62,7 +62,7 @@ def test_queries_are_turned_by_the_places_of_the_patches_that_stay():
     x = torch.randn(2, 3, 13, 8)
     rotate = rotary((3, 4), x)
     index = PatchDropout(0.5, prefix=1).draw(x[:, 0])
-    _, places = picked(x[:, 0], Places(rotate=rotate), index)
+    _, places = picked(x[:, 0], AttentionContext(rotate=rotate), index)
     kept = torch.stack([x[i, :, index[i]] for i in range(2)])
     whole = torch.stack([rotate(x)[i, :, index[i]] for i in range(2)])
     assert torch.equal(places.rotate(kept), whole)

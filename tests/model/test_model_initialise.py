@@ -8,8 +8,8 @@ from torch import nn
 
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
-from vit.model.initialise import initialise
+from vit.model.initialization import initialise
+from vit.model.vision_transformer import VisionTransformer
 
 OPTIONS = {
     "default": {},

@@ -8,7 +8,7 @@ import torch
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
 
-from vit.model.attention import Places, SelfAttention
+from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.blocks import (
     DropPath,
     LayerScale,
@@ -17,10 +17,10 @@ from vit.model.blocks import (
     PreNormBlock,
     SandwichNormBlock,
 )
-from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
-from vit.model.norms import RMSNorm
-from vit.model.patches import PatchEmbedding
+from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
+from vit.model.patch_embed import PatchEmbedding
 from vit.model.pooling import ClassTokenPooling, MeanPooling
+from vit.model.rms_norm import RMSNorm
 
 DIM, HEADS, HIDDEN = 32, 4, 48
 NORM = partial(nn.LayerNorm, eps=1e-6)
@@ -115,7 +115,7 @@ def test_block_equals_torch(kind, tokens):
     for ours, theirs in names.items():
         state = {name.replace(ours, theirs): tensor for name, tensor in state.items()}
     reference.load_state_dict(state)
-    torch.testing.assert_close(block(tokens, Places())[0], reference(tokens))
+    torch.testing.assert_close(block(tokens, AttentionContext())[0], reference(tokens))
 
 
 def test_parallel_block_equals_timm(tokens):
@@ -141,7 +141,7 @@ def test_parallel_block_equals_timm(tokens):
         "ls.gamma": block.ls1.gamma,
     }
     theirs.load_state_dict(state)
-    torch.testing.assert_close(block(tokens, Places())[0], theirs(tokens))
+    torch.testing.assert_close(block(tokens, AttentionContext())[0], theirs(tokens))
 
 
 def test_sandwich_block_normalises_before_and_after_each_part(tokens):
@@ -168,7 +168,7 @@ def test_sandwich_block_normalises_before_and_after_each_part(tokens):
         normed(x, "norm2") @ state["mlp.fc1.weight"].T + state["mlp.fc1.bias"]
     )
     x = x + normed(hidden @ state["mlp.fc2.weight"].T + state["mlp.fc2.bias"], "norm2_post")
-    torch.testing.assert_close(block(tokens.double(), Places())[0], x)
+    torch.testing.assert_close(block(tokens.double(), AttentionContext())[0], x)
 
 
 def test_drop_path_skips_whole_images_and_keeps_the_mean():
@@ -214,5 +214,5 @@ def test_patch_embedding_refuses_other_images(shape, message):
 
 
 def test_pooling_reads_what_it_says(tokens):
-    assert torch.equal(ClassTokenPooling()(tokens, Places()), tokens[:, 0])
-    torch.testing.assert_close(MeanPooling(2)(tokens, Places()), tokens[:, 2:].mean(1))
+    assert torch.equal(ClassTokenPooling()(tokens, AttentionContext()), tokens[:, 0])
+    torch.testing.assert_close(MeanPooling(2)(tokens, AttentionContext()), tokens[:, 2:].mean(1))

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.model.attention import Places
+from vit.model.attention import AttentionContext
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
-from vit.model.merging import merge
-from vit.model.rotary import Rotation
+from vit.model.rotary_embedding import Rotation
+from vit.model.token_merging import merge
+from vit.model.vision_transformer import VisionTransformer
 
 SMALL = {"image_size": 12, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
 VARIANTS = [
@@ -71,7 +71,7 @@ def test_merging_equals_the_sentences_of_the_paper(tokens, count, prefix):
     torch.manual_seed(0)
     x, keys = torch.randn(2, tokens, 5).double(), torch.randn(2, 3, tokens, 4).double()
     sizes, angles = torch.randint(1, 5, (2, tokens)), torch.randn(2, tokens, 2).double()
-    places = Places(rotate=Rotation(angles), sizes=sizes.double())
+    places = AttentionContext(rotate=Rotation(angles), sizes=sizes.double())
     y, new = merge(x, keys, places, count=count, prefix=prefix)
     for image in range(2):
         groups = groups_by_hand(keys[image].mean(dim=0), count, prefix)
@@ -132,18 +132,20 @@ def tokens_by_hand(model: VisionTransformer, image: Tensor, count: int, prefix: 
 @torch.no_grad()
 def test_a_merging_network_equals_one_that_treats_each_token_by_hand(options):
     model = network(merge_tokens=2, **options).double()
-    pictures, prefix = images().double(), model.num_prefix_tokens
-    tokens, places = model.encode(pictures)
-    pooled = model.features(pictures)
+    input_images, prefix = images().double(), model.num_prefix_tokens
+    tokens, places = model.encode(input_images)
+    pooled = model.features(input_images)
     assert tokens.shape[1] == prefix + 9 - 2 - 2
     for image in range(2):
-        x, sizes = tokens_by_hand(model, pictures[image], 2, prefix)
+        x, sizes = tokens_by_hand(model, input_images[image], 2, prefix)
         x = model.norm(x)
         torch.testing.assert_close(tokens[image], x)
         assert places.sizes[image].tolist() == sizes
         # the head reads copies, of which nothing needs to be weighted
         copies = [token for token, size in enumerate(sizes) for _ in range(size)]
-        torch.testing.assert_close(pooled[image : image + 1], model.pool(x[copies][None], Places()))
+        torch.testing.assert_close(
+            pooled[image : image + 1], model.pool(x[copies][None], AttentionContext())
+        )
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -162,8 +164,8 @@ def test_merging_nothing_changes_no_bit(options):
 def test_equal_patches_lose_nothing_by_being_merged():
     plain = network(position="none", pooling="mean", class_token=False)
     merging = network(position="none", pooling="mean", class_token=False, merge_tokens=4)
-    picture = images(2, side=4).repeat(1, 1, 3, 3)
-    torch.testing.assert_close(merging(picture), plain(picture))
+    pil_image = images(2, side=4).repeat(1, 1, 3, 3)
+    torch.testing.assert_close(merging(pil_image), plain(pil_image))
 
 
 @torch.no_grad()
@@ -177,9 +179,9 @@ def test_at_most_half_of_the_patches_are_merged_in_a_block():
 @pytest.mark.parametrize("position", ["learned", "rotary"])
 def test_gradients_of_a_merging_network_are_those_of_its_output(position):
     model = network(merge_tokens=2, position=position, dim=16).double()
-    pictures = images(1).double().requires_grad_()
+    input_images = images(1).double().requires_grad_()
     # steps are too small to change who is merged with whom
-    assert torch.autograd.gradcheck(model, (pictures,), fast_mode=True)
+    assert torch.autograd.gradcheck(model, (input_images,), fast_mode=True)
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
+from vit.model import grouped_linear
 from vit.model.build import build_classifier
-from vit.model.feedforward import MLP
+from vit.model.mlp import MLP
 from vit.model.moe import (
     MixtureOfExperts,
     Routing,
@@ -26,12 +27,11 @@ from vit.model.moe import (
     token_order,
     z_loss,
 )
-from vit.operators import grouped
-from vit.training.optimization import make_optimizer, parameter_groups
-from vit.training.recomputation import recompute_blocks
+from vit.training.activation_checkpointing import recompute_blocks
+from vit.training.optimizers import make_optimizer, parameter_groups
 from vit.weights.convert import contents
-from vit.weights.folder import load_run, save_model
 from vit.weights.pretrained import Pretrained
+from vit.weights.saved_model import load_run, save_model
 
 DIM, HIDDEN, EXPERTS, TOKENS = 16, 24, 4, 9
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -175,7 +175,7 @@ def test_a_dropped_answer_counts_nothing_whatever_its_row_is(monkeypatch):
     x, bound = tokens(), layer(top_k=2, order="order", factor=0.5)
     expected = bound(x)
     assert bound.routing.dropped > 0
-    monkeypatch.setattr(grouped, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(grouped_linear, "_is_fused", lambda *_: True)
     torch.testing.assert_close(bound.float()(x.float()).to(x), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -211,7 +211,7 @@ def test_every_way_of_the_products_gives_the_same(with_bias, device):
     leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
     leaves, bias = (leaves, leaves[2]) if with_bias else (leaves[:2], None)
     seed, results = torch.randn(20, 8, device=device, dtype=dtype), []
-    for way in (grouped.looped_linear, grouped.fused_linear):
+    for way in (grouped_linear.looped_linear, grouped_linear.fused_linear):
         y = way(leaves[0], leaves[1], bias, counts)
         results.append((y, torch.autograd.grad(y, leaves, seed)))
     torch.testing.assert_close(results[0], results[1])
@@ -221,20 +221,20 @@ def test_the_loop_is_a_linear_layer_a_group():
     x, weight, bias, counts = groups(torch.float64)
     parts = zip(x.split(counts.tolist()), weight, bias, strict=True)
     expected = torch.cat([F.linear(*part) for part in parts])
-    torch.testing.assert_close(grouped.looped_linear(x, weight, bias, counts), expected)
-    assert torch.autograd.gradcheck(grouped.looped_linear, (x, weight, bias, counts))
+    torch.testing.assert_close(grouped_linear.looped_linear(x, weight, bias, counts), expected)
+    assert torch.autograd.gradcheck(grouped_linear.looped_linear, (x, weight, bias, counts))
     fewer = counts - torch.tensor([0, 0, 0, 4])
-    cut = grouped.looped_linear(x, weight, bias, fewer)
+    cut = grouped_linear.looped_linear(x, weight, bias, fewer)
     torch.testing.assert_close(cut[:16], expected[:16])
     assert not cut[16:].any()
-    assert torch.autograd.gradcheck(grouped.looped_linear, (x, weight, bias, fewer))
+    assert torch.autograd.gradcheck(grouped_linear.looped_linear, (x, weight, bias, fewer))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own
 def test_the_operators_keep_torch_s_contract():
     x, weight, bias, counts = groups()
     for arguments in ((x, weight, bias, counts), (x, weight, None, counts)):
-        torch.library.opcheck(grouped.looped_linear, arguments)
+        torch.library.opcheck(grouped_linear.looped_linear, arguments)
 
 
 def test_the_exported_way_gives_the_same():
@@ -261,9 +261,9 @@ def test_regroup_and_its_gradient():
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     index = torch.randperm(10)
     inverse = index.argsort()
-    rows = grouped.regroup(x, index, inverse, 2)
+    rows = grouped_linear.regroup(x, index, inverse, 2)
     assert torch.equal(rows[inverse], x.repeat_interleave(2, 0))
-    assert torch.autograd.gradcheck(grouped.regroup, (x, index, inverse, 2))
+    assert torch.autograd.gradcheck(grouped_linear.regroup, (x, index, inverse, 2))
 
 
 def test_equals_mixtral():

@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.model import packing
+from vit.model import sequence_packing
 from vit.model.attention import SelfAttention, attend
 from vit.model.blocks import PreNormBlock
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
-from vit.model.packing import AttendApart, takes_varlen
+from vit.model.sequence_packing import AttendApart, takes_varlen
+from vit.model.vision_transformer import VisionTransformer
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 # two alike, two of as many tokens, one of the usual size, one patch
@@ -42,7 +42,7 @@ def network(**settings) -> VisionTransformer:
     return model
 
 
-def pictures(sizes=SIZES) -> list[Tensor]:
+def input_images(sizes=SIZES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, *size, generator=generator) for size in sizes]
 
@@ -53,7 +53,7 @@ def alone(model: VisionTransformer, images: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_equals_each_image_by_itself(settings):
-    model, images = network(**settings), pictures()
+    model, images = network(**settings), input_images()
     torch.testing.assert_close(
         model.forward_packed(images), alone(model, images), rtol=1e-5, atol=1e-5
     )
@@ -72,7 +72,7 @@ def test_equals_each_image_by_itself(settings):
 
 @pytest.mark.parametrize("changed", range(len(SIZES)))
 def test_an_image_says_nothing_to_its_neighbours(changed):
-    model, images = network(position="rotary", pooling="mean"), pictures()
+    model, images = network(position="rotary", pooling="mean"), input_images()
     before = model.forward_packed(images)
     images[changed] = torch.full_like(images[changed], float("nan"))
     after = model.forward_packed(images)
@@ -83,8 +83,10 @@ def test_an_image_says_nothing_to_its_neighbours(changed):
 
 def test_as_few_calls_as_there_are_lengths(monkeypatch):
     calls = []
-    monkeypatch.setattr(packing, "attend", lambda q, *_, **__: calls.append(tuple(q.shape)) or q)
-    network(depth=1).forward_packed(pictures())
+    monkeypatch.setattr(
+        sequence_packing, "attend", lambda q, *_, **__: calls.append(tuple(q.shape)) or q
+    )
+    network(depth=1).forward_packed(input_images())
     assert calls == [(1, 4, 2, 8), (1, 4, 5, 8), (1, 4, 6, 8), (3, 4, 7, 8)]
 
 
@@ -111,14 +113,14 @@ def test_attention_apart_equals_a_dense_block_diagonal_mask():
 
 def test_attention_dropout_and_dropout_work_in_training():
     model = network(attention_dropout=0.3, dropout=0.1).train()
-    first, second = model.forward_packed(pictures()), model.forward_packed(pictures())
+    first, second = model.forward_packed(input_images()), model.forward_packed(input_images())
     assert not torch.equal(first, second)
     model.eval()
-    torch.testing.assert_close(model.forward_packed(pictures()), alone(model, pictures()))
+    torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))
 
 
 def test_bfloat16_under_autocast():
-    model, images = network(qk_norm=True), pictures()
+    model, images = network(qk_norm=True), input_images()
     with torch.autocast("cpu", torch.bfloat16):
         packed = model.forward_packed(images)
     torch.testing.assert_close(packed.float(), alone(model, images), rtol=0.1, atol=0.15)
@@ -126,19 +128,19 @@ def test_bfloat16_under_autocast():
 
 def test_what_would_mix_images_is_refused():
     model = network(drop_path=0.2)
-    torch.testing.assert_close(model.forward_packed(pictures()), alone(model, pictures()))
+    torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))
     with pytest.raises(ConfigError, match="cannot be packed with drop_path: it skips whole images"):
-        model.train().forward_packed(pictures())
+        model.train().forward_packed(input_images())
     model = network(position="relative")
     with pytest.raises(ConfigError, match="cannot be packed with position=relative"):
-        model.forward_packed(pictures())
+        model.forward_packed(input_images())
     model = network(feedforward="moe", capacity_factor=1.0)
     with pytest.raises(ConfigError, match="cannot be packed with capacity_factor"):
-        model.forward_packed(pictures())
+        model.forward_packed(input_images())
     model = network()
     model.blocks[1].__class__ = type("Merging", (PreNormBlock,), {})
     with pytest.raises(ConfigError, match="cannot be packed with merge_tokens"):
-        model.forward_packed(pictures())
+        model.forward_packed(input_images())
 
 
 @pytest.mark.parametrize(
@@ -158,19 +160,19 @@ def test_images_that_do_not_fit_are_refused(images, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"position": "rotary", "pooling": "mean"}], ids=str)
 def test_compiles_as_one_graph_for_a_set_of_sizes(settings):
-    model, images = network(**settings), pictures()
+    model, images = network(**settings), input_images()
     compiled = torch.compile(model.forward_packed, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images), model.forward_packed(images))
 
 
 def test_a_step_of_training_uses_every_parameter():
     model = network(registers=2, pooling="attention").train()
-    F.cross_entropy(model.forward_packed(pictures()), torch.arange(6) % 3).backward()
+    F.cross_entropy(model.forward_packed(input_images()), torch.arange(6) % 3).backward()
     stuck = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert stuck == []
 
 
-@pytest.mark.skipif(not packing.HAS_VARLEN, reason="torch has no variable-length kernel")
+@pytest.mark.skipif(not sequence_packing.HAS_VARLEN, reason="torch has no variable-length kernel")
 def test_the_kernel_is_asked_only_for_what_it_takes():
     assert not takes_varlen(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
     assert not takes_varlen(torch.empty(1, 1, 4, 8))
@@ -187,7 +189,7 @@ def test_the_kernel_equals_the_split(monkeypatch, dtype, head_dim):
     )
     apart = AttendApart(lengths, query.device)
     fused = apart(query, key, value)
-    monkeypatch.setattr(packing, "takes_varlen", lambda _: False)
+    monkeypatch.setattr(sequence_packing, "takes_varlen", lambda _: False)
     split = apart(query, key, value)
     torch.testing.assert_close(fused, split, rtol=0.02, atol=0.02)
     seed = torch.randn_like(split)
@@ -202,7 +204,7 @@ def test_the_kernel_equals_the_split(monkeypatch, dtype, head_dim):
 @half_on_cuda
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_on_cuda_it_equals_each_image_by_itself(settings):
-    model, images = network(**settings).cuda(), [image.cuda() for image in pictures()]
+    model, images = network(**settings).cuda(), [image.cuda() for image in input_images()]
     torch.testing.assert_close(
         model.forward_packed(images), alone(model, images), rtol=1e-3, atol=1e-3
     )
@@ -214,7 +216,9 @@ def test_on_cuda_it_equals_each_image_by_itself(settings):
 def test_the_split_is_that_of_self_attention():
     layer = SelfAttention(32, 4, num_kv_heads=2).double()
     tokens = torch.randn(1, 9, 32, dtype=torch.float64)
-    together = layer(tokens, packing.Places(attend=AttendApart([4, 5], tokens.device)))
+    together = layer(
+        tokens, sequence_packing.AttentionContext(attend=AttendApart([4, 5], tokens.device))
+    )
     expected = torch.cat([layer(part) for part in tokens.split([4, 5], dim=1)], dim=1)
     torch.testing.assert_close(together, expected)
-    assert packing.attend is attend
+    assert sequence_packing.attend is attend

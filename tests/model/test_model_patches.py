@@ -7,8 +7,8 @@ from timm.layers.patch_embed import resample_patch_embed
 from vit.config import Config, ModelConfig, TrainingConfig
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
-from vit.model.patches import FlexiblePatchEmbedding, PatchEmbedding
-from vit.model.relative import resize_offsets
+from vit.model.patch_embed import FlexiblePatchEmbedding, PatchEmbedding
+from vit.model.relative_position_bias import resize_offsets
 
 SMALL = {"image_size": 48, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 SIZES = (4, 12, 16)
@@ -103,7 +103,7 @@ def test_sizes_that_cannot_be_cut_are_refused(sizes, message):
         ModelConfig(**SMALL, patch_sizes=sizes)
 
 
-def test_growing_pictures_do_not_go_with_several_sizes():
+def test_growing_images_do_not_go_with_several_sizes():
     with pytest.raises(ConfigError, match="start_image_size=24: the patches of patch_sizes must"):
         Config(
             model=ModelConfig(**SMALL, patch_sizes=SIZES),

@@ -7,7 +7,7 @@ import pytest
 import timm.layers
 import torch
 
-from vit.model.positions import (
+from vit.model.position_embedding import (
     LearnedPositions,
     NoPositions,
     SinusoidalPositions,

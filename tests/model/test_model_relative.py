@@ -9,9 +9,9 @@ from timm.layers import RelPosBias, resize_rel_pos_bias_table_simple
 from torch import nn
 
 from vit.config import ModelConfig
-from vit.model.attention import Places, SelfAttention
+from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.build import build_classifier
-from vit.model.relative import PrefixedRelativeBias, RelativeBias, resize_offsets
+from vit.model.relative_position_bias import PrefixedRelativeBias, RelativeBias, resize_offsets
 
 HEADS = 4
 SMALL = {
@@ -62,7 +62,7 @@ def network() -> nn.Module:
 def test_equals_a_loop_over_pairs_of_tokens(grid, prefix):
     bias = made(grid, prefix)
     expected = one_by_one(bias.relative_position_bias_table, grid, prefix)
-    torch.testing.assert_close(bias(Places(grid)), expected[None], rtol=0, atol=0)
+    torch.testing.assert_close(bias(AttentionContext(grid)), expected[None], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
@@ -71,22 +71,22 @@ def test_equals_timm(grid, prefix):
     theirs = RelPosBias(grid, HEADS, prefix_tokens=prefix)
     ours = made(grid, prefix).float()
     ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(Places(grid)), theirs.get_bias(), rtol=0, atol=0)
+    torch.testing.assert_close(ours(AttentionContext(grid)), theirs.get_bias(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_gradients(prefix):
     bias = made((2, 3), prefix)
-    wanted = torch.randn(bias(Places((2, 3))).shape, dtype=torch.float64)
+    wanted = torch.randn(bias(AttentionContext((2, 3))).shape, dtype=torch.float64)
     table = bias.relative_position_bias_table
 
     def loss(values: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         given = {"relative_position_bias_table": values}
-        return torch.func.functional_call(bias, given, (Places(grid),)).square()
+        return torch.func.functional_call(bias, given, (AttentionContext(grid),)).square()
 
     for grid in [(2, 3), (3, 2)]:
         torch.autograd.gradcheck(lambda values, grid=grid: loss(values, grid), table)
-    (bias(Places((2, 3))) * wanted).sum().backward()
+    (bias(AttentionContext((2, 3))) * wanted).sum().backward()
     # what every pair of an offset asks for, added up
     count = one_by_one(torch.arange(float(len(table)))[:, None], (2, 3), prefix)[0].long()
     expected = torch.zeros_like(table).index_add_(0, count.flatten(), wanted[0].flatten(1).T)
@@ -117,12 +117,12 @@ def test_rows_and_columns_are_resized_each_by_its_own():
 def test_other_grids_use_the_resized_table(prefix):
     bias, grid = made((3, 3), prefix), (4, 6)
     table = resize_offsets(bias.relative_position_bias_table, (3, 3), grid, extra=3 * (prefix > 0))
-    torch.testing.assert_close(bias(Places(grid))[0], one_by_one(table, grid, prefix))
+    torch.testing.assert_close(bias(AttentionContext(grid))[0], one_by_one(table, grid, prefix))
 
 
 @pytest.mark.parametrize("shape", [(10, 10), (2, 1, 10, 10), (1, HEADS, 10, 10)])
 def test_a_mask_is_kept_too(shape):
-    bias, places = made((3, 3), 1), Places((3, 3))
+    bias, places = made((3, 3), 1), AttentionContext((3, 3))
     mask = torch.rand(shape) < 0.7
     numbers = torch.randn(shape, dtype=torch.float64)
     plain = bias(places)
@@ -141,7 +141,7 @@ def test_attention_equals_the_formula():
     table = one_by_one(bias.relative_position_bias_table, (2, 3), 2)
     scores = query @ key.transpose(2, 3) / 8**0.5 + table
     mixed = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention(tokens, Places((2, 3))), attention.proj(mixed))
+    torch.testing.assert_close(attention(tokens, AttentionContext((2, 3))), attention.proj(mixed))
 
 
 def test_patches_that_change_places_are_told_apart(network):

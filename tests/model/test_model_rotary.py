@@ -9,7 +9,7 @@ import torch
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
-from vit.model.rotary import RotaryPositions, Rotation, by_centre, by_index
+from vit.model.rotary_embedding import RotaryPositions, Rotation, by_centre, by_index
 
 HEAD_DIM, TEMPERATURE = 12, 50.0
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
-from vit.model.attention import Places, SelfAttention, attend
+from vit.model.attention import AttentionContext, SelfAttention, attend
 from vit.model.build import build_classifier
 from vit.model.scores import Additive, AttendBy, Dot, General, ScaledDot
 
@@ -107,6 +107,6 @@ def test_a_network_attends_by_another_score():
 
 def test_dropout_drops_weights():
     layer, x = SelfAttention(32, 4, attention_dropout=0.5), torch.randn(2, 5, 32)
-    places = Places(attend=AttendBy(Dot()))
+    places = AttentionContext(attend=AttendBy(Dot()))
     assert not torch.equal(layer(x, places), layer(x, places))
     assert torch.equal(layer.eval()(x, places), layer(x, places))

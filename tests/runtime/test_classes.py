@@ -14,17 +14,17 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.decoding import read_image
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError
-from vit.generation.search import Search
-from vit.runtime import classes as classes_module
-from vit.runtime import reading
-from vit.runtime.captions import CaptionRunner
-from vit.runtime.classes import ClassRunner
-from vit.runtime.opening import runner_like
-from vit.runtime.protobuf import metadata_of
-from vit.runtime.session import Session
+from vit.exported import onnx_classifier as classes_module
+from vit.exported import read_ahead
+from vit.exported.load_exported import runner_like
+from vit.exported.onnx_captioner import CaptionRunner
+from vit.exported.onnx_classifier import ClassRunner
+from vit.exported.onnx_metadata import metadata_of
+from vit.exported.onnx_session import Session
+from vit.generation.generation_config import Search
 
 NAMES = ("apple", "pear", "plum", "=SUM(1)")
 MATRIX = np.random.default_rng(0).normal(size=(3, len(NAMES))).astype(np.float32) / 40
@@ -75,9 +75,9 @@ def file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Twenty pictures of few sizes, in odd modes and turned."""
-    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
+def input_images(tmp_path_factory):
+    """Twenty images of few sizes, in odd modes and turned."""
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(1)
     paths = []
     for number, mode in enumerate(["RGB", "RGB", "L", "RGBA", "P"] * 4):
         height, width = [(9, 7), (20, 31), (7, 9)][number % 3]
@@ -117,30 +117,30 @@ class Recorder:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 33])
-def test_answers_are_those_of_the_pixels_in_order(file, pictures, size):
+def test_answers_are_those_of_the_pixels_in_order(file, input_images, size):
     runner = ClassRunner(file, batch_size=size, workers=3, threads=1)
     assert (runner.classes, runner.n_best, runner.precision) == (NAMES, 0, "fp32")
     assert runner.preprocessing == Preprocessing(image_size=(16, 16))
-    truth = expected(pictures)
-    rows = list(runner.probabilities(iter(pictures)))
+    truth = expected(input_images)
+    rows = list(runner.probabilities(iter(input_images)))
     assert rows[0].dtype == np.float64
     np.testing.assert_allclose(np.stack(rows), truth, atol=1e-6)
-    answers = runner(pictures, top_k=2)
-    assert [answer.image for answer in answers] == pictures
+    answers = runner(input_images, top_k=2)
+    assert [answer.image for answer in answers] == input_images
     for answer, row in zip(answers, rows, strict=True):
         best = np.argsort(-row)[:2]
         assert answer.predictions == tuple((NAMES[i], row[i]) for i in best)
         assert (answer.error, answer.captions) == (None, ())
-    assert answers == runner(pictures, top_k=2)
-    assert len(runner(pictures[:1], top_k=99)[0].predictions) == len(NAMES)
+    assert answers == runner(input_images, top_k=2)
+    assert len(runner(input_images[:1], top_k=99)[0].predictions) == len(NAMES)
 
 
-def test_pictures_of_one_size_go_together_and_others_alone(pictures, monkeypatch):
-    upright = [read_image(path).size for path in pictures]
+def test_images_of_one_size_go_together_and_others_alone(input_images, monkeypatch):
+    upright = [read_image(path).size for path in input_images]
     graph = Recorder()
     runner = ClassRunner(graph, batch_size=4)
     assert runner.block == 32
-    runner(pictures)
+    runner(input_images)
     assert all(shape[0] <= 4 for shape in graph.shapes)
     for width, height in set(upright):
         batches = [shape[0] for shape in graph.shapes if shape[1:] == (height, width, 3)]
@@ -149,59 +149,59 @@ def test_pictures_of_one_size_go_together_and_others_alone(pictures, monkeypatch
         ]
     monkeypatch.setattr(classes_module, "BATCH_PIXELS", 2 * 9 * 7)
     graph.shapes.clear()
-    runner(pictures)
+    runner(input_images)
     assert {shape[0] for shape in graph.shapes if 31 in shape} == {1}
     assert max(shape[0] for shape in graph.shapes) == 2
 
 
-def test_a_list_can_be_gone_on_with_after_a_block(pictures, monkeypatch):
+def test_a_list_can_be_gone_on_with_after_a_block(input_images, monkeypatch):
     """Whatever the window holds back: what comes after a block is put together as if from there."""
-    monkeypatch.setattr(reading, "PIXELS", 1800)
+    monkeypatch.setattr(read_ahead, "PIXELS", 1800)
     graph = Recorder()
     runner = ClassRunner(graph, batch_size=1)
     runner.block = 6
-    whole = runner(pictures)
+    whole = runner(input_images)
     shapes = graph.shapes.copy()
     graph.shapes.clear()
-    assert whole[12:] == runner(pictures[12:])
+    assert whole[12:] == runner(input_images[12:])
     assert graph.shapes == shapes[-len(graph.shapes) :]
 
 
-def test_pictures_do_not_pile_up(pictures, monkeypatch):
+def test_images_do_not_pile_up(input_images, monkeypatch):
     """In memory are a window and what is being read, together at most PIXELS."""
-    sizes = [np.prod(read_image(path).size) for path in pictures]
+    sizes = [np.prod(read_image(path).size) for path in input_images]
     for limit, most in ((1500, 99), (10**6, 4), (100, 99)):
-        monkeypatch.setattr(reading, "PIXELS", limit)
+        monkeypatch.setattr(read_ahead, "PIXELS", limit)
         begun, given, taken = [], 0, []
-        watched = (taken.append(path) or path for path in pictures)
+        watched = (taken.append(path) or path for path in input_images)
 
         def prepare(image, begun=begun):
             begun.append(image.width * image.height)
             return np.asarray(image)
 
-        for window in reading.windows(watched, prepare, workers=2, most=most):
+        for window in read_ahead.windows(watched, prepare, workers=2, most=most):
             here = len(window)
             assert 1 <= here <= most
             assert len(taken) <= given + here + most + 1
             assert sum(begun) - sum(sizes[:given]) <= max(limit, sizes[given])
             given += here
-        assert given == len(begun) == len(pictures)
+        assert given == len(begun) == len(input_images)
         assert not window, "the last one is let go of too"
 
 
-def test_unreadable_pictures_have_error_rows_at_their_place(file, pictures, bad_pictures):
-    mixed = [*bad_pictures[:4], pictures[0], *bad_pictures[4:], *pictures[1:3]]
+def test_unreadable_images_have_error_rows_at_their_place(file, input_images, bad_images):
+    mixed = [*bad_images[:4], input_images[0], *bad_images[4:], *input_images[1:3]]
     answers = ClassRunner(file, batch_size=2)(mixed, top_k=1)
     assert [answer.image for answer in answers] == mixed
-    assert [answer.error is None for answer in answers] == [path in pictures for path in mixed]
+    assert [answer.error is None for answer in answers] == [path in input_images for path in mixed]
     for path, answer in zip(mixed, answers, strict=True):
-        if path in bad_pictures:
+        if path in bad_images:
             with pytest.raises(BadImage) as told:
                 read_image(path)
             assert (answer.error, answer.predictions) == (told.value.reason, ())
 
 
-def test_what_the_graph_cannot_compute_is_the_error_of_its_pictures(pictures):
+def test_what_the_graph_cannot_compute_is_the_error_of_its_images(input_images):
     def answer(images):
         if images.shape[1] == 20:
             raise WeightsError("onnxruntime cannot compute it (no room)")
@@ -209,29 +209,29 @@ def test_what_the_graph_cannot_compute_is_the_error_of_its_pictures(pictures):
         rows[0, 0] = np.nan if images.shape[1] == 9 else 0.25
         return rows
 
-    answers = ClassRunner(Recorder(answer), batch_size=1)(pictures)
+    answers = ClassRunner(Recorder(answer), batch_size=1)(input_images)
     told = {read_image(a.image).height: a.error for a in answers}
     assert told[20] == "onnxruntime cannot compute it (no room)"
     assert told[9] == "the network overflowed in fp32; export it as fp32"
     assert told[7] is None
     wrong = ClassRunner(Recorder(lambda images: np.ones((len(images), 5))))
-    with pytest.raises(WeightsError, match=r"shape \[\d, 5\] for \d pictures and 4 classes"):
-        wrong(pictures)
+    with pytest.raises(WeightsError, match=r"shape \[\d, 5\] for \d images and 4 classes"):
+        wrong(input_images)
 
 
-def test_torch_is_not_loaded(file, pictures):
+def test_torch_is_not_loaded(file, input_images):
     code = (
-        "import sys; from vit.runtime.opening import runner_like;"
+        "import sys; from vit.exported.load_exported import runner_like;"
         "print(runner_like(sys.argv[1])([sys.argv[2]])[0].predictions[0][0]);"
         "sys.exit(bool({'torch', 'onnx', 'transformers', 'tokenizers', 'tqdm'} & set(sys.modules)))"
     )
-    words = [sys.executable, "-W", "error", "-c", code, str(file), pictures[0]]
+    words = [sys.executable, "-W", "error", "-c", code, str(file), input_images[0]]
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     said = subprocess.run(
         words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
     )
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == NAMES[expected(pictures[:1]).argmax()] + "\n"
+    assert said.stdout == NAMES[expected(input_images[:1]).argmax()] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -318,10 +318,10 @@ def test_wrong_calls_are_refused_at_once(file):
     assert runner([]) == []
 
 
-def test_other_outputs_on_request(file, pictures):
-    rows = list(ClassRunner(file).outputs([*pictures, "none.png"], ["embedding"]))
+def test_other_outputs_on_request(file, input_images):
+    rows = list(ClassRunner(file).outputs([*input_images, "none.png"], ["embedding"]))
     assert isinstance(rows.pop(), BadImage)
-    means = [np.asarray(read_image(path), dtype=np.float64).mean((0, 1)) for path in pictures]
+    means = [np.asarray(read_image(path), dtype=np.float64).mean((0, 1)) for path in input_images]
     np.testing.assert_allclose(np.stack([row["embedding"] for row in rows]), means, atol=1e-3)
 
 
@@ -359,13 +359,13 @@ class TestFilesOfWeights:
                 model.graph.node.insert(0, constant)
         return written(path, model=model)
 
-    def test_beside_the_file_and_of_its_name(self, tmp_path, pictures):
+    def test_beside_the_file_and_of_its_name(self, tmp_path, input_images):
         path = self.save(tmp_path / "fruit.onnx", "fruit.onnx.data")
         with pytest.raises(WeightsError, match=r"fruit.onnx.data is missing, where the weights of"):
             ClassRunner(path)
         (tmp_path / "weights").rename(tmp_path / "fruit.onnx.data")
-        rows = list(ClassRunner(path).probabilities(pictures))
-        np.testing.assert_allclose(np.stack(rows), expected(pictures), atol=1e-6)
+        rows = list(ClassRunner(path).probabilities(input_images))
+        np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
 
     @pytest.mark.parametrize("place", ["graph", "node", "branch", "function"])
     @pytest.mark.parametrize("name", ["weights", "../weights", "/etc/passwd", "./a.onnx.data"])
@@ -419,25 +419,25 @@ class TestRunnerLike:
         with pytest.raises(ConfigError, match=message):
             runner_like(file, **settings)
 
-    def test_another_engine_is_asked_by_its_name(self, file, pictures, monkeypatch):
+    def test_another_engine_is_asked_by_its_name(self, file, input_images, monkeypatch):
         opened = []
 
         def session(path, **settings):
             opened.append((path, settings))
             return Recorder()
 
-        module = types.ModuleType("vit.runtime.openvino")
+        module = types.ModuleType("vit.exported.openvino_session")
         module.Session = session
-        monkeypatch.setitem(sys.modules, "vit.runtime.openvino", module)
-        rows = list(runner_like("a.xml", engine="openvino").probabilities(pictures))
-        np.testing.assert_allclose(np.stack(rows), expected(pictures), atol=1e-6)
+        monkeypatch.setitem(sys.modules, "vit.exported.openvino_session", module)
+        rows = list(runner_like("a.xml", engine="openvino").probabilities(input_images))
+        np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
         runner_like(file, engine="openvino", threads=2)
         assert opened == [("a.xml", {}), (file, {"threads": 2})]
 
 
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
-def test_the_command_writes_rows_of_an_exported_file(file, pictures, bad_pictures, style, capfd):
-    mixed = [pictures[0], bad_pictures[0], pictures[1]]
+def test_the_command_writes_rows_of_an_exported_file(file, input_images, bad_images, style, capfd):
+    mixed = [input_images[0], bad_images[0], input_images[1]]
     assert main(["predict", str(file), *mixed, "--format", style, "-k", "2"]) == 1
     out, err = capfd.readouterr()
     rows = out.splitlines()[style != "jsonl" :]
@@ -464,10 +464,10 @@ def test_what_is_put_together_depends_on_a_block_alone(tmp_path, monkeypatch):
         Image.new("RGB", (width, height)).save(path)
     (tmp_path / "30.png").write_bytes((tmp_path / "30.png").read_bytes()[:60])
     for limit in (200, 900, 1600, 4000):
-        monkeypatch.setattr(reading, "PIXELS", limit)
+        monkeypatch.setattr(read_ahead, "PIXELS", limit)
 
         def parts(first, limit=limit):
-            found = reading.windows(iter(paths[first:]), np.asarray, workers=2, most=12)
+            found = read_ahead.windows(iter(paths[first:]), np.asarray, workers=2, most=12)
             return [[path for path, _ in window] for window in found]
 
         whole = parts(0)

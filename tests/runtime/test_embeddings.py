@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from vit.errors import ConfigError, WeightsError
-from vit.runtime import embeddings
+from vit.output import embeddings_file
 
 
 def written(path, vectors, dim):
     """The vectors as rows behind the head of `path`, in blocks of three."""
     with path.with_suffix(".raw").open("wb") as file:
-        file.write(embeddings.head(path, len(vectors), dim))
+        file.write(embeddings_file.head(path, len(vectors), dim))
         for first in range(0, len(vectors), 3):
-            file.write(embeddings.rows(vectors[first : first + 3], dim))
+            file.write(embeddings_file.rows(vectors[first : first + 3], dim))
     return path.with_suffix(".raw")
 
 
@@ -37,11 +37,11 @@ def test_npy_is_what_numpy_writes(tmp_path, vectors):
 @pytest.mark.parametrize("group", [16, 48, 1 << 20])
 def test_parquet_has_image_embedding_and_error(tmp_path, vectors, monkeypatch, group):
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(embeddings, "GROUP_BYTES", group)
+    monkeypatch.setattr(embeddings_file, "GROUP_BYTES", group)
     path = tmp_path / "x.parquet"
     images = [f"{number}.jpg" for number in range(7)] + [os.fsdecode(b"\xff.jpg")]
     raw = written(path, vectors, 4)
-    embeddings.write_parquet(raw, path, 4, images, iter([(0, "empty"), (5, "cut")]))
+    embeddings_file.write_parquet(raw, path, 4, images, iter([(0, "empty"), (5, "cut")]))
     table = parquet.read_table(path)
     assert table.column_names == ["image", "embedding", "error"]
     assert table["image"].to_pylist() == [*images[:7], "\\udcff.jpg"]
@@ -53,10 +53,10 @@ def test_parquet_has_image_embedding_and_error(tmp_path, vectors, monkeypatch, g
 
 def test_a_vector_of_another_width_is_refused():
     with pytest.raises(WeightsError, match="shape"):
-        embeddings.rows([np.zeros(3)], 4)
+        embeddings_file.rows([np.zeros(3)], 4)
 
 
 def test_the_name_says_the_format():
-    embeddings.check_embeddings("x.npy")
+    embeddings_file.check_embeddings("x.npy")
     with pytest.raises(ConfigError, match=r"\.npy or \.parquet"):
-        embeddings.check_embeddings("x.csv")
+        embeddings_file.check_embeddings("x.csv")

@@ -5,15 +5,19 @@ import os
 import pytest
 
 from vit.errors import RunError
-from vit.runtime.journal import Journal, differences, last_whole, marks, read_first
-from vit.runtime.parts import (
+from vit.output.resumable_output import (
     Claim,
+    Journal,
     blocks,
     check_same,
+    differences,
     journal_of,
+    last_whole,
     lay_together,
     leftovers,
+    marks,
     part,
+    read_first,
 )
 
 BLOCKS = [b"head\n", b"one\ntwo\n", b"three\nfour\n", b"five\n"]

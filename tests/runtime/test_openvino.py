@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from vit.errors import ConfigError, WeightsError
-from vit.runtime import openvino
-from vit.runtime.session import Session
+from vit.exported import openvino_session
+from vit.exported.onnx_session import Session
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def path(content, tmp_path_factory):
 def test_it_is_onnxruntimes_session(content, path):
     theirs = Session(content)
     for source in (content, path, str(path)):
-        ours = openvino.Session(source, threads=1)
+        ours = openvino_session.Session(source, threads=1)
         assert (ours.inputs, ours.outputs) == (theirs.inputs, theirs.outputs)
         assert ours.metadata == theirs.metadata
         for rows in (3, 1, 8):
@@ -69,7 +69,7 @@ def test_it_is_onnxruntimes_session(content, path):
 
 
 def test_an_answer_stays_when_the_next_one_is_computed(content):
-    session = openvino.Session(content)
+    session = openvino_session.Session(content)
     first, _ = session({"images": np.full((2, 6), 7, np.uint8)})
     kept = first.copy()
     session({"images": np.eye(2, 6, dtype=np.uint8) * 200})
@@ -81,7 +81,7 @@ def test_bf16_is_taken_when_told_and_never_else(content):
     import openvino as library
 
     def hint(**settings):
-        compiled = openvino.Session(content, **settings)._request.get_compiled_model()
+        compiled = openvino_session.Session(content, **settings)._request.get_compiled_model()
         return compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
 
     assert hint() == "f32"
@@ -94,20 +94,20 @@ def test_bf16_is_taken_when_told_and_never_else(content):
 
 def test_what_cannot_be_opened_is_refused(content, tmp_path):
     with pytest.raises(ConfigError, match=r"^precision='int4': choose one of fp32, bf16$"):
-        openvino.Session(content, precision="int4")
+        openvino_session.Session(content, precision="int4")
     with pytest.raises(ConfigError, match=r"^threads=0: must be at least 1$"):
-        openvino.Session(content, threads=0)
+        openvino_session.Session(content, threads=0)
     with pytest.raises(ConfigError, match=r"^provider='TPU': OpenVINO has .*CPU.* here"):
-        openvino.Session(content, ["TPU"])
+        openvino_session.Session(content, ["TPU"])
     with pytest.raises(WeightsError, match=r"no\.onnx is missing"):
-        openvino.Session(tmp_path / "no.onnx")
+        openvino_session.Session(tmp_path / "no.onnx")
     (tmp_path / "noise.bin").write_bytes(b"noise")
     for name in ("noise.onnx", "noise.xml"):
         (tmp_path / name).write_bytes(b"\x00\x01 noise" * 99)
         with pytest.raises(WeightsError, match=name):
-            openvino.Session(tmp_path / name)
+            openvino_session.Session(tmp_path / name)
     with pytest.raises(WeightsError, match=r"^OpenVINO cannot compute it"):
-        openvino.Session(content)({"images": np.zeros((2, 5), np.uint8)})
+        openvino_session.Session(content)({"images": np.zeros((2, 5), np.uint8)})
 
 
 def test_only_files_of_vit_export_are_opened(content, path, tmp_path):
@@ -115,12 +115,12 @@ def test_only_files_of_vit_export_are_opened(content, path, tmp_path):
 
     library.save_model(library.Core().read_model(path), tmp_path / "net.xml")
     with pytest.raises(WeightsError, match=r"is not of vit export"):
-        openvino.Session(tmp_path / "net.xml")
+        openvino_session.Session(tmp_path / "net.xml")
 
 
 def test_torch_is_not_loaded(path):
     code = (
-        "import sys; from vit.runtime.openvino import Session; Session(sys.argv[1]);"
+        "import sys; from vit.exported.openvino_session import Session; Session(sys.argv[1]);"
         "sys.exit(bool({'torch', 'onnx', 'onnxruntime'} & set(sys.modules)))"
     )
     words = [sys.executable, "-W", "error", "-c", code, str(path)]

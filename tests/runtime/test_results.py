@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from vit.generation.writing import Caption
-from vit.runtime.results import (
+from vit.generation.generate import Caption
+from vit.output.prediction_results import (
     FORMATS,
     Layout,
     Prediction,
@@ -36,7 +36,7 @@ NASTY = [
     "<script>alert(1)</script>.jpg",
 ]
 ANSWERS = [Prediction(name, ((name, 0.75), ("other", 1e-300))) for name in NASTY]
-ANSWERS += [Prediction(name, error=f"{name} is not a picture") for name in NASTY]
+ANSWERS += [Prediction(name, error=f"{name} is not an image") for name in NASTY]
 SPEECHES = [
     Prediction(name, captions=(Caption(name, -0.5, (), ended=True), Caption("b", -2.0, (), False)))
     for name in NASTY
@@ -120,7 +120,7 @@ def test_every_format_writes_answers_and_errors(style):
 
 @pytest.mark.parametrize("answer", SPEECHES)
 def test_json_gives_every_caption_back(answer):
-    line = json_line(answer, several=True)
+    line = json_line(answer, multilabel=True)
     assert line[:-1].isprintable()
     assert json.loads(line) == {
         "image": answer.image,

@@ -1,4 +1,4 @@
-"""Folders for any class and any picture: safe names, no two alike, and originals untouched."""
+"""Folders for any class and any image: safe names, no two alike, and originals untouched."""
 
 import os
 import shutil
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vit.errors import ConfigError, RunError, VitError
-from vit.runtime.results import Prediction
-from vit.runtime.sorting import UNSURE, Sorter, check_sorting, folder_names, picture_names
+from vit.output.prediction_results import Prediction
+from vit.output.sort_into_folders import UNSURE, Sorter, check_sorting, folder_names, image_names
 
 STRANGE = [
     *("cat", "Cat", "CAT", "..", ".", "", "/", "a/b", "a%2Fb", "../../etc", ".hidden", "end."),
@@ -40,10 +40,10 @@ def test_ordinary_names_stay_as_they_are():
     assert folder_names(["cat", "Cat", "a/b"]) == ["cat", "Cat~2", "a%2Fb"]
 
 
-def test_pictures_of_one_name_get_numbers():
+def test_images_of_one_name_get_numbers():
     images = ["a/1.jpg", "b/1.jpg", "c/1-2.jpg", "d/1.JPG", "1.jpg", "e/2.jpg", "x/" + "y" * 255]
     images += ["z/" + "y" * 255]
-    names = picture_names(images)
+    names = image_names(images)
     assert names[:6] == [
         "1.jpg",
         "1-3.jpg",
@@ -57,7 +57,7 @@ def test_pictures_of_one_name_get_numbers():
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[str]:
+def input_images(tmp_path: Path) -> list[str]:
     """Two that are called alike, and one of another name, which is a link."""
     paths = [tmp_path / "in" / name for name in ("a/1.jpg", "b/1.jpg")]
     for path in paths:
@@ -74,33 +74,33 @@ def answers(images):
 
 
 @pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
-def test_pictures_go_where_they_belong_once(tmp_path, pictures, way):
-    os.utime(pictures[0], (1e9, 1e9))
-    before = {path: Path(path).read_bytes() for path in pictures}
+def test_images_go_where_they_belong_once(tmp_path, input_images, way):
+    os.utime(input_images[0], (1e9, 1e9))
+    before = {path: Path(path).read_bytes() for path in input_images}
     folder = tmp_path / "out"
     for _ in range(2):  # the second time nothing is left to do
-        sorter = Sorter(str(folder), way, ["a/b"], pictures)
-        for place, prediction in enumerate(answers(pictures)):
+        sorter = Sorter(str(folder), way, ["a/b"], input_images)
+        for place, prediction in enumerate(answers(input_images)):
             sorter(place, prediction)
-        sorter(0, Prediction(pictures[0], error="unreadable"))
+        sorter(0, Prediction(input_images[0], error="unreadable"))
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     assert found == {"a%2Fb/1.jpg", "a%2Fb/1-2.jpg", "_unsure/link.jpg"}
-    assert {path: Path(path).read_bytes() for path in pictures} == before
-    assert Path(pictures[2]).is_symlink()
+    assert {path: Path(path).read_bytes() for path in input_images} == before
+    assert Path(input_images[2]).is_symlink()
     placed = folder / "a%2Fb" / "1.jpg"
-    assert placed.read_bytes() == before[pictures[0]]
+    assert placed.read_bytes() == before[input_images[0]]
     assert placed.is_symlink() == (way == "symlink")
-    assert os.path.samefile(placed, pictures[0]) == (way != "copy")
+    assert os.path.samefile(placed, input_images[0]) == (way != "copy")
     assert not (folder / UNSURE / "link.jpg").is_symlink() or way == "symlink"
     if way == "copy":
         assert placed.stat().st_mtime == 1e9
         placed.write_bytes(b"changed")
-        assert Path(pictures[0]).read_bytes() == before[pictures[0]]
+        assert Path(input_images[0]).read_bytes() == before[input_images[0]]
 
 
 @pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_there_is_never_replaced(tmp_path, pictures, way, kind):
+def test_what_is_there_is_never_replaced(tmp_path, input_images, way, kind):
     target = tmp_path / "out" / "a%2Fb" / "1.jpg"
     target.parent.mkdir(parents=True)
     precious = tmp_path / "precious.jpg"
@@ -109,23 +109,23 @@ def test_what_is_there_is_never_replaced(tmp_path, pictures, way, kind):
         target.symlink_to(precious)
     else:
         target.write_bytes(b"precious")
-    sorter = Sorter(str(tmp_path / "out"), way, ["a/b"], pictures)
+    sorter = Sorter(str(tmp_path / "out"), way, ["a/b"], input_images)
     with pytest.raises(RunError, match=r"1\.jpg is there and is not .*nothing is overwritten"):
-        sorter(0, answers(pictures)[0])
+        sorter(0, answers(input_images)[0])
     assert target.read_bytes() == precious.read_bytes() == b"precious"
 
 
-def test_files_beside_a_copy_are_not_written_and_not_removed(tmp_path, pictures):
+def test_files_beside_a_copy_are_not_written_and_not_removed(tmp_path, input_images):
     folder = tmp_path / "out" / "a%2Fb"
     folder.mkdir(parents=True)
     (folder / ".0.tmp").write_text("precious")
-    Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)(0, answers(pictures)[0])
+    Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)(0, answers(input_images)[0])
     assert (folder / ".0.tmp").read_text() == "precious"
     assert sorted(os.listdir(folder)) == [".0.tmp", "1.jpg"]
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_what_comes_there_during_a_copy_stays(tmp_path, pictures, monkeypatch, links):
+def test_what_comes_there_during_a_copy_stays(tmp_path, input_images, monkeypatch, links):
     def copy(source, target):
         shutil.copyfile(source, target)
         (tmp_path / "out" / "a%2Fb" / "1.jpg").write_text("of another job")
@@ -133,40 +133,40 @@ def test_what_comes_there_during_a_copy_stays(tmp_path, pictures, monkeypatch, l
     def no_link(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("vit.data.containers.shutil.copy2", copy)
+    monkeypatch.setattr("vit.data.archives.shutil.copy2", copy)
     if not links:
-        monkeypatch.setattr("vit.runtime.sorting.os.link", no_link)
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+        monkeypatch.setattr("vit.output.sort_into_folders.os.link", no_link)
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     with pytest.raises(RunError, match="is there and is not"):
-        sorter(0, answers(pictures)[0])
+        sorter(0, answers(input_images)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
     assert (tmp_path / "out" / "a%2Fb" / "1.jpg").read_text() == "of another job"
 
 
-def test_a_disk_without_links_takes_copies(tmp_path, pictures, monkeypatch):
+def test_a_disk_without_links_takes_copies(tmp_path, input_images, monkeypatch):
     def no_link(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("vit.runtime.sorting.os.link", no_link)
-    Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)(0, answers(pictures)[0])
+    monkeypatch.setattr("vit.output.sort_into_folders.os.link", no_link)
+    Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)(0, answers(input_images)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
 
 
-def test_a_picture_in_a_second_folder_is_told(tmp_path, pictures):
-    first, _, unsure = answers(pictures)
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+def test_an_image_in_a_second_folder_is_told(tmp_path, input_images):
+    first, _, unsure = answers(input_images)
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     assert not sorter(0, first)
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     assert not sorter(0, first)
-    assert sorter(0, Prediction(pictures[0]))
+    assert sorter(0, Prediction(input_images[0]))
     assert not sorter(2, unsure)
 
 
-def test_a_picture_that_has_gone_is_one_line(tmp_path, pictures):
-    os.unlink(pictures[0])
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], pictures)
+def test_an_image_that_has_gone_is_one_line(tmp_path, input_images):
+    os.unlink(input_images[0])
+    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     with pytest.raises(RunError, match=r"could not be put at .*No such file"):
-        sorter(0, answers(pictures)[0])
+        sorter(0, answers(input_images)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == []
 
 
@@ -186,26 +186,26 @@ def test_a_picture_that_has_gone_is_one_line(tmp_path, pictures):
     ],
 )
 def test_a_folder_that_would_feed_the_next_run_is_refused(
-    tmp_path, pictures, monkeypatch, folder, inputs
+    tmp_path, input_images, monkeypatch, folder, inputs
 ):
     monkeypatch.chdir(tmp_path)
     os.symlink("in", "link")
     with pytest.raises(ConfigError, match="sort_into"):
-        check_sorting(folder, inputs, pictures, filled=True)
+        check_sorting(folder, inputs, input_images, filled=True)
 
 
-def test_a_folder_with_files_is_refused_unless_asked(tmp_path, pictures):
+def test_a_folder_with_files_is_refused_unless_asked(tmp_path, input_images):
     folder = tmp_path / "out"
     folder.mkdir()
-    check_sorting(str(folder), ["in"], pictures, filled=False)
+    check_sorting(str(folder), ["in"], input_images, filled=False)
     (folder / "a").touch()
-    check_sorting(str(folder), ["in"], pictures, filled=True)
+    check_sorting(str(folder), ["in"], input_images, filled=True)
     for wrong in (folder, folder / "a", tmp_path / "no" / "folder"):
         with pytest.raises(VitError):
-            check_sorting(str(wrong), ["in"], pictures, filled=False)
+            check_sorting(str(wrong), ["in"], input_images, filled=False)
 
 
-def test_a_folder_that_a_pattern_does_not_match_is_taken(tmp_path, pictures, monkeypatch):
+def test_a_folder_that_a_pattern_does_not_match_is_taken(tmp_path, input_images, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(VitError):
         check_sorting("in/out", ["in/*"], ["in/a/1.jpg"], filled=False)

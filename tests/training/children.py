@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from vit.training.checkpoint import find_checkpoints
-from vit.weights.tensorfile import read_tensors
+from vit.weights.safetensors_io import read_tensors
 
 ROOT = Path(__file__).parents[2]
 TIMES = re.compile(rb'("(?:images_per_second|data_wait|seconds)": )[^,}]+')
@@ -222,9 +222,9 @@ def hold(folder: Path, until: Path) -> int:
 
 def watch_steps(before: Callable[[int], None], record: Path | None = None) -> None:
     """Call `before` with the number of each step, and write down what it saw once it is made."""
-    from vit.training import loop
+    from vit.training import training_loop
 
-    original = loop.train_one_step
+    original = training_loop.train_one_step
 
     def train_one_step(run: Any, micro_batches: list[Any], *rest: Any, **options: Any) -> Any:
         step = run.step
@@ -237,7 +237,7 @@ def watch_steps(before: Callable[[int], None], record: Path | None = None) -> No
                     file.write(f"{json.dumps(line)}\n")
         return answer
 
-    loop.train_one_step = train_one_step
+    training_loop.train_one_step = train_one_step
 
 
 def seen(record: Path) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""A folder of pictures that a tiny network can learn, and the settings to do so in seconds."""
+"""A folder of images that a tiny network can learn, and the settings to do so in seconds."""
 
 import shutil
 from collections.abc import Callable
@@ -10,23 +10,23 @@ import pytest
 from PIL import Image
 
 from vit.config import Config
-from vit.settings import make_config
+from vit.config.parser import make_config
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
-TRAIN, VAL = 12, 7  # pictures of each class
+TRAIN, VAL = 12, 7  # images of each class
 
 
 @pytest.fixture(scope="session")
 def colour_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/ and val/ with noisy pictures of three colours."""
+    """train/ and val/ with noisy images of three colours."""
     root, random = tmp_path_factory.mktemp("colours"), np.random.default_rng(0)
     for split, count in (("train", TRAIN), ("val", VAL)):
         for name, colour in COLOURS.items():
             (root / split / name).mkdir(parents=True)
             for number in range(count):
                 pixels = np.array(colour) + random.integers(-90, 90, size=(18, 20, 3))
-                picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-                picture.save(root / split / name / f"{number}.png")
+                image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+                image.save(root / split / name / f"{number}.png")
     return root
 
 
@@ -61,8 +61,8 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def data_with_a_bad_picture(colour_data: Path, tmp_path: Path) -> Path:
-    """The colours, one picture of which is damaged in the middle: its header is right."""
+def data_with_a_bad_image(colour_data: Path, tmp_path: Path) -> Path:
+    """The colours, one image of which is damaged in the middle: its header is right."""
     copy = tmp_path / "bad data"
     shutil.copytree(colour_data, copy)
     victim = copy / "train/red/3.png"

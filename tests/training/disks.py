@@ -86,7 +86,7 @@ def full(words: list[str], place: Path, kept: Path, step: int, left: int, saved:
     first = command(words)
     shutil.copytree(place / "run", kept / "stopped")
     (place / "others").unlink()
-    say("resumed")
+    notify("resumed")
     second = command([*words, "--resume"])
     shutil.copytree(place / "run", kept / "ended")
     (kept / "codes").write_text(json.dumps([first, second]))
@@ -111,13 +111,13 @@ def read_only(words: list[str], place: Path, kept: Path, step: int) -> int:
     codes = [command(words)]
     watch_steps(lambda _: None)
     remount(place, READ_ONLY)
-    say("resumed")
+    notify("resumed")
     codes.append(command([*words, "--resume"]))
-    say("another")
+    notify("another")
     codes.append(command([*words[:-1], str(place / "another")]))
     shutil.copytree(place, kept / "stopped")
     remount(place, 0)
-    say("writable")
+    notify("writable")
     codes.append(command([*words, "--resume"]))
     shutil.copytree(place / "run", kept / "ended")
     (kept / "codes").write_text(json.dumps(codes))
@@ -134,6 +134,6 @@ def mounted(place: Path) -> bool:
     return True
 
 
-def say(what: str) -> None:
+def notify(what: str) -> None:
     """Part the log."""
     print(f"-- {what}", file=sys.stderr, flush=True)

@@ -11,16 +11,16 @@ from sklearn.metrics import recall_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
-from vit.data.samples import Sample
+from vit.config.parser import flatten, make_config
+from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
 from vit.inference.evaluate import evaluate
-from vit.settings import flatten, make_config
-from vit.training.balance import Balance, adjusted, weighted
+from vit.training.checkpoint_metric import rank, told
+from vit.training.class_balance import Balance, adjusted, weighted
+from vit.training.classification_task import ClassTally
 from vit.training.finetuning import refuse_what_is_ignored
-from vit.training.scores import rank, told
-from vit.training.tasks import ClassTally
 from vit.training.train import train
-from vit.weights.card import best_event
+from vit.weights.model_card import best_event
 
 LABELS = torch.tensor([0] * 12 + [1] * 3 + [3] * 6)
 COUNTS = torch.bincount(LABELS, minlength=4)
@@ -34,7 +34,7 @@ def batch():
     return logits, labels, F.one_hot(labels, 4).double()
 
 
-def test_weights_are_scikit_learns_and_have_mean_one_over_the_pictures():
+def test_weights_are_scikit_learns_and_have_mean_one_over_the_images():
     weights = Balance("loss", COUNTS).weights
     theirs = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=LABELS.numpy())
     assert weights[[0, 1, 3]].tolist() == pytest.approx(theirs)
@@ -72,7 +72,7 @@ def test_adjusted_logits_are_those_of_the_paper_and_answers_stay_plain(batch):
     assert adjusted(logits, targets, prior, smoothing=0.1) == pytest.approx(expected)
     blind = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     adjusted(blind, prior[None], prior, smoothing=0.1).backward()
-    assert blind.grad.abs().max() < 1e-12  # a picture of all classes prefers none
+    assert blind.grad.abs().max() < 1e-12  # an image of all classes prefers none
 
 
 def test_the_sampler_leaves_the_loss_alone(batch):
@@ -85,9 +85,9 @@ def test_the_sampler_leaves_the_loss_alone(batch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("loss", "a picture of rare (3 pictures) weighs 2.33, of often (12 pictures) 0.58"),
-        ("sampler", "an epoch has a picture of rare (3 pictures) 2.33 times, of often"),
-        ("logit-adjust", "often (12 pictures) is 1.39 ahead of rare (3 pictures) in the logits"),
+        ("loss", "an image of rare (3 images) weighs 2.33, of often (12 images) 0.58"),
+        ("sampler", "an epoch has an image of rare (3 images) 2.33 times, of often"),
+        ("logit-adjust", "often (12 images) is 1.39 ahead of rare (3 images) in the logits"),
     ],
 )
 def test_what_a_user_is_told(kind, said):
@@ -96,10 +96,10 @@ def test_what_a_user_is_told(kind, said):
     assert said in note
 
 
-def test_a_tally_is_exact_in_any_parts_and_leaves_out_classes_without_pictures(monkeypatch):
+def test_a_tally_is_exact_in_any_parts_and_leaves_out_classes_without_images(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(21, 4, generator=generator)
-    monkeypatch.setattr("vit.training.tasks.forward", lambda _run, images: images)
+    monkeypatch.setattr("vit.training.classification_task.forward", lambda _run, images: images)
     run = SimpleNamespace(
         dtype=torch.float32, config=SimpleNamespace(training=SimpleNamespace(balance="none"))
     )
@@ -164,7 +164,7 @@ def test_a_probe_refuses_it():
         refuse_what_is_ignored("probe", usual | {"balance": "loss"}, ["balance"], usual)
 
 
-def test_labels_come_from_the_training_pictures():
+def test_labels_come_from_the_training_images():
     config = make_config({"balance": "sampler", "num_classes": 4})
     samples = [Sample(f"{at}.png", int(label)) for at, label in enumerate(LABELS)]
     assert Balance.of(config, samples).counts.tolist() == COUNTS.tolist()

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from vit.errors import WeightsError
-from vit.training.best import BestEpochs, stopped_early
-from vit.training.ending import read_events
-from vit.training.interruption import Interrupted
-from vit.training.soup import average, make_soup
+from vit.training.best_checkpoints import BestEpochs, stopped_early
+from vit.training.final_report import read_events
+from vit.training.model_soup import average, make_soup
+from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 from vit.training.validation import Validation
-from vit.weights.folder import load_run
-from vit.weights.tensorfile import read_tensors
+from vit.weights.safetensors_io import read_tensors
+from vit.weights.saved_model import load_run
 
 
 def measured(top1):
@@ -134,12 +134,12 @@ def test_a_resumed_run_keeps_what_the_checkpoint_it_came_from_needs(tiny_config,
     config = tiny_config(epochs=6, keep_best=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "vit.training.session.validate",
+            "vit.training.trainer.validate",
             lambda run, *_: measured(run.step / 1000),
         )
-        patch.setattr("vit.training.session.Session.stopped_early", lambda s: s.epoch == 3)
+        patch.setattr("vit.training.trainer.Trainer.stopped_early", lambda s: s.epoch == 3)
         train(config, tmp_path / "run")
-        patch.setattr("vit.training.session.Session.stopped_early", lambda s: s.epoch == 4)
+        patch.setattr("vit.training.trainer.Trainer.stopped_early", lambda s: s.epoch == 4)
         train(config, tmp_path / "run", resume=True)
     assert {path.name for path in (tmp_path / "run/best").iterdir()} == {
         f"epoch-{epoch:04d}.safetensors" for epoch in (2, 3, 4)
@@ -190,7 +190,7 @@ def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeyp
         raise Interrupted("now", 15)
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("vit.training.records.Records.soup", stop)
+        patch.setattr("vit.training.metrics_logger.MetricsLogger.soup", stop)
         train(config, tmp_path / "parts")
     for _ in range(2):  # a finished run resumes to the same, too
         train(config, tmp_path / "parts", resume=True)
@@ -208,7 +208,7 @@ def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeyp
 
 def test_a_run_stops_when_nothing_better_comes(tiny_config, tmp_path, monkeypatch, capsys):
     scores = itertools.chain([0.5, 0.7], itertools.repeat(0.6))
-    monkeypatch.setattr("vit.training.session.validate", lambda *_: measured(next(scores)))
+    monkeypatch.setattr("vit.training.trainer.validate", lambda *_: measured(next(scores)))
     result = train(tiny_config(epochs=20, patience=3), tmp_path / "run")
     assert result.epoch == 2
     assert len([e for e in read_events(tmp_path / "run") if e["event"] == "epoch"]) == 5

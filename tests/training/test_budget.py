@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from vit.errors import ConfigError
-from vit.training import budget
-from vit.training.budget import Costs, count_that_fit, fit_time, settle_steps
+from vit.training import time_budget
+from vit.training.data_setup import look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.looking import look_at_data
-from vit.training.loop import Step
-from vit.training.pace import Pace, duration, steps_left
-from vit.training.schedule import learning_rate, picture_side
+from vit.training.eta import Pace, duration, steps_left
+from vit.training.lr_schedule import image_side, learning_rate
+from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
+from vit.training.training_loop import Step
 from vit.training.validation import Validation
 
 STEP, VALIDATION, COMPILING, STARTING = 0.25, 0.5, 20.0, 2.0
@@ -47,21 +47,21 @@ class Clock:
         return Step(0.0, 12, 0.0, 0.0, 0, False)
 
     def validate(self, _, loader, expected):
-        pictures = sum(len(batch.labels) for batch in loader)
-        assert pictures == expected
-        self.validated.append(pictures)
-        self.now += VALIDATION * pictures / 21
-        return Validation(pictures, {"val_loss": 1.0, "val_top1": 0.5}, 0)
+        images = sum(len(batch.labels) for batch in loader)
+        assert images == expected
+        self.validated.append(images)
+        self.now += VALIDATION * images / 21
+        return Validation(images, {"val_loss": 1.0, "val_top1": 0.5}, 0)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
     for name, value in {"SAVE": 0.0, "DISK": float("inf"), "REPORT": 0.0}.items():
-        monkeypatch.setattr(budget, name, value)
-    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
-    monkeypatch.setattr(budget, "train_one_step", clock.train_one_step)
-    monkeypatch.setattr(budget, "validate", clock.validate)
+        monkeypatch.setattr(time_budget, name, value)
+    monkeypatch.setattr(time_budget, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    monkeypatch.setattr(time_budget, "train_one_step", clock.train_one_step)
+    monkeypatch.setattr(time_budget, "validate", clock.validate)
     return clock
 
 
@@ -94,7 +94,7 @@ def test_the_schedule_ends_inside_the_time(clock, fit):
     assert epochs == math.ceil(steps / fitted.training.epoch_steps)
     needed = spent + STARTING + steps * STEP + epochs * VALIDATION
     assert 0.98 * 300 < needed <= 0.985 * 300
-    assert epochs * VALIDATION <= budget.VALIDATIONS_SHARE * 300
+    assert epochs * VALIDATION <= time_budget.VALIDATIONS_SHARE * 300
     match = re.fullmatch(
         r"note: time=5m: (\d,\d+) steps \(0\.25 s a step, 0\.5 s a validation\), about 5 min",
         said[0],
@@ -105,12 +105,12 @@ def test_the_schedule_ends_inside_the_time(clock, fit):
     assert fit.budget is None  # a cosine cannot settle its length on the way
 
 
-def test_pictures_that_grow_cost_less_at_first(clock, fit):
+def test_images_that_grow_cost_less_at_first(clock, fit):
     config, _, fitted = fit(100.0, time="5m", **GROWING)
     assert set(clock.steps) == {8, 32}  # the smallest and the full size were measured
     steps, epochs = fitted.training.steps, fitted.training.epochs
     sides = [
-        picture_side(config, step // fitted.training.epoch_steps, epochs) for step in range(steps)
+        image_side(config, step // fitted.training.epoch_steps, epochs) for step in range(steps)
     ]
     assert {8, 12, 16, 20, 24, 28, 32} == set(sides)
     spent = clock.now - 100
@@ -141,8 +141,8 @@ def test_a_run_settles_its_steps_when_its_cooldown_begins(clock, fit, pace):
     settled = settle_steps(fitted, fit.budget, each, first, pace, accelerator)
     left = pace * (costs.between(settled, each, first, settled.training.steps) + costs.ending)
     assert ends - 2 * pace * STEP - VALIDATION < clock.now + left <= ends
-    sizes = [picture_side(fitted, epoch, training.epochs) for epoch in range(first // each)]
-    again = [picture_side(settled, n, settled.training.epochs) for n in range(first // each)]
+    sizes = [image_side(fitted, epoch, training.epochs) for epoch in range(first // each)]
+    again = [image_side(settled, n, settled.training.epochs) for n in range(first // each)]
     assert sizes == again  # what was learned is what the settings say
     assert settled.training.cooldown_epochs == (settled.training.steps - first) / each
     # once more an epoch later: what the first of the cooldown had, it has in the new settings
@@ -193,19 +193,19 @@ def test_bursts_of_loading_are_measured_as_they_are(clock, fit, monkeypatch):
         clock.now += 0.8 if len(calls) > 16 and len(calls) % 8 == 1 else 0.01
         return Step(0.0, 12, 0.0, 0.0, 0, False)
 
-    monkeypatch.setattr(budget, "train_one_step", train_one_step)
+    monkeypatch.setattr(time_budget, "train_one_step", train_one_step)
     _, said, _ = fit(100.0, time="10m")
     step = float(re.search(r"\((\S+) s a step", said[0])[1])
     assert step == pytest.approx((0.8 + 7 * 0.01) / 8, rel=0.15)
 
 
-def test_measuring_a_real_training_leaves_nothing(fit, monkeypatch, data_with_a_bad_picture):
-    monkeypatch.setattr(budget, "MOST_SECONDS", 0.05)
+def test_measuring_a_real_training_leaves_nothing(fit, monkeypatch, data_with_a_bad_image):
+    monkeypatch.setattr(time_budget, "MOST_SECONDS", 0.05)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     _, said, fitted = fit(
         time.monotonic(),
         time="1h",
-        data=str(data_with_a_bad_picture),
+        data=str(data_with_a_bad_image),
         workers=1,
         accumulate=3,
     )
@@ -277,13 +277,13 @@ def test_a_run_that_ends_soon_says_nothing():
     assert not any(lines(pace, clock, [0.3] * 40))
 
 
-def test_steps_left_count_by_their_pictures(tiny_config):
+def test_steps_left_count_by_their_images(tiny_config):
     plain = tiny_config(epochs=4)
     assert steps_left(plain, step=0, steps_per_epoch=3) == 12
     assert steps_left(plain, step=7, steps_per_epoch=3) == 5
     assert steps_left(plain, step=12, steps_per_epoch=3) == 0
     growing = tiny_config(epochs=4, **GROWING)
-    sides = [picture_side(growing, epoch, 4) for epoch in range(4)]
+    sides = [image_side(growing, epoch, 4) for epoch in range(4)]
     assert (sides[0], sides[-1]) == (8, 32)
     expected = 3 * sum(side**2 for side in sides) / 8**2 - 1
     assert steps_left(growing, step=1, steps_per_epoch=3) == expected

@@ -16,27 +16,27 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
-from vit.data.captioning.ids import CaptionIds
-from vit.data.captioning.tokenizer import train_tokenizer
+from vit.config.parser import make_config, read_settings
+from vit.data.captions.caption_ids import CaptionIds
+from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.dataset import Always, ImageDataset
+from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
-from vit.data.samples import Sample
-from vit.data.schedule import Key
+from vit.data.sampler import Key
 from vit.errors import BadImage, ConfigError, DataError
-from vit.generation.likelihood import word_losses
+from vit.generation.caption_likelihood import word_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
-from vit.settings import make_config, read_settings
-from vit.training.captioning import is_chosen
+from vit.training.captioning_task import is_chosen
 from vit.training.checkpoint import find_checkpoints
-from vit.training.looking import open_data
-from vit.training.scores import blindness, rank
+from vit.training.checkpoint_metric import blindness, rank
+from vit.training.data_setup import open_data
 from vit.training.setup import words_of
 from vit.training.train import train as train_here
 from vit.weights.convert import convert
-from vit.weights.folder import load_run
-from vit.weights.loading import from_pretrained, open_source
-from vit.weights.tensorfile import read_tensors
+from vit.weights.load_model import from_pretrained, open_source
+from vit.weights.safetensors_io import read_tensors
+from vit.weights.saved_model import load_run
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
 TRAIN, VAL = 12, 7
@@ -44,7 +44,7 @@ TRAIN, VAL = 12, 7
 
 @pytest.fixture(scope="session")
 def caption_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of three colours in class folders, with two captions each."""
+    """Images of three colours in class folders, with two captions each."""
     root, random = tmp_path_factory.mktemp("captions"), np.random.default_rng(0)
     for split, count in (("train", TRAIN), ("val", VAL)):
         lines = []
@@ -52,8 +52,8 @@ def caption_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (root / split / name).mkdir(parents=True)
             for number in range(count):
                 pixels = np.array(colour) + random.integers(-90, 90, size=(18, 20, 3))
-                picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-                picture.save(root / split / name / f"{number}.png")
+                image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+                image.save(root / split / name / f"{number}.png")
                 captions = [f"a {name} thing", f"this is something that looks {name}"]
                 lines.append({"file_name": f"{name}/{number}.png", "captions": captions})
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -204,7 +204,7 @@ def test_an_epoch_draws_a_caption_by_its_counters(words):
     assert 30 < twos < 70
 
 
-def test_validation_pairs_each_caption_once_with_another_picture(words):
+def test_validation_pairs_each_caption_once_with_another_image(words):
     samples, tokenizer, ids = words
     dataset = ImageDataset(samples, Always(Preprocessing.of(make_config({}).data, 16)), words=ids)
     batch = dataset.__getitems__([Key(0, sample, 0) for sample in range(5)])
@@ -326,13 +326,13 @@ def test_the_encoder_of_a_captioner_opens_in_other_libraries(caption_config, tmp
 
 def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_path):
     run = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "run").folder
-    whole = from_pretrained(run, say=None)
+    whole = from_pretrained(run, notify=None)
     assert isinstance(whole, Captioner)
     images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[1, 2], [1, 3]])
     expected = load_run(run).model(images, ids)
     torch.testing.assert_close(whole(images, ids).words, expected.words)
     said = []
-    classifier = from_pretrained(run, num_classes=5, say=said.append)
+    classifier = from_pretrained(run, num_classes=5, notify=said.append)
     assert classifier(images).shape == (2, 5)
     assert "left out: the decoder, since classes were asked for" in said
 
@@ -439,7 +439,7 @@ SCRIPTS = (
 
 @pytest.fixture
 def list_of(tmp_path):
-    """Writes pictures and a metadata.jsonl that says of each what it is given."""
+    """Writes images and a metadata.jsonl that says of each what it is given."""
 
     def write(said: list[Any]) -> Path:
         root = tmp_path / "list"
@@ -458,7 +458,7 @@ def list_of(tmp_path):
 SHORT: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "batch_size": 8}
 
 
-def test_captions_of_any_script_one_or_twenty_a_picture(caption_config, list_of, tmp_path):
+def test_captions_of_any_script_one_or_twenty_an_image(caption_config, list_of, tmp_path):
     many = [f"{SCRIPTS[number % 7]} {number}" for number in range(20)]
     data = list_of([[SCRIPTS[n % 7]] if n % 2 else many for n in range(24)])
     train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
@@ -480,7 +480,7 @@ def test_empty_and_endless_captions_are_left_out_and_told(
     assert load_run(tmp_path / "run").decoder.caption_tokens < 10
 
 
-def test_a_picture_of_the_list_that_is_missing(caption_config, list_of, tmp_path, capsys):
+def test_an_image_of_the_list_that_is_missing(caption_config, list_of, tmp_path, capsys):
     data = list_of([["a thing"]] * 20)
     (data / "007.png").unlink()
     with pytest.raises(BadImage, match=r"007\.png.*--on-bad-image skip") as caught:
@@ -491,7 +491,7 @@ def test_a_picture_of_the_list_that_is_missing(caption_config, list_of, tmp_path
     assert [Path(name).name for name in result.failed] == ["007.png"]
 
 
-def test_held_out_pictures_are_known_whichever_folder_names_them(caption_config, tmp_path):
+def test_held_out_images_are_known_whichever_folder_names_them(caption_config, tmp_path):
     photos = tmp_path / "photos"
     photos.mkdir()
     rows = ["image,caption"]
@@ -520,7 +520,7 @@ def test_a_decoder_that_does_not_look_is_named():
     seeing = {"val_loss": 1.0, "val_loss_shuffled": 1.5}
     assert blindness({"val_loss": 1.0}) is None
     assert blindness(seeing) is None
-    assert "does not look at the pictures" in blindness({**seeing, "val_loss_shuffled": 1.005})
+    assert "does not look at the images" in blindness({**seeing, "val_loss_shuffled": 1.005})
     assert blindness({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
     both = {"val_loss": 3.0, "val_caption_loss": 1.0, "val_loss_shuffled": 1.5}
     assert blindness(both) is None
@@ -537,7 +537,7 @@ def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():
 
 
 @pytest.mark.parametrize(("count", "most"), [(10, 3), (7, 7), (5, 9), (1, 1), (800, 400), (801, 2)])
-def test_pictures_that_get_a_caption_are_evenly_spread(count, most):
+def test_images_that_get_a_caption_are_evenly_spread(count, most):
     chosen = is_chosen(torch.arange(count), count, most).nonzero().flatten()
     assert len(chosen) == min(count, most)
     gaps = chosen.diff()

@@ -13,10 +13,10 @@ import torch
 
 from tests.training import disks
 from tests.training.children import Job, command, complete, differences, train
+from vit.config.parser import write_settings
 from vit.errors import WeightsError
-from vit.settings import write_settings
 from vit.training.checkpoint import find_checkpoints, load_checkpoint
-from vit.weights.tensorfile import read_tensors
+from vit.weights.safetensors_io import read_tensors
 
 SMALL = {"batch_size": 6, "checkpoint_steps": 1}
 STOP = 10  # of 18 steps
@@ -199,7 +199,7 @@ def test_a_read_only_disk_is_refused_and_the_run_is_intact(whole, words, tmp_pat
 
 @pytest.mark.parametrize(("add", "remove"), [(1, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_changed_pictures_are_refused_and_the_run_is_intact(
+def test_changed_images_are_refused_and_the_run_is_intact(
     tiny_config, colour_data, tmp_path, split, add, remove
 ):
     data, folder, log = tmp_path / "data", tmp_path / "run", tmp_path / "log"
@@ -240,7 +240,7 @@ def test_another_optimiser_is_refused_before_anything_is_restored(stopped, chang
     change(optimizer)
     with pytest.raises(WeightsError, match=word) as caught:
         load_checkpoint(
-            stopped / "checkpoints", model=network, optimizer=optimizer, average=None, say=print
+            stopped / "checkpoints", model=network, optimizer=optimizer, average=None, notify=print
         )
     assert "start anew with --overwrite" in str(caught.value)
 

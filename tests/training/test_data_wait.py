@@ -9,11 +9,11 @@ import torch
 
 from vit.config import DataConfig
 from vit.errors import ConfigError
-from vit.training import answering, batches, loop, reading
+from vit.training import final_report, loader_autotune, training_loaders, training_loop
 from vit.training.devices import make_accelerator
-from vit.training.interruption import Interrupted
-from vit.training.reading import waiting
+from vit.training.loader_autotune import waiting
 from vit.training.setup import make_training
+from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 
 
@@ -45,7 +45,7 @@ def test_an_interrupted_run_with_a_cache_ends_like_one_that_was_not(
         )
 
     train(config(0), tmp_path / "whole")
-    steps, original = [], loop.set_lr
+    steps, original = [], training_loop.set_lr
 
     def set_lr(optimizer, lr):
         steps.append(lr)
@@ -53,7 +53,7 @@ def test_an_interrupted_run_with_a_cache_ends_like_one_that_was_not(
             os.kill(os.getpid(), signal.SIGTERM)
         original(optimizer, lr)
 
-    monkeypatch.setattr(loop, "set_lr", set_lr)
+    monkeypatch.setattr(training_loop, "set_lr", set_lr)
     with pytest.raises(Interrupted):
         train(config(0), tmp_path / "parts")
     train(config(2), tmp_path / "parts", resume=True)
@@ -66,21 +66,21 @@ def test_an_interrupted_run_with_a_cache_ends_like_one_that_was_not(
 def test_a_cache_that_nothing_reads_is_refused(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match="cache_folder='x': is for cache=disk"):
         tiny_config(cache_folder="x")
-    with pytest.raises(ConfigError, match="decode='exact': cache=ram keeps pictures made smaller"):
+    with pytest.raises(ConfigError, match="decode='exact': cache=ram keeps images made smaller"):
         tiny_config(cache="ram", decode="exact")
 
 
 def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(reading, "time_reading", lambda *_: (0.003, 0.001))
-    monkeypatch.setattr(reading, "default_workers", lambda _: 1)
-    monkeypatch.setattr(reading, "time_network", lambda _run: 0.0)
-    counts, original = [], answering.EvaluationLoader
+    monkeypatch.setattr(loader_autotune, "time_reading", lambda *_: (0.003, 0.001))
+    monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 1)
+    monkeypatch.setattr(loader_autotune, "time_network", lambda _run: 0.0)
+    counts, original = [], final_report.EvaluationLoader
 
     def evaluation(*args, workers, **settings):
         counts.append(workers)
         return original(*args, workers=0, **settings)
 
-    monkeypatch.setattr(answering, "EvaluationLoader", evaluation)
+    monkeypatch.setattr(final_report, "EvaluationLoader", evaluation)
     train(tiny_config(epochs=2, workers=None), tmp_path / "run")
     assert counts == [4]  # the report is made with as many
     told = capsys.readouterr().err
@@ -97,16 +97,16 @@ def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monk
 def test_loading_has_no_more_processes_than_it_needs(
     tiny_config, tmp_path, capsys, monkeypatch, network, cache, workers
 ):
-    monkeypatch.setattr(reading, "time_reading", lambda *_: (0.0001, 0.0004))
-    monkeypatch.setattr(reading, "time_network", lambda _run: network)
-    monkeypatch.setattr(reading, "default_workers", lambda _: 2)
-    counts, original = [], batches.TrainingLoader
+    monkeypatch.setattr(loader_autotune, "time_reading", lambda *_: (0.0001, 0.0004))
+    monkeypatch.setattr(loader_autotune, "time_network", lambda _run: network)
+    monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 2)
+    counts, original = [], training_loaders.TrainingLoader
 
     def loader(*args, workers, **settings):
         counts.append(workers)
         return original(*args, workers=0, **settings)
 
-    monkeypatch.setattr(batches, "TrainingLoader", loader)
+    monkeypatch.setattr(training_loaders, "TrainingLoader", loader)
     train(tiny_config(epochs=1, warmup_epochs=0, workers=None, cache=cache), tmp_path / "run")
     assert {*counts} == {workers}
     told = "loading: 0.5 ms an image, 4.8% of what the network takes: in this process"
@@ -119,7 +119,7 @@ def test_the_network_is_timed_and_left_as_it_was(tiny_config):
     run.network.train()
     before = {name: value.clone() for name, value in run.network.state_dict().items()}
     random = torch.get_rng_state()
-    assert 0 < reading.time_network(run) < 1
+    assert 0 < loader_autotune.time_network(run) < 1
     assert run.network.training
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in run.network.state_dict().items())
@@ -142,7 +142,7 @@ def test_waiting_has_advice_that_fits_the_settings():
 
 
 def test_the_advice_comes_once(tiny_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(reading, "MUCH", -1.0)
-    monkeypatch.setattr(reading, "LEAST_SECONDS", -1.0)
+    monkeypatch.setattr(loader_autotune, "MUCH", -1.0)
+    monkeypatch.setattr(loader_autotune, "LEAST_SECONDS", -1.0)
     train(tiny_config(epochs=2), tmp_path / "run")
     assert capsys.readouterr().err.count("waiting for images") == 1

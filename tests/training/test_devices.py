@@ -7,7 +7,7 @@ from vit.errors import ConfigError
 from vit.training.checkpoint import find_checkpoints
 from vit.training.devices import arithmetic, inference_precision
 from vit.training.train import train
-from vit.weights.tensorfile import read_tensors
+from vit.weights.safetensors_io import read_tensors
 
 CPU = torch.device("cpu")
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -9,7 +9,7 @@ import pytest
 
 from vit.commands.main import main
 from vit.errors import RunError
-from vit.training.interruption import Interrupted
+from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 
 
@@ -52,7 +52,7 @@ def test_a_full_disk_costs_the_report_and_nothing_else(tiny_config, tmp_path, mo
     def full(*_, **__):
         raise RunError("report.html could not be written: the disk is full: free some space")
 
-    monkeypatch.setattr("vit.evaluation.report.write_text", full)
+    monkeypatch.setattr("vit.evaluation.classification_report.write_text", full)
     result = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
     assert result.epoch == 1
     assert not (tmp_path / "run/report.html").exists()
@@ -64,7 +64,7 @@ def test_a_signal_stops_the_measuring_but_the_run_is_complete(tiny_config, tmp_p
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("vit.training.records.Records.end", send)
+    monkeypatch.setattr("vit.training.metrics_logger.MetricsLogger.end", send)
     config = tiny_config(epochs=1, warmup_epochs=0)
     with pytest.raises(Interrupted, match=r"the run is complete.*--resume") as stopped:
         train(config, tmp_path / "run")
@@ -74,22 +74,22 @@ def test_a_signal_stops_the_measuring_but_the_run_is_complete(tiny_config, tmp_p
     assert (tmp_path / "run/report.html").is_file()
 
 
-def test_a_picture_that_vanished_is_told(tiny_config, tmp_path, colour_data):
+def test_an_image_that_vanished_is_told(tiny_config, tmp_path, colour_data):
     import shutil
 
     data = tmp_path / "data"
     shutil.copytree(colour_data, data)
-    for picture in (data / "val").rglob("*.png"):
-        content = bytearray(picture.read_bytes())
+    for image in (data / "val").rglob("*.png"):
+        content = bytearray(image.read_bytes())
         content[len(content) // 2] ^= 0xFF  # its header is right, its pixels are not
-        picture.write_bytes(content)
+        image.write_bytes(content)
         break
     train(
         tiny_config(epochs=1, warmup_epochs=0, data=str(data), on_bad_image="skip"),
         tmp_path / "run",
     )
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "1 picture could not be read and took no part." in page
+    assert "1 image could not be read and took no part." in page
     assert "<dd>20</dd>" in page
 
 
@@ -139,7 +139,7 @@ def test_a_captioner_has_a_report_with_the_validations_numbers(
     assert f"<dd>{result.scores['distinct']:.1%}</dd>" in page
     assert f"<dd>{loss:.4f}</dd>" in page
     assert f"<dd>{result.scores['loss_shuffled']:.4f}</dd>" in page
-    assert "<dt>pictures measured</dt><dd>21</dd>" in page
+    assert "<dt>images measured</dt><dd>21</dd>" in page
     assert "with 72 captions of" in page
     if "top1" in result.scores:
         assert f"<dt>top-1</dt><dd>{result.scores['top1']:.2%}</dd>" in page
@@ -150,10 +150,10 @@ def test_a_captioner_has_a_report_with_the_validations_numbers(
     assert capsys.readouterr().err.splitlines()[-1] == f"report: {tmp_path / 'run/report.html'}"
 
 
-def test_at_most_caption_samples_pictures_are_measured(caption_config, tmp_path):
+def test_at_most_caption_samples_images_are_measured(caption_config, tmp_path):
     train(caption_config(epochs=1, warmup_epochs=0, caption_samples=5), tmp_path / "run")
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "<dt>pictures measured</dt><dd>5</dd>" in page
+    assert "<dt>images measured</dt><dd>5</dd>" in page
     assert "5 (evenly spread) of the data" in page
 
 
@@ -161,7 +161,7 @@ def test_a_signal_stops_the_measuring_of_captions(caption_config, tmp_path, monk
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("vit.training.records.Records.end", send)
+    monkeypatch.setattr("vit.training.metrics_logger.MetricsLogger.end", send)
     config = caption_config(epochs=1, warmup_epochs=0)
     with pytest.raises(Interrupted, match=r"the run is complete.*--resume") as stopped:
         train(config, tmp_path / "run")
@@ -176,14 +176,14 @@ def test_no_fault_of_the_captions_report_costs_the_run(
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("vit.training.ending.write_caption_report", fail)
+    monkeypatch.setattr("vit.training.final_report.write_caption_report", fail)
     config = caption_config(epochs=1, warmup_epochs=0)
     assert train(config, tmp_path / "run").epoch == 1
     told = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"note: no report\.html, but the run is complete: .*full.*", told[-1])
 
 
-def test_a_captioned_picture_that_vanished_is_told(caption_config, tmp_path):
+def test_a_captioned_image_that_vanished_is_told(caption_config, tmp_path):
     config = caption_config(epochs=1, warmup_epochs=0, on_bad_image="skip")
     victim = next((tmp_path / "captioned/val").rglob("*.png"))
     content = bytearray(victim.read_bytes())
@@ -191,5 +191,5 @@ def test_a_captioned_picture_that_vanished_is_told(caption_config, tmp_path):
     victim.write_bytes(content)
     train(config, tmp_path / "run")
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "1 picture could not be read and took no part." in page
-    assert "<dt>pictures measured</dt><dd>20</dd>" in page
+    assert "1 image could not be read and took no part." in page
+    assert "<dt>images measured</dt><dd>20</dd>" in page

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.training.children import complete, seen, train
 from vit.config import Config
-from vit.data.schedule import Schedule
+from vit.data.sampler import Schedule
 from vit.training.checkpoint import find_checkpoints
-from vit.weights.tensorfile import read_tensors
+from vit.weights.safetensors_io import read_tensors
 
 EPOCHS, BATCH, TRAIN, VAL = 10, 16, 36, 21
 STEPS = EPOCHS * (TRAIN // BATCH)
@@ -100,7 +100,7 @@ def test_accumulation_equals_one_batch(outcome_of):
 
 
 def test_experts_learn_the_same_on_two_processes(outcome_of):
-    """Shares of experts are counted over all processes, also where one of them has no picture."""
+    """Shares of experts are counted over all processes, also where one of them has no image."""
     experts = {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "precision": "fp64"}
     one = outcome_of(**experts, balance_loss=0.5, router_z_loss=0.1)
     two = outcome_of(2, **experts, balance_loss=0.5, router_z_loss=0.1)
@@ -133,10 +133,8 @@ def test_loader_processes_change_nothing(outcome_of):
 
 
 @pytest.mark.parametrize("each", [1, 3])
-def test_each_validation_picture_is_counted_once(
-    outcome_of, colour_data, tmp_path: Path, each: int
-):
-    """Also where there are fewer pictures than processes."""
+def test_each_validation_image_is_counted_once(outcome_of, colour_data, tmp_path: Path, each: int):
+    """Also where there are fewer images than processes."""
     data = tmp_path / "data"
     shutil.copytree(colour_data, data)
     for path in (data / "val").rglob("*.png"):

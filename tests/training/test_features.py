@@ -13,20 +13,24 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.children import complete
 from vit.config import ModelConfig, RunConfig
-from vit.data.decoding import read_image
+from vit.data.dataset_types import Sample
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.data.samples import Sample
-from vit.data.sources.builtin import digits_folder
-from vit.data.sources.opening import open_splits
+from vit.data.sources.builtin_datasets import digits_folder
+from vit.data.sources.open_dataset import open_splits
 from vit.errors import BadImage, DataError, RunError
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
-from vit.training import feature_making, features
+from vit.model.vision_transformer import VisionTransformer
+from vit.training import feature_extraction
 from vit.training.devices import make_accelerator
-from vit.training.feature_making import FeatureMaker
-from vit.training.feature_store import FeatureStore
-from vit.training.features import Features, extract, weights_digest
-from vit.training.probe import fit_probe, knn_accuracy
+from vit.training.feature_extraction import (
+    FeatureMaker,
+    Features,
+    FeatureStore,
+    extract,
+    weights_digest,
+)
+from vit.training.linear_probe import fit_probe, knn_accuracy
 
 pytestmark = pytest.mark.auto_precision
 
@@ -51,7 +55,7 @@ def samples_of(data: Path) -> list[Sample]:
 
 
 class Watched:
-    """Calls `extract`, counts the pictures that went through the network, keeps what was said."""
+    """Calls `extract`, counts the images that went through the network, keeps what was said."""
 
     def __init__(self, cache: Path | None, **given: Any) -> None:
         self.accelerator = make_accelerator(RunConfig(device="cpu"))
@@ -68,13 +72,13 @@ class Watched:
             "batch_size": 4,
             "workers": 2,
             "cache": cache,
-            "say": self.lines.append,
+            "notify": self.lines.append,
             "advance": self.advance,
             **given,
         }
 
-    def advance(self, pictures: int) -> None:
-        self.made += pictures
+    def advance(self, input_images: int) -> None:
+        self.made += input_images
 
     def extract(self, samples: list[Sample], **given: Any) -> Features | None:
         options = {**self.options, **given}
@@ -120,19 +124,19 @@ def test_the_head_reads_them(colour_data, pooling):
 
 @pytest.mark.parametrize("pooling", ["class_token", "mean"])
 def test_a_second_time_they_are_only_read(colour_data, tmp_path, monkeypatch, pooling):
-    monkeypatch.setattr(feature_making, "CHUNK", 10)
+    monkeypatch.setattr(feature_extraction, "CHUNK", 10)
     config = dataclasses.replace(MODEL, pooling=pooling)
     samples, watched = samples_of(colour_data), Watched(tmp_path, config=config)
     first = watched(samples)
     assert watched.made == 36
-    assert watched.lines == ["features: 0 of 36 pictures from the cache, 36 made"]
+    assert watched.lines == ["features: 0 of 36 images from the cache, 36 made"]
     assert len(chunks(tmp_path)) == 4
     again = watched(samples[::-1])
     assert watched.made == 0
-    assert watched.lines == ["features: 36 of 36 pictures from the cache, 0 made"]
+    assert watched.lines == ["features: 36 of 36 images from the cache, 0 made"]
     assert again.values.equal(first.values.flip(0))
     assert again.labels.equal(first.labels.flip(0))
-    # another data set that shares some pictures
+    # another data set that shares some images
     assert watched(samples[:3]).values.equal(first.values[:3])
     assert watched.made == 0
     assert len(chunks(tmp_path)) == 4
@@ -172,7 +176,7 @@ def test_a_changed_file_is_noticed_and_a_renamed_one_is_not_new(colour_data, tmp
     samples = samples_of(data)
     second = watched(samples)
     assert watched.made == 1
-    assert watched.lines == ["features: 35 of 36 pictures from the cache, 1 made"]
+    assert watched.lines == ["features: 35 of 36 images from the cache, 1 made"]
     place = [sample.path for sample in samples].index(str(changed))
     rows = {tuple(row) for row in first.values.tolist()}
     assert [tuple(row) in rows for row in second.values.tolist()].index(False) == place
@@ -186,7 +190,7 @@ def test_the_same_content_is_made_once(colour_data, tmp_path):
     features = watched(twice)
     assert watched.made == 3
     assert watched.lines == [
-        "features: 0 of 5 pictures from the cache, 3 made, 2 the same as another"
+        "features: 0 of 5 images from the cache, 3 made, 2 the same as another"
     ]
     assert features.values[3].equal(features.values[0])
     assert features.values[4].equal(features.values[1])
@@ -209,7 +213,7 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [damage, cut, replace])
 def test_a_damaged_chunk_is_told_of_and_made_again(colour_data, tmp_path, monkeypatch, harm):
-    monkeypatch.setattr(feature_making, "CHUNK", 10)
+    monkeypatch.setattr(feature_extraction, "CHUNK", 10)
     samples, watched = samples_of(colour_data), Watched(tmp_path)
     first = watched(samples)
     victim = chunks(tmp_path)[1]
@@ -233,17 +237,17 @@ def test_a_chunk_of_something_else_is_no_chunk(tmp_path):
     assert "it holds no features" in lines[0]
 
 
-def test_a_picture_that_cannot_be_read_stops_and_the_others_are_kept(
-    data_with_a_bad_picture, tmp_path
+def test_an_image_that_cannot_be_read_stops_and_the_others_are_kept(
+    data_with_a_bad_image, tmp_path
 ):
-    samples, watched = samples_of(data_with_a_bad_picture), Watched(tmp_path)
+    samples, watched = samples_of(data_with_a_bad_image), Watched(tmp_path)
     with pytest.raises(BadImage, match=r"red/3\.png: damaged"):
         watched(samples)
     assert watched.lines == []
     features = watched(samples, on_bad_image="skip")
     assert watched.made == 1  # it was tried again
     assert watched.lines == [
-        "features: 35 of 36 pictures from the cache, 0 made, 1 left out that cannot be read"
+        "features: 35 of 36 images from the cache, 0 made, 1 left out that cannot be read"
     ]
     assert [Path(path).name for path in features.failed] == ["3.png"]
     assert "damaged" in next(iter(features.failed.values()))
@@ -252,20 +256,20 @@ def test_a_picture_that_cannot_be_read_stops_and_the_others_are_kept(
     assert features.values.equal(watched(good).values)
 
 
-def test_what_is_no_picture_at_all(bad_pictures, colour_data, tmp_path):
+def test_what_is_no_image_at_all(bad_images, colour_data, tmp_path):
     good = samples_of(colour_data)[:2]
-    samples = [good[0], *(Sample(path, 0) for path in bad_pictures), good[1]]
+    samples = [good[0], *(Sample(path, 0) for path in bad_images), good[1]]
     watched = Watched(tmp_path)
     features = watched(samples, on_bad_image="skip")
-    assert [*features.failed] == bad_pictures
+    assert [*features.failed] == bad_images
     assert len(features.values) == len(features.labels) == 2
-    missing = next(path for path in bad_pictures if "missing" in path)
+    missing = next(path for path in bad_images if "missing" in path)
     assert features.failed[missing] == "no such file"
     with pytest.raises(BadImage):
         watched(samples)
-    with pytest.raises(DataError, match="not one picture"):
+    with pytest.raises(DataError, match="not one image"):
         watched(samples[1:-1], on_bad_image="skip")
-    with pytest.raises(DataError, match="not one picture"):
+    with pytest.raises(DataError, match="not one image"):
         watched([])
 
 
@@ -276,14 +280,14 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(colour_data, tmp_path,
         Image.new("RGB", (20, 18), "white").save(path)
         return read_image(path)
 
-    monkeypatch.setattr(feature_making, "read_image", swapping)
+    monkeypatch.setattr(feature_extraction, "read_image", swapping)
     with pytest.raises(BadImage, match="it changed while it was read"):
         Watched(tmp_path / "cache")([sample])
     assert chunks(tmp_path / "cache") == []
 
 
 def test_a_killed_extraction_goes_on_after_its_last_chunk(colour_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_making, "CHUNK", 10)
+    monkeypatch.setattr(feature_extraction, "CHUNK", 10)
     samples, watched = samples_of(colour_data), Watched(tmp_path)
     forward = watched.network.features
     calls = []
@@ -319,17 +323,17 @@ def test_two_runs_may_write_at_once(colour_data, tmp_path):
     # the second one starts before the first one has written anything
     begun: list[Features] = []
 
-    def begin(pictures: int) -> None:
+    def begin(input_images: int) -> None:
         if not begun:
             begun.append(second(samples))
-        first.advance(pictures)
+        first.advance(input_images)
 
     values = first(samples, advance=begin).values
     assert first.made == second.made == 36
     assert len(chunks(tmp_path)) == 2
     assert begun[0].values.equal(values)
     assert second(samples).values.equal(values)
-    assert second.lines == ["features: 36 of 36 pictures from the cache, 0 made"]
+    assert second.lines == ["features: 36 of 36 images from the cache, 0 made"]
 
 
 def test_a_key_that_two_chunks_have_is_read_once(tmp_path):
@@ -351,7 +355,7 @@ def test_what_writers_left_is_cleared_when_it_is_old(tmp_path, monkeypatch):
     left.touch()
     FeatureStore(tmp_path, {}, print)
     assert left.exists()
-    monkeypatch.setattr("vit.training.feature_store.STALE_SECONDS", -1)
+    monkeypatch.setattr("vit.training.feature_extraction.STALE_SECONDS", -1)
     FeatureStore(tmp_path, {}, print)
     assert not left.exists()
 
@@ -388,7 +392,7 @@ def test_digits_are_told_apart_by_an_untrained_network(tmp_path):
 
 def extract_in_parts(data: Path, out: Path, on_bad_image: str) -> int:
     """In each of several processes: extract twice, and leave what came of it."""
-    feature_making.CHUNK = 10
+    feature_extraction.CHUNK = 10
     rank, samples = os.environ["RANK"], samples_of(data)
     watched = Watched(out / "cache", on_bad_image=on_bad_image)
     made, lines = [], []
@@ -406,11 +410,11 @@ def extract_in_parts(data: Path, out: Path, on_bad_image: str) -> int:
     return 0
 
 
-def test_two_processes_share_the_work(data_with_a_bad_picture, tmp_path):
-    bad = str(data_with_a_bad_picture / "train/red/3.png")
-    arguments = (data_with_a_bad_picture, tmp_path, "skip")
+def test_two_processes_share_the_work(data_with_a_bad_image, tmp_path):
+    bad = str(data_with_a_bad_image / "train/red/3.png")
+    arguments = (data_with_a_bad_image, tmp_path, "skip")
     complete(extract_in_parts, *arguments, log=tmp_path / "log", processes=2)
-    alone = Watched(None, on_bad_image="skip")(samples_of(data_with_a_bad_picture))
+    alone = Watched(None, on_bad_image="skip")(samples_of(data_with_a_bad_image))
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
     for part in found:
         assert part["values"].equal(found[0]["values"])
@@ -422,11 +426,11 @@ def test_two_processes_share_the_work(data_with_a_bad_picture, tmp_path):
     said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in range(2)]
     assert said[1] == [bad]  # the main process speaks
     assert said[0][0] == bad
-    assert said[0][2].startswith("features: 35 of 36 pictures from the cache, 0 made")
+    assert said[0][2].startswith("features: 35 of 36 images from the cache, 0 made")
 
 
-def test_both_processes_stop_at_a_bad_picture(data_with_a_bad_picture, tmp_path):
-    arguments = (data_with_a_bad_picture, tmp_path, "stop")
+def test_both_processes_stop_at_a_bad_image(data_with_a_bad_image, tmp_path):
+    arguments = (data_with_a_bad_image, tmp_path, "stop")
     complete(extract_in_parts, *arguments, log=tmp_path / "log", processes=2)
     said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
     assert len(said) == 1
@@ -446,7 +450,7 @@ def send(out: Path, sent: int) -> None:
     """In each of several processes: take what the main one has."""
     rank = os.environ["RANK"]
     accelerator = make_accelerator(RunConfig(device="cpu"))
-    features.SENT = sent
+    feature_extraction.SENT = sent
     make = {"0": lambda: torch.arange(70.0).view(10, 7)}
-    values = features.on_all(accelerator, make.get(rank, lambda: torch.zeros(1)))
+    values = feature_extraction.on_all(accelerator, make.get(rank, lambda: torch.zeros(1)))
     save_file({"values": values}, out / f"{rank}.safetensors")

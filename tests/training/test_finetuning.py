@@ -9,15 +9,15 @@ import timm
 import torch
 
 from tests.training.children import complete
+from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
-from vit.settings import make_config, read_settings
 from vit.training.checkpoint import find_checkpoints
-from vit.training.interruption import Interrupted
-from vit.training.session import Session
+from vit.training.stop_signals import Interrupted
 from vit.training.train import train
-from vit.weights.folder import load_run
-from vit.weights.tensorfile import read_tensors
+from vit.training.trainer import Trainer
+from vit.weights.safetensors_io import read_tensors
+from vit.weights.saved_model import load_run
 
 BODY = ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight", "norm.bias")
 
@@ -122,11 +122,11 @@ def test_the_head_before_the_first_step_is_the_probe_s(fine):
 
 def test_features_are_made_once(fine, capfd, backbone, colour_data):
     fine("one", method="probe")
-    assert "0 of 36 pictures from the cache, 36 made" in capfd.readouterr().err
+    assert "0 of 36 images from the cache, 36 made" in capfd.readouterr().err
     fine("two", method="probe")
-    assert "36 of 36 pictures from the cache, 0 made" in capfd.readouterr().err
+    assert "36 of 36 images from the cache, 0 made" in capfd.readouterr().err
     fine("three", method="probe", crop_share=0.9)
-    assert "0 of 36 pictures from the cache, 36 made" in capfd.readouterr().err
+    assert "0 of 36 images from the cache, 36 made" in capfd.readouterr().err
 
 
 def test_the_written_config_repeats_the_run(fine, tmp_path):
@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_without_the_weights_it_began_from(
     whole = fine("whole", **settings)
     source = tmp_path / "source"
     shutil.copytree(backbone, source)
-    finish = Session.finish_epoch
+    finish = Trainer.finish_epoch
 
     def interrupted(self, *arguments):
         finish(self, *arguments)
@@ -156,7 +156,7 @@ def test_an_interrupted_run_goes_on_without_the_weights_it_began_from(
             raise Interrupted("stopped", 15)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Session, "finish_epoch", interrupted)
+        patched.setattr(Trainer, "finish_epoch", interrupted)
         fine("cut", weights=str(source), **settings)
     shutil.rmtree(source)
     stored = read_settings(tmp_path / "cut/config.yaml")
@@ -230,14 +230,14 @@ def test_methods_need_weights():
 def test_a_signal_while_epoch_0_is_measured_loses_nothing(fine, tmp_path, monkeypatch):
     whole = fine("whole")
 
-    measure = Session.measure_start
+    measure = Trainer.measure_start
 
     def cut_short(self):
         self.run.interruption.number = 15
         measure(self)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Session, "measure_start", cut_short)
+        patched.setattr(Trainer, "measure_start", cut_short)
         fine("cut")
     stored = read_settings(tmp_path / "cut/config.yaml")
     train(make_config(stored), tmp_path / "cut", resume=True, given=[*stored])

@@ -1,4 +1,4 @@
-"""Cross-validation: every picture is measured once, and what all folds say together."""
+"""Cross-validation: every image is measured once, and what all folds say together."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from scipy import stats
 
 from vit.commands.main import main
 from vit.errors import ConfigError, RunError
-from vit.training.folds import interval, t_quantile, train_folds
+from vit.training.cross_validation import interval, t_quantile, train_folds
 from vit.training.train import train
 
 SETTINGS = {"folds": 3, "epochs": 1, "warmup_epochs": 0}
@@ -77,7 +77,7 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
         train_folds(config(time="5m"), tmp_path / "a", measure=measured)
     with pytest.raises(ConfigError, match="not for captions"):
         train_folds(config(task="caption", mixup=0.0, cutmix=0.0), tmp_path / "b", measure=measured)
-    with pytest.raises(ConfigError, match="the data have validation pictures"):
+    with pytest.raises(ConfigError, match="the data have validation images"):
         train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
     with pytest.raises(ConfigError, match="one training is of one fold"):
         train(config(), tmp_path / "d")
@@ -92,7 +92,7 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     out, flags = str(tmp_path), ["--folds", "2", "--group", r"(\d+)\.png", "--epochs", "1"]
     flags += ["--image-size", "16", "--patch-size", "8", "--dim", "16", "--depth", "1"]
     flags += ["--num-heads", "2", "--batch-size", "6", "-j", "0"]
-    # with pictures kept for the end, which no fold sees
+    # with images kept for the end, which no fold sees
     data = tmp_path / "data"
     shutil.copytree(colour_data / "train", data / "train")
     shutil.copytree(colour_data / "val", data / "test")

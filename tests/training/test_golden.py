@@ -1,6 +1,6 @@
 """The losses of the smoke recipe's first ten steps, kept in the repository.
 
-A refactoring must reproduce them. Where the recipe, the order of pictures, augmentation or
+A refactoring must reproduce them. Where the recipe, the order of images, augmentation or
 initialisation changed on purpose, write them anew: python -m tests.training.test_golden
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.settings import make_config, read_settings
+from vit.config.parser import make_config, read_settings
 from vit.training.train import train
 
 HERE = Path(__file__).parent

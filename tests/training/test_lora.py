@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
+from vit.model.vision_transformer import VisionTransformer
+from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.ema import MovingAverage
 from vit.training.freezing import counted, freeze_backbone, share_line, trainable_share
 from vit.training.lora import LoRALinear, add_lora, lora_line, merged
-from vit.training.optimization import layer_of, parameter_groups
-from vit.training.recomputation import recompute_blocks
-from vit.weights.folder import empty_model
-from vit.weights.formats.names import check_fit
+from vit.training.optimizers import layer_of, parameter_groups
+from vit.weights.formats.state_dict_names import check_fit
+from vit.weights.saved_model import empty_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 LORA = {"rank": 4, "alpha": 16.0}

@@ -15,15 +15,21 @@ from torch.nn import functional as F
 
 from tests.training.children import complete
 from vit.config import ModelConfig, RunConfig
+from vit.config.parser import make_config, read_settings, write_settings
 from vit.errors import RunError
 from vit.model.build import build_classifier
-from vit.settings import make_config, read_settings, write_settings
-from vit.training import budget
+from vit.training import time_budget
+from vit.training.activation_checkpointing import recompute_blocks
+from vit.training.auto_batch_size import (
+    GIB,
+    fit_memory,
+    largest_that_fits,
+    micro_batch_sizes,
+    take_steps,
+)
+from vit.training.data_setup import look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.looking import look_at_data
-from vit.training.memory import GIB, fit_memory, largest_that_fits, micro_batch_sizes, take_steps
-from vit.training.recomputation import recompute_blocks
-from vit.training.rehearsal import rehearse
+from vit.training.dry_run import rehearse
 
 
 def full() -> torch.OutOfMemoryError:
@@ -53,7 +59,7 @@ def trial_with_room_for(most: int, tried: list[int]):
         (12, True, [12, 6, 4, 2]),
         (96, True, [96, 48, 32, 24, 16, 12, 8, 6, 4, 2]),
         (7, False, [7, 1]),
-        (7, True, [7]),  # its last picture has no partner anyhow
+        (7, True, [7]),  # its last image has no partner anyhow
         (1, True, [1]),
     ],
 )
@@ -135,7 +141,7 @@ def test_a_cpu_takes_the_whole_batch_and_says_so(tiny_config, accelerator):
 
 @pytest.fixture
 def gpu_for(monkeypatch):
-    """Stands for two GPUs of 24 GiB on which so many pictures fit."""
+    """Stands for two GPUs of 24 GiB on which so many images fit."""
 
     def arrange(most: int) -> SimpleNamespace:
         def rehearsed(config, accelerator, act, _splits):
@@ -146,7 +152,7 @@ def gpu_for(monkeypatch):
         replaced = {"rehearse": rehearsed, "forget": id, "largest": lambda _, number: number}
         replaced["limited"] = lambda _: contextlib.nullcontext(22 * GIB)
         for name, value in replaced.items():
-            monkeypatch.setattr(f"vit.training.memory.{name}", value)
+            monkeypatch.setattr(f"vit.training.auto_batch_size.{name}", value)
         monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", id)
         monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda _: 18.3 * GIB)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
@@ -173,10 +179,10 @@ def test_a_gpu_takes_as_many_as_fit(tiny_config, gpu_for, most, accumulate, line
 
 def test_a_network_that_is_too_large_has_a_remedy(tiny_config, gpu_for):
     config = tiny_config(batch_size=16, accumulate=None)
-    with pytest.raises(RunError, match=r"not even 2 pictures of 16 px fit into 22\.0 GiB.*FSDP"):
+    with pytest.raises(RunError, match=r"not even 2 images of 16 px fit into 22\.0 GiB.*FSDP"):
         fit_memory(config, gpu_for(1), print)
     config = tiny_config(batch_size=16, accumulate=None, mixup=0, cutmix=0)
-    with pytest.raises(RunError, match=r"a picture of 16 px .* use --checkpoint-activations, a"):
+    with pytest.raises(RunError, match=r"an image of 16 px .* use --checkpoint-activations, a"):
         fit_memory(config, gpu_for(0), print)
 
 
@@ -312,11 +318,11 @@ def agree(settings: Path) -> int:
     everyones = accelerator.gather(twice["blocks.0.attn.qkv.weight"][None])
     assert torch.equal(everyones[0], everyones[1])
 
-    budget.MOST_SECONDS = 0.05
+    time_budget.MOST_SECONDS = 0.05
     config = make_config({**read_settings(settings), "time": "1h"})
     config, splits, _ = look_at_data(config, [], accelerator, print)
     began = time.monotonic() - 600 * rank  # one of them was started later
-    fitted, _ = budget.fit_time(config, splits, accelerator, lambda _: None, began=began)
+    fitted, _ = time_budget.fit_time(config, splits, accelerator, lambda _: None, began=began)
     epochs = torch.tensor([fitted.training.epochs])
     assert epochs > 100
     assert len(set(accelerator.gather(epochs).tolist())) == 1

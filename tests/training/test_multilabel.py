@@ -1,4 +1,4 @@
-"""Pictures with several classes, or none: from a list to a run that knows its thresholds."""
+"""Images with several classes, or none: from a list to a run that knows its thresholds."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
 from tests.training.test_processes import launch
+from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError
-from vit.evaluation.several_metrics import f1_scores
+from vit.evaluation.multilabel_metrics import f1_scores
 from vit.inference.evaluate import evaluate
-from vit.settings import make_config, write_settings
-from vit.training.ending import read_events
+from vit.training.checkpoint_metric import rank
+from vit.training.final_report import read_events
 from vit.training.losses import smoothed_binary_cross_entropy
-from vit.training.scores import rank
 from vit.training.train import train
-from vit.weights import run_config
-from vit.weights.folder import load_run
+from vit.weights import saved_model
+from vit.weights.saved_model import load_run
 
 TINY = {
     "image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2, "epochs": 3,
@@ -48,7 +48,7 @@ def test_the_loss_is_torchs_and_timms():
 
 @pytest.fixture(scope="module")
 def trained(several_list, tmp_path_factory):
-    """A run that nobody told what its pictures have, with everything that mixes or averages."""
+    """A run that nobody told what its images have, with everything that mixes or averages."""
     out = tmp_path_factory.mktemp("multilabel") / "run"
     more = {"epochs": 25, "mixup": 0.1, "cutmix": 0.1, "ema": 0.5, "keep_best": 3, "soup": True}
     return train(make_config({**TINY, "data": str(several_list), **more}), out)
@@ -83,11 +83,11 @@ def test_epochs_are_ranked_by_mean_average_precision():
 
 
 @pytest.mark.parametrize("name", ["task", "method"])
-def test_what_needs_one_class_a_picture_is_refused(config, tiny_run, tmp_path, name):
+def test_what_needs_one_class_an_image_is_refused(config, tiny_run, tmp_path, name):
     asked = config() if name == "task" else config(weights=str(tiny_run), method="probe")
     words = {
-        "task": "task=classify: the pictures have several classes, or none",
-        "method": "method=probe: a probe fits one class a picture",
+        "task": "task=classify: the images have several classes, or none",
+        "method": "method=probe: a probe fits one class an image",
     }
     with pytest.raises(ConfigError, match=words[name]):
         train(asked, tmp_path / "run", given=["data", "device", "weights", name])
@@ -98,11 +98,11 @@ def test_what_was_not_chosen_is_completed_and_said(config, tmp_path, capfd):
     train(config(epochs=1, warmup_epochs=0), tmp_path / "run")
     said = capfd.readouterr().err
     assert "note: images have several labels: task=multilabel" in said
-    assert re.search("fewer than 5 validation pictures have, or lack, class .*: its", said)
+    assert re.search("fewer than 5 validation images have, or lack, class .*: its", said)
     assert load_run(tmp_path / "run").thresholds == (0.5, 0.5, 0.5)
 
 
-def test_pictures_with_one_class_may_be_learned_so(tiny_config, tmp_path):
+def test_images_with_one_class_may_be_learned_so(tiny_config, tmp_path):
     result = train(tiny_config(task="multilabel", num_classes=3, epochs=2), tmp_path / "run")
     assert result.scores["map"] > 0
     run = load_run(tmp_path / "run")
@@ -110,11 +110,11 @@ def test_pictures_with_one_class_may_be_learned_so(tiny_config, tmp_path):
 
 
 def test_a_resumed_run_is_that_run_byte_for_byte(config, tmp_path, monkeypatch):
-    from vit.training.session import Session
+    from vit.training.trainer import Trainer
 
     asked = config(checkpoint_steps=1, ema=0.5, mixup=0.2)
     train(asked, tmp_path / "whole")
-    after, made = Session.after_step, []
+    after, made = Trainer.after_step, []
 
     def cut(self, seen):
         after(self, seen)
@@ -122,7 +122,7 @@ def test_a_resumed_run_is_that_run_byte_for_byte(config, tmp_path, monkeypatch):
         if len(made) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "after_step", cut)
+    monkeypatch.setattr(Trainer, "after_step", cut)
     with pytest.raises(KeyboardInterrupt):
         train(asked, tmp_path / "cut")
     train(asked, tmp_path / "cut", resume=True)
@@ -142,16 +142,16 @@ def test_a_kill_between_both_files_leaves_a_whole_run(several_run, tmp_path, mon
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_config, "write_text", killed)
+    monkeypatch.setattr(saved_model, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
-        run_config.set_thresholds(copy, [0.1, 0.2, 0.3])
+        saved_model.set_thresholds(copy, [0.1, 0.2, 0.3])
     assert load_run(copy).thresholds == (0.3, 0.5, 0.7)
     monkeypatch.undo()
-    run_config.set_thresholds(copy, [0.1, 0.2, 0.3])
+    saved_model.set_thresholds(copy, [0.1, 0.2, 0.3])
     assert load_run(copy).thresholds == (0.1, 0.2, 0.3)
 
 
-def test_weights_of_one_class_a_picture_are_fine_tuned(config, tiny_run, tmp_path):
+def test_weights_of_one_class_an_image_are_fine_tuned(config, tiny_run, tmp_path):
     asked = config(weights=str(tiny_run), epochs=2, warmup_epochs=0)
     train(asked, tmp_path / "run", given=["data", "weights", "epochs", "batch_size", "device"])
     run = load_run(tmp_path / "run")

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.config import TrainingConfig
+from vit.config.parser import make_config
 from vit.errors import ConfigError
-from vit.settings import make_config
 from vit.training import muon as ours
 from vit.training.checkpoint import find_checkpoints
 from vit.training.muon import COEFFICIENTS, SCALES, Muon, compute_dtype, orthogonalize
-from vit.training.optimization import make_optimizer, set_lr
+from vit.training.optimizers import make_optimizer, set_lr
 from vit.training.train import train
 
 from vit.model.build import create_model  # isort: skip
@@ -266,7 +266,7 @@ def test_a_run_of_timms_muon_goes_on(tiny_config, tmp_path, monkeypatch, timm_in
 
     with monkeypatch.context() as patched:
         timms = partial(theirs.Muon, momentum=0.9)
-        patched.setattr("vit.training.optimization.Muon", timms)
+        patched.setattr("vit.training.optimizers.Muon", timms)
         train(config, tmp_path / "theirs")
         assert weights(tmp_path / "theirs")
         train(config, tmp_path / "both")

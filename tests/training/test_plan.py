@@ -9,10 +9,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from vit.commands import train as train_command
+from vit.commands import train_command
 from vit.commands.main import main
 from vit.config import Config
-from vit.settings import flatten, make_config
+from vit.config.parser import flatten, make_config
 from vit.training.plan import is_planned, look_at_images, notes_of, plan_training
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -262,7 +262,7 @@ def test_without_a_time_the_plan_has_one_under_an_hour_for_five_thousand_photogr
 
 
 def test_flops_of_the_rules_are_those_of_the_network():
-    from vit.evaluation.cost import cost_of
+    from vit.evaluation.model_summary import cost_of
 
     for facts, ladder in ((PHOTOS, PHOTO_NETWORKS[1:4:2]), (TINY, TINY_NETWORKS[:3:2])):
         for network in ladder:
@@ -300,7 +300,7 @@ def photos(tmp_path):
 
 
 def test_images_are_looked_at(photos):
-    from vit.data.samples import Sample
+    from vit.data.dataset_types import Sample
 
     samples = [Sample(str(path), 0) for path in sorted(photos.glob("*/*.png"))]
     assert look_at_images(samples) == (60, False, 1.5)
@@ -398,7 +398,7 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
 
 @pytest.mark.auto_precision
 def test_a_planned_training_lists_its_data_once(photos, tmp_path, monkeypatch, capsys):
-    from vit.data.sources import image_folder, oddities, opening
+    from vit.data.sources import dataset_warnings, image_folder, open_dataset
 
     calls = {"walk": 0, "compare": 0}
 
@@ -410,17 +410,19 @@ def test_a_planned_training_lists_its_data_once(photos, tmp_path, monkeypatch, c
         return run
 
     monkeypatch.setattr(image_folder, "read_classes", counted("walk", image_folder.read_classes))
-    monkeypatch.setattr(opening, "equal_notes", counted("compare", oddities.equal_notes))
+    monkeypatch.setattr(
+        open_dataset, "equal_notes", counted("compare", dataset_warnings.equal_notes)
+    )
     words = [str(photos), "--steps", "1", "--dim", "32", "--depth", "1", "-j", "0"]
     assert main(["plan", *words[:-2]]) == 0
     assert calls == {"walk": 1, "compare": 0}  # whose notes nobody would read
     assert main(["train", *words, "--out", str(tmp_path / "run")]) == 0
     assert calls == {"walk": 2, "compare": 1}
-    assert "only 10 training pictures" in capsys.readouterr().err  # the notes are said
+    assert "only 10 training images" in capsys.readouterr().err  # the notes are said
 
 
 def test_a_listing_is_used_only_where_the_same_was_asked_for(photos):
-    from vit.training.looking import list_data, open_data
+    from vit.training.data_setup import list_data, open_data
 
     config = make_config({"data": str(photos), "val_share": 0.2})
     listing = list_data(config)
@@ -430,5 +432,5 @@ def test_a_listing_is_used_only_where_the_same_was_asked_for(photos):
     (photos / "c").mkdir()
     Image.new("RGB", (60, 60)).save(photos / "c" / "0.png")
     assert open_data(config, listing).classes == ("a", "b")  # it is not listed again
-    several = make_config({"data": str(photos), "task": "multilabel"})
-    assert open_data(several, listing).classes == ("a", "b", "c")
+    multilabel = make_config({"data": str(photos), "task": "multilabel"})
+    assert open_data(multilabel, listing).classes == ("a", "b", "c")

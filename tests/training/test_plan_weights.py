@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from tests.training.test_plan import PHOTOS, TINY
 from vit.commands.main import main
+from vit.config.parser import make_config
 from vit.errors import ConfigError, WeightsError
-from vit.evaluation.cost import cost_of
-from vit.settings import make_config
+from vit.evaluation.model_summary import cost_of
 from vit.training import plan_weights as rules
 from vit.training.plan_weights import (
     BASE,
@@ -30,7 +30,8 @@ from vit.training.plan_weights import (
     find_on_disk,
 )
 from vit.training.plan_weights import TINY as AUGREG_TINY
-from vit.weights import hub, registry
+from vit.weights import hub
+from vit.weights.formats import timm_registry
 from vit.weights.formats.timm_network import describe
 
 GPU = dataclasses.replace(PHOTOS, device="cuda", flops=30e12)
@@ -45,10 +46,10 @@ def chosen(facts, given=(), on_disk=(), **options) -> rules.WeightsChoice:
 
 @pytest.mark.parametrize("weights", FOR_STEPS, ids=lambda weights: weights.name)
 def test_the_list_is_permissive_and_true(weights: ListedWeights):
-    entry = registry.find(weights.name)
+    entry = timm_registry.find(weights.name)
     assert entry is not None
     assert (entry.name, entry.hub_id) == (weights.name, weights.repository.name)
-    assert registry.supported(weights.name)
+    assert timm_registry.supported(weights.name)
     assert entry.license == weights.license
     assert weights.license in rules.PERMISSIVE
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The linear probe is the optimum that scikit-learn finds, chosen by pictures it has not seen."""
+"""The linear probe is the optimum that scikit-learn finds, chosen by images it has not seen."""
 
 import math
 import warnings
@@ -12,21 +12,29 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.training import logistic, probe, strength
-from vit.training.logistic import Problems, Rotation, minimise
-from vit.training.probe import fit_probe, knn_accuracy, probe_summary
-from vit.training.strength import STRENGTHS, Trial, as_good, choose, deal
+from vit.training import linear_probe, logistic_regression
+from vit.training.linear_probe import (
+    STRENGTHS,
+    Trial,
+    as_good,
+    choose,
+    deal,
+    fit_probe,
+    knn_accuracy,
+    probe_summary,
+)
+from vit.training.logistic_regression import Problems, Rotation, minimise
 
 
 def draw(
-    pictures: int, dim: int, classes: int, *, apart: float = 0.5, seed: int = 0
+    images: int, dim: int, classes: int, *, apart: float = 0.5, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Overlapping classes; features of very different scales, correlated, far from zero."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(pictures) % classes
+    labels = torch.arange(images) % classes
     centres = torch.randn(classes, dim, generator=generator) * apart
     mixed = torch.randn(dim, dim, generator=generator) * torch.arange(1, dim + 1).rsqrt()
-    noise = torch.randn(pictures, dim, generator=generator)
+    noise = torch.randn(images, dim, generator=generator)
     return (centres[labels] + noise) @ mixed.T + 3, labels
 
 
@@ -47,9 +55,9 @@ def scikit(features: np.ndarray, labels: Tensor, weight: float) -> LogisticRegre
 
 
 @pytest.mark.parametrize("weight", [3.0, 0.1, 1e-3, 1e-4])
-@pytest.mark.parametrize(("pictures", "dim"), [(150, 12), (40, 60)])
-def test_the_head_is_the_optimum_of_scikit_learn(pictures, dim, weight):
-    features, labels = draw(pictures, dim, 4)
+@pytest.mark.parametrize(("images", "dim"), [(150, 12), (40, 60)])
+def test_the_head_is_the_optimum_of_scikit_learn(images, dim, weight):
+    features, labels = draw(images, dim, 4)
     features[:, 5] = 7.0  # says nothing
     head = fit_probe(features, labels, 4, seed=0, strengths=[weight])
     ours = head.logits(features).softmax(1)
@@ -62,7 +70,7 @@ def test_the_head_is_the_optimum_of_scikit_learn(pictures, dim, weight):
 
 
 @pytest.mark.parametrize("folds", [3, 5])
-def test_held_out_pictures_were_not_seen(folds):
+def test_held_out_images_were_not_seen(folds):
     features, labels = draw(200, 30, 3, apart=0.3)
     tried = [1.0, 1e-2, 1e-4]
     head = fit_probe(features, labels, 3, seed=7, folds=folds, strengths=tried)
@@ -114,7 +122,7 @@ def test_parts_are_even_and_so_are_the_classes_in_them(labels):
     assert not part.equal(torch.arange(len(labels)) % parts) or len(labels) < 3
 
 
-def test_a_class_without_pictures_is_never_the_answer():
+def test_a_class_without_images_is_never_the_answer():
     features, labels = draw(90, 8, 3)
     head = fit_probe(features, labels * 2, 6, seed=0)  # 1, 3 and 5 have none
     alone = fit_probe(features, labels, 3, seed=0)
@@ -127,7 +135,7 @@ def test_a_class_without_pictures_is_never_the_answer():
     assert head.cv_accuracy == alone.cv_accuracy
 
 
-def test_a_class_with_one_picture_counts_as_wrong_and_is_learnt():
+def test_a_class_with_one_image_counts_as_wrong_and_is_learnt():
     features, labels = draw(61, 8, 3, apart=3.0)
     labels[:60], labels[60] = labels[:60].clamp(max=1), 2
     features[60] += 30
@@ -135,14 +143,14 @@ def test_a_class_with_one_picture_counts_as_wrong_and_is_learnt():
     assert head.cv_accuracy == 60 / 61
     assert head.loss_by_strength[head.strength] < 0.1  # it is not infinite
     assert head.correct(features, labels) == 61
-    assert any("1 class has only one picture" in note for note in head.notes)
+    assert any("1 class has only one image" in note for note in head.notes)
 
 
 @pytest.mark.parametrize(
     ("labels", "why"),
     [([0, 1, 2], "no class has two"), ([1, 1, 1, 1], "one class"), ([2], "no class has two")],
 )
-def test_too_few_pictures_to_choose_by(labels, why):
+def test_too_few_images_to_choose_by(labels, why):
     features = torch.eye(4)[: len(labels)] + 1
     head = fit_probe(features, torch.tensor(labels), 3, seed=0)
     assert (head.strength, head.cv_accuracy, head.cv_interval, head.folds) == (0.1, None, None, 0)
@@ -153,7 +161,7 @@ def test_too_few_pictures_to_choose_by(labels, why):
     assert "of 0 tried" not in probe_summary(head, correct=1, total=2)[0]
 
 
-def test_two_pictures_of_each_class_are_enough_to_choose():
+def test_two_images_of_each_class_are_enough_to_choose():
     features, labels = draw(6, 20, 3, apart=5.0)
     head = fit_probe(features, labels, 3, seed=0)
     assert head.cv_count == 6
@@ -196,7 +204,7 @@ def test_the_sweep_goes_on_where_the_best_is_last(monkeypatch):
 
 def test_large_data_are_held_out_once(monkeypatch):
     features, labels = draw(100, 10, 3)
-    monkeypatch.setattr(strength, "WORK", 1000)
+    monkeypatch.setattr(linear_probe, "WORK", 1000)
     head = fit_probe(features, labels, 3, seed=0)
     assert (head.folds, head.cv_count) == (1, 20)
     assert [*head.accuracy_by_strength][:7] == [*STRENGTHS[::2]]
@@ -208,7 +216,7 @@ def test_blocks_change_nothing(monkeypatch):
     features, labels = draw(70, 9, 3)
     whole = fit_probe(features, labels, 5, seed=0)
     near = knn_accuracy(features[:50], labels[:50], features[50:], labels[50:])
-    for module in (logistic, probe, strength):
+    for module in (logistic_regression, linear_probe, linear_probe):
         monkeypatch.setattr(module, "BLOCK", 100)
     parts = fit_probe(features, labels, 5, seed=0)
     torch.testing.assert_close(parts.weight, whole.weight, atol=1e-3, rtol=1e-3)
@@ -246,7 +254,7 @@ def test_the_gradient_is_that_of_the_loss():
     logits = torch.einsum("np,pbc->bnc", inputs, weights)
     for number in range(2):
         rows = counted[:, number]
-        if number == 1:  # pictures 0, 3, 6... of labels 0, 1, 2, 0...: class 0 alone
+        if number == 1:  # images 0, 3, 6... of labels 0, 1, 2, 0...: class 0 alone
             assert labels[rows].unique().tolist() == [0]
             continue
         expected[number] += F.cross_entropy(logits[number, rows], labels[rows])
@@ -310,10 +318,10 @@ def test_what_a_user_sees():
     head = fit_probe(features, labels, 3, seed=0, strengths=[0.1, 0.01, 0.001])
     lines = probe_summary(head, correct=535, total=614, knn=0.8125)
     assert lines[0] == (
-        f"probe: 87.1% of 614 validation pictures (84.3% to 89.6%), strength {head.strength:.2g} "
+        f"probe: 87.1% of 614 validation images (84.3% to 89.6%), strength {head.strength:.2g} "
         "of 3 tried; k-NN 81.2%"
     )
-    assert lines[1].startswith(f"cross-validation: {head.cv_accuracy:.1%} of 60 pictures")
+    assert lines[1].startswith(f"cross-validation: {head.cv_accuracy:.1%} of 60 images")
     assert lines[1].endswith(", 5 folds")
     assert "k-NN" not in probe_summary(head, correct=1, total=2)[0]
 

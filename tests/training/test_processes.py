@@ -1,4 +1,4 @@
-"""Two processes on the CPU train the same network as one, and count each picture once."""
+"""Two processes on the CPU train the same network as one, and count each image once."""
 
 import os
 import re
@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.children import Job, command
-from vit.commands.launching import processes_asked
-from vit.settings import write_settings
+from vit.commands.launcher import processes_asked
+from vit.config.parser import write_settings
 from vit.training.checkpoint import find_checkpoints
-from vit.training.ending import read_events
+from vit.training.final_report import read_events
 from vit.training.train import train
 
 CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
@@ -68,10 +68,8 @@ def test_torchs_launcher_needs_no_device(tiny_config, tmp_path):
     assert "2 x cpu" in done.stderr
 
 
-def test_both_stop_at_a_bad_picture_that_one_has_met(
-    tiny_config, tmp_path, data_with_a_bad_picture
-):
-    config = tiny_config(device="auto", data=str(data_with_a_bad_picture), num_classes=3)
+def test_both_stop_at_a_bad_image_that_one_has_met(tiny_config, tmp_path, data_with_a_bad_image):
+    config = tiny_config(device="auto", data=str(data_with_a_bad_image), num_classes=3)
     write_settings(tmp_path / "settings.yaml", config)
     words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run")]
     with Job(command, words, log=tmp_path / "log", processes=2) as job:

@@ -9,19 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.settings import make_config, read_settings
-from vit.training.batches import training_loader
+from vit.config.parser import make_config, read_settings
+from vit.training.data_setup import look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.looking import look_at_data
-from vit.training.loop import train_one_step
 from vit.training.setup import make_training
+from vit.training.training_loaders import training_loader
+from vit.training.training_loop import train_one_step
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight random pictures in two classes, and two to validate on.
+    """Eight random images in two classes, and two to validate on.
 
     No batch of four has as many of `b` as of `a`: with a head that begins at zero, the gradients of
     a balanced batch cancel in the biases behind the last norm, exactly so in bf16.

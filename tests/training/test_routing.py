@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from vit.config.parser import make_config
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
-from vit.settings import make_config
-from vit.training.routing import layers_of, router_losses, unevenness, watched
+from vit.training.moe_losses import layers_of, router_losses, unevenness, watched
 from vit.training.train import train
 
 MOE = {"feedforward": "moe", "num_experts": 4, "moe_every": 1}

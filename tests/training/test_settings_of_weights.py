@@ -7,16 +7,16 @@ import torch
 
 import vit
 from vit.config import ChosenModel, Config, FinetuneConfig, ModelConfig
+from vit.config.parser import flatten, make_config
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts, everywhere
-from vit.settings import flatten, make_config
 from vit.training.finetuning import complete_for_weights
 from vit.training.train import train
-from vit.weights.adapting import adapt
-from vit.weights.folder import load_run, read_model_config, save_model
+from vit.weights.adapt_weights import adapt
 from vit.weights.pretrained import Pretrained
+from vit.weights.saved_model import load_run, read_model_config, save_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
 EXPERTS = {**SMALL, "feedforward": "moe", "num_experts": 4}
@@ -118,7 +118,7 @@ def test_experts_of_a_run_are_placed_as_asked(colour_data, tmp_path):
     assert (found.capacity_factor, found.router_jitter, found.num_experts) == (0.5, 0.1, 4)
     again = train(make_config(words), tmp_path / "second", given=[*words], resume=True)
     assert again.folder == second
-    model = vit.from_pretrained(second, capacity_factor=0, say=None)
+    model = vit.from_pretrained(second, capacity_factor=0, notify=None)
     images = [torch.randn(3, 16, 16), torch.randn(3, 16, 24)]
     with pytest.raises(ConfigError, match="cannot be packed with capacity_factor"):
         load_run(second).model.forward_packed(images)
@@ -180,7 +180,7 @@ def test_all_sizes_of_patches_are_drawn_on(sizes, patch_size, drawn, tmp_path):
         classes=tuple("abc"),
         preprocessing=Preprocessing(image_size=(16, 16)),
     )
-    patches = vit.from_pretrained(tmp_path, patch_size=patch_size, say=None).patch_embed
+    patches = vit.from_pretrained(tmp_path, patch_size=patch_size, notify=None).patch_embed
     assert tuple(getattr(patches, "sides", drawn)) == drawn
 
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from tests.training.children import Job, command
 from vit.config import Config
-from vit.settings import write_settings
+from vit.config.parser import write_settings
 from vit.training.checkpoint import find_checkpoints
-from vit.training.ending import read_events
+from vit.training.final_report import read_events
 from vit.training.train import train
 
 FSDP = {
@@ -55,8 +55,8 @@ def test_pieces_train_like_the_whole(tiny_config, tmp_path, settings):
 
 
 def test_pieces_learn_several_labels_like_the_whole(tiny_config, several_list, tmp_path):
-    several = {"data": str(several_list), "task": "multilabel"}
-    assert_same(tiny_config(**PLAIN, **several), tmp_path)
+    multilabel = {"data": str(several_list), "task": "multilabel"}
+    assert_same(tiny_config(**PLAIN, **multilabel), tmp_path)
 
 
 def assert_same(config, tmp_path) -> None:

@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from vit.commands.main import main
-from vit.training import loop
-from vit.training.feature_making import key_of
-from vit.training.interruption import Interrupted
+from vit.training import training_loop
+from vit.training.feature_extraction import key_of
+from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 
 
@@ -21,7 +21,7 @@ def test_shards_train_like_their_folder_and_resume_exactly(
     whole = (tmp_path / "folder/model.safetensors").read_bytes()
     steps = []
 
-    real = loop.set_lr
+    real = training_loop.set_lr
 
     def interrupting(optimizer, lr):
         steps.append(lr)
@@ -29,7 +29,7 @@ def test_shards_train_like_their_folder_and_resume_exactly(
             os.kill(os.getpid(), signal.SIGTERM)
         real(optimizer, lr)
 
-    monkeypatch.setattr("vit.training.loop.set_lr", interrupting)
+    monkeypatch.setattr("vit.training.training_loop.set_lr", interrupting)
     with pytest.raises(Interrupted):
         train(tiny_config(data=shards), tmp_path / "parts")
     train(tiny_config(data=shards, workers=2), tmp_path / "parts", resume=True)

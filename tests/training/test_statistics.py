@@ -6,12 +6,17 @@ from safetensors.torch import load_file
 
 from tests.training.children import Job, command
 from vit.config import ModelConfig
+from vit.config.parser import write_settings
 from vit.model.build import build_classifier
-from vit.settings import write_settings
+from vit.training.batch_norm_statistics import (
+    learned_statistics,
+    own_statistics,
+    share_statistics,
+    uncounted,
+)
 from vit.training.checkpoint import find_checkpoints
 from vit.training.ema import MovingAverage, exchanged
-from vit.training.ending import read_events
-from vit.training.statistics import learned_statistics, own_statistics, share_statistics, uncounted
+from vit.training.final_report import read_events
 from vit.training.train import train
 
 STEM = {"stem": "conv", "stem_depth": 2, "num_classes": 3}
@@ -25,8 +30,8 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("batch_size", [8, 2])
-def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_picture, batch_size):
-    """With two pictures a step, the bad one leaves one process without any."""
+def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_image, batch_size):
+    """With two images a step, the bad one leaves one process without any."""
     plain = {"dropout": 0, "drop_path": 0, "mixup": 0, "cutmix": 0, "precision": "fp64"}
     config = tiny_config(
         **STEM,
@@ -34,14 +39,14 @@ def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_picture,
         batch_size=batch_size,
         epochs=1,
         warmup_epochs=0,
-        data=str(data_with_a_bad_picture),
+        data=str(data_with_a_bad_image),
         on_bad_image="skip",
     )
     train(config, tmp_path / "one")
     write_settings(tmp_path / "settings.yaml", config)
     words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two")]
     with Job(command, words, log=tmp_path / "log", processes=2) as job:
-        assert any(job.wait()), job.said()  # a failure code, of the bad picture
+        assert any(job.wait()), job.said()  # a failure code, of the bad image
         said = job.said()
     assert "report: " in said, said
     assert "2 x cpu" in said
@@ -112,7 +117,7 @@ def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
     assert not torch.equal(first["head.weight"], second["head.weight"])
 
 
-def test_pictures_that_cannot_be_read_are_not_in_the_statistics():
+def test_images_that_cannot_be_read_are_not_in_the_statistics():
     model = build_classifier(SMALL).train()
     with uncounted(model):
         model(torch.ones(1, 3, 16, 16))

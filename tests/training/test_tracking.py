@@ -17,10 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.config import RunConfig
 from vit.errors import ConfigError
-from vit.training import trackers, tracking
+from vit.training import trackers
 from vit.training.run_folder import Metrics
-from vit.training.trackers import QUIET, TRACKERS, Record, require_tracker
-from vit.training.tracking import NAMES, Tracking
+from vit.training.trackers import NAMES, QUIET, TRACKERS, Record, Tracking, require_tracker
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.99], "soup": False, "patience": None}
 PER_EPOCH = 4
@@ -30,7 +29,7 @@ PER_EPOCH = 4
 def quick(monkeypatch):
     """Threads that look often; accelerate's trackers ask which process they are in."""
     PartialState(cpu=True)
-    monkeypatch.setattr(tracking, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(trackers, "LOOK_SECONDS", 0.005)
 
 
 def step_event(step: int) -> dict:
@@ -202,7 +201,7 @@ def test_a_first_start_that_fails_is_an_error_and_a_later_one_is_not(tmp_path, f
 def test_a_tracker_that_hangs_does_not_keep_the_run_from_ending(
     tmp_path, fake, monkeypatch, capsys
 ):
-    monkeypatch.setattr(tracking, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 0.05)
     free = threading.Event()
     monkeypatch.setattr(fake, "finish", free.wait)
     train(tmp_path, 1, 3)

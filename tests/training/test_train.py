@@ -14,13 +14,13 @@ import vit
 from tests.training.children import Job, hold
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.training import checkpoint, loop, tasks
+from vit.training import checkpoint, classification_task, training_loop
 from vit.training.checkpoint import find_checkpoints
-from vit.training.interruption import Interrupted
-from vit.training.loop import require_finite
 from vit.training.run_folder import Metrics, clear
-from vit.training.session import Session
+from vit.training.stop_signals import Interrupted
 from vit.training.train import complete_settings, train
+from vit.training.trainer import Trainer
+from vit.training.training_loop import require_finite
 
 TIMES = {"images_per_second", "data_wait", "seconds"}
 
@@ -42,7 +42,7 @@ def interrupt_at(monkeypatch):
     sent = []
 
     def arrange(step: int, number: int = signal.SIGTERM) -> None:
-        original, steps = loop.set_lr, []
+        original, steps = training_loop.set_lr, []
 
         def set_lr(optimizer, lr):
             if len(steps) + 1 == step and not sent:
@@ -51,7 +51,7 @@ def interrupt_at(monkeypatch):
             steps.append(lr)
             original(optimizer, lr)
 
-        monkeypatch.setattr("vit.training.loop.set_lr", set_lr)
+        monkeypatch.setattr("vit.training.training_loop.set_lr", set_lr)
 
     return arrange
 
@@ -114,8 +114,8 @@ def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monk
             os.kill(os.getpid(), signal.SIGINT)
         return original(logits, labels)
 
-    original = tasks.judged
-    monkeypatch.setattr("vit.training.tasks.judged", judged)
+    original = classification_task.judged
+    monkeypatch.setattr("vit.training.classification_task.judged", judged)
     with pytest.raises(Interrupted) as stopped:
         train(whole, tmp_path / "parts")
     assert stopped.value.exit_code == 130
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
         seen["run"] = run
         return logits.sum().view(1) * (float("nan") if run.step == 4 else 1.0)
 
-    monkeypatch.setattr("vit.training.loop.losses_of", poison)
+    monkeypatch.setattr("vit.training.training_loop.losses_of", poison)
     with pytest.raises(RunError, match="the loss became nan at step 4"):
         train(tiny_config(), tmp_path / "run")
     for name, parameter in seen["run"].network.named_parameters():
@@ -246,8 +246,8 @@ def test_an_infinite_gradient_stops_too():
         require_finite(Run, 1.0, float("inf"))
 
 
-def test_a_bad_picture_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_picture):
-    data = str(data_with_a_bad_picture)
+def test_a_bad_image_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_image):
+    data = str(data_with_a_bad_image)
     with pytest.raises(BadImage, match=r"red/3\.png.*--resume --on-bad-image skip"):
         train(tiny_config(data=data), tmp_path / "run")
     assert find_checkpoints(tmp_path / "run/checkpoints")
@@ -264,7 +264,7 @@ def test_a_start_that_failed_keeps_the_run_it_would_overwrite(tiny_config, tmp_p
 
 def test_a_start_that_failed_does_not_block_the_next(tiny_config, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "run_all", lambda _: 1 / 0)
+        patch.setattr(Trainer, "run_all", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tiny_config(), tmp_path / "run")
     assert (tmp_path / "run/config.yaml").exists()
@@ -320,18 +320,18 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
         drawn.append(run.network.patch_embed.drawn)
         return original(run, *others)
 
-    original = loop.accumulate
-    monkeypatch.setattr("vit.training.loop.accumulate", accumulate)
+    original = training_loop.accumulate
+    monkeypatch.setattr("vit.training.training_loop.accumulate", accumulate)
     run = train(tiny_config(patch_sizes=(2, 4)), tmp_path / "run").folder
     assert len(drawn) == 9
     assert set(drawn) == {2, 4, 8}
-    flexible = vit.from_pretrained(run, say=None).train()
+    flexible = vit.from_pretrained(run, notify=None).train()
     for part in flexible.modules():
         part.training = part is flexible.patch_embed  # no dropout
     images = torch.randn(2, 3, 16, 16)
     for size in (2, 4, 8):
         flexible.patch_embed.drawn = size
-        fixed = vit.from_pretrained(run, patch_size=size, say=None)
+        fixed = vit.from_pretrained(run, patch_size=size, notify=None)
         torch.testing.assert_close(fixed(images), flexible(images))
 
 
@@ -418,8 +418,10 @@ def test_a_run_that_began_meanwhile_is_not_touched(tiny_config, tmp_path, monkey
 
 
 def test_a_validation_loss_that_is_not_finite_stops(tiny_config, tmp_path, monkeypatch):
-    original = loop.set_lr
-    monkeypatch.setattr("vit.training.loop.set_lr", lambda o, lr: original(o, 1e36 * bool(lr)))
+    original = training_loop.set_lr
+    monkeypatch.setattr(
+        "vit.training.training_loop.set_lr", lambda o, lr: original(o, 1e36 * bool(lr))
+    )
     with pytest.raises(RunError, match="became"):
         train(tiny_config(epochs=1, warmup_epochs=0, batch_size=36), tmp_path / "run")
 
@@ -436,7 +438,7 @@ def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("vit.training.loop.losses_of", full)
+    monkeypatch.setattr("vit.training.training_loop.losses_of", full)
     with pytest.raises(RunError, match="out of memory: -b auto"):
         train(tiny_config(), tmp_path / "run")
 
@@ -449,17 +451,15 @@ def test_files_of_a_run_can_be_read_by_others(tiny_config, tmp_path):
     assert modes == {0o666 & ~umask}
 
 
-def test_a_bad_picture_is_skipped_and_counted(
-    tiny_config, tmp_path, data_with_a_bad_picture, capsys
-):
-    config = tiny_config(data=str(data_with_a_bad_picture), on_bad_image="skip")
+def test_a_bad_image_is_skipped_and_counted(tiny_config, tmp_path, data_with_a_bad_image, capsys):
+    config = tiny_config(data=str(data_with_a_bad_image), on_bad_image="skip")
     result = train(config, tmp_path / "run")
     assert [Path(path).name for path in result.failed] == ["3.png"]
     assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
 
 
 def test_pairs_that_are_mixed_stay_together(tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"is 3 pictures in each of 4 parts.*a multiple of 8"):
+    with pytest.raises(ConfigError, match=r"is 3 images in each of 4 parts.*a multiple of 8"):
         train(tiny_config(accumulate=4), tmp_path / "run")
     plain = tiny_config(accumulate=4, mixup=0, cutmix=0, epochs=1, warmup_epochs=0)
     train(plain, tmp_path / "run")
@@ -476,7 +476,7 @@ def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, 
     def full(*_):
         raise RunError("step-00000002.safetensors could not be written: the disk is full")
 
-    monkeypatch.setattr("vit.training.keeping.write_checkpoint", full)
+    monkeypatch.setattr("vit.training.checkpoint_manager.write_checkpoint", full)
     with pytest.raises(RunError, match="the disk is full"):
         train(tiny_config(epochs=40, checkpoint_steps=2), tmp_path / "run")
     assert len(events(tmp_path / "run", "step")) < 10
@@ -490,7 +490,7 @@ def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
         return original(folder, snapshot, state, damaged)
 
     original = checkpoint.write_checkpoint
-    monkeypatch.setattr("vit.training.keeping.write_checkpoint", note)
+    monkeypatch.setattr("vit.training.checkpoint_manager.write_checkpoint", note)
     train(tiny_config(epochs=2, checkpoint_steps=2), tmp_path / "run")
     assert written == [2, 3, 4, 6, 6]
 

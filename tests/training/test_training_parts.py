@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vit.config import TrainingConfig
+from vit.config.parser import make_config
 from vit.errors import ConfigError
-from vit.settings import make_config
 from vit.training.ema import MovingAverage, exchanged
 from vit.training.losses import smoothed_cross_entropy
-from vit.training.optimization import layer_of, make_optimizer, parameter_groups, set_lr
-from vit.training.schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
+from vit.training.lr_schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
+from vit.training.optimizers import layer_of, make_optimizer, parameter_groups, set_lr
 from vit.training.setup import make_training
 
 from vit.model.build import create_model  # isort: skip
@@ -83,7 +83,7 @@ def test_wsd_before_the_cooldown_does_not_depend_on_the_length_of_the_run():
     assert rates[0](62) < rates[1](60) == short.lr
 
 
-def test_pictures_grow_to_full_size_and_fit_the_patch():
+def test_images_grow_to_full_size_and_fit_the_patch():
     sizes = [image_size_at(epoch, growth=15, start=32, full=64, multiple=8) for epoch in range(20)]
     assert sizes[0] == 32
     assert sizes == sorted(sizes)

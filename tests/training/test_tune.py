@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vit.config.parser import make_config
 from vit.errors import BadImage, ConfigError, RunError
-from vit.evaluation.tune_page import axis, noise, tune_page, verdict
-from vit.settings import make_config
-from vit.training import loop
+from vit.evaluation.tune_report import axis, noise, tune_page, verdict
 from vit.training import plan as planning
+from vit.training import training_loop
 from vit.training import tune as tuning
-from vit.training.budget import Costs
-from vit.training.interruption import Interrupted
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_NETWORKS,
@@ -25,8 +23,10 @@ from vit.training.plan_rules import (
     neighbours,
     network_settings,
 )
-from vit.training.result import TrainingResult
 from vit.training.run_folder import stored_config
+from vit.training.stop_signals import Interrupted
+from vit.training.time_budget import Costs
+from vit.training.trainer import TrainingResult
 from vit.training.tune import (
     LEAST_STEPS,
     SPACE,
@@ -336,7 +336,11 @@ def cut(monkeypatch):
 
                 return wrapped
 
-            patched.setattr(loop, "train_one_step", counting("step", step, loop.train_one_step))
+            patched.setattr(
+                training_loop,
+                "train_one_step",
+                counting("step", step, training_loop.train_one_step),
+            )
             patched.setattr(tuning, "save", counting("save", save, tuning.save))
             yield
 

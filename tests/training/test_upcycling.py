@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.training.children import complete
+from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
-from vit.settings import make_config, read_settings
 from vit.training.checkpoint import find_checkpoints
-from vit.training.interruption import Interrupted
 from vit.training.lora import add_lora
-from vit.training.session import Session
+from vit.training.stop_signals import Interrupted
 from vit.training.train import train
-from vit.weights.folder import load_run
-from vit.weights.tensorfile import read_tensors
+from vit.training.trainer import Trainer
+from vit.weights.safetensors_io import read_tensors
+from vit.weights.saved_model import load_run
 
 USUAL = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 2}
 EXPERTS = {"feedforward": "moe", "num_experts": 4}
@@ -76,7 +76,7 @@ def test_a_cut_run_goes_on_exactly_without_the_dense_one(fine, dense, tmp_path, 
     whole = fine("whole", method="full")
     source = tmp_path / "source"
     shutil.copytree(dense, source)
-    finish = Session.finish_epoch
+    finish = Trainer.finish_epoch
 
     def interrupted(self, *arguments):
         finish(self, *arguments)
@@ -85,7 +85,7 @@ def test_a_cut_run_goes_on_exactly_without_the_dense_one(fine, dense, tmp_path, 
             raise Interrupted("stopped", 15)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Session, "finish_epoch", interrupted)
+        patched.setattr(Trainer, "finish_epoch", interrupted)
         fine("cut", method="full", weights=str(source))
     shutil.rmtree(source)
     stored = read_settings(tmp_path / "cut/config.yaml")

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
-from vit.model.patches import resize_patches
-from vit.weights.adapting import Report, adapt
-from vit.weights.folder import empty_model
-from vit.weights.formats.names import PATCH_WEIGHT
-from vit.weights.formats.timm import from_timm
+from vit.model.patch_embed import resize_patches
+from vit.model.vision_transformer import VisionTransformer
+from vit.weights.adapt_weights import Report, adapt, change_channels
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT
+from vit.weights.formats.timm_weights import from_timm
 from vit.weights.pretrained import Pretrained
-from vit.weights.resampling import change_channels
+from vit.weights.saved_model import empty_model
 
 TOLERANCE = 1e-3
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}

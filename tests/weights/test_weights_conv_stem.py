@@ -15,12 +15,12 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import build_classifier
-from vit.weights import registration
+from vit.weights import library_registration
+from vit.weights.change_patch_size import with_patches
 from vit.weights.convert import convert
-from vit.weights.folder import load_run, save_model
-from vit.weights.loading import open_source
-from vit.weights.parity import measured
-from vit.weights.repatching import with_patches
+from vit.weights.load_model import open_source
+from vit.weights.parity_check import measured
+from vit.weights.saved_model import load_run, save_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 CASES = [
@@ -150,9 +150,9 @@ def test_weights_are_adapted_to_other_images(tmp_path):
 def test_convert_compares_the_answers(tmp_path, to):
     run, _, _ = network(tmp_path)
     pretrained, _ = convert(run, to, tmp_path / "out")
-    picture = tmp_path / "noise.png"
-    Image.effect_noise((40, 40), 90).convert("RGB").save(picture)
-    assert "outputs differ by" in measured(pretrained, tmp_path / "out", to, picture)[0]
+    pil_image = tmp_path / "noise.png"
+    Image.effect_noise((40, 40), 90).convert("RGB").save(pil_image)
+    assert "outputs differ by" in measured(pretrained, tmp_path / "out", to, pil_image)[0]
     assert "import vit\n" in (tmp_path / "out/README.md").read_text()
 
 
@@ -205,4 +205,4 @@ with torch.no_grad():
 
 def test_a_library_that_does_not_fit_is_imported_all_the_same():
     with pytest.warns(UserWarning, match="no_such_plugin is not registered"):
-        registration.load("no_such_plugin")
+        library_registration.load("no_such_plugin")

@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from vit.errors import WeightsError
-from vit.weights import pickles
-from vit.weights.files import read_arrays, read_state
-from vit.weights.pickles import MOST_ENTRIES
-from vit.weights.tensorfile import write_tensors
+from vit.weights import state_dict_readers
+from vit.weights.safetensors_io import write_tensors
+from vit.weights.state_dict_readers import MOST_ENTRIES, read_arrays, read_state
 
 WEIGHT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE = {"head.weight": WEIGHT, "head.bias": torch.tensor([0.5, -0.25])}
@@ -303,7 +302,7 @@ def test_a_pickle_cannot_ask_for_memory(tmp_path, wrap):
 
 @pytest.mark.parametrize("wrap", [zipped, legacy])
 def test_a_pickle_is_not_read_for_ever(tmp_path, monkeypatch, wrap):
-    monkeypatch.setattr(pickles, "MOST_STEPS", 1000)
+    monkeypatch.setattr(state_dict_readers, "MOST_STEPS", 1000)
     (tmp_path / "w.pth").write_bytes(wrap(b"\x80\x02" + b"N0" * 1000 + b"}."))
     assert "too long" in refusal(tmp_path / "w.pth")
 
@@ -479,8 +478,8 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 346284
     ("content", "word"),
     [
         (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(20), "a picture"),
-        (b"\xff\xd8\xff\xe0" + bytes(20), "a picture"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(20), "an image"),
+        (b"\xff\xd8\xff\xe0" + bytes(20), "an image"),
         (ONNX, "ONNX"),
         (LFS, "git lfs pull"),
         (b"<!DOCTYPE html>\n<html><title>403</title>", "web page"),

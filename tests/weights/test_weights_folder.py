@@ -11,8 +11,8 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, VitError, WeightsError
 from vit.model.build import build_classifier
-from vit.weights.folder import load_run, save_model
-from vit.weights.loading import from_pretrained
+from vit.weights.load_model import from_pretrained
+from vit.weights.saved_model import load_run, save_model
 
 MODEL = ModelConfig(image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3)
 CLASSES = ("cat", "dog's", "ünï \u202e\x1b")
@@ -144,8 +144,8 @@ def test_missing_files_are_named(run, tmp_path):
 
 def forge(run: Path, change) -> None:
     """Rewrite config.json and sign the weights for it, as an ill-willed writer would."""
-    from vit.weights.run_config import CONFIG_DIGEST, sha256
-    from vit.weights.tensorfile import read_tensors, write_tensors
+    from vit.weights.safetensors_io import read_tensors, write_tensors
+    from vit.weights.saved_model import CONFIG_DIGEST, sha256
 
     content = json.loads((run / "config.json").read_text())
     content = change(content) or content

@@ -7,9 +7,9 @@ import torch
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
-from vit.weights.folder import empty_model
-from vit.weights.formats.names import check_fit, distinct, fuse_qkv, rename, some
-from vit.weights.formats.timm import from_timm
+from vit.weights.formats.state_dict_names import check_fit, distinct, fuse_qkv, rename, some
+from vit.weights.formats.timm_weights import from_timm
+from vit.weights.saved_model import empty_model
 
 CONFIG = ModelConfig(image_size=16, patch_size=8, dim=32, depth=1, num_heads=4, num_classes=3)
 ONE = torch.zeros(1)

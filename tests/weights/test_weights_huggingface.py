@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vit.errors import WeightsError
 from vit.model.build import ACTIVATIONS as OURS
 from vit.model.build import assemble
-from vit.weights.formats.huggingface import read_huggingface
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
+from vit.weights.formats.huggingface_reader import read_huggingface
 from vit.weights.pretrained import Pretrained
 
 TOLERANCE = 1e-4
@@ -218,7 +218,7 @@ def assert_equal(
     images = torch.randn(batch, config.channels, config.image_size, config.image_size)
     mine, other = ours(found)(images), answer(theirs, images)
     spread = other.std(dim=0).mean()
-    assert spread > 0.01 * other.abs().max(), "answers alike for all pictures show nothing"
+    assert spread > 0.01 * other.abs().max(), "answers alike for all images show nothing"
     difference = (mine - other).abs().max() / other.abs().max()
     assert difference < TOLERANCE
 
@@ -296,8 +296,8 @@ def saved(randomise, tmp_path) -> Callable[[str], tuple[dict, dict[str, Tensor]]
     ("name", "left_out"),
     [
         ("vit", ["a pooler of its own (pooler.dense.bias, pooler.dense.weight)"]),
-        ("vit masked", ["a mask token", "the decoder of masked pictures (decoder.0.bias"]),
-        ("mae with its decoder", ["the decoder of masked pictures"]),
+        ("vit masked", ["a mask token", "the decoder of masked images (decoder.0.bias"]),
+        ("mae with its decoder", ["the decoder of masked images"]),
         ("dinov2", ["a mask token (embeddings.mask_token)"]),
         ("clip", ["the text tower (text_model.", "the comparison with texts (logit_scale, vis"]),
         ("clip classifier", ["a norm that its classifier does not use"]),

@@ -1,4 +1,4 @@
-"""Pictures are prepared as transformers prepares them, in both directions."""
+"""Images are prepared as transformers prepares them, in both directions."""
 
 import json
 import math
@@ -15,13 +15,13 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.inference.predictor import Predictor
 from vit.model.build import assemble
-from vit.weights.folder import LoadedRun, empty_model
-from vit.weights.formats.huggingface import write_huggingface
 from vit.weights.formats.huggingface_processor import (
     processor_notes,
     read_processor,
     write_processor,
 )
+from vit.weights.formats.huggingface_reader import write_huggingface
+from vit.weights.saved_model import LoadedRun, empty_model
 
 CLASSES = ("apple", "class10", "class2")
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -49,19 +49,19 @@ def photographs(tmp_path_factory) -> list[str]:
         waves = random.uniform(-3, 3, size=(3, 3))
         pixels = [127 + 90 * np.sin(2 * (a * cols + b * rows) + c) for a, b, c in waves]
         noisy = np.stack(pixels, axis=-1) + random.normal(0, 4, size=(height, width, 3))
-        picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
         for _ in range(4):
             left, top = random.integers(0, (width, height))
             side = random.integers(20, min(width, height))
             colour = tuple(map(int, random.integers(0, 255, size=3)))
-            ImageDraw.Draw(picture).ellipse((left, top, left + side, top + side), fill=colour)
+            ImageDraw.Draw(image).ellipse((left, top, left + side, top + side), fill=colour)
         paths.append(str(folder / f"{number}.jpg"))
-        picture.save(paths[-1], quality=90)
+        image.save(paths[-1], quality=90)
     return paths
 
 
 def rest(shape: tuple[int, int], preprocessing: Preprocessing) -> tuple[int, int]:
-    """Pixels left over beside and above and below the crop of a picture of this shape."""
+    """Pixels left over beside and above and below the crop of an image of this shape."""
     full = preprocessing._resized(*shape)
     return full[0] - preprocessing.image_size[1], full[1] - preprocessing.image_size[0]
 
@@ -72,7 +72,7 @@ def moves(shape: tuple[int, int], preprocessing: Preprocessing) -> bool:
 
 
 def bytes_of(processor, path: str, preprocessing: Preprocessing) -> torch.Tensor:
-    """What transformers makes of a picture, back in brightness of 0 to 255."""
+    """What transformers makes of an image, back in brightness of 0 to 255."""
     values = processor(Image.open(path), return_tensors="pt")["pixel_values"][0]
     mean, std = (torch.tensor(v)[:, None, None] for v in (preprocessing.mean, preprocessing.std))
     return (values * std + mean) * 255
@@ -95,7 +95,7 @@ def test_pipeline_answers_as_predict_does(name, settings, photographs, randomise
     run = LoadedRun(model.eval(), CLASSES, preprocessing, config)
     mine = Predictor(run, device="cpu", precision="fp32", workers=1)(photographs)
     tops = [prediction.predictions[0][1] for prediction in mine]
-    assert max(tops) - min(tops) > 0.02, "answers alike for all pictures show nothing"
+    assert max(tops) - min(tops) > 0.02, "answers alike for all images show nothing"
     for ours, other, shape in zip(mine, theirs, SHAPES, strict=True):
         scores = {answer["label"]: answer["score"] for answer in other}
         # a pixel is much in a random network that sees 32 of them
@@ -117,16 +117,16 @@ def test_what_is_written_prepares_the_same_pixels(name, photographs, tmp_path):
     assert processor_notes(preprocessing) or not any(moved)
     assert all(moved) == ("out one pixel" in "".join(processor_notes(preprocessing)))
     for path, shape, is_moved in zip(photographs, SHAPES, moved, strict=True):
-        with Image.open(path) as picture:
-            whole = picture.resize(
+        with Image.open(path) as image:
+            whole = image.resize(
                 preprocessing._resized(*shape),
                 Image.Resampling[preprocessing.interpolation.upper()],
             )
         left, top = (pixels // 2 for pixels in rest(shape, preprocessing))
         crop = torch.from_numpy(np.array(whole.crop((left, top, left + 32, top + 32))))
         crop = crop.permute(2, 0, 1).float()
-        with Image.open(path) as picture:
-            assert torch.equal(preprocessing(picture).float(), crop) != is_moved
+        with Image.open(path) as image:
+            assert torch.equal(preprocessing(image).float(), crop) != is_moved
         exact, default = (
             bytes_of(processor, path, preprocessing) for processor in (by_pillow, by_default)
         )
@@ -177,8 +177,8 @@ def test_saved_processors_are_read(name, photographs, tmp_path):
     for path, shape in zip(photographs, SHAPES, strict=True):
         if moves(shape, ours):
             continue
-        with Image.open(path) as picture:
-            mine = ours(picture).float()
+        with Image.open(path) as image:
+            mine = ours(image).float()
         assert (bytes_of(theirs, path, ours) - mine).abs().max() < 6
         assert (bytes_of(theirs, path, ours) - mine).abs().mean() < 0.4
 

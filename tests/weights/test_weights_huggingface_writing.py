@@ -13,12 +13,12 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.folder import empty_model
-from vit.weights.formats.huggingface import (
+from vit.weights.formats.huggingface_reader import (
     huggingface_refusal,
     read_huggingface,
     write_huggingface,
 )
+from vit.weights.saved_model import empty_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}
 CLASSES = ("apple", "class10", "class2")
@@ -200,5 +200,5 @@ def test_what_does_not_fit_together_is_refused():
         write_huggingface({}, config, CLASSES[:2], PLAIN)
     with pytest.raises(WeightsError, match="missing: cls_token"):
         write_huggingface({}, config, CLASSES, PLAIN)
-    with pytest.raises(WeightsError, match="pictures of 64 x 32 for a network of 32 x 32"):
+    with pytest.raises(WeightsError, match="images of 64 x 32 for a network of 32 x 32"):
         write_huggingface({}, config, CLASSES, Preprocessing(image_size=(64, 32)))

@@ -7,7 +7,7 @@ import torch
 
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.jax import read_jax
+from vit.weights.formats.jax_weights import read_jax
 
 DIM, HEADS, HIDDEN, DEPTH, PATCH, SIDE, CLASSES = 32, 4, 48, 2, 8, 4, 5
 HEAD_DIM = DIM // HEADS

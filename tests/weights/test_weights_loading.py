@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import vit
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.inference.predictor import Predictor
-from vit.weights.loading import load_model, open_source
+from vit.weights.load_model import load_model, open_source
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1}
 NAMES = ["ant", "bee", "cat"]
@@ -106,7 +106,7 @@ def test_a_file_of_torchvision(randomise, tmp_path):
 
 
 def test_a_run_folder(tiny_run):
-    ours = vit.from_pretrained(tiny_run, say=None)
+    ours = vit.from_pretrained(tiny_run, notify=None)
     images = torch.randn(2, 3, 16, 16)
     require_equal(ours, load_model(tiny_run).model, images)
 
@@ -116,7 +116,7 @@ def test_another_head_is_zero_and_the_report_says_so(timm_folder, capsys):
     assert model(IMAGES).shape == (2, 7)
     assert not model.head.weight.any()
     assert "new: head (7 classes, zeros)" in capsys.readouterr().err
-    assert vit.from_pretrained(timm_folder, num_classes=0, say=None)(IMAGES).shape == (2, 64)
+    assert vit.from_pretrained(timm_folder, num_classes=0, notify=None)(IMAGES).shape == (2, 64)
 
 
 def test_rows_of_classes_with_the_same_name_are_kept(timm_folder, theirs, capsys):
@@ -145,16 +145,16 @@ def test_other_sizes_and_channels(timm_folder, settings, shape, capsys):
     assert "resized: " in capsys.readouterr().err
 
 
-def test_any_source_with_a_head_answers_for_pictures(timm_folder, tiny_data, theirs, capsys):
-    picture = next((tiny_data / "val/apple").iterdir())
+def test_any_source_with_a_head_answers_for_images(timm_folder, tiny_data, theirs, capsys):
+    image = next((tiny_data / "val/apple").iterdir())
     predictor = Predictor(timm_folder, device="cpu", precision="fp32")
-    [found] = predictor([picture], top_k=3)
+    [found] = predictor([image], top_k=3)
     assert {label for label, _ in found.predictions} == set(NAMES)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(theirs))
     from PIL import Image
 
     with torch.no_grad():
-        logits = theirs(transform(Image.open(picture).convert("RGB")).unsqueeze(0))
+        logits = theirs(transform(Image.open(image).convert("RGB")).unsqueeze(0))
     scores = dict(zip(NAMES, logits.softmax(1)[0].tolist(), strict=True))
     assert dict(found.predictions) == pytest.approx(scores, abs=1e-4)
 
@@ -165,7 +165,7 @@ def test_a_source_without_a_head_cannot_answer(timm_folder, tmp_path):
     save_file(body, tmp_path / "body.safetensors")
     with pytest.raises(WeightsError, match="has no head, so it names no classes: fine-tune it"):
         load_model(tmp_path / "body.safetensors")
-    assert vit.from_pretrained(tmp_path / "body.safetensors", say=None)(IMAGES).shape == (2, 64)
+    assert vit.from_pretrained(tmp_path / "body.safetensors", notify=None)(IMAGES).shape == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_a_cut_file_is_refused_in_a_line(theirs, timm_folder, tmp_path, name, ke
 
 
 def test_files_of_something_else_are_named(tmp_path, tiny_data):
-    picture = next((tiny_data / "val/apple").glob("*.jpg"))
-    (tmp_path / "cat.pth").write_bytes(picture.read_bytes())
+    image = next((tiny_data / "val/apple").glob("*.jpg"))
+    (tmp_path / "cat.pth").write_bytes(image.read_bytes())
     assert "cat.pth" in refusal(tmp_path / "cat.pth")
     save_file({"conv1.weight": torch.ones(3, 3)}, tmp_path / "resnet.safetensors")
     assert "no known Vision Transformer" in refusal(tmp_path / "resnet.safetensors")

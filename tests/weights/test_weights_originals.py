@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.timm_weights import looks_like_timm, read_timm, read_timm_bare
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
 State = dict[str, Tensor]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
-from vit.model.classifier import VisionTransformer
-from vit.presets import preset
-from vit.weights.folder import empty_model
-from vit.weights.formats.names import check_fit
-from vit.weights.formats.timm import from_timm, to_timm
+from vit.config.presets import preset
+from vit.model.vision_transformer import VisionTransformer
+from vit.weights.formats.state_dict_names import check_fit
+from vit.weights.formats.timm_weights import from_timm, to_timm
+from vit.weights.saved_model import empty_model
 
 TOLERANCE = 1e-4
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4}

@@ -15,10 +15,11 @@ from huggingface_hub import constants
 from safetensors.torch import save, save_file
 
 from vit.errors import WeightsError
-from vit.weights import hub, registry
-from vit.weights.files import read_arrays, read_state
-from vit.weights.found import COMPANIONS, PREFERRED, card_license, choose, needed
-from vit.weights.sources import locate
+from vit.weights import hub
+from vit.weights.find_weights import COMPANIONS, PREFERRED, card_license, choose, needed
+from vit.weights.formats import timm_registry
+from vit.weights.resolve_source import locate
+from vit.weights.state_dict_readers import read_arrays, read_state
 
 STATE = {"head.weight": torch.ones(2, 3)}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -55,7 +56,7 @@ def test_a_run_folder(tiny_run):
     assert (found.kind, found.name) == ("run", "tiny")
     assert found.weights == tiny_run / "model.safetensors"
     assert found.config == tiny_run / "config.json"
-    assert found.license is None  # ours does not say whose pictures they were
+    assert found.license is None  # ours does not say whose images they were
     assert locate(tiny_run / "model.safetensors").kind == "run"
 
 
@@ -329,14 +330,17 @@ def test_timm_itself_fetches_no_config(cache):
 
 def test_two_networks_may_share_a_repository(cache):
     name = "vit_base_patch32_clip_quickgelu_224.openai"
-    repository = registry.find(name).hub_id
+    repository = timm_registry.find(name).hub_id
     assert repository != f"timm/{name}"
     put(cache, repository, files({**TIMM, "architecture": "vit_base_patch32_clip_224"}))
     assert locate(f"timm/{name}").name == name
 
 
 def test_a_name_that_timm_renamed(cache):
-    assert registry.find("vit_small_patch16_224_in21k").name == "vit_small_patch16_224.augreg_in21k"
+    assert (
+        timm_registry.find("vit_small_patch16_224_in21k").name
+        == "vit_small_patch16_224.augreg_in21k"
+    )
 
 
 def test_a_cache_without_weights_is_told(cache):
@@ -387,8 +391,8 @@ def test_an_unknown_name_of_timm_has_the_nearest(cache):
 
 def test_weights_that_timm_knows_by_an_address(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    known = registry.Entry("vit_x.y", None, "https://a.b/c/x.pth", "cc-by-nc-4.0", (224, 224))
-    monkeypatch.setattr(registry, "find", lambda _: known)
+    known = timm_registry.Entry("vit_x.y", None, "https://a.b/c/x.pth", "cc-by-nc-4.0", (224, 224))
+    monkeypatch.setattr(timm_registry, "find", lambda _: known)
     line = refusal("timm/vit_x.y")
     assert "fetch https://a.b/c/x.pth by hand" in line
     assert str(tmp_path / "checkpoints" / "x.pth") in line
@@ -401,7 +405,11 @@ def test_weights_that_timm_knows_by_an_address(cache, monkeypatch, tmp_path):
 def test_the_environment_switches_the_hub_off(cache):
     """Without any patch: huggingface_hub reads the environment when it is imported."""
     put(cache, "o/n", files(VIT))
-    code = "from vit.weights.sources import locate; print(locate('o/n').kind); locate('o/other')"
+    code = (
+        "from vit.weights.resolve_source import locate\n"
+        "print(locate('o/n').kind)\n"
+        "locate('o/other')"
+    )
     variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     run = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,10 +10,10 @@ from timm.data import resolve_model_data_config
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.weights.adapting import WITHOUT_TENSORS
-from vit.weights.folder import empty_model, save_model
-from vit.weights.formats.timm import read_timm, to_timm
-from vit.weights.timm_config import mlp_ratio, timm_config, timm_refusal
+from vit.weights.adapt_weights import WITHOUT_TENSORS
+from vit.weights.formats.timm_config import mlp_ratio, timm_config, timm_refusal
+from vit.weights.formats.timm_weights import read_timm, to_timm
+from vit.weights.saved_model import empty_model, save_model
 
 SMALL = {
     "image_size": 32,

@@ -8,8 +8,7 @@ import torch
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.weights.formats.timm import read_timm
-from vit.weights.formats.timm_about import arguments
+from vit.weights.formats.timm_weights import arguments, read_timm
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 ABOUT = {

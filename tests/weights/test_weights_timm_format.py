@@ -11,12 +11,11 @@ from torch import nn
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.adapting import adapt
-from vit.weights.formats.names import check_fit
-from vit.weights.formats.timm import looks_like_timm, read_timm, read_timm_bare
-from vit.weights.formats.timm_building import MODULES
+from vit.weights.adapt_weights import adapt, spread_matrix, spread_offsets
+from vit.weights.formats.state_dict_names import check_fit
+from vit.weights.formats.timm_builder import MODULES
+from vit.weights.formats.timm_weights import looks_like_timm, read_timm, read_timm_bare
 from vit.weights.pretrained import Pretrained
-from vit.weights.resampling import spread_matrix, spread_offsets
 
 TOLERANCE = 1e-4
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
@@ -220,7 +219,7 @@ def read(state, **options):
     return read_timm(state, **options, where="x")
 
 
-def test_pictures_are_as_large_as_their_places():
+def test_images_are_as_large_as_their_places():
     args = {**SMALL, "img_size": 48, "patch_size": 14}
     state = timm.create_model("vit_tiny_patch16_224", **args, num_classes=3).state_dict()
     found = read(state, model_args=args)
@@ -239,7 +238,7 @@ def test_pictures_are_as_large_as_their_places():
         ({"model_args": {"depth": 10**9}}, "cannot be built: depth=1000000000"),
         ({"model_args": {"depth": "2"}}, "cannot be built"),
         ({"model_args": {"embed_dim": [1]}}, "cannot be built"),
-        ({"model_args": {"img_size": [32, 64], "patch_size": 8}}, "pictures of 32 x 64 pixels"),
+        ({"model_args": {"img_size": [32, 64], "patch_size": 8}}, "images of 32 x 64 pixels"),
         ({"model_args": {**SMALL, "embed_dim": 32}}, "instead of"),
         ({"model_args": {**SMALL, "global_pool": "max"}}, "pools by global_pool='max'"),
         ({"model_args": {**SMALL, "patch_drop_rate": 0.5}}, "uses PatchDropout"),
@@ -278,7 +277,7 @@ def test_a_bare_file_of_beit_is_read_too(randomise):
     compare(ours(found), model, found.config)
 
 
-def test_tables_of_biases_say_how_large_pictures_are(randomise):
+def test_tables_of_biases_say_how_large_images_are(randomise):
     args = {**SMALL, "num_classes": 7}
     model = theirs("beit_base_patch16_224", randomise, **args)
     found = read_timm(

@@ -8,7 +8,7 @@ from torchvision.models.vision_transformer import ConvStemConfig, VisionTransfor
 
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.torchvision import looks_like_torchvision, read_torchvision
+from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
 
 SMALL = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 12}
 SMALL |= {"hidden_dim": 768, "mlp_dim": 96, "num_classes": 3}

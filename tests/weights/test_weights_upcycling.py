@@ -13,11 +13,11 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import VitError, WeightsError
 from vit.model.build import build_classifier
-from vit.model.classifier import VisionTransformer
 from vit.model.moe import MixtureOfExperts
-from vit.weights.adapting import adapt
-from vit.weights.folder import empty_model, load_run, save_model
+from vit.model.vision_transformer import VisionTransformer
+from vit.weights.adapt_weights import adapt
 from vit.weights.pretrained import Pretrained
+from vit.weights.saved_model import empty_model, load_run, save_model
 
 DENSE = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -248,7 +248,7 @@ def write(folder, model: VisionTransformer, config: ModelConfig) -> None:
 
 
 def save(folder, **options) -> VisionTransformer:
-    """A run folder of a network that answers differently for different pictures."""
+    """A run folder of a network that answers differently for different images."""
     config = ModelConfig(**{**DENSE, **options})
     model = build_classifier(config).eval()
     nn.init.normal_(model.head.weight)
@@ -275,7 +275,9 @@ def test_from_pretrained_and_back_from_a_run_folder(tmp_path, capsys):
     torch.testing.assert_close(model(images), dense(images), atol=1e-5, rtol=0)
     assert all(isinstance(block.mlp, MixtureOfExperts) for block in model.blocks)
     torch.manual_seed(0)
-    again = vit.from_pretrained(tmp_path, feedforward="moe", num_experts=4, moe_every=1, say=None)
+    again = vit.from_pretrained(
+        tmp_path, feedforward="moe", num_experts=4, moe_every=1, notify=None
+    )
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     # a network with experts is taken as it is
@@ -296,7 +298,7 @@ def test_from_a_network_of_timm(tmp_path, randomise):
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     images = torch.randn(3, 3, 32, 32)
     ours = vit.from_pretrained(
-        tmp_path / "model.safetensors", feedforward="moe", shared_expert=True, say=None
+        tmp_path / "model.safetensors", feedforward="moe", shared_expert=True, notify=None
     )
     expected = theirs(images)
     assert expected.std() > 0.1

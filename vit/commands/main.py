@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from vit.config.parser import nearest
 from vit.errors import VitError, printable
-from vit.settings import nearest
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {
@@ -42,13 +42,13 @@ class Parser(argparse.ArgumentParser):
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments in `words`; what is unknown ends the program with code 2."""
         # argparse takes an optional list of words for complete before a flag, even if it is empty
-        several = any(one.nargs == "*" and not one.option_strings for one in self._actions)
-        parse = self.parse_known_intermixed_args if several else self.parse_known_args
+        multilabel = any(one.nargs == "*" and not one.option_strings for one in self._actions)
+        parse = self.parse_known_intermixed_args if multilabel else self.parse_known_args
         found, unknown = parse(words)
         if unknown:
             data = self._data_of(found)
             if data is not None and not unknown[0].startswith("-"):
-                from vit.data.sources.mistaken import surplus
+                from vit.data.sources.input_hints import surplus
 
                 self.error(surplus(data, [word for word in unknown if word[:1] != "-"]))
             word = unknown[0].split("=")[0]
@@ -106,7 +106,7 @@ def _reader_gone() -> int:
 
 def run_command(name: str, words: list[str]) -> int:
     """Parse the words of one command and run it."""
-    command = importlib.import_module(f"vit.commands.{name}")
+    command = importlib.import_module(f"vit.commands.{name}_command")
     parser = Parser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)

@@ -6,13 +6,13 @@ are the fields' names. Imports no torch, so `--help` is instant.
 
 from dataclasses import dataclass, field, fields
 
-from vit.config.data import AugmentConfig, DataConfig
-from vit.config.decoder import DecoderConfig
-from vit.config.finetuning import ChosenModel, FinetuneConfig
-from vit.config.model import ModelConfig
-from vit.config.run import RunConfig
-from vit.config.section import Section
-from vit.config.training import TrainingConfig
+from vit.config.config_section import Section
+from vit.config.data_config import AugmentConfig, DataConfig
+from vit.config.decoder_config import DecoderConfig
+from vit.config.finetune_config import ChosenModel, FinetuneConfig
+from vit.config.model_config import ModelConfig
+from vit.config.run_config import RunConfig
+from vit.config.training_config import TrainingConfig
 from vit.errors import ConfigError
 
 __all__ = [
@@ -89,7 +89,7 @@ class Config:
         balance, task = self.training.balance, self.training.task
         if balance != "none" and task != "classify":
             raise ConfigError(
-                f"balance={balance}: task={task} has no one class a picture to balance; leave it "
+                f"balance={balance}: task={task} has no one class an image to balance; leave it "
                 "out, or use --task classify"
             )
 
@@ -98,11 +98,11 @@ class Config:
         if batch_size % repeats:
             raise ConfigError(
                 f"batch_size={batch_size} is no multiple of repeats={repeats}: a batch holds each "
-                f"of its pictures {repeats} times; choose another of the two"
+                f"of its images {repeats} times; choose another of the two"
             )
         if batch_size == repeats > 1 and self.augment.mixes:
             raise ConfigError(
-                f"repeats={repeats} fills batch_size={batch_size} with one picture, and MixUp and "
+                f"repeats={repeats} fills batch_size={batch_size} with one image, and MixUp and "
                 "CutMix mix different ones; use fewer repeats"
             )
 
@@ -113,7 +113,7 @@ class Config:
         if self.finetune.method == "probe" or self.finetune.probe_first:
             name = "method" if self.finetune.method == "probe" else "probe_first"
             value = getattr(self.finetune, name)
-            why = "one class a picture" if self.training.several else "classes"
+            why = "one class an image" if self.training.multilabel else "classes"
             raise ConfigError(f"{name}={value}: a probe fits {why}; use method=linear or full")
 
     def _check_start_size(self) -> None:
@@ -122,7 +122,7 @@ class Config:
             return
         if self.model.patch_sizes:
             raise ConfigError(
-                f"start_image_size={start}: the patches of patch_sizes must divide pictures of "
+                f"start_image_size={start}: the patches of patch_sizes must divide images of "
                 "every size; leave one of the two out"
             )
         if start % patch_size or not patch_size <= start <= self.model.image_size:

@@ -1,6 +1,6 @@
-"""Reads, varies and stacks the pictures of one micro-batch.
+"""Reads, varies and stacks the images of one micro-batch.
 
-The augmentation of a picture is drawn from (seed, "augment", epoch, index), and where an epoch has
+The augmentation of an image is drawn from (seed, "augment", epoch, index), and where an epoch has
 it again from (..., repetition) too: it depends neither on the loader process nor on what was loaded
 before.
 """
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vit.data.decoding import read_image, read_pixels
-from vit.data.samples import Sample
-from vit.data.schedule import Key
-from vit.data.seeding import random_seed
-from vit.data.several import MultiHot, labels_of
+from vit.data.dataset_types import Sample
+from vit.data.image_io import read_image, read_pixels
+from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.data.random_seed import random_seed
+from vit.data.sampler import Key
 from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import BadImage, printable
 
 if TYPE_CHECKING:
-    from vit.data.cache import Cache
-    from vit.data.captioning.ids import CaptionIds
+    from vit.data.captions.caption_ids import CaptionIds
+    from vit.data.image_cache import Cache
 
 
 Room = Callable[[int, Tensor], Tensor]
-"""(count, picture) -> where so many pictures like that one go, (count, *picture.shape)."""
+"""(count, image) -> where so many images like that one go, (count, *image.shape)."""
 
 
 Lie = tuple[tuple[int, ...], tuple[int, ...]]
@@ -38,35 +38,35 @@ Lie = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Batch(NamedTuple):
-    """Pictures of one micro-batch; those that could not be read are missing from the tensors."""
+    """Images of one micro-batch; those that could not be read are missing from the tensors."""
 
     images: Tensor
     """Bytes, (batch, 3, height, width)."""
     labels: Tensor
-    """Classes, (batch,); where a picture may have several, bytes of 0 and 1, (batch, classes)."""
+    """Classes, (batch,); where an image may have several, bytes of 0 and 1, (batch, classes)."""
     indices: Tensor
     """Which samples, (batch,)."""
     positions: Tensor
     """Places in the batch of the whole step, (batch,); MixUp pairs neighbours by them."""
     failed: list[BadImage]
-    """Pictures that could not be read."""
+    """Images that could not be read."""
     words: Tensor | None = None
     """Tokens of a caption of each, (batch, tokens), filled up behind the end; None without any."""
     others: Tensor | None = None
-    """Tokens of a caption of another picture, likewise; in evaluation alone."""
+    """Tokens of a caption of another image, likewise; in evaluation alone."""
 
 
 class ImageDataset(Dataset[Batch]):
-    """Reads, varies and stacks the pictures of one micro-batch.
+    """Reads, varies and stacks the images of one micro-batch.
 
     Args:
         samples: Files and their classes.
-        transform_for: The transform of an epoch; pictures of all epochs may have one size or not.
+        transform_for: The transform of an epoch; images of all epochs may have one size or not.
         seed: Seed of the run; None where the transform draws nothing.
         words: Tokens of the samples' captions, where they are wanted. In training each epoch draws
-            one of a picture's captions; else it is the first.
-        cache: Decoded pictures of the same samples, for a TrainingTransform.
-        classes: How many there are, where a picture may have several or none; labels are then rows
+            one of an image's captions; else it is the first.
+        cache: Decoded images of the same samples, for a TrainingTransform.
+        classes: How many there are, where an image may have several or none; labels are then rows
             of 0 and 1.
     """
 
@@ -113,37 +113,37 @@ class ImageDataset(Dataset[Batch]):
         """The micro-batch of `keys`, all of one epoch.
 
         Args:
-            keys: Which pictures.
+            keys: Which images.
             room: Where they go.
         """
         transform = self._transform(keys[0].epoch)
         good: list[Key] = []
         failed: list[BadImage] = []
-        pictures = None
+        images = None
         for key in keys:
             image = self._read(key, transform)
             if isinstance(image, BadImage):
                 failed.append(image)
                 continue
-            if pictures is None:
-                pictures = room(len(keys), image)
-            if image.shape != pictures.shape[1:] or image.dtype != pictures.dtype:
+            if images is None:
+                images = room(len(keys), image)
+            if image.shape != images.shape[1:] or image.dtype != images.dtype:
                 path = printable(self.path(key.sample))
                 raise RuntimeError(
                     f"{path}: the transform gave {tuple(image.shape)} {image.dtype} after "
-                    f"{tuple(pictures.shape[1:])} {pictures.dtype} in the same batch"
+                    f"{tuple(images.shape[1:])} {images.dtype} in the same batch"
                 )
-            pictures[len(good)] = image
+            images[len(good)] = image
             good.append(key)
-        if pictures is None:
+        if images is None:
             return self.empty(transform)._replace(failed=failed)
         indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
         positions = torch.tensor([key.position for key in good], dtype=torch.int64)
-        batch = Batch(pictures[: len(good)], self.labels[indices], indices, positions, failed)
+        batch = Batch(images[: len(good)], self.labels[indices], indices, positions, failed)
         return self._with_words(batch, good)
 
     def empty(self, transform: Transform) -> Batch:
-        """A batch without pictures, of the shapes that `transform` gives."""
+        """A batch without images, of the shapes that `transform` gives."""
         none = torch.empty(0, dtype=torch.int64)
         images = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
         return self._with_words(Batch(images, self.labels[none], none, none, []), [])
@@ -155,13 +155,13 @@ class ImageDataset(Dataset[Batch]):
         own = words.padded([(key.sample, self._which(key)) for key in keys])
         if self.seed is not None:
             return batch._replace(words=own)
-        # half the set further on: each picture is looked at once with a caption not its own
+        # half the set further on: each image is looked at once with a caption not its own
         away = len(self) // 2
         others = words.padded([((key.sample + away) % len(self), 0) for key in keys])
         return batch._replace(words=own, others=others)
 
     def _which(self, key: Key) -> int:
-        """Which caption of a picture an epoch takes."""
+        """Which caption of an image an epoch takes."""
         if self.seed is None:
             return 0
         assert self.words is not None
@@ -201,19 +201,19 @@ class ImageDataset(Dataset[Batch]):
 
 
 def counters(key: Key) -> tuple[int, ...]:
-    """What the draws of a picture depend on, besides the seed of the run and their name."""
+    """What the draws of an image depend on, besides the seed of the run and their name."""
     return (key.visit, key.sample, *([key.repetition] if key.repetition else []))
 
 
-def room_for(count: int, picture: Tensor) -> Tensor:
-    """Room for `count` pictures such as `picture`, each with its order in memory."""
-    lie = lie_of(count, picture)
-    return torch.empty_strided(*lie, dtype=picture.dtype, device=picture.device)
+def room_for(count: int, image: Tensor) -> Tensor:
+    """Room for `count` images such as `image`, each with its order in memory."""
+    lie = lie_of(count, image)
+    return torch.empty_strided(*lie, dtype=image.dtype, device=image.device)
 
 
-def lie_of(count: int, picture: Tensor) -> Lie:
-    """How `count` pictures lie behind each other without gaps, each with its order in memory."""
-    one = torch.empty_like(picture)
+def lie_of(count: int, image: Tensor) -> Lie:
+    """How `count` images lie behind each other without gaps, each with its order in memory."""
+    one = torch.empty_like(image)
     return (count, *one.shape), (one.numel(), *one.stride())
 
 

@@ -1,4 +1,4 @@
-"""The one way a picture becomes network input in evaluation, prediction and export.
+"""The one way an image becomes network input in evaluation, prediction and export.
 
     input = (resize, centre crop, bytes / 255 - mean) / std
 
@@ -32,14 +32,14 @@ RESAMPLING: dict[str, Image.Resampling] = {
     "bicubic": Image.Resampling.BICUBIC,
 }
 PLACES = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
-"""Where a crop lies in the resized picture: its share of what is left over, across and down."""
+"""Where a crop lies in the resized image: its share of what is left over, across and down."""
 WHOLE_LIMIT = 2**24
-"""Pixels of a resized picture above which only its crop is computed; 1 x 3000 would take 450 MB."""
+"""Pixels of a resized image above which only its crop is computed; 1 x 3000 would take 450 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """A picture of any size becomes (3, height, width) bytes; a batch of bytes becomes floats.
+    """An image of any size becomes (3, height, width) bytes; a batch of bytes becomes floats.
 
     Args:
         image_size: (height, width) of the result, in pixels.
@@ -78,13 +78,13 @@ class Preprocessing:
             raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
 
     def __call__(self, image: Image.Image) -> "Tensor":
-        """RGB picture -> its bytes, (3, height, width)."""
+        """RGB image -> its bytes, (3, height, width)."""
         return to_bytes(self.fit(image))
 
     def crops(self, image: Image.Image) -> "Tensor":
-        """RGB picture -> the bytes of five crops, (5, 3, height, width).
+        """RGB image -> the bytes of five crops, (5, 3, height, width).
 
-        The usual one comes first, then those in the corners of the resized picture.
+        The usual one comes first, then those in the corners of the resized image.
         """
         import torch
 
@@ -113,11 +113,11 @@ class Preprocessing:
 
     @property
     def cuts(self) -> bool:
-        """Whether something of a picture is cut off, be it only of an oblong one."""
+        """Whether something of an image is cut off, be it only of an oblong one."""
         return self.resize == "crop" or self.crop_share < 1
 
     def whole(self, image: Image.Image, patch_size: int) -> "Tensor":
-        """All of an RGB picture in its own aspect -> its bytes, (3, height, width).
+        """All of an RGB image in its own aspect -> its bytes, (3, height, width).
 
         The sides are whole patches, as near to the aspect as they come with no more patches than
         `image_size` has; nothing is cut off.
@@ -128,7 +128,7 @@ class Preprocessing:
         return to_bytes(image.resize(size, RESAMPLING[self.interpolation]))
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of the whole picture before the centre is cut out."""
+        """(width, height) of the whole image before the centre is cut out."""
         rows, cols = (math.floor(side / self.crop_share) for side in self.image_size)
         if self.resize == "squash":
             return cols, rows
@@ -165,7 +165,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, data: DataConfig, side: int) -> "Preprocessing":
-        """What the settings in `data` say, for square pictures of `side` pixels."""
+        """What the settings in `data` say, for square images of `side` pixels."""
         return cls(
             image_size=(side, side),
             resize=data.resize,
@@ -220,12 +220,12 @@ def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
 
 
 def to_bytes(image: Image.Image) -> "Tensor":
-    """RGB picture -> its bytes, (3, height, width)."""
+    """RGB image -> its bytes, (3, height, width)."""
     return pixels_of(image).contiguous()
 
 
 def pixels_of(image: Image.Image) -> "Tensor":
-    """RGB picture -> its bytes, (3, height, width); those of a pixel lie together in memory."""
+    """RGB image -> its bytes, (3, height, width); those of a pixel lie together in memory."""
     import torch
 
     return rearrange(torch.from_numpy(np.array(image)), "height width rgb -> rgb height width")

@@ -1,7 +1,7 @@
 """Where the members of a tar file are, read from its headers; nothing is ever unpacked.
 
 POSIX.1-2001 (pax), ustar and GNU tar with long names. Python's tarfile is not used to read: it
-takes a header that is damaged for the end of the file, so pictures would be lost unsaid.
+takes a header that is damaged for the end of the file, so images would be lost unsaid.
 """
 
 import hashlib
@@ -186,7 +186,7 @@ class _Reading:
         """Refuse what is no plain tar from its first bytes on."""
         for first, kind, tool in PACKED:
             if start.startswith(first):
-                remedy = f"pictures are found by their place; unpack it once with {tool}"
+                remedy = f"images are found by their place; unpack it once with {tool}"
                 raise self.wrong(f"compressed with {kind}; {remedy}")
         digits = start[148:156].strip(b" \0")
         if len(start) < BLOCK or not digits or digits.strip(b"01234567"):

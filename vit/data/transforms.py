@@ -1,38 +1,111 @@
-"""Training pictures are cropped, flipped, moved and recoloured at random.
+"""Training images are cropped, flipped, moved and recoloured at random.
 
-Every draw comes from torch's global generator, which the dataset seeds for each picture.
+Every draw comes from torch's global generator, which the dataset seeds for each image.
+
+A random crop of an image at the network's size, by the quickest way that shows the same.
+
+Pillow's bicubic and bilinear filters widen where an image is made smaller, and so do torch's,
+several times as fast: their results differ by rounding (64 dB; benchmarks/loading.py). A JPEG of
+which the network will see a small version is not even decoded in full.
 """
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from vit.config import AugmentConfig
-from vit.data.crops import Box, Crop, Source
-from vit.data.policies import operations
-from vit.data.preprocessing import RESAMPLING, WHOLE_LIMIT, Preprocessing, pixels_of
+from vit.data.auto_augment import operations
+from vit.data.preprocessing import RESAMPLING, WHOLE_LIMIT, Interpolation, Preprocessing, pixels_of
+
+if TYPE_CHECKING:
+    from vit.data.image_io import Least, Pixels
+
+
+Box = tuple[float, float, float, float]
+"""(left, top, right, bottom) in fractions of pixels."""
+LEAST_SIDE = 64
+"""Of a box that is cut at whole pixels, which moves its edges by less than a hundredth of it."""
+MARGIN = 2
+"""How much larger than the result a crop decoded at reduced size must at least be."""
+
+
+class Source(Protocol):
+    """Where the pixels of one image come from: a file, or a cache."""
+
+    def __call__(self, least: "Least") -> "Pixels":
+        """Upright RGB bytes, (height, width, 3), maybe smaller than the original."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A random part of an image at a given size.
+
+    Args:
+        image_size: (height, width) of the result.
+        interpolation: How pixels are resampled.
+        draw: Called once with (width, height) of the image: which part of it.
+    """
+
+    image_size: tuple[int, int]
+    interpolation: Interpolation
+    draw: Callable[[int, int], Box]
+
+    def __call__(self, source: Source) -> Tensor:
+        """The part as bytes, (3, height, width), of which pixels lie together."""
+        drawn: list[tuple[Box, int, int]] = []
+
+        def least(width: int, height: int) -> tuple[int, int]:
+            left, top, right, bottom = box = self.draw(width, height)
+            drawn.append((box, width, height))
+            rows, cols = self.image_size
+            return (
+                min(math.ceil(MARGIN * width * cols / (right - left)), width),
+                min(math.ceil(MARGIN * height * rows / (bottom - top)), height),
+            )
+
+        pixels = source(least)
+        if not drawn:
+            least(pixels.shape[1], pixels.shape[0])
+        box, width, height = drawn[0]
+        x, y = pixels.shape[1] / width, pixels.shape[0] / height
+        return self.resized(pixels, (box[0] * x, box[1] * y, box[2] * x, box[3] * y))
+
+    def resized(self, pixels: "Pixels", box: Box) -> Tensor:
+        """`box` of an image, (height, width, 3), as bytes, (3, rows, cols)."""
+        left, top, right, bottom = map(round, box)
+        if min(right - left, bottom - top) < LEAST_SIDE:
+            resample, (rows, cols) = RESAMPLING[self.interpolation], self.image_size
+            return pixels_of(Image.fromarray(pixels).resize((cols, rows), resample, box=box))
+        # In this order in memory torch neither splits colours before it resizes, nor after.
+        part = torch.from_numpy(np.ascontiguousarray(pixels[top:bottom, left:right]))
+        last = part[None].permute(0, 3, 1, 2)
+        return F.interpolate(last, self.image_size, mode=self.interpolation, antialias=True)[0]
+
 
 TRIES = 10
 ERASED = (0.02, 1 / 3)
-"""Smallest and largest share of a picture that is erased."""
+"""Smallest and largest share of an image that is erased."""
 ERASED_RATIO = 10 / 3
 PADDED = 4
-"""Pixels that a simple random crop may lie outside, where the picture is reflected."""
+"""Pixels that a simple random crop may lie outside, where the image is reflected."""
 
 
 class Transform(Protocol):
-    """An RGB picture of any size becomes (3, height, width) bytes."""
+    """An RGB image of any size becomes (3, height, width) bytes."""
 
     @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) of every result."""
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """RGB picture -> its bytes, (3, height, width)."""
+        """RGB image -> its bytes, (3, height, width)."""
 
 
 def training_transform(
@@ -49,7 +122,7 @@ class TrainingTransform:
         config: Which of them, and how strong.
         preprocessing: Gives the size, the interpolation, the fill colour, and the geometry where
             crops are off (`min_crop` 1).
-        quick: Crop the quick way, which rounds otherwise; see vit.data.crops.
+        quick: Crop the quick way, which rounds otherwise; see vit.data.transforms.
     """
 
     def __init__(
@@ -62,12 +135,12 @@ class TrainingTransform:
         self.operations = operations(config, preprocessing.mean_colour)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """RGB picture -> its bytes, (3, height, width)."""
+        """RGB image -> its bytes, (3, height, width)."""
         image = self._varied(self._flipped(self._cropped(image)))
         return self._erased(pixels_of(image))
 
     def of(self, source: Source) -> Tensor:
-        """The same draws on the picture of `source` -> its bytes, (3, height, width).
+        """The same draws on the image of `source` -> its bytes, (3, height, width).
 
         Args:
             source: Gives the pixels, once it knows how many of them are needed.
@@ -128,9 +201,9 @@ class TrainingTransform:
 
 
 def random_box(width: int, height: int, min_area: float, max_ratio: float) -> Box:
-    """A part of a picture, as (left, top, right, bottom) in fractions of pixels.
+    """A part of an image, as (left, top, right, bottom) in fractions of pixels.
 
-    Its area is uniform in [min_area, 1] of the picture's, the logarithm of its aspect ratio
+    Its area is uniform in [min_area, 1] of the image's, the logarithm of its aspect ratio
     uniform too. Where ten draws do not fit, the largest centred box of an allowed ratio.
 
     Source: Szegedy et al., "Going Deeper with Convolutions", section 6, arXiv:1409.4842.
@@ -152,9 +225,9 @@ def random_box(width: int, height: int, min_area: float, max_ratio: float) -> Bo
 def simple_crop(
     image: Image.Image, width: int, height: int, resample: Image.Resampling
 ) -> Image.Image:
-    """A crop of `width` x `height` anywhere in the picture, resized to just cover that.
+    """A crop of `width` x `height` anywhere in the image, resized to just cover that.
 
-    It may lie up to 4 pixels outside, where the picture is reflected.
+    It may lie up to 4 pixels outside, where the image is reflected.
 
     Source: "simple random crop" of Touvron et al., DeiT III, section 4.1, arXiv:2204.07118.
     """

@@ -1,10 +1,10 @@
-"""Pictures of numbers: curves over epochs as SVG, a confusion matrix as a table of shades."""
+"""Images of numbers: curves over epochs as SVG, a confusion matrix as a table of shades."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vit.evaluation.page import Html, called, join, table, tag
+from vit.evaluation.html_page import Html, called, join, table, tag
 
 WIDTH, HEIGHT = 420, 260
 LEFT, RIGHT, TOP, BOTTOM = 54, 18, 46, 40
@@ -13,7 +13,7 @@ RIGHT_SHADE, WRONG_SHADE = "29 78 216", "194 65 12"  # red green blue
 STRONG = 0.75  # shade above which only white letters can be read
 
 Confusion = Mapping[tuple[int, int], int]
-"""Number of pictures by (true class, answered class); pairs without one may be missing."""
+"""Number of images by (true class, answered class); pairs without one may be missing."""
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,179 @@
 """Is the exported file the model that was evaluated? Three ways to the same answers, compared.
 
-by hand      the saved preprocessing and the network in torch, picture by picture
+by hand      the saved preprocessing and the network in torch, image by image
 predictor    what `vit predict RUN` says, in float32
 file         what the exported file says, without torch
+
+What came of comparing an exported file with its run: numbers, limits, and words for people.
 """
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from vit.errors import DataError, RunError, VitError, WeightsError, printable
-from vit.export.answering import Answers, Runner, Said, by_file, by_hand, by_predictor
-from vit.export.causes import causes, metadata_differences
-from vit.export.pictures import pictures_for
-from vit.export.verdict import HAND, LIMITS, PREDICTOR, Compared, Limits, Verification
-from vit.nearby import did_you_mean
-from vit.runtime.opening import EXPORTED, runner_like
-from vit.weights.loading import load_model
-from vit.weights.sources import locate
+from vit.export.mismatch_diagnosis import causes, metadata_differences
+from vit.export.reference_outputs import Answers, Runner, Said, by_file, by_hand, by_predictor
+from vit.export.sample_images import images_for
+from vit.exported.load_exported import EXPORTED, runner_like
+from vit.paths import did_you_mean
+from vit.weights.load_model import load_model
+from vit.weights.resolve_source import locate
+
+HAND, PREDICTOR = "by hand", "predictor"
+
+
+class Limits(NamedTuple):
+    """What two ways may differ by."""
+
+    agreement: float
+    """Share of the images that must have the same answer."""
+    difference: float
+    """Largest difference of two probabilities."""
+
+
+LIMITS = {
+    "fp32": Limits(0.995, 0.02),
+    "fp16": Limits(0.98, 0.05),
+    "int8": Limits(0.9, 0.5),
+}
+"""By the arithmetic of the file; of fp16 and int8 the agreement decides, the other is a fuse."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far one way is from that by hand.
+
+    Args:
+        name: Of the way.
+        images: Images that both have answered.
+        top1_agreement: Share of them with the same first class, and the same caption. Where a
+            image may have several classes, the mean share that both name of those that one does.
+        max_probability_difference: The largest difference of two probabilities.
+        worst: The image of that difference, or None where there is none.
+        limits: What is allowed.
+    """
+
+    name: str
+    images: int
+    top1_agreement: float
+    max_probability_difference: float
+    worst: str | None
+    limits: Limits
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it is within its limits."""
+        return (
+            self.top1_agreement >= self.limits.agreement
+            and self.max_probability_difference <= self.limits.difference
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "name": self.name,
+            "images": self.images,
+            "top1_agreement": self.top1_agreement,
+            "max_probability_difference": self.max_probability_difference,
+            "worst": self.worst,
+            "least_agreement": self.limits.agreement,
+            "most_difference": self.limits.difference,
+            "agrees": self.agrees,
+        }
+
+    def line(self) -> str:
+        """How far it is from that by hand, and how far it may be."""
+        least, most = self.limits
+        return (
+            f"same answer {self.top1_agreement:.2%} (at least {least:.1%}), largest difference "
+            f"{self.max_probability_difference:.2g} (at most {most:g})"
+        )
+
+    def complaint(self) -> str:
+        """By how much it differs, and on which image most."""
+        wrong = round((1 - self.top1_agreement) * self.images)
+        return (
+            f"{printable(self.name)} is not the network of the run: another answer for {wrong} of "
+            f"{self.images} images, probabilities differ by up to "
+            f"{self.max_probability_difference:.3f}, most on {printable(self.worst)}"
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What came of a comparison.
+
+    Args:
+        images: Images that every way has answered.
+        paths: The ways; the first is what the others are compared with.
+        failures: Images that a way did not answer, each {"image", "path", "error"}.
+        causes: What is not as it must be, one sentence each.
+        precision: What the file says that it computes in, which sets its limits; None without one.
+    """
+
+    images: int
+    paths: tuple[Compared, ...]
+    failures: tuple[dict[str, str], ...] = ()
+    causes: tuple[str, ...] = ()
+    precision: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the answers are the same, and the file says of itself what the run says."""
+        return all(path.agrees for path in self.paths) and not self.causes
+
+    @property
+    def top1_agreement(self) -> float:
+        """The least of all ways."""
+        return min(path.top1_agreement for path in self.paths)
+
+    @property
+    def max_probability_difference(self) -> float:
+        """The largest of all ways."""
+        return max(path.max_probability_difference for path in self.paths)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "images": self.images,
+            "top1_agreement": self.top1_agreement,
+            "max_probability_difference": self.max_probability_difference,
+            "agrees": self.agrees,
+            "precision": self.precision,
+            "paths": [path.to_dict() for path in self.paths],
+            "causes": list(self.causes),
+            "failed": list(self.failures),
+        }
+
+    def lines(self) -> list[str]:
+        """The numbers for reading."""
+        first, *others = self.paths
+        width = max(len(printable(path.name)) for path in self.paths)
+        lines = [f"{'images':<{width}}  {self.images}"]
+        lines.append(f"{first.name:<{width}}  the saved preprocessing and the network, in float32")
+        lines += [f"{printable(path.name):<{width}}  {path.line()}" for path in others]
+        if self.precision is not None:
+            lines.append(f"{'':<{width}}  its limits are those of {self.precision}, as it says")
+        return [*lines, self.conclusion]
+
+    @property
+    def conclusion(self) -> str:
+        """The last line: what somebody reads who reads one."""
+        if not self.agrees:
+            return "they do not agree"
+        left_out = len({failure["image"] for failure in self.failures})
+        if left_out:
+            return f"{self.images} agree, and {left_out} could not be compared"
+        return "all agree"
+
+    def complaints(self) -> list[str]:
+        """What is wrong, a line each: which way, by how much, where; then likely causes."""
+        lines = [path.complaint() for path in self.paths if not path.agrees]
+        return lines + [f"likely cause: {cause}" for cause in self.causes]
+
 
 PathLike = str | os.PathLike[str]
 
@@ -29,28 +185,28 @@ def verify(
     *,
     engine: str | None = None,
     batch_size: int | None = None,
-    say: Callable[[str], object] = lambda _note: None,
+    notify: Callable[[str], object] = lambda _note: None,
 ) -> Verification:
-    """Compare what a run, the predictor and an exported file say of the same pictures.
+    """Compare what a run, the predictor and an exported file say of the same images.
 
     Args:
         run: A run folder, or of a classifier any other source of weights with a head; the one in
             the metadata of `exported` when left out.
         exported: X.onnx or X.xml; the run alone is compared with the predictor when left out.
-        images: Paths; when left out up to 50 validation pictures of the run's data, or drawn ones
+        images: Paths; when left out up to 50 validation images of the run's data, or drawn ones
             where there are none.
         engine: What computes the file: onnx or openvino; by its suffix when left out.
         batch_size: Of the runner.
-        say: Receives which pictures were taken.
+        say: Receives which images were taken.
 
     Raises:
         VitError: The run, the file or the engine cannot be used.
-        DataError: No picture has an answer of every way.
+        DataError: No image has an answer of every way.
     """
     runner = None if exported is None else opened(exported, engine, batch_size)
     source = source_of(exported, runner) if run is None else run
-    loaded = load_model(source, say=say)
-    with pictures_for(Path(source), loaded, images, say) as paths:
+    loaded = load_model(source, notify=notify)
+    with images_for(Path(source), loaded, images, notify) as paths:
         ways = {HAND: by_hand(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
         if runner is None:
             return verdict(paths, ways, None, [])
@@ -143,7 +299,7 @@ def verdict(
 def compare(
     name: str, images: Sequence[str], hand: Answers, said: Answers, limits: Limits
 ) -> Compared:
-    """How far `said` is from what was computed by `hand`, on the pictures that both answered.
+    """How far `said` is from what was computed by `hand`, on the images that both answered.
 
     Raises:
         DataError: There is none.
@@ -156,7 +312,7 @@ def compare(
     if not rows:
         error = hand[0] if isinstance(hand[0], str) else said[0]
         raise DataError(
-            f"none of {len(images)} pictures can be compared; the first, {printable(images[0])}: "
+            f"none of {len(images)} images can be compared; the first, {printable(images[0])}: "
             f"{printable(error)}"
         )
     same, apart, paths = zip(*rows, strict=True)
@@ -166,7 +322,7 @@ def compare(
 
 
 def failures_of(images: Sequence[str], ways: dict[str, Answers]) -> tuple[dict[str, str], ...]:
-    """Pictures without an answer, and which way says so; once where all say the same."""
+    """Images without an answer, and which way says so; once where all say the same."""
     failures = []
     for place, image in enumerate(images):
         errors = {name: said[place] for name, said in ways.items() if isinstance(said[place], str)}

@@ -1,1 +1,1 @@
-"""A saved model and pictures in, answers out."""
+"""A saved model and images in, answers out."""

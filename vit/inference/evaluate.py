@@ -1,39 +1,249 @@
-"""Measures a saved model on pictures with classes or captions, through the predictor of users.
+"""Measures a saved model on images with classes or captions, through the predictor of users.
 
 So the top-1 of `vit evaluate` is exactly the one counted from `vit predict` on the same files, and
 the captions that it scores are those that `vit predict` writes.
+
+Measures a network whose images may have several classes, through the predictor of users.
+Measures a captioner on images with captions: what it writes, and how it likes what is true.
+
+    loss           mean cross-entropy of a word of the images' first captions
+    loss_shuffled  the same captions, each against another image
+
+A decoder that does not look at the images has two losses that are equal. Both, and the scores of
+the captions, are those of the validation after a training's epoch.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vit.data.captioning.captions import open_captioned
-from vit.data.captioning.lists import find_lists
-from vit.data.samples import Sample
-from vit.data.sources.label_lists import is_list
-from vit.data.sources.opening import Asked, open_labelled, relative, resolve
+from vit.config.parser import make_config, read_settings
+from vit.data.captions.caption_dataset import open_captioned
+from vit.data.captions.caption_ids import CaptionIds
+from vit.data.captions.caption_lists import find_lists
+from vit.data.dataset_types import NO_LABEL, Sample
+from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of
+from vit.data.sources.file_walk import count
+from vit.data.sources.image_list import is_list
+from vit.data.sources.open_dataset import DatasetSpec, open_labelled, relative, resolve
 from vit.errors import ConfigError, DataError, RunError, printable
-from vit.evaluation.metrics import Outcomes, summarise
-from vit.generation.search import Search
-from vit.inference.evaluate_captions import measure_captions
-from vit.inference.evaluate_several import check_kind, measure_several
-from vit.inference.network import Views
+from vit.evaluation.caption_metrics import caption_scores
+from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.multilabel_metrics import summarise_multilabel
+from vit.generation.caption_likelihood import is_blind
+from vit.generation.generation_config import Search
+from vit.inference.caption_generator import Speaker
+from vit.inference.model_runner import Views
 from vit.inference.predictor import Answer, PathLike, Predictor
-from vit.settings import make_config, read_settings
-from vit.weights.folder import LoadedRun
+from vit.output.prediction_results import unended_note
+from vit.precision import autocast
+from vit.weights.saved_model import LoadedRun
+
+
+def check_kind(thresholds: object, samples: tuple[Sample, ...], where: str) -> None:
+    """Refuse images with several classes for a network that gives each one class.
+
+    Images with one class are fine for a network that names several.
+
+    Args:
+        thresholds: Of the network; None where an image has one class.
+        samples: The images.
+        where: The data.
+
+    Raises:
+        ConfigError: It is so.
+    """
+    if thresholds is None and has_multilabel(samples):
+        raise ConfigError(
+            f"{printable(where)}: images have several classes, or none, and this network gives "
+            "each one; train it with --task multilabel, or give data with one class an image"
+        )
+
+
+def measure_multilabel(
+    predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Scores of the readable images, none where there are none, and {"image", "error"} of others.
+
+    All probabilities are held: 8 bytes an image and class.
+    """
+    assert predictor.thresholds is not None, "an image may have several classes"
+    rows, kept, done = [], [], 0
+    failed: list[dict[str, str]] = []
+    for answers in predictor.batches([sample.path for sample in samples]):
+        for answer, sample in zip(answers, samples[done : done + len(answers)], strict=True):
+            if answer.probabilities is not None:
+                rows.append(answer.probabilities)
+                kept.append(labels_of(sample))
+            if answer.error is not None:
+                failed.append({"image": answer.image, "error": answer.error})
+        done += len(answers)
+        progress(done, len(samples))
+    if not rows:
+        return {}, failed
+    targets = MultiHot(kept, len(predictor.classes))[torch.arange(len(kept))]
+    scores = summarise_multilabel(
+        torch.stack(rows), targets, predictor.classes, predictor.thresholds
+    )
+    return scores, failed
+
+
+EXAMPLES = 5
+
+
+class Told:
+    """What was said of the images so far.
+
+    Args:
+        speaker: Of the captioner.
+        samples: The images, each with a caption that the decoder has places for.
+        ids: Their captions as tokens.
+    """
+
+    def __init__(self, speaker: Speaker, samples: Sequence[Sample], ids: CaptionIds) -> None:
+        self.speaker, self.samples, self.ids = speaker, samples, ids
+        self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
+        self.words = dict.fromkeys(self.sums, 0)
+        self.places: list[int] = []
+        self.texts: list[str] = []
+        self.unended = 0
+        self.outcomes: list[Outcomes] = []
+
+    def add(self, answers: Sequence[Answer], first: int) -> None:
+        """Count one batch, whose first image is sample `first`."""
+        told = [(first + place, a) for place, a in enumerate(answers) if a.captions]
+        memories = [answer.memory for _, answer in told if answer.memory is not None]
+        places = [place for place, _ in told]
+        away = len(self.samples) // 2  # as in training: each caption against one other image
+        for name, shift in (("loss", 0), ("loss_shuffled", away)):
+            chosen = [((place + shift) % len(self.samples), 0) for place in places]
+            loss, words = self.speaker.loss(memories, self.ids.padded(chosen))
+            self.sums[name] += loss
+            self.words[name] += words
+        self.places += places
+        self.texts += [answer.captions[0].text for _, answer in told]
+        self.unended += sum(not answer.captions[0].ended for _, answer in told)
+        self._classes([(self.samples[place].label, answer) for place, answer in told])
+
+    def _classes(self, told: Sequence[tuple[int, Answer]]) -> None:
+        rows = [
+            (label, answer.probabilities)
+            for label, answer in told
+            if label != NO_LABEL and answer.probabilities is not None
+        ]
+        if rows:
+            labels = torch.tensor([label for label, _ in rows])
+            self.outcomes.append(Outcomes.of(torch.stack([row for _, row in rows]), labels))
+
+    def scores(self, classes: tuple[str, ...]) -> dict[str, Any]:
+        """All numbers, of at least one image, and some examples."""
+        references = [self.samples[place].captions for place in self.places]
+        found: dict[str, Any] = {"count": len(self.texts)}
+        if self.outcomes:
+            found |= summarise(Outcomes.cat(self.outcomes), classes)
+            found["class_loss"] = found.pop("loss")
+        found |= {name: total / self.words[name] for name, total in self.sums.items()}
+        found |= caption_scores(self.texts, references)
+        return {**found, "count": len(self.texts), "examples": self._examples()}
+
+    def _examples(self) -> list[dict[str, str]]:
+        """Some images from all over the set, with what was said and the first reference."""
+        shown = min(EXAMPLES, len(self.texts))
+        return [
+            {
+                "image": self.samples[self.places[number]].path,
+                "caption": self.texts[number],
+                "reference": self.samples[self.places[number]].captions[0],
+            }
+            for number in (index * len(self.texts) // shown for index in range(shown))
+        ]
+
+
+@torch.inference_mode()
+def measure_captions(
+    predictor: Predictor,
+    speaker: Speaker,
+    samples: Sequence[Sample],
+    *,
+    notify: Callable[[str], object],
+    progress: Callable[[int, int], object],
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Scores of the readable images, empty without any, and {"image", "error"} of the others.
+
+    Args:
+        predictor: Of a captioner.
+        speaker: Its own.
+        samples: Images with captions.
+        say: Receives what a user should know of the numbers.
+        progress: Receives the images done, and of how many, after each batch.
+
+    Raises:
+        DataError: No caption is short enough for the decoder, or one cannot be tokenised.
+    """
+    kept, ids = short_enough(speaker, samples, notify)
+    told = Told(speaker, kept, ids)
+    failed: list[dict[str, str]] = []
+    done = 0
+    for answers in predictor.batches(sample.path for sample in kept):
+        with autocast(predictor.precision, predictor.device):
+            told.add(answers, done)
+        failed += [{"image": a.image, "error": a.error} for a in answers if a.error is not None]
+        done += len(answers)
+        progress(done, len(kept))
+    if not told.texts:
+        return {}, failed
+    scores = told.scores(predictor.classes)
+    for note in notes_on(scores, told.unended):
+        notify(note)
+    return scores, failed
+
+
+def short_enough(
+    speaker: Speaker, samples: Sequence[Sample], notify: Callable[[str], object]
+) -> tuple[tuple[Sample, ...], CaptionIds]:
+    """The samples with a caption that the decoder has places for, and those captions as tokens.
+
+    Raises:
+        DataError: There are none, or a caption cannot be tokenised.
+    """
+    most = speaker.decoder.most_tokens
+    ids = CaptionIds([sample.captions for sample in samples], speaker.tokenizer, most)
+    kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
+    if not kept:
+        raise DataError(f"no caption has at most {most} tokens, the places of this decoder")
+    if ids.too_long:
+        said = f"left {count(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
+        lost = len(samples) - len(kept)
+        notify(f"{said}, and {count(lost, 'image')} with no other" if lost else said)
+        ids = CaptionIds([sample.captions for sample in kept], speaker.tokenizer, most)
+    return kept, ids
+
+
+def notes_on(scores: dict[str, Any], unended: int) -> list[str]:
+    """What a user should know of the numbers."""
+    notes = []
+    right, wrong = scores["loss"], scores["loss_shuffled"]
+    if scores["count"] > 1 and is_blind(right, wrong):
+        notes.append(
+            f"warning: the decoder hardly looks at the images: its loss is {right:.3f}, and "
+            f"{wrong:.3f} with other images"
+        )
+    if unended:
+        notes.append(unended_note(unended, scores["count"]))
+    return notes
+
 
 SPLIT_FILE = "split.json"
 
 
 def evaluate(
     model: PathLike | LoadedRun,
-    data: str | Asked,
+    data: str | DatasetSpec,
     *,
     split: str = "val",
     images: str | None = None,
@@ -47,19 +257,19 @@ def evaluate(
     search: Search | None = None,
     tta: Views | None = None,
     compile: bool = False,  # noqa: A002
-    say: Callable[[str], object] = lambda _note: None,
+    notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
     """Scores of `model` on one split of `data`, as plain values that JSON takes; see `measured`.
 
-    Classes are matched by name. Where training held pictures out of `data`, those alone are used.
+    Classes are matched by name. Where training held images out of `data`, those alone are used.
 
     Args:
         model: A run folder or any other source of weights with a head, or one that is loaded.
-        data: A folder or list of labelled pictures or captions, a built-in set, or an Asked.
+        data: A folder or list of labelled images or captions, a built-in set, or an Asked.
         split, images: As for Asked, which has them as well; `val` is the first validation part.
         device, batch_size and so on, up to compile: As for Predictor.
-        say, progress: Receive notes; and the pictures done and of how many, after each batch.
+        say, progress: Receive notes; and the images done and of how many, after each batch.
 
     Raises:
         VitError: The model, the data or a setting cannot be used.
@@ -76,52 +286,54 @@ def evaluate(
         search=search,
         tta=tta,
         compile=compile,
-        say=say,
+        notify=notify,
     )
-    asked = data if isinstance(data, Asked) else Asked(os.fspath(data), images, split=split)
-    samples = find_samples(predictor, model, asked, say)
-    return measured(predictor, samples, say, progress, where=asked.data)
+    asked = (
+        data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
+    )
+    samples = find_samples(predictor, model, asked, notify)
+    return measured(predictor, samples, notify, progress, where=asked.data)
 
 
 def find_samples(
     predictor: Predictor,
     model: PathLike | LoadedRun,
-    asked: Asked,
-    say: Callable[[str], object],
+    asked: DatasetSpec,
+    notify: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The pictures that the network of `predictor` is measured on."""
+    """The images that the network of `predictor` is measured on."""
     if predictor.speaker is not None:
-        return captioned(model, asked, predictor.classes, say)
-    return labelled(model, asked, predictor.classes, say, thresholds=predictor.thresholds)
+        return captioned(model, asked, predictor.classes, notify)
+    return labelled(model, asked, predictor.classes, notify, thresholds=predictor.thresholds)
 
 
 def measured(
     predictor: Predictor,
     samples: tuple[Sample, ...],
-    say: Callable[[str], object],
+    notify: Callable[[str], object],
     progress: Callable[[int, int], object],
     *,
     where: str,
 ) -> dict[str, Any]:
-    """Scores of the pictures that can be read.
+    """Scores of the images that can be read.
 
     Returns:
-        What `summarise` or `summarise_several` says, and `failed`: the pictures that cannot be
+        What `summarise` or `summarise_multilabel` says, and `failed`: the images that cannot be
         read, which it leaves out. Of a captioner `count`, `loss` and `loss_shuffled` (of a word of
         the captions), what `caption_scores` says, `examples` and `failed`; and with classes what
         `summarise` says, where its loss is `class_loss`.
 
     Raises:
-        DataError: No picture can be read, or no caption suits the decoder.
+        DataError: No image can be read, or no caption suits the decoder.
     """
     if predictor.thresholds is not None:
-        scores, failed = measure_several(predictor, samples, progress)
+        scores, failed = measure_multilabel(predictor, samples, progress)
     elif predictor.speaker is None:
         parts, failed = measure(predictor, samples, progress)
         scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
     else:
         scores, failed = measure_captions(
-            predictor, predictor.speaker, samples, say=say, progress=progress
+            predictor, predictor.speaker, samples, notify=notify, progress=progress
         )
     if not scores:
         raise DataError(f"{printable(where)}: {none_measured(failed)}")
@@ -130,11 +342,11 @@ def measured(
 
 def captioned(
     model: PathLike | LoadedRun,
-    asked: Asked,
+    asked: DatasetSpec,
     classes: tuple[str, ...],
-    say: Callable[[str], object],
+    notify: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The pictures that a captioner is measured on; `say` receives notes about them.
+    """The images that a captioner is measured on; `notify` receives notes about them.
 
     Raises:
         ConfigError: A setting is one of lists of classes.
@@ -146,50 +358,50 @@ def captioned(
     held_out: list[str] = []
     if not isinstance(model, LoadedRun) and (folder_of(model) / SPLIT_FILE).is_file():
         root = find_lists(data).root if images is None else Path(images)
-        held_out = held_out_pictures(folder_of(model), data, root)
+        held_out = held_out_images(folder_of(model), data, root)
     samples, notes = open_captioned(
         data, split=asked.split or "val", images=images, held_out=held_out, classes=classes
     )
     for note in notes:
-        say(note)
+        notify(note)
     return samples
 
 
 def labelled(
     model: PathLike | LoadedRun,
-    asked: Asked,
+    asked: DatasetSpec,
     classes: tuple[str, ...],
-    say: Callable[[str], object],
+    notify: Callable[[str], object],
     *,
     thresholds: tuple[float, ...] | None = None,
 ) -> tuple[Sample, ...]:
-    """The pictures that a classifier is measured on; `say` receives notes about them.
+    """The images that a classifier is measured on; `notify` receives notes about them.
 
-    `thresholds` are those of its classes, where a picture may have several.
+    `thresholds` are those of its classes, where an image may have several.
 
     Raises:
-        ConfigError: The pictures have several classes, and the network gives each one.
+        ConfigError: The images have several classes, and the network gives each one.
     """
 
     def held_out(root: Path, there: Collection[str]) -> list[str]:
         ours = None if isinstance(model, LoadedRun) else folder_of(model)
-        return [] if ours is None else held_out_pictures(ours, asked.data, root, there)
+        return [] if ours is None else held_out_images(ours, asked.data, root, there)
 
     full = as_trained(asked, None if isinstance(model, LoadedRun) else folder_of(model))
-    full = dataclasses.replace(full, several=None if thresholds is None else True)
+    full = dataclasses.replace(full, multilabel=None if thresholds is None else True)
     samples, notes = open_labelled(
         full, split=asked.split or "val", classes=classes, held_out=held_out
     )
     for note in notes:
-        say(note)
+        notify(note)
     check_kind(thresholds, samples, asked.data)
     return samples
 
 
-def as_trained(asked: Asked, run: Path | None) -> Asked:
+def as_trained(asked: DatasetSpec, run: Path | None) -> DatasetSpec:
     """`asked` with what the training of the run folder `run` said of its data, where left out.
 
-    Which folder the pictures are in, and that they may lie outside of it, is true of its own list.
+    Which folder the images are in, and that they may lie outside of it, is true of its own list.
     """
     path = None if run is None else run / "config.yaml"
     if path is None or not path.is_file():
@@ -208,9 +420,9 @@ def as_trained(asked: Asked, run: Path | None) -> Asked:
 
 
 def none_measured(failed: list[dict[str, str]]) -> str:
-    """Why there are no numbers: every picture is among the `failed`."""
+    """Why there are no numbers: every image is among the `failed`."""
     image, error = printable(failed[0]["image"]), printable(failed[0]["error"])
-    return f"none of {len(failed)} pictures can be measured; the first is {image}: {error}"
+    return f"none of {len(failed)} images can be measured; the first is {image}: {error}"
 
 
 def folder_of(model: PathLike) -> Path:
@@ -222,7 +434,7 @@ def folder_of(model: PathLike) -> Path:
 def measure(
     predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
 ) -> tuple[list[Outcomes], list[dict[str, str]]]:
-    """Outcomes of the readable pictures, batch by batch, and {"image", "error"} of the others."""
+    """Outcomes of the readable images, batch by batch, and {"image", "error"} of the others."""
     parts: list[Outcomes] = []
     failed: list[dict[str, str]] = []
     done = 0
@@ -235,7 +447,7 @@ def measure(
 
 
 def outcomes(answers: list[Answer], samples: tuple[Sample, ...]) -> list[Outcomes]:
-    """Outcomes of the readable pictures of one batch: one item, or none where there are none."""
+    """Outcomes of the readable images of one batch: one item, or none where there are none."""
     rows, labels = [], []
     for answer, sample in zip(answers, samples, strict=True):
         if answer.probabilities is not None:
@@ -244,7 +456,7 @@ def outcomes(answers: list[Answer], samples: tuple[Sample, ...]) -> list[Outcome
     return [Outcomes.of(torch.stack(rows), torch.tensor(labels))] if rows else []
 
 
-def held_out_pictures(
+def held_out_images(
     run: Path, data: str, root: Path | None = None, there: Collection[str] = ()
 ) -> list[str]:
     """Names that the training of `run` held out for validation, if `data` is what it split.

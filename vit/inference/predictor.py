@@ -1,4 +1,4 @@
-"""A trained network answers for pictures: read, prepare, normalise, network, scores or words.
+"""A trained network answers for images: read, prepare, normalise, network, scores or words.
 
 Evaluation goes the same way (vit/inference/evaluate.py), so both give the same numbers.
 """
@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from vit.errors import BadImage, ConfigError, WeightsError
+from vit.exported.read_ahead import check_top_k, how_many
 from vit.generation.caption import Caption
-from vit.generation.search import Search
-from vit.inference.answers import Answer, named
-from vit.inference.choosing import Choice
-from vit.inference.lanes import all_of, in_order, lanes, threads_of, usual_batch
-from vit.inference.network import Network, Views
-from vit.inference.reading import Reader
-from vit.inference.speaking import speaker_of
+from vit.generation.generation_config import Search
+from vit.inference.batch_pipeline import Reader, all_of, in_order, lanes, threads_of, usual_batch
+from vit.inference.caption_generator import speaker_of
+from vit.inference.model_runner import Network, Views
+from vit.inference.outputs import Answer, named
+from vit.inference.precision_autotune import Choice
 from vit.model.captioner import lay_out
+from vit.output.prediction_results import Prediction
 from vit.precision import autocast, may_choose, resolve_device, resolve_precision
-from vit.runtime.reading import check_top_k, how_many
-from vit.runtime.results import Prediction
-from vit.weights.folder import LoadedRun
-from vit.weights.loading import load_model, tell
-from vit.weights.repatching import with_patches
+from vit.weights.change_patch_size import with_patches
+from vit.weights.load_model import load_model, tell
+from vit.weights.saved_model import LoadedRun
 
 __all__ = ["Answer", "PathLike", "Predictor"]
 
@@ -34,36 +33,36 @@ PathLike = str | os.PathLike[str]
 
 
 class Predictor:
-    """Labels pictures, or writes their captions, with a saved model.
+    """Labels images, or writes their captions, with a saved model.
 
     On one machine a list gives the same numbers every time, to the last digit: batches are cut
-    in its order, a picture that cannot be read leaves its place blank, and the last batch is
+    in its order, an image that cannot be read leaves its place blank, and the last batch is
     filled up with blank ones to a power of two, so that few shapes occur. (A matrix product
     rounds differently for another number of rows: the last digits do depend on `batch_size`.)
     Captions leave the work as they end and blank places get none: the last digits of their scores
-    depend on the pictures of the same batch.
+    depend on the images of the same batch.
 
     Args:
         run: A run folder or any other source of weights with a head, or one that is loaded.
         device: cpu, cuda, cuda:N or mps; the best one here when left out.
-        batch_size: Pictures in one pass through the network; when left out 64, and on a CPU as
+        batch_size: Images in one pass through the network; when left out 64, and on a CPU as
             many as its caches like, by the network's tokens: 4 to 64, and 16 for captions.
         precision: auto, fp32, bf16 or fp16. auto is bf16 where the hardware has it; where a CPU's
             bf16 may be fast or slow, a long list is tried both ways once, and the verdict kept.
-        workers: Threads that read pictures and, on a CPU, each compute a batch; one a core, at
+        workers: Threads that read images and, on a CPU, each compute a batch; one a core, at
             most 8, when left out.
         merge_tokens: Patches merged in each block, which is faster and less exact; as many as in
             training when left out.
         patch_size: Side of a patch in pixels, to which the weights are resized: best one that the
             network was trained with (`patch_sizes`). Its usual one when left out.
-        keep_aspect: Show the network whole pictures in their own aspect, with at most as many
+        keep_aspect: Show the network whole images in their own aspect, with at most as many
             patches as usual, where else it sees a square. Last digits then depend on neighbours.
         search: How captions are looked for; the likeliest word each time when left out. Words are
-            drawn by the number of the picture in the whole list.
-        tta: Answer by the mean over several views: `flip`, a picture and its mirror image, or
+            drawn by the number of the image in the whole list.
+        tta: Answer by the mean over several views: `flip`, an image and its mirror image, or
             `crops`, those of its centre and its four corners, ten in all.
         compile: Compile the network with torch.compile, which takes a minute and pays for many
-            pictures (docs/predict.md).
+            images (docs/predict.md).
         embeddings: Whether answers have an `embedding`; the weights then need no head.
         say: Told what weights of others are, and which precision was picked.
 
@@ -86,7 +85,7 @@ class Predictor:
         tta: Views | None = None,
         compile: bool = False,  # noqa: A002
         embeddings: bool = False,
-        say: Callable[[str], object] = tell,
+        notify: Callable[[str], object] = tell,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
@@ -97,7 +96,7 @@ class Predictor:
         if isinstance(run, LoadedRun):
             loaded = run
         else:
-            loaded = load_model(run, say=say, headless=embeddings)
+            loaded = load_model(run, notify=notify, headless=embeddings)
         loaded = with_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
@@ -107,24 +106,24 @@ class Predictor:
             lay_out(self.speaker.decoder)  # not in a network that somebody else may save
         self.keep_aspect = keep_aspect
         self.thresholds = loaded.thresholds
-        """Of each class, from which on it is named, where a picture may have several; or None."""
+        """Of each class, from which on it is named, where an image may have several; or None."""
         about = (self.model, self.preprocessing, self.device, keep_aspect, tta, embeddings, compile)
-        self.network = Network(*about, several=self.thresholds is not None)
+        self.network = Network(*about, multilabel=self.thresholds is not None)
         size = self.model.patch_embed.patch_size if keep_aspect else None
         self.read = Reader(self.preprocessing, patch_size=size, crops=tta == "crops")
         captions = self.speaker is not None
         self.batch_size = batch_size or usual_batch(loaded.config, self.device, captions=captions)
         self.workers = workers or threads_of(self.device)
-        self.say = say
+        self.notify = notify
         self.choice: Choice | None = None
         if precision == "auto" and may_choose(self.device) and self.classes and not captions:
             use = {"keep_aspect": keep_aspect, "compiled": compile}
-            self.choice = Choice(loaded.config, use, usual=self.precision, say=say)
+            self.choice = Choice(loaded.config, use, usual=self.precision, notify=notify)
             self.precision = self.choice.precision
 
     @property
     def n_best(self) -> int:
-        """Captions of a picture; 0 from a network that writes none."""
+        """Captions of an image; 0 from a network that writes none."""
         return 0 if self.speaker is None else self.speaker.search.n_best
 
     def __call__(
@@ -148,9 +147,9 @@ class Predictor:
         """Predictions in the order of `images`, as they are made; memory does not grow.
 
         Args:
-            images: Paths of pictures; taken as they are needed, a batch a worker ahead.
+            images: Paths of images; taken as they are needed, a batch a worker ahead.
             top_k: Most probable classes to name; all of them where there are fewer. When left out
-                5, and where a picture may have several classes all above their thresholds.
+                5, and where an image may have several classes all above their thresholds.
             threshold: Name no class that is less probable, whatever its own threshold is.
             first: As for `batches`.
 
@@ -164,11 +163,11 @@ class Predictor:
         return (told for batch in batches for told in self.names(batch, top_k, threshold))
 
     def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[Answer]]:
-        """Answers of `batch_size` pictures at a time, in order, while threads make the next.
+        """Answers of `batch_size` images at a time, in order, while threads make the next.
 
         Args:
             images: As for `stream`.
-            first: Number of the first picture in a longer list. The rest of a list from a multiple
+            first: Number of the first image in a longer list. The rest of a list from a multiple
                 of `batch_size` on has the digits that it has in the whole list.
         """
         paths = (os.fspath(path) for path in images)
@@ -211,14 +210,14 @@ class Predictor:
         return lambda: self._answer(first, paths, read())
 
     def _answer(
-        self, first: int, paths: list[str], pictures: Sequence[Tensor | BadImage]
+        self, first: int, paths: list[str], input_images: Sequence[Tensor | BadImage]
     ) -> list[Answer]:
-        """Answers for one batch; `first` is the number of its first picture in the whole list."""
-        errors = {n: p.reason for n, p in enumerate(pictures) if isinstance(p, BadImage)}
+        """Answers for one batch; `first` is the number of its first image in the whole list."""
+        errors = {n: p.reason for n, p in enumerate(input_images) if isinstance(p, BadImage)}
         if len(errors) == len(paths):
             return [Answer(path, None, errors[place]) for place, path in enumerate(paths)]
         blank = self.network.blank()
-        images = [blank if isinstance(picture, BadImage) else picture for picture in pictures]
+        images = [blank if isinstance(image, BadImage) else image for image in input_images]
         images += [blank] * (self._rows(len(paths)) - len(paths))
         seen = self.network.see(images, self.precision)
         finite = seen.probabilities.isfinite().all(dim=1)
@@ -237,19 +236,19 @@ class Predictor:
                 seen.probabilities[place],
                 captions=captions.get(place, ()),
                 memory=seen.memories[place],
-                picture=images[place],
+                pixels=images[place],
                 embedding=None if seen.embeddings is None else seen.embeddings[place],
             )
             for place, path in enumerate(paths)
         ]
 
-    def _rows(self, pictures: int) -> int:
+    def _rows(self, images: int) -> int:
         """Rows of a batch with the blank ones."""
         if self.keep_aspect:
-            return pictures
+            return images
         if self.network.compiled:
             return self.batch_size
-        return min(self.batch_size, 1 << (pictures - 1).bit_length())
+        return min(self.batch_size, 1 << (images - 1).bit_length())
 
     @torch.inference_mode()
     def _captions(
@@ -259,7 +258,7 @@ class Predictor:
         first: int,
         errors: dict[int, str],
     ) -> dict[int, tuple[Caption, ...]]:
-        """Captions of the pictures at `places`; `errors` receives those that get none."""
+        """Captions of the images at `places`; `errors` receives those that get none."""
         if self.speaker is None:
             return {}
         seen = [memory for place in places if (memory := memories[place]) is not None]

@@ -14,8 +14,8 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.positions import Grid
-from vit.model.rotary import Rotate, unturned
+from vit.model.position_embedding import Grid
+from vit.model.rotary_embedding import Rotate, unturned
 
 # Longest sequence whose score matrix the CPU may hold; its memory grows with the square.
 LONGEST_EXPLICIT = 1024
@@ -101,7 +101,7 @@ def as_they_are(key: Tensor, value: Tensor) -> KeysValues:
     return key, value
 
 
-class Places(NamedTuple):
+class AttentionContext(NamedTuple):
     """What the blocks know of their tokens besides the values."""
 
     grid: Grid = (0, 0)
@@ -128,7 +128,7 @@ def as_mask(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 class Unbiased(nn.Module):
     """Scores depend on queries and keys alone."""
 
-    def forward(self, places: Places) -> Tensor | None:
+    def forward(self, places: AttentionContext) -> Tensor | None:
         """The mask of the attention: the one that the caller gave."""
         return places.mask
 
@@ -183,7 +183,7 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
 
-    def split(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, dim) -> query, key, value, each (batch, its heads, tokens, head_dim)"""
         joined = rearrange(
             self.qkv(x),
@@ -193,9 +193,9 @@ class SelfAttention(nn.Module):
         query, key, value = joined.split(self.heads, dim=1)
         return places.rotate(self.q_norm(query)), places.rotate(self.k_norm(key)), value
 
-    def forward(self, x: Tensor, places: Places | None = None) -> Tensor:
+    def forward(self, x: Tensor, places: AttentionContext | None = None) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim); relative positions need the `places`."""
-        places = places or Places()
+        places = places or AttentionContext()
         query, key, value = self.split(x, places)
         key, value = places.remember(key, value)
         gathered = places.attend(

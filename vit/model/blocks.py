@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import Places, SelfAttention
+from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.cross_attention import CrossAttention
 
 
@@ -95,7 +95,7 @@ class Block(nn.Module):
         self.ls1, self.ls2 = scales
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Block(nn.Module):
 class PreNormBlock(Block):
     """x + f(norm(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), places)))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
@@ -113,7 +113,7 @@ class PreNormBlock(Block):
 class PostNormBlock(Block):
     """norm(x + f(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, places))))
         x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
@@ -127,7 +127,7 @@ class SandwichNormBlock(Block):
     norm1_post: nn.Module
     norm2_post: nn.Module
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), places))))
         x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))
@@ -139,7 +139,7 @@ class ParallelBlock(Block):
 
     norms = ("norm1",)
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         y = self.norm1(x)
         x = x + self.drop_path(self.ls1(self.attn(y, places)) + self.ls2(self.mlp(y)))
@@ -179,7 +179,7 @@ class DecoderBlock(Block):
 class PreNormDecoderBlock(DecoderBlock):
     """x + f(norm(x)), for attention, cross-attention and the feed-forward part."""
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), places)))
         x = x + self.drop_path(self.ls_cross(self.cross_attn(self.norm_cross(x), places)))
@@ -190,7 +190,7 @@ class PreNormDecoderBlock(DecoderBlock):
 class PostNormDecoderBlock(DecoderBlock):
     """norm(x + f(x)), for attention, cross-attention and the feed-forward part."""
 
-    def forward(self, x: Tensor, places: Places) -> tuple[Tensor, Places]:
+    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
         x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, places))))
         x = self.norm_cross(x + self.drop_path(self.ls_cross(self.cross_attn(x, places))))

@@ -1,4 +1,6 @@
-"""Names meet classes here, and nowhere else.
+"""Names meet classes here for the decoder, as in build.py for the encoder.
+
+Names meet classes here, and nowhere else.
 
 A layer takes plain numbers and never sees the config. To add an option: write the class, add its
 line below, and add its name to the Literal in vit/config/ (a test compares the two).
@@ -12,23 +14,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vit.config import ModelConfig
+from vit.config import DecoderConfig, ModelConfig
+from vit.config.parser import all_settings, convert, names_by_alias
+from vit.config.presets import preset
 from vit.errors import ConfigError
 from vit.model.attention import SelfAttention, Unbiased
 from vit.model.blocks import (
     Block,
+    DecoderBlock,
     LayerScale,
     ParallelBlock,
     PostNormBlock,
+    PostNormDecoderBlock,
     PreNormBlock,
+    PreNormDecoderBlock,
     SandwichNormBlock,
 )
-from vit.model.classifier import VisionTransformer
+from vit.model.captioner import Captioner
 from vit.model.conv_stem import BatchNorm, ChannelLayerNorm, ConvStem
-from vit.model.dropping import KeepAll, PatchDropout
-from vit.model.feedforward import MLP, PackedSwiGLU, QuickGELU, SwiGLU
-from vit.model.initialise import initialise
-from vit.model.merging import MergingBlock
+from vit.model.cross_attention import CrossAttention
+from vit.model.decoder import HideWords, TextDecoder
+from vit.model.initialization import initialise
+from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.moe import (
     MixtureOfExperts,
     capacity,
@@ -37,8 +44,8 @@ from vit.model.moe import (
     softmax_weights,
     token_order,
 )
-from vit.model.norms import RMSNorm
-from vit.model.patches import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
+from vit.model.patch_dropout import KeepAll, PatchDropout
+from vit.model.patch_embed import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
 from vit.model.pooling import (
     AttentionPooling,
     ClassTokenMeanPooling,
@@ -46,17 +53,24 @@ from vit.model.pooling import (
     MeanPooling,
     NoPooling,
 )
-from vit.model.positions import (
+from vit.model.position_embedding import (
     LearnedPositions,
     NoPositions,
     SinusoidalPositions,
     sinusoidal_1d,
     sinusoidal_2d,
 )
-from vit.model.relative import PrefixedRelativeBias, RelativeBias
-from vit.model.rotary import NoRotation, RotaryPositions, by_centre, by_index
-from vit.presets import preset
-from vit.settings import all_settings, convert, names_by_alias
+from vit.model.relative_position_bias import PrefixedRelativeBias, RelativeBias
+from vit.model.rms_norm import RMSNorm
+from vit.model.rotary_embedding import NoRotation, RotaryPositions, by_centre, by_index
+from vit.model.text_position_embedding import (
+    LearnedTextPositions,
+    RotaryTextPositions,
+    SinusoidalTextPositions,
+    TextPositions,
+)
+from vit.model.token_merging import MergingBlock
+from vit.model.vision_transformer import VisionTransformer
 
 Builder = Callable[[ModelConfig], nn.Module]
 
@@ -309,3 +323,94 @@ def _relative(config: ModelConfig) -> RelativeBias | Unbiased:
 def _prefix(config: ModelConfig) -> dict[str, int]:
     placed = config.num_placed_tokens
     return {"prefix": placed, "unplaced": config.num_prefix_tokens - placed}
+
+
+TEXT_POSITIONS: dict[str, Callable[[int, ModelConfig], TextPositions]] = {
+    "learned": lambda most, c: LearnedTextPositions(most, c.dim),
+    "sinusoidal": lambda most, c: SinusoidalTextPositions(most, c.dim),
+    "rotary": lambda most, c: RotaryTextPositions(most, c.dim // c.num_heads),
+}
+
+DECODER_BLOCKS: dict[str, type[DecoderBlock]] = {
+    "pre": PreNormDecoderBlock,
+    "post": PostNormDecoderBlock,
+}
+
+
+def build_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
+    """Build encoder and decoder, with freshly initialised weights.
+
+    Args:
+        config: The encoder; num_classes=0 gives it no head.
+        decoder: Completed: `vocab_size` and `caption_tokens` are known.
+
+    Raises:
+        ConfigError: The settings contradict each other.
+    """
+    model = assemble_captioner(config, decoder)
+    initialise(model)
+    return model
+
+
+def assemble_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
+    """The network of both, whose weights are still to be set."""
+    return Captioner(decoder=assemble_decoder(decoder, config), **parts_of(config))
+
+
+def assemble_decoder(
+    config: DecoderConfig, encoder: ModelConfig, *, language_model: bool = False
+) -> TextDecoder:
+    """The decoder alone.
+
+    Args:
+        config: Completed.
+        encoder: Whose tokens it looks at.
+        language_model: Whether it looks at nothing instead.
+    """
+    config.check_with(encoder)
+    assert config.vocab_size is not None, "the data completes vocab_size"
+    assert config.caption_tokens is not None, "the data completes caption_tokens"
+    blocks = config.blocks_beside(encoder)
+    # tokens whose last norm comes after pooling have grown over the blocks
+    grown = not language_model and encoder.last_norm != "tokens" and encoder.norm_order != "post"
+    make = _reading_block if language_model else partial(_looking_block, memory_dim=encoder.dim)
+    return TextDecoder(
+        vocab_size=config.vocab_size,
+        dim=blocks.dim,
+        positions=TEXT_POSITIONS[config.decoder_position](config.caption_tokens, blocks),
+        blocks=[make(blocks, index) for index in range(blocks.depth)],
+        norm_memory=norm_of(blocks, encoder.dim) if grown else nn.Identity(),
+        norm=norm_of(blocks) if blocks.norm_order == "pre" else nn.Identity(),
+        hide=HideWords(config.caption_dropout),
+        dropout=config.decoder_dropout,
+    )
+
+
+def _reading_block(config: ModelConfig, index: int) -> Block:
+    return BLOCKS[config.norm_order](
+        self_attention(config),
+        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
+        norm=partial(norm_of, config),
+        scales=(scale_of(config), scale_of(config)),
+        drop_path=drop_path_of(config, index),
+    )
+
+
+def _looking_block(config: ModelConfig, index: int, *, memory_dim: int) -> Block:
+    return DECODER_BLOCKS[config.norm_order](
+        self_attention(config),
+        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
+        cross_attn=CrossAttention(
+            config.dim,
+            config.num_heads,
+            memory_dim=memory_dim,
+            num_kv_heads=config.num_kv_heads,
+            q_norm=qk_norm_of(config),
+            k_norm=qk_norm_of(config),
+            attention_dropout=config.attention_dropout,
+            dropout=config.dropout,
+        ),
+        norm=partial(norm_of, config),
+        scales=(scale_of(config), scale_of(config), scale_of(config)),
+        drop_path=drop_path_of(config, index),
+    )

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import Attend, Places, attend
-from vit.model.caching import Cache
-from vit.model.classifier import VisionTransformer
+from vit.model.attention import Attend, AttentionContext, attend
 from vit.model.decoder import TextDecoder
-from vit.model.packing import check_packable, pack, same_sizes, unpack
+from vit.model.kv_cache import Cache
+from vit.model.sequence_packing import check_packable, pack, same_sizes, unpack
+from vit.model.vision_transformer import VisionTransformer
 
 
 class Said(NamedTuple):
@@ -86,7 +86,7 @@ class Captioner(VisionTransformer):
             if name != "decoder":
                 check_packable(part)
 
-    def name(self, tokens: Tensor, places: Places) -> Tensor:
+    def name(self, tokens: Tensor, places: AttentionContext) -> Tensor:
         """Tokens as `encode` makes them -> class logits, (batch, classes or 0)"""
         if not self.num_classes:
             return tokens.new_zeros(tokens.shape[0], 0)
@@ -104,7 +104,7 @@ class Captioner(VisionTransformer):
         return Said(classes, self.decoder(ids, memory))
 
 
-class Continuation:
+class CachedContinuation:
     """Sentences in the making, one a row.
 
     Args:

@@ -17,8 +17,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.patches import ImageEmbedding
-from vit.model.positions import Grid
+from vit.model.patch_embed import ImageEmbedding
+from vit.model.position_embedding import Grid
 
 
 class ConvStem(ImageEmbedding):

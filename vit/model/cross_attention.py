@@ -6,7 +6,7 @@ Source: Vaswani et al., "Attention Is All You Need", section 3.2.3, arXiv:1706.0
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import JOINED, KeysValues, Places, sharing
+from vit.model.attention import JOINED, AttentionContext, KeysValues, sharing
 
 
 class CrossAttention(nn.Module):
@@ -70,7 +70,7 @@ class CrossAttention(nn.Module):
         )
         return self.k_norm(key), value
 
-    def forward(self, x: Tensor, places: Places) -> Tensor:
+    def forward(self, x: Tensor, places: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
         assert places.memory is not None, "cross-attention without a memory"
         key, value = places.memory

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.attention import Attend, Places, attend
+from vit.model.attention import Attend, AttentionContext, attend
 from vit.model.blocks import Block, DecoderBlock
-from vit.model.caching import Cache
-from vit.model.text_positions import TextPositions
+from vit.model.kv_cache import Cache
+from vit.model.text_position_embedding import TextPositions
 
 
 class HideWords(nn.Module):
@@ -162,7 +162,7 @@ class TextDecoder(nn.Module):
         x, rotate = self.positions(self.hide(self.token_embed(ids)), first, padding)
         x = self.pos_drop(x)
         mask = look_back(first, new, x.device, padding)
-        places = Places(rotate=rotate, mask=mask, attend=attend)
+        places = AttentionContext(rotate=rotate, mask=mask, attend=attend)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x, _ = block(x, places._replace(remember=layer.extend, memory=layer.image))
         cache.length += new

@@ -9,10 +9,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import Places, as_mask
+from vit.model.attention import AttentionContext, as_mask
 
 
-def mean_patch(tokens: Tensor, places: Places, prefix: int) -> Tensor:
+def mean_patch(tokens: Tensor, places: AttentionContext, prefix: int) -> Tensor:
     """The mean over all patches of an image, also merged ones, (batch, dim)."""
     patches = tokens[:, prefix:]
     if places.sizes is None:
@@ -25,7 +25,7 @@ def mean_patch(tokens: Tensor, places: Places, prefix: int) -> Tensor:
 class NoPooling(nn.Module):
     """Gives the tokens as they are, to a network without a head."""
 
-    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, _places: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> the same"""
         return tokens
 
@@ -33,7 +33,7 @@ class NoPooling(nn.Module):
 class ClassTokenPooling(nn.Module):
     """Takes the class token, which is the first."""
 
-    def forward(self, tokens: Tensor, _places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, _places: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         return tokens[:, 0]
 
@@ -49,7 +49,7 @@ class MeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor, places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, places: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         return mean_patch(tokens, places, self.prefix)
 
@@ -65,7 +65,7 @@ class ClassTokenMeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor, places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, places: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, 2 * dim)"""
         return torch.cat([tokens[:, 0], mean_patch(tokens, places, self.prefix)], dim=1)
 
@@ -100,7 +100,7 @@ class AttentionPooling(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.norm, self.mlp = norm, mlp
 
-    def forward(self, tokens: Tensor, places: Places) -> Tensor:
+    def forward(self, tokens: Tensor, places: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         query = rearrange(
             self.q(self.latent), "1 query (heads dim) -> 1 heads query dim", heads=self.num_heads

@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 
 from vit.errors import RunError, WeightsError, printable
 from vit.training.ema import MovingAverage
-from vit.training.sharding import copies, forget_gathered, pieces_like
-from vit.weights.tensorfile import naming, read_tensors, write_tensors
+from vit.training.fsdp import copies, forget_gathered, pieces_like
+from vit.weights.safetensors_io import naming, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 KEEP = 2
 VERSION = 1
 FILE = re.compile(r"step-(\d+)\.safetensors")
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer,
     average: MovingAverage | None,
-    say: Say,
+    notify: Notify,
 ) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint of `folder`.
 
@@ -127,7 +127,7 @@ def load_checkpoint(
         try:
             tensors, metadata = read_tensors(path)
         except WeightsError as error:
-            say(f"{error}; going on from the checkpoint before it")
+            notify(f"{error}; going on from the checkpoint before it")
             damaged.append(path)
             continue
         state: dict[str, Any] = json.loads(metadata["state"])

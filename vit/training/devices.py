@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from vit.config import RunConfig
 from vit.errors import ConfigError, RunError
 from vit.precision import Precision, resolve_device, resolve_precision
-from vit.training.sharding import shard_on_cpus
+from vit.training.fsdp import shard_on_cpus
 
 # accelerate's names; what is not mixed is set up in `set_arithmetic`
 MIXED = {"bf16": "bf16", "fp16": "fp16"}

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vit.training.sharding import forget_gathered
-from vit.training.statistics import learned_statistics
+from vit.training.batch_norm_statistics import learned_statistics
+from vit.training.fsdp import forget_gathered
 
 
 class MovingAverage:

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
+from vit.config.parser import flatten, make_config
+from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.model.classifier import VisionTransformer
-from vit.presets import preset
-from vit.settings import flatten, make_config
+from vit.model.vision_transformer import VisionTransformer
 from vit.training.freezing import freeze_backbone, share_line
 from vit.training.lora import add_lora, lora_line, merged
-from vit.weights.adapting import following
+from vit.weights.adapt_weights import following
 from vit.weights.pretrained import Pretrained, PretrainedDecoder
-from vit.weights.upcycling import becomes_experts, check_feedforward
+from vit.weights.sparse_upcycling import becomes_experts, check_feedforward
 
 # Defaults of a method where nobody chose: those of training from scratch are wrong by far.
 SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.9, "smoothing": 0.0}
@@ -35,7 +35,7 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "lora": {"smoothing": 0.1},
     "linear": {"lr": 1e-3, "weight_decay": 0.05, "smoothing": 0.1},
 }
-# What a probe has no use for: it is one fit to pictures that are not varied.
+# What a probe has no use for: it is one fit to images that are not varied.
 NOT_OF_A_PROBE = (
     *("epochs", "time", "lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
     *("weight_decay", "betas"),
@@ -76,7 +76,7 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found |= sizes_of_preset(config, source, given)
     found |= of_captions(config, source, method, given)
     found["method"] = method
-    one_class = not config.training.captions and not config.training.several
+    one_class = not config.training.captions and not config.training.multilabel
     usual_first = config.finetune.method is None and one_class
     found["probe_first"] = usual_first if first is None else first
     refuse_what_is_ignored(method, chosen, given, usual={**flatten(make_config({})), **found})
@@ -153,9 +153,9 @@ def refuse_what_is_ignored(
 
 
 def usual_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
-    """The side of pictures that weights are used at, which may not be that of their positions.
+    """The side of images that weights are used at, which may not be that of their positions.
 
-    transformers' DINOv2 has positions for 518 pixels, and prepares pictures of 224.
+    transformers' DINOv2 has positions for 518 pixels, and prepares images of 224.
     """
     height, width = preprocessing.image_size
     fits = height == width and height % config.patch_size == 0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.classifier import VisionTransformer
 from vit.model.moe import MixtureOfExperts
+from vit.model.vision_transformer import VisionTransformer
 from vit.training.freezing import HEAD, freeze_except, share_line
 
 A, B = "lora_a", "lora_b"

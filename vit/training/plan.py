@@ -16,21 +16,22 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.config.finetuning import AUTO_WEIGHTS
-from vit.data.decoding import read_pixels, read_size
-from vit.data.room import room_in
-from vit.data.samples import Sample, Splits
-from vit.data.sources.opening import Listing
+from vit.config.finetune_config import AUTO_WEIGHTS
+from vit.config.parser import all_settings, checked, flatten, make_config
+from vit.data.dataset_types import Sample, Splits
+from vit.data.free_space import room_in
+from vit.data.image_io import read_pixels, read_size
+from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError
-from vit.evaluation.cost import cost_of
+from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
 from vit.precision import autocast
-from vit.settings import all_settings, checked, flatten, make_config
-from vit.training.agreement import on_main
+from vit.training.collectives import on_main
+from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.devices import inference_precision, make_accelerator
-from vit.training.looking import check_channels, list_data, open_data
-from vit.training.optimization import make_optimizer
-from vit.training.pace import duration
+from vit.training.dry_run import largest
+from vit.training.eta import duration
+from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_SIDE,
@@ -52,9 +53,8 @@ from vit.training.plan_weights import (
     license_name,
     plan_weights,
 )
-from vit.training.progress import teller
-from vit.training.rehearsal import largest
 from vit.training.run_folder import stored_config
+from vit.training.training_progress import teller
 
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
@@ -117,7 +117,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     splits = open_data(config, listing, compare=False)
     facts = facts_of(config, splits, accelerator)
     if pretrained:
-        one_class = not (splits.several or config.training.several)
+        one_class = not (splits.multilabel or config.training.multilabel)
 
         def choose() -> WeightsChoice:
             return choose_weights(

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vit.data.room import shown_bytes
+from vit.data.free_space import shown_bytes
 
 if TYPE_CHECKING:
-    from vit.data.sources.opening import Listing
+    from vit.data.sources.open_dataset import Listing
 
 # Images up to this side are taken as they are; larger ones are photographs.
 TINY_SIDE = 48
@@ -356,8 +356,8 @@ def decide_validation(plan: Plan, seconds: float) -> None:
     facts = plan.facts
     total = facts.images + facts.validation
     affordable = int(VALIDATION_TIME * seconds * facts.flops / plan.flops)
-    several = VALIDATION_OF_CLASS * facts.classes
-    held_out = min(max(affordable, LEAST_VALIDATION, several), max(MOST_VALIDATION, several))
+    multilabel = VALIDATION_OF_CLASS * facts.classes
+    held_out = min(max(affordable, LEAST_VALIDATION, multilabel), max(MOST_VALIDATION, multilabel))
     if facts.divided and "folds" not in plan.given and total * 0.2 > held_out:
         within = 100 * 1.96 * 0.5 / math.sqrt(held_out)
         plan.decide(

@@ -22,6 +22,7 @@ from typing import Any
 
 from vit.errors import ConfigError, WeightsError
 from vit.training.finetuning import DEFAULTS, NOT_OF_A_PROBE
+from vit.training.linear_probe_init import ENOUGH
 from vit.training.plan_rules import (
     FIXED_SECONDS,
     TINY_SIDE,
@@ -35,10 +36,9 @@ from vit.training.plan_rules import (
     has_all_folds,
     planned_seconds,
 )
-from vit.training.starting import ENOUGH
 from vit.weights import hub
-from vit.weights.found import Found
-from vit.weights.sources import locate
+from vit.weights.find_weights import Found
+from vit.weights.resolve_source import locate
 
 PERMISSIVE = ("apache-2.0", "mit")
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.config import Config
-from vit.config.training import TIME_DECIDES
-from vit.data.samples import Splits
-from vit.data.sources.opening import relative
+from vit.config.parser import flatten, make_config, read_settings, write_settings
+from vit.config.training_config import TIME_DECIDES
+from vit.data.dataset_types import Splits
+from vit.data.sources.open_dataset import relative
 from vit.errors import ConfigError, RunError, printable
-from vit.evaluation.report import REPORT_FILE
-from vit.settings import flatten, make_config, read_settings, write_settings
-from vit.training.best import BEST
+from vit.evaluation.classification_report import REPORT_FILE
+from vit.training.best_checkpoints import BEST
 from vit.training.checkpoint import CHECKPOINTS
-from vit.training.tracking import TRACKING
-from vit.weights.run_config import TOKENIZER_FILE
-from vit.weights.tensorfile import naming, write_safely, write_text
+from vit.training.trackers import TRACKING
+from vit.weights.safetensors_io import naming, write_safely, write_text
+from vit.weights.saved_model import TOKENIZER_FILE
 
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "split.json"),

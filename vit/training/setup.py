@@ -1,4 +1,4 @@
-"""From settings and pictures to everything a training carries, checked before step 0."""
+"""From settings and images to everything a training carries, checked before step 0."""
 
 import dataclasses
 import hashlib
@@ -10,35 +10,34 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.captioning.ids import CaptionIds
-from vit.data.captioning.tokenizer import Tokenizer
+from vit.data.captions.caption_ids import CaptionIds
+from vit.data.captions.tokenizer import Tokenizer
+from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
-from vit.data.samples import Splits
-from vit.data.seeding import random_seed
-from vit.data.sources.opening import relative
-from vit.model.build import build_classifier
-from vit.model.build_captioner import build_captioner
+from vit.data.random_seed import random_seed
+from vit.data.sources.open_dataset import relative
+from vit.model.build import build_captioner, build_classifier
 from vit.model.captioner import Captioner
-from vit.model.classifier import VisionTransformer
-from vit.training.balance import Balance, notes
-from vit.training.captioning import Captioning
+from vit.model.vision_transformer import VisionTransformer
+from vit.training.activation_checkpointing import recompute_blocks
+from vit.training.batch_norm_statistics import share_statistics
+from vit.training.caption_vocabulary import words_line
+from vit.training.captioning_task import Captioning
+from vit.training.class_balance import Balance, notes
+from vit.training.classification_task import Classification, Task
 from vit.training.devices import arithmetic
 from vit.training.ema import MovingAverage
 from vit.training.finetuning import choose_what_learns
 from vit.training.freezing import counted
-from vit.training.loop import Training
-from vit.training.optimization import make_optimizer
-from vit.training.recomputation import recompute_blocks
-from vit.training.schedule import learning_rate
-from vit.training.several import MultiLabel
-from vit.training.sharding import is_sharded, require_shardable
-from vit.training.statistics import share_statistics
-from vit.training.tasks import Classification, Task
-from vit.training.words import words_line
-from vit.weights.adapting import adapt
+from vit.training.fsdp import is_sharded, require_shardable
+from vit.training.lr_schedule import learning_rate
+from vit.training.multilabel_task import MultiLabel
+from vit.training.optimizers import make_optimizer
+from vit.training.training_loop import TrainingState
+from vit.weights.adapt_weights import adapt
 from vit.weights.pretrained import Pretrained
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 # settings of a decoder without which its weights are the same
 WITHOUT_WEIGHTS: dict[str, Any] = {
@@ -53,7 +52,7 @@ def make_network(
     config: Config,
     source: Pretrained | None = None,
     classes: Sequence[str] | None = None,
-    say: Say = lambda _: None,
+    notify: Notify = lambda _: None,
     tokenizer: Tokenizer | None = None,
 ) -> VisionTransformer:
     """The network before its first step, on the CPU, with what the method adds and freezes.
@@ -78,18 +77,18 @@ def make_network(
     if source is not None:
         state, report = adapt(source, config.model, classes=classes or None)
         for line in report.lines():
-            say(line)
-        words = words_of(source, config, tokenizer, say)
+            notify(line)
+        words = words_of(source, config, tokenizer, notify)
         network.load_state_dict({**network.state_dict(), **state, **words})
     check_forward(network, config)
     learns = choose_what_learns(network, config)
     if learns is not None:
-        say(learns)
+        notify(learns)
     return network
 
 
 def words_of(
-    source: Pretrained, config: Config, tokenizer: Tokenizer | None, say: Say
+    source: Pretrained, config: Config, tokenizer: Tokenizer | None, notify: Notify
 ) -> dict[str, Tensor]:
     """Weights of the source's decoder, where it has one that is the same and has the same words."""
     if source.decoder is None or not config.training.captions:
@@ -98,9 +97,9 @@ def words_of(
     assert tokenizer is not None, "captions have a tokenizer"
     alike = source.decoder.tokenizer.to_json() == tokenizer.to_json()
     if not alike or sizes != dataclasses.replace(config.decoder, **WITHOUT_WEIGHTS):
-        say("note: the decoder starts anew: its settings or its words differ from those it had")
+        notify("note: the decoder starts anew: its settings or its words differ from those it had")
         return {}
-    say("the decoder goes on from its weights")
+    notify("the decoder goes on from its weights")
     return {f"decoder.{name}": tensor for name, tensor in source.decoder.state.items()}
 
 
@@ -112,7 +111,7 @@ def make_training(
     splits: Splits | None = None,
     *,
     epoch_steps: float | None = None,
-) -> Training:
+) -> TrainingState:
     """Network, optimiser, average and schedule, on their devices.
 
     Args:
@@ -140,7 +139,7 @@ def make_training(
     model, prepared = accelerator.prepare(network, optimizer)
     # of the parameters as they are now: sharding has replaced them
     average = MovingAverage(network, training.ema) if training.ema else None
-    return Training(
+    return TrainingState(
         config=config,
         accelerator=accelerator,
         network=network,
@@ -157,7 +156,7 @@ def make_training(
 
 def make_task(config: Config, splits: Splits | None) -> Task:
     """What the network learns."""
-    if config.training.several:
+    if config.training.multilabel:
         return MultiLabel()
     if not config.training.captions:
         if config.training.balance == "none" or splits is None:
@@ -185,7 +184,7 @@ def expect_graphs(count: int) -> None:
 
 @torch.no_grad()
 def check_forward(network: torch.nn.Module, config: Config) -> None:
-    """Run one blank picture, so that a network that cannot work is known before step 0."""
+    """Run one blank image, so that a network that cannot work is known before step 0."""
     side = config.model.image_size
     network.eval()
     images = torch.zeros(1, config.model.channels, side, side)
@@ -198,12 +197,12 @@ def check_forward(network: torch.nn.Module, config: Config) -> None:
 
 
 def fingerprint(splits: Splits) -> dict[str, Any]:
-    """Which pictures there are and their labels, as a digest, and how many."""
+    """Which images there are and their labels, as a digest, and how many."""
     lines = [str(splits.classes)]
     for samples in (splits.train, splits.val):
         lines += [
             "\t".join([relative(s.path, splits.root), ",".join(map(str, s.labels)), *s.captions])
-            if splits.several
+            if splits.multilabel
             else "\t".join([relative(s.path, splits.root), str(s.label), *s.captions])
             for s in samples
         ]
@@ -220,7 +219,7 @@ def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
     return f"{epochs} of {config.training.epoch_steps} steps, {passes:.1f} passes over the images"
 
 
-def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
+def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]:
     """What will be trained, on what, how."""
     accelerator, config = run.accelerator, run.config
     size = counted(sum(parameter.numel() for parameter in run.network.parameters()))
@@ -231,7 +230,7 @@ def preflight(run: Training, splits: Splits, total_steps: int) -> list[str]:
     micro = config.data.micro_batches
     batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
     classes = f", {len(splits.classes)} classes" if splits.classes else ""
-    classes += ", several an image" if config.training.several else ""
+    classes += ", several an image" if config.training.multilabel else ""
     words = [words_line(config, splits)] if config.training.captions else []
     return [
         f"{len(splits.train):,} training and {len(splits.val):,} validation images{classes}",

@@ -1,14 +1,28 @@
-"""What differs between experiment trackers: how each begins the record of a run and continues it.
+"""Gives each line of metrics.jsonl to an experiment tracker once, however often the run stops.
+
+A thread of the main process follows RUN/metrics.jsonl, so the training never waits for a tracker,
+and what one process could not send the next one does. A tracker that fails costs its record, never
+the training: this is the one place where an error is said once and survived.
+
+    RUN/tracking/NAME.json    by which key the tracker NAME finds the record of this run
+    RUN/tracking/NAME.sent    the last step and the last epoch that it was given
+
+What differs between experiment trackers: how each begins the record of a run and continues it.
 
 Everything goes through accelerate's trackers. To add one: its line in `TRACKERS`, and its name in
-the Literal of vit/config/run.py.
+the Literal of vit/config/run_config.py.
 """
 
+import contextlib
+import json
 import os
-from collections.abc import Callable, Mapping
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from accelerate.tracking import (
     GeneralTracker,
@@ -19,7 +33,9 @@ from accelerate.tracking import (
     get_available_trackers,
 )
 
-from vit.errors import ConfigError
+from vit.errors import ConfigError, printable
+from vit.training.training_progress import notify
+from vit.weights.safetensors_io import naming, write_text
 
 PROJECT = "vit"
 # What these tell their makers of their own accord; whoever has set the variable decides.
@@ -121,3 +137,212 @@ def steps_received(name: str, tracker: GeneralTracker) -> int | None:
 def latest_values(name: str, tracker: GeneralTracker) -> dict[str, float]:
     """The newest value of each name in a continued record, where the tracker says it."""
     return dict(tracker.tracker.data.metrics) if name == "mlflow" else {}
+
+
+TRACKING = "tracking"
+LOOK_SECONDS = 1.0
+PATIENCE_SECONDS = 30.0  # at the end, for a tracker that takes nothing any more
+MANY_BYTES = 100_000
+NAMES = {
+    "step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm"},
+    "epoch": {
+        "val_loss": "val/loss",
+        "val_top1": "val/top1",
+        "val_balanced_accuracy": "val/balanced_accuracy",
+        "val_map": "val/map",
+        "val_f1": "val/f1",
+        "val_loss_shuffled": "val/loss_shuffled",
+        "val_bleu4": "val/bleu4",
+        "val_cider": "val/cider",
+        "val_exact": "val/exact",
+        "images_per_second": "train/images_per_second",
+    },
+    "soup": {"val_loss": "soup/loss", "val_top1": "soup/top1", "val_map": "soup/map"},
+}
+
+
+class Tracking:
+    """A thread that gives RUN/metrics.jsonl to a tracker, and keeps up with it.
+
+    Args:
+        name: A tracker of `TRACKERS`, which is installed.
+        folder: The run folder; its metrics.jsonl ends where the run goes on.
+        settings: All settings of the run.
+        step: Optimiser steps made so far. At 0 somebody is there to mend what keeps the tracker
+            from starting; a run that resumes goes on without it.
+
+    Raises:
+        ConfigError: The tracker cannot start the record of a run that begins.
+        RunError: The folder cannot be written.
+    """
+
+    def __init__(self, name: str, folder: Path, settings: Mapping[str, Any], *, step: int) -> None:
+        self.name = name
+        self.metrics = folder / "metrics.jsonl"
+        self.kept = folder / TRACKING / f"{name}.json"
+        with naming(self.kept):
+            self.kept.parent.mkdir(exist_ok=True)
+        key = read_key(self.kept)
+        self.record = Record(
+            folder=self.kept.parent,
+            title=folder.resolve().name,
+            key=key or uuid.uuid4().hex,
+            new=key is None,
+            step=step,
+            settings={setting: plain(value) for setting, value in settings.items()},
+        )
+        self.sent = Sent(self.kept.with_suffix(".sent"), self.record)
+        self.latest: dict[str, float] = {}
+        self.started, self.closing = Future[None](), threading.Event()
+        # a daemon: a tracker that hangs must not keep the process from ending
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"tracking: {name}")
+        self.thread.start()
+        if step == 0 and wait([self.started], LOOK_SECONDS * 5).not_done:
+            notify(f"waiting for {name}")
+        # loader processes are forked soon, and a thread had better not be importing then
+        wait([self.started], timeout=None if step == 0 else PATIENCE_SECONDS)
+        if step == 0 and (failure := self.started.exception()) is not None:
+            why = reason(failure)
+            raise ConfigError(f"track={name!r} cannot start: {why}; mend it, or leave it out")
+
+    def close(self) -> None:
+        """Send what is left, for as long as the tracker takes it."""
+        self.closing.set()
+        while self.thread.is_alive():
+            before = self.sent.count
+            self.thread.join(PATIENCE_SECONDS)
+            if self.thread.is_alive() and self.sent.count == before:
+                self._tell(f"it has taken nothing for {PATIENCE_SECONDS:.0f} s")
+                return
+
+    def _run(self) -> None:
+        with contextlib.closing(self.sent):
+            try:
+                tracker = self._start()
+            except BaseException as error:  # some leave the program where nobody is logged in
+                self.started.set_exception(error)
+                if self.record.step:
+                    self._tell(reason(error))
+                return
+            self.started.set_result(None)
+            try:
+                self._follow(tracker)
+            except Exception as error:
+                self._tell(reason(error))
+
+    def _start(self) -> GeneralTracker:
+        tracker, key = start_tracker(self.name, self.record)
+        if self.record.new:
+            write_text(self.kept, json.dumps({"key": key}) + "\n")
+            return tracker
+        if (received := steps_received(self.name, tracker)) is not None:
+            self.sent.last = dict.fromkeys(NAMES, received)
+        self.latest = latest_values(self.name, tracker)
+        return tracker
+
+    def _follow(self, tracker: GeneralTracker) -> None:
+        with self.metrics.open("rb") as file:
+            closing = False
+            while not closing:
+                closing = self.closing.is_set()  # before reading: what comes later is not ours
+                left = os.fstat(file.fileno()).st_size - file.tell()
+                if closing and left > MANY_BYTES:
+                    notify(f"sending the rest to {self.name}")
+                for line in whole_lines(file):
+                    self._send(tracker, json.loads(line))
+                self.closing.wait(LOOK_SECONDS)
+        tracker.finish()
+
+    def _send(self, tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
+        kind, names = event["event"], NAMES.get(event["event"], {})
+        # fp16 skips a step whose gradient overflows; its norm is None
+        values = {n: float(event[key]) for key, n in names.items() if event.get(key) is not None}
+        if not values or self.sent.has(kind, event["step"]):
+            return
+        # a process may have been killed between sending an event and noting it: this one
+        known = bool(self.latest) and all(self.latest.get(k) == v for k, v in values.items())
+        self.latest = {}
+        if not known:
+            send(self.name, tracker, values, event["step"])
+        self.sent.note(kind, event["step"])
+
+    def _tell(self, why: str) -> None:
+        notify(
+            f"note: {self.name} gets no more, and the run goes on without it: {why}; metrics.jsonl "
+            "has everything, and the next --resume sends what is missing"
+        )
+
+
+class Sent:
+    """The last step of each kind of event that a tracker was given, in a small file.
+
+    Args:
+        path: The file; rewritten in place after each event, and so as good as the last kill left.
+        record: Whose it is.
+    """
+
+    def __init__(self, path: Path, record: Record) -> None:
+        known = {} if record.new else read_json(path)
+        # where nobody knows, nothing is sent twice
+        unknown = 0 if record.new else record.step
+        self.last = {kind: int(known.get(kind, unknown)) for kind in NAMES}
+        if path.stem == "tensorboard":  # which drops the steps after the checkpoint
+            self.last = {kind: min(step, record.step) for kind, step in self.last.items()}
+        self.count = 0
+        with naming(path):
+            self.file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", 0)
+            self._write()
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether the event of `step` was given already."""
+        return step <= self.last[kind]
+
+    def note(self, kind: str, step: int) -> None:
+        """The event of `step` was given."""
+        self.last[kind] = step
+        self.count += 1
+        self._write()
+
+    def _write(self) -> None:
+        self.file.seek(0)
+        self.file.write(json.dumps(self.last).ljust(100).encode())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty where there is none to read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_key(path: Path) -> str | None:
+    """The key of a record that was begun, or None."""
+    key = read_json(path).get("key")
+    return key if isinstance(key, str) else None
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of `file` from its position; one that is still being written stays for later."""
+    while (line := file.readline()).endswith(b"\n"):
+        yield line
+    file.seek(-len(line), os.SEEK_CUR)
+
+
+def plain(value: object) -> bool | int | float | str:
+    """A setting as a number or a word, which is all that some trackers take."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return ", ".join(str(each) for each in value)
+    return "none" if value is None else str(value)
+
+
+def reason(error: BaseException) -> str:
+    """What `error` says, on one line of bearable length."""
+    words = printable(" ".join(str(error).split())) or type(error).__name__
+    return words if len(words) <= 200 else f"{words[:200]}..."

@@ -1,7 +1,9 @@
-"""`train(config, out)`: from settings and pictures to a run folder.
+"""`train(config, out)`: from settings and images to a run folder.
 
 settings + data -> splits -> completed settings -> network, optimiser, loaders
 each epoch: steps -> validation -> metrics.jsonl, model.safetensors if best -> checkpoint
+
+What a training ended with.
 """
 
 import contextlib
@@ -15,23 +17,20 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.data.captioning.tokenizer import Tokenizer
-from vit.data.samples import Splits
-from vit.data.sources.opening import Listing, require
+from vit.config.parser import changed_settings, default_folder
+from vit.data.captions.tokenizer import Tokenizer
+from vit.data.dataset_types import Splits
+from vit.data.sources.open_dataset import Listing, require
 from vit.errors import RunError, VitError, printable
-from vit.settings import changed_settings, default_folder
-from vit.training.agreement import on_main
-from vit.training.batches import make_schedule
-from vit.training.budget import TimeBudget, fit_time
+from vit.training.auto_batch_size import fit_memory
+from vit.training.collectives import on_main
+from vit.training.data_setup import check_channels, look_at_data
 from vit.training.devices import make_accelerator
 from vit.training.finetuning import complete_for_weights, other_words
-from vit.training.interruption import Interruption
-from vit.training.looking import check_channels, look_at_data
-from vit.training.memory import fit_memory
+from vit.training.linear_probe_init import start_from_probe
+from vit.training.loader_autotune import measured_workers, with_cache
+from vit.training.lr_schedule import total_steps
 from vit.training.plan import with_chosen_weights
-from vit.training.progress import teller
-from vit.training.reading import measured_workers, with_cache
-from vit.training.result import TrainingResult
 from vit.training.run_folder import (
     claim_folder,
     look_at_folder,
@@ -39,14 +38,16 @@ from vit.training.run_folder import (
     settled,
     write_start,
 )
-from vit.training.schedule import total_steps
-from vit.training.session import Session
 from vit.training.setup import make_network, make_training
-from vit.training.starting import start_from_probe
+from vit.training.stop_signals import Interruption
+from vit.training.time_budget import TimeBudget, fit_time
 from vit.training.trackers import require_tracker
-from vit.weights.loading import open_source, source_lines
+from vit.training.trainer import Trainer, TrainingResult
+from vit.training.training_loaders import make_schedule
+from vit.training.training_progress import teller
+from vit.weights.load_model import open_source, source_lines
 from vit.weights.pretrained import Pretrained
-from vit.weights.sources import locate
+from vit.weights.resolve_source import locate
 
 ECHO_SECONDS = 3.0
 
@@ -66,7 +67,7 @@ def train(
     """Train a network, and leave everything about it in a run folder.
 
     Args:
-        config: Settings; `config.data.data` names the pictures.
+        config: Settings; `config.data.data` names the images.
         out: The run folder; `runs/<name of the data>` where left out.
         resume: Continue from the newest checkpoint in `out`; begin where there is none.
         overwrite: Delete the run that is in `out`.
@@ -111,7 +112,7 @@ def train(
         run.workers = measured_workers(run, splits.train)
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
         probed = start_from_probe(run, splits) if fresh and probes(config) else None
-        session = Session(run, folder, splits, steps, budget, resumed_by=resumed_by, report=report)
+        session = Trainer(run, folder, splits, steps, budget, resumed_by=resumed_by, report=report)
         stack.callback(session.close)
         session.begin(resuming, probed)
         return session.run_all()
@@ -215,7 +216,7 @@ def complete_settings(
         listing: What the data hold, where they were listed for a plan.
 
     Returns:
-        Settings, the pictures, those that cannot be read with the reason, and the time budget.
+        Settings, the images, those that cannot be read with the reason, and the time budget.
     """
     tell = teller(accelerator)
     if begun is not None:

@@ -30,12 +30,13 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.training import TIME_DECIDES
-from vit.data.samples import Splits
-from vit.data.seeding import random_seed
+from vit.config.parser import checked, default_folder, make_config, write_settings
+from vit.config.training_config import TIME_DECIDES
+from vit.data.dataset_types import Splits
+from vit.data.random_seed import random_seed
 from vit.errors import BadImage, ConfigError, RunError, VitError, printable, quoted
-from vit.evaluation.page import percent
-from vit.evaluation.tune_page import (
+from vit.evaluation.html_page import percent
+from vit.evaluation.tune_report import (
     PAGE_FILE,
     changes_in_words,
     measure_name,
@@ -43,25 +44,24 @@ from vit.evaluation.tune_page import (
     tune_page,
     verdict,
 )
-from vit.settings import checked, default_folder, make_config, write_settings
-from vit.training.agreement import on_main
-from vit.training.best import BEST
-from vit.training.budget import MOST_SECONDS, REPORT, SHARE, Costs, costs_of, count_that_fit
+from vit.training.best_checkpoints import BEST
 from vit.training.checkpoint import CHECKPOINTS
+from vit.training.checkpoint_metric import rank
+from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
-from vit.training.ending import read_events
-from vit.training.interruption import Interrupted
-from vit.training.pace import duration
+from vit.training.dry_run import largest
+from vit.training.eta import duration
+from vit.training.final_report import read_events
+from vit.training.loader_autotune import shared_caches
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.plan_rules import Plan, make_plan, neighbours
-from vit.training.progress import redirect_lines, teller, write_line
-from vit.training.reading import shared_caches
-from vit.training.rehearsal import largest
-from vit.training.result import TrainingResult
 from vit.training.run_folder import FREE, WEIGHTS, claim_folder, clear
-from vit.training.scores import rank
+from vit.training.stop_signals import Interrupted
+from vit.training.time_budget import MOST_SECONDS, REPORT, SHARE, Costs, costs_of, count_that_fit
 from vit.training.train import complete_settings, train
-from vit.weights.tensorfile import naming, write_safely, write_text
+from vit.training.trainer import TrainingResult
+from vit.training.training_progress import redirect_lines, teller, write_line
+from vit.weights.safetensors_io import naming, write_safely, write_text
 
 TUNE_FILE = "tune.json"
 RECIPE_FILE = "best.yaml"

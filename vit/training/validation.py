@@ -1,4 +1,4 @@
-"""What the network is worth on the validation pictures, each of them counted once."""
+"""What the network is worth on the validation images, each of them counted once."""
 
 import math
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.loading import EvaluationLoader
+from vit.data.dataloader import EvaluationLoader
 from vit.errors import BadImage, DataError, RunError
-from vit.training.agreement import agreed_signal
+from vit.training.collectives import agreed_signal
 from vit.training.ema import exchanged
-from vit.training.loop import Training, leave_out, summed, widest
-from vit.training.routing import watched
+from vit.training.moe_losses import watched
+from vit.training.training_loop import TrainingState, leave_out, summed, widest
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What the validation pictures say of the network."""
+    """What the validation images say of the network."""
 
     count: int
     scores: dict[str, Any]
@@ -35,24 +35,24 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    run: Training,
+    run: TrainingState,
     loader: EvaluationLoader,
     expected: int,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Validation | None:
-    """Measure the network on every validation picture exactly once, over all processes.
+    """Measure the network on every validation image exactly once, over all processes.
 
     Args:
         run: What is trained.
-        loader: This process's share of the pictures.
-        expected: How many pictures there are, over all processes.
+        loader: This process's share of the images.
+        expected: How many images there are, over all processes.
         weights: Measured instead of the network's own, by name.
 
     Returns:
         None where a signal came to any process: nothing was measured.
 
     Raises:
-        BadImage: A picture cannot be read, and `on_bad_image` is stop.
+        BadImage: An image cannot be read, and `on_bad_image` is stop.
         DataError: None can be read.
         RunError: The loss is not finite.
     """
@@ -74,11 +74,11 @@ def validate(
         usage = () if routers is None else tuple(routers.describe(run.accelerator))
     *totals, lost = summed(run, tally.sums.to(device, widest(device)), [len(failed)])
     count = totals[-1]
-    assert count + lost == expected, f"{count:.0f} of {expected} validation pictures were measured"
+    assert count + lost == expected, f"{count:.0f} of {expected} validation images were measured"
     if lost:
         leave_out(run, failed)
     if not count:
-        raise DataError("not one validation picture can be read")
+        raise DataError("not one validation image can be read")
     measured = Validation(int(count), tally.scores(run, totals), int(lost), usage)
     require_finite(measured, run.step)
     return measured

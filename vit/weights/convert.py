@@ -16,15 +16,15 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import RunError, WeightsError, printable
-from vit.weights.card import CARD_FILE, model_card
-from vit.weights.formats.huggingface import write_huggingface
 from vit.weights.formats.huggingface_processor import processor_notes
-from vit.weights.formats.timm import to_timm
-from vit.weights.loading import Source, assumed_preprocessing, numbered, open_source
-from vit.weights.ours_alone import remedy
+from vit.weights.formats.huggingface_reader import write_huggingface
+from vit.weights.formats.timm_config import timm_config, timm_refusal
+from vit.weights.formats.timm_weights import to_timm
+from vit.weights.load_model import Source, assumed_preprocessing, numbered, open_source
+from vit.weights.model_card import CARD_FILE, model_card
 from vit.weights.pretrained import Pretrained
-from vit.weights.tensorfile import naming, write_tensors, write_text
-from vit.weights.timm_config import timm_config, timm_refusal
+from vit.weights.safetensors_io import naming, write_tensors, write_text
+from vit.weights.unsupported_export import remedy
 
 Target = Literal["timm", "huggingface"]
 
@@ -32,7 +32,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
 
 THRESHOLDS = {
-    "timm": "pictures may have several classes: take sigmoids of timm's logits; the thresholds of "
+    "timm": "images may have several classes: take sigmoids of timm's logits; the thresholds of "
     "the classes have no place in that folder",
     "huggingface": "problem_type is multi_label_classification: take sigmoids of its logits; the "
     "thresholds of the classes have no place in that folder",
@@ -145,7 +145,7 @@ def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str,
         config,
         classes or None,
         preprocessing,
-        several=pretrained.thresholds is not None,
+        multilabel=pretrained.thresholds is not None,
     )
     return {
         CONFIG_FILE: as_json(settings),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vit.config import DecoderConfig, ModelConfig
-from vit.data.captioning.tokenizer import Tokenizer
+from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 
 
@@ -32,13 +32,13 @@ class Pretrained:
         state: Tensors by our names and in our shapes, float32, on the CPU.
         config: The network they fit exactly; `num_classes` is 0 where there is no head.
         classes: Names by output; None where the source does not say.
-        preprocessing: How pictures were prepared; None where the source does not say.
+        preprocessing: How images were prepared; None where the source does not say.
         license: Under which terms the weights are given; None where the source does not say.
         origin: What they were, in a few words: "timm vit_small_patch16_224".
         stretches: Whether relative positions are stretched to another grid, as our networks do
-            with pictures of another size; else they are spread as BEiT's makers do.
+            with images of another size; else they are spread as BEiT's makers do.
         decoder: Of a network that writes captions.
-        thresholds: As in a LoadedRun: where a picture may have several classes.
+        thresholds: As in a LoadedRun: where an image may have several classes.
         notes: Lines for the user: what was assumed, which tensors were left out and why.
     """
 

@@ -1,1 +1,1 @@
-"""Where pictures and the names of their classes come from, and how they are divided."""
+"""Where images and the names of their classes come from, and how they are divided."""

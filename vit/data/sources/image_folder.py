@@ -4,18 +4,18 @@ DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg      (or valid, validation, test
 DATA/CLASS/*.jpg
 """
 
-from vit.data.samples import Item, Listed
-from vit.data.sources.asked import Asked, resolve
-from vit.data.sources.classes import LAYOUT, check_classes, read_classes, split_folders
-from vit.data.sources.folders import Walk, some
+from vit.data.dataset_types import Item, Listed
+from vit.data.sources.class_names import LAYOUT, check_classes, read_classes, split_folders
+from vit.data.sources.dataset_spec import DatasetSpec, resolve
+from vit.data.sources.file_walk import Walk, some
 from vit.errors import ConfigError, DataError, printable
 
 
-def read_folder(asked: Asked) -> Listed:
-    """The pictures of an image folder; a picture's class is the folder that it lies in.
+def read_folder(asked: DatasetSpec) -> Listed:
+    """The images of an image folder; an image's class is the folder that it lies in.
 
     Raises:
-        DataError: It is laid out otherwise, or a training class has no pictures.
+        DataError: It is laid out otherwise, or a training class has no images.
         ConfigError: A setting is one of lists.
     """
     for name in ("images", "image_column", "label_column"):

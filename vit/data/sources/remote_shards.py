@@ -15,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vit.data.samples import Listed
-from vit.data.sources.builtin import user_cache
-from vit.data.sources.faults import Faults
-from vit.data.sources.folders import count, some
-from vit.data.sources.shard_names import PACKED, expand_braces
-from vit.data.sources.shards import listed_shards, shard_pictures
+from vit.data.dataset_types import Listed
+from vit.data.sources.builtin_datasets import user_cache
+from vit.data.sources.file_walk import count, some
+from vit.data.sources.row_errors import Faults
+from vit.data.sources.tar_shards import PACKED, expand_braces, listed_shards, shard_images
 from vit.errors import DataError, printable
 
 SPARE = 2**28
@@ -37,7 +36,7 @@ def is_remote(data: str) -> bool:
 
 
 def read_remote(data: str, faults: Faults = None) -> Listed:
-    """The pictures in the shards at `data`, which are copied where they are not yet.
+    """The images in the shards at `data`, which are copied where they are not yet.
 
     Args:
         data: The address.
@@ -54,15 +53,15 @@ def read_remote(data: str, faults: Faults = None) -> Listed:
     return replace(listed, root=root, notes=notes + listed.notes)
 
 
-def remote_pictures(data: str) -> tuple[list[str], list[str]]:
-    """Addresses of the pictures in the shards at `data`, which need no classes, and notes.
+def remote_images(data: str) -> tuple[list[str], list[str]]:
+    """Addresses of the images in the shards at `data`, which need no classes, and notes.
 
     Raises:
         DataError: They cannot be reached or copied, or are no shards.
     """
     places, notes = _copies(data)
-    pictures, more = shard_pictures(places, data)
-    return pictures, notes + more
+    images, more = shard_images(places, data)
+    return images, notes + more
 
 
 def _cache() -> Path:

@@ -81,7 +81,7 @@ class Settings:
 
 
 def vision_settings(config: Mapping[str, Any]) -> Settings:
-    """The settings of the picture's encoder in `config`.
+    """The settings of the image's encoder in `config`.
 
     Raises:
         WeightsError: It is of a family that cannot be read.

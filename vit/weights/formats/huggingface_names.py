@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vit.weights.formats.names import BIAS_TABLE, SHARED_BIAS, State, Table, rename, some
+from vit.weights.formats.state_dict_names import BIAS_TABLE, SHARED_BIAS, State, Table, rename, some
 
 SHORT = ("q", "k", "v")
 BLOCK_BIAS = f"blocks.{{b}}.attn.rel_pos.{BIAS_TABLE}"
@@ -110,7 +110,7 @@ CLIP: Table = (
 )
 MASKING: Patterns = (
     (r"(\w+\.)?embeddings\.mask_token", "a mask token"),
-    (r"decoder\..+", "the decoder of masked pictures"),
+    (r"decoder\..+", "the decoder of masked images"),
 )
 INDICES: Patterns = ((r".+\.relative_position_index", "numbers that follow from the grid"),)
 TEXT: Patterns = (

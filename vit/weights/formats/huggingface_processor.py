@@ -59,7 +59,7 @@ BY_EDGE = ("Bit", "CLIP")
 def read_processor(
     processor: Mapping[str, Any] | None, image_size: int
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """How a processor of transformers prepares pictures.
+    """How a processor of transformers prepares images.
 
     Args:
         processor: preprocessor_config.json, or processor_config.json with one inside.
@@ -69,18 +69,18 @@ def read_processor(
         Our form of it, None where it has none; and lines for the user.
     """
     if processor is None:
-        return None, ("there is no preprocessor_config.json: how pictures are prepared is unknown",)
+        return None, ("there is no preprocessor_config.json: how images are prepared is unknown",)
     inner = processor.get("image_processor", processor)
     try:
         found = _read(inner if isinstance(inner, Mapping) else {})
     except (ConfigError, _InexpressibleError) as error:
         why = printable(error)
-        return None, (f"preprocessor_config.json: {why}: how pictures are prepared is left open",)
+        return None, (f"preprocessor_config.json: {why}: how images are prepared is left open",)
     side = found.image_size[0]
     if side == image_size:
         return found, ()
     return found, (
-        f"pictures are prepared at {side} pixels, the positions are those of {image_size}",
+        f"images are prepared at {side} pixels, the positions are those of {image_size}",
     )
 
 
@@ -173,7 +173,7 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
     """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it.
 
     Args:
-        preprocessing: How pictures are prepared.
+        preprocessing: How images are prepared.
         image_size: Of the network, in pixels.
 
     Raises:
@@ -182,7 +182,7 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
     if preprocessing.image_size != (image_size, image_size):
         height, width = preprocessing.image_size
         raise WeightsError(
-            "transformers cannot express a preprocessing that makes pictures of "
+            "transformers cannot express a preprocessing that makes images of "
             f"{height} x {width} for a network of {image_size} x {image_size}"
         )
     full = math.floor(image_size / preprocessing.crop_share)
@@ -219,5 +219,5 @@ def processor_notes(preprocessing: Preprocessing) -> tuple[str, ...]:
     if (math.floor(size / preprocessing.crop_share) - size) % 4 == 3:
         return ("transformers cuts the centre out one pixel further up and left",)
     if preprocessing.resize == "crop":
-        return ("transformers cuts the centre of some pictures one pixel further up or left",)
+        return ("transformers cuts the centre of some images one pixel further up or left",)
     return ()

@@ -1,0 +1,193 @@
+"""`vit evaluate`: measure a trained model on images with classes or captions."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vit.commands.command_options import (
+    COMPILE_HELP,
+    TTA_HELP,
+    VIEWS,
+    add_list_options,
+    add_network_options,
+    add_search_options,
+    search_given,
+)
+from vit.commands.command_output import (
+    check_output,
+    notify,
+    open_output,
+    progress_bar,
+    standard_output,
+)
+from vit.errors import printable
+
+WEAKEST = 5
+COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(json=None)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run folder, or any other weights with a head: timm/NAME, hf/OWNER/NAME, ...",
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        help="a folder of labelled images, a list of them (.csv, .jsonl), or the name of a "
+        "built-in set; for a captioner a list of captions, or a folder with one",
+    )
+    parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
+    add_list_options(parser, "that of the training, or the usual")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where all numbers are written as well; an older file is replaced",
+    )
+    add_search_options(parser)
+    add_network_options(parser)
+    parser.set_defaults(tta=None)
+    parser.add_argument("--tta", choices=VIEWS, default=argparse.SUPPRESS, help=TTA_HELP)
+    parser.add_argument("--compile", action="store_true", help=COMPILE_HELP)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json, overwrite=True)
+
+    from vit.data.sources.dataset_spec import DatasetSpec
+    from vit.inference.evaluate import evaluate
+    from vit.output.prediction_results import to_json
+
+    asked = DatasetSpec(
+        args.data,
+        args.images,
+        args.image_column,
+        args.label_column,
+        allow_outside=args.allow_outside,
+        split=args.split,
+    )
+    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
+        scores = evaluate(
+            args.model,
+            asked,
+            device=args.device,
+            batch_size=args.batch_size,
+            precision=args.precision,
+            workers=args.workers,
+            keep_aspect=args.keep_aspect,
+            merge_tokens=args.merge_tokens,
+            patch_size=args.patch_size,
+            search=search_given(args),
+            tta=args.tta,
+            compile=args.compile,
+            notify=lambda note: notify(f"vit evaluate: {note}"),
+            progress=lambda done, total: bar_to(bar, done, total),
+        )
+    if args.json is not None:
+        with open_output(args.json) as out:
+            out.write(to_json(scores, indent=2) + "\n")
+    print(told(scores), file=standard_output(), flush=True)
+    failed = scores["failed"]
+    for row in failed:
+        notify(f"vit evaluate: {printable(row['image'])}: {printable(row['error'])}")
+    if failed:
+        total = scores["count"] + len(failed)
+        notify(
+            f"vit evaluate: {len(failed)} of {total} images failed and are left out of the numbers"
+        )
+    return int(bool(failed))
+
+
+def bar_to(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def told(scores: dict[str, Any]) -> str:
+    """The numbers for reading: of captions, of classes, or of both."""
+    if "map" in scores:
+        return multilabel_summary(scores)
+    if "bleu4" not in scores:
+        return summary(scores)
+    captions = caption_summary(scores)
+    if "top1" not in scores:
+        return captions
+    return captions + "\n\n" + summary({**scores, "loss": scores["class_loss"]})
+
+
+def caption_summary(scores: dict[str, Any]) -> str:
+    """The numbers of captions for reading, with examples last."""
+    bleu = "  ".join(f"{scores[f'bleu{order}']:.4f}" for order in range(1, 5))
+    lines = [
+        f"images             {scores['count']}",
+        f"loss a word        {scores['loss']:.4f}",
+        f"of other images  {scores['loss_shuffled']:.4f}  (the same captions, shuffled)",
+        f"BLEU-1 to -4       {bleu}",
+        f"ROUGE-L            {scores['rouge_l']:.4f}",
+        f"CIDEr-D            {scores['cider']:.4f}  (of at most 10)",
+        f"chrF               {scores['chrf']:.4f}",
+        f"exact              {scores['exact']:.2%}",
+        f"distinct           {scores['distinct']:.2%}  (different captions)",
+        "",
+        "examples",
+    ]
+    for row in scores["examples"]:
+        lines += [
+            f"  {printable(row['image'])}",
+            f"    says       {printable(row['caption'])}",
+            f"    reference  {printable(row['reference'])}",
+        ]
+    return "\n".join(lines)
+
+
+def multilabel_summary(scores: dict[str, Any]) -> str:
+    """The numbers of images with several classes, with those of lowest average precision last."""
+    interval = scores["map_interval"]
+    between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%})" if interval else ""
+    lines = [
+        f"images             {scores['count']}",
+        f"mAP                {scores['map']:.2%}{between}",
+        f"macro F1           {scores['macro_f1']:.4f}  (each class from its threshold on)",
+        f"micro F1           {scores['micro_f1']:.4f}",
+        f"all classes right  {scores['subset_accuracy']:.2%}",
+        f"wrong decisions    {scores['hamming']:.2%}",
+        f"loss               {scores['loss']:.4f}",
+        f"calibration error  {scores['ece']:.4f}  (mean gap between probability and share of yes)",
+    ]
+    columns = {"AP": "average_precision", **COLUMNS}
+    return "\n".join([*lines, *weakest(scores["per_class"], columns)])
+
+
+def summary(scores: dict[str, Any]) -> str:
+    """The numbers for reading, with the classes of lowest F1 last."""
+    low, high = scores["top1_interval"]
+    lines = [
+        f"images             {scores['count']}",
+        f"top-1              {scores['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%})",
+        f"top-5              {scores['top5']:.2%}",
+        f"balanced accuracy  {scores['balanced_accuracy']:.2%}",
+        f"macro F1           {scores['macro_f1']:.4f}",
+        f"loss               {scores['loss']:.4f}",
+        f"calibration error  {scores['ece']:.4f}  (mean gap between confidence and accuracy)",
+    ]
+    return "\n".join([*lines, *weakest(scores["per_class"], COLUMNS, by="f1")])
+
+
+def weakest(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, by: str = "average_precision"
+) -> list[str]:
+    """Lines on the classes that have least of the score `by`; `columns` are scores by title."""
+    present = [row for row in rows if row["count"]]
+    worst = sorted(present, key=lambda row: row[by])[:WEAKEST]
+    width = max([13, *(len(printable(row["label"])) for row in worst)])
+    titles = "".join(f"{title:>11}" for title in columns)
+    lines = ["", f"{'weakest classes':<{width + 2}}{'images':>8}{titles}"]
+    for row in worst:
+        cells = "".join(f"{row[name]:>11.4f}" for name in columns.values())
+        lines.append(f"  {printable(row['label']):<{width}}{row['count']:>8}{cells}")
+    if absent := len(rows) - len(present):
+        lines.append(f"{absent} of the model's classes have no image here")
+    return lines

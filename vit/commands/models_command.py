@@ -1,0 +1,185 @@
+"""`vit models`: networks that can be built by name, what can be chosen, timm's pretrained ones."""
+
+import argparse
+import difflib
+import textwrap
+import typing
+from fnmatch import fnmatch
+from typing import Any
+
+from vit.commands.command_options import choices_of, takes_commas
+from vit.config.parser import WORDS, Setting, all_settings, nearest
+from vit.config.presets import PRESETS, preset
+from vit.errors import ConfigError, printable
+
+FLOPS_NOTE = (
+    "FLOPs of one image: 2 for each multiply-add, of which papers often count 1; "
+    "`vit summary NAME` shows the parts."
+)
+
+OPTIONS_NOTE = (
+    "[...] is the default. Flags: --norm-order post, --qk-norm, --no-class-token; keys in YAML: "
+    "norm_order: post."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pattern",
+        metavar="PATTERN",
+        nargs="?",
+        default="*",
+        help="part of a name, or a pattern such as 'vit_*_patch16_*'",
+    )
+    lists = parser.add_mutually_exclusive_group()
+    lists.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="list timm's pretrained weights instead, as --weights takes them",
+    )
+    lists.add_argument(
+        "--options",
+        action="store_true",
+        help="list every setting of the network instead",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.options:
+        return list_options(args.pattern)
+    return list_pretrained(args.pattern) if args.pretrained else list_presets(args.pattern)
+
+
+def list_options(pattern: str) -> int:
+    """Print every setting of the network: its words or its type, its default and its sentence.
+
+    Raises:
+        ConfigError: None is called like `pattern`.
+    """
+    settings = [setting for setting in all_settings().values() if setting.section == "model"]
+    names = {name: setting for setting in settings for name in names_of(setting)}
+    word = pattern.lower().lstrip("-").replace("-", "_")
+    found = [setting for name, setting in names.items() if word in name or fnmatch(name, word)]
+    if not found:
+        hint = nearest(word, names) or "; leave it out to see all"
+        raise ConfigError(f"no option of the network is called like '{printable(pattern)}'{hint}")
+    for option in dict.fromkeys(found):
+        print(f"{option.name}: {values_of(option)}")
+        print(textwrap.indent(option.help, "    "))
+    print(f"\n{OPTIONS_NOTE}")
+    return 0
+
+
+def names_of(setting: Setting) -> list[str]:
+    """What a setting is called: its name, and its other long flags without dashes."""
+    flags = (alias[2:].replace("-", "_") for alias in setting.aliases if alias[:2] == "--")
+    return [setting.name, *flags]
+
+
+def values_of(setting: Setting) -> str:
+    """The words that a setting takes, or its type; the default in brackets."""
+    default = shown(setting)
+    if words := words_of(setting):
+        return " ".join(f"[{word}]" if word == default else word for word in words)
+    plain = next(WORDS[kind] for kind in kinds_of(setting.kind) if kind in WORDS)
+    many = ", or several with commas" if takes_commas(setting.kind) else ""
+    return f"{plain}{many} [{default}]"
+
+
+def kinds_of(kind: Any) -> list[Any]:
+    """The type itself, and the types inside it."""
+    return [kind, *(inner for part in typing.get_args(kind) for inner in kinds_of(part))]
+
+
+def words_of(setting: Setting) -> tuple[str, ...]:
+    """The words that a setting takes; none where it takes numbers."""
+    return ("false", "true") if setting.kind is bool else choices_of(setting.kind)
+
+
+def shown(setting: Setting) -> str:
+    """The default of a setting, in one word; sizes are the preset's."""
+    if setting.name == "num_classes":
+        return "the data's"
+    if setting.name in preset(str(all_settings()["model"].default)):
+        return "the preset's"
+    if setting.default in (None, ()):
+        return "none"
+    return str(setting.default).lower() if setting.kind is bool else str(setting.default)
+
+
+def list_pretrained(pattern: str) -> int:
+    """Print timm's pretrained networks with their image sizes and licences.
+
+    Raises:
+        WeightsError: None is called like `pattern`.
+    """
+    from vit.weights.formats import timm_registry
+
+    found = timm_registry.matching(pattern)
+    width = max(len(entry.name) for entry in found) + len("timm/")
+    print(f"{'name':<{width}}  image    license")
+    for entry in found:
+        size = "x".join(map(str, entry.image_size))
+        print(f"timm/{entry.name:<{width - 5}}  {size:<7}  {entry.license or 'not stated'}")
+    return 0
+
+
+def list_presets(pattern: str) -> int:
+    """Print the networks that can be built by name, their sizes and what they cost.
+
+    Raises:
+        ConfigError: None is called like `pattern`.
+    """
+    found = matching(pattern)
+    width = max(len(name) for name in found)
+    print(f"{'name':<{width}}  parameters    FLOPs  image  patch   dim  depth  heads")
+    for name in found:
+        sizes = PRESETS[name]
+        millions, billions = count_parameters(sizes) / 1e6, count_flops(sizes) / 1e9
+        print(
+            f"{name:<{width}}  {millions:>8.1f} M  {billions:>5.1f} G  {sizes['image_size']:>5}  "
+            f"{sizes['patch_size']:>5}  {sizes['dim']:>4}  {sizes['depth']:>5}  "
+            f"{sizes['num_heads']:>5}"
+        )
+    print(f"\n{FLOPS_NOTE}")
+    return 0
+
+
+def matching(pattern: str) -> list[str]:
+    """Presets with `pattern` in their name, or that fit it as a shell pattern.
+
+    Raises:
+        ConfigError: There is none; the message has the nearest names.
+    """
+    word = pattern.lower()
+    found = [name for name in PRESETS if word in name or fnmatch(name, word)]
+    if not found:
+        near = difflib.get_close_matches(word, PRESETS, n=3, cutoff=0.3)
+        hint = f"; the nearest are {', '.join(near)}" if near else "; leave it out to see all"
+        raise ConfigError(f"no model is called like '{printable(pattern)}'{hint}")
+    return found
+
+
+def count_parameters(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
+    """Parameters of a preset for RGB images, biases included, without building it."""
+    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
+    patches = (int(sizes["image_size"]) // patch_size) ** 2
+    embedding = (3 * patch_size**2 + 1) * dim
+    tokens = dim + (1 + patches) * dim  # class token, and a position for it and every patch
+    block = 12 * dim**2 + 13 * dim  # attention 4 (dim² + dim), MLP 8 dim² + 5 dim, norms 4 dim
+    head = 2 * dim + (dim + 1) * num_classes
+    return embedding + tokens + int(sizes["depth"]) * block + head
+
+
+def count_flops(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
+    """FLOPs of a preset for one RGB image, forward, without building it; 2 a multiply-add.
+
+    Products of matrices and attention, as vit/evaluation/model_summary.py counts them.
+    """
+    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
+    patches = (int(sizes["image_size"]) // patch_size) ** 2
+    tokens = patches + 1
+    embedding = patches * 3 * patch_size**2 * dim
+    # queries, keys, values and output 4 dim², MLP 8 dim²; scores and their mix, tokens dim each
+    block = tokens * (12 * dim**2 + 2 * tokens * dim)
+    return 2 * (embedding + int(sizes["depth"]) * block + dim * num_classes)

@@ -1,0 +1,46 @@
+"""`vit plan DATA [--time T]`: the settings that `vit train` would choose, each with its reason."""
+
+import argparse
+
+from vit.commands.command_output import check_output
+from vit.commands.train_command import add_settings, gather
+from vit.config.parser import checked, write_settings
+from vit.errors import ConfigError
+
+HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """DATA, where the recipe is written, and a flag for every setting."""
+    parser.usage = "vit plan DATA [--time T] [--save FILE] [settings...]"
+    parser.set_defaults(config=None, resume=False, out=None)
+    parser.add_argument("data", metavar="DATA", help="as for vit train")
+    parser.add_argument("--save", metavar="FILE", help="write the settings as a YAML file")
+    parser.add_argument("--overwrite", action="store_true", help="replace an older FILE")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, and write it where asked."""
+    values, _ = gather(args)
+    chosen = checked(values)
+    if args.save is not None:
+        check_output(args.save, overwrite=args.overwrite)
+    from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
+
+    pretrained = chooses_weights(chosen)
+    if not (is_planned(chosen) or pretrained):
+        raise ConfigError(
+            "a plan chooses the network of a classifier: leave out --model and --method, and "
+            "--weights or give --weights auto; captions have no plan"
+        )
+    config, plan = plan_training(chosen)
+    print("\n".join(plan_lines(plan, config)))
+    if args.save is not None:
+        # what pretrained weights decide is known when they are read
+        only = {*plan.given, *plan.settings} if pretrained else None
+        write_settings(args.save, config, HEADER, only=only)
+    if pretrained:
+        same = "vit train, with the same DATA and flags"
+        print(f"train it: vit train -c {args.save}" if args.save else f"train it: {same}")
+    return 0

@@ -1,0 +1,109 @@
+"""`vit verify`: is the exported file, and the predictor, the model that was evaluated?"""
+
+import argparse
+import os
+
+from vit.commands.command_output import check_output, notify, open_output, standard_output
+from vit.commands.image_arguments import find_images
+from vit.errors import VitError, printable, quoted
+from vit.exported.load_exported import EXPORTED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(json=None, run_folder=None, engine=None)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run folder, or of a classifier any weights with a head; or the X.onnx or X.xml of "
+        "vit export, its run with --run",
+    )
+    parser.add_argument(
+        "images",
+        metavar="IMAGE",
+        nargs="*",
+        default=[],
+        help="images, folders or patterns to compare on (default: up to 50 validation images "
+        "of the run's data, or drawn ones where these are not found)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="run_folder",
+        metavar="RUN",
+        default=argparse.SUPPRESS,
+        help="the run, or other weights, that X.onnx is compared with (default: what it names)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["onnx", "openvino"],
+        default=argparse.SUPPRESS,
+        help="what computes the file (default: by its suffix)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where all numbers are written as well; an older file is replaced",
+    )
+
+
+def is_source(model: str) -> bool:
+    """Whether MODEL is a run folder or other weights, and no exported file."""
+    from vit.weights.find_weights import SUFFIXES
+
+    if os.path.isdir(model) or model.lower().endswith(tuple(EXPORTED)):
+        return os.path.isdir(model)
+    if os.path.exists(model):
+        return model.lower().endswith(SUFFIXES)
+    return not model.startswith((".", "/", "~")) and ("/" in model or ":" in model)
+
+
+def check_order(model: str, images: list[str]) -> None:
+    """Refuse a run and an exported file side by side: the run comes with --run.
+
+    Raises:
+        VitError: An exported file, or a run folder, is among the images.
+    """
+    exported = [word for word in images if word.lower().endswith(tuple(EXPORTED))]
+    runs = [word for word in images if os.path.isfile(os.path.join(word, "model.safetensors"))]
+    if not exported and not runs:
+        return
+    is_run = os.path.isdir(model)
+    if len(exported) + len(runs) > 1 or bool(runs) == is_run:
+        word = printable((exported + runs)[0])
+        raise VitError(f"{word} is no image: give one MODEL, its run with --run, then IMAGEs")
+    file, run = (exported[0], model) if is_run else (model, runs[0])
+    rest = [quoted(word) for word in images if word not in (file, run)]
+    words = " ".join(["vit verify", quoted(file), "--run", quoted(run), *rest[:3]])
+    more = " ..." if len(rest) > 3 else ""
+    raise VitError(f"an exported file comes first, and its run with --run: {words}{more}")
+
+
+def run(args: argparse.Namespace) -> int:
+    own = is_source(args.model)
+    check_order(args.model, args.images)
+    for name, value in (("run", args.run_folder), ("engine", args.engine)):
+        if own and value is not None:
+            raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
+    check_output(args.json, overwrite=True)
+    images = find_images(args.images, command="verify") if args.images else None
+
+    from vit.export.verification import verify
+    from vit.output.prediction_results import to_json
+
+    found = verify(
+        args.model if own else args.run_folder,
+        None if own else args.model,
+        images,
+        engine=args.engine,
+        notify=lambda note: notify(f"vit verify: {note}"),
+    )
+    if args.json is not None:
+        with open_output(args.json) as out:
+            out.write(to_json(found.to_dict(), indent=2) + "\n")
+    print("\n".join(found.lines()), file=standard_output(), flush=True)
+    for row in found.failures:
+        where = "" if row["path"] == "all" else f" ({printable(row['path'])})"
+        notify(f"vit verify: {printable(row['image'])}: {printable(row['error'])}{where}")
+    for line in found.complaints():
+        notify(f"vit verify: {line}")
+    return int(not found.agrees or bool(found.failures))

@@ -1,0 +1,156 @@
+"""Settings of the images: which, how they are read and batched, how they are varied."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vit.config.config_section import Section, setting
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Which images, and how they are read, batched and evaluated."""
+
+    data: str = ""
+    """A folder of images, a list (CSV, JSON lines), tar shards, or the name of a known set."""
+    images: str | None = None
+    """Folder that file names of a list are relative to; the list's when left empty."""
+    image_column: str | None = None
+    """Column of a list that names the images; found by its usual names when left empty."""
+    label_column: str | None = None
+    """Column of a list that has the classes; found by its usual names when left empty."""
+    allow_outside: bool = False
+    """Take images of a list that lie outside of its folder, or of images."""
+    group: str | None = None
+    """Column of a list, or regular expression over paths, whose equals stay on one side."""
+    folds: int | None = None
+    """Parts of a cross-validation: a training for each, which validates on it."""
+    fold: int | None = None
+    """The only one of the folds to train, from 1; all when left empty."""
+    cache: Literal["none", "ram", "disk"] = "none"
+    """Keep decoded images, at the size that is needed, from the first epoch on."""
+    cache_folder: str | None = None
+    """Where cache=disk keeps them; in the user's cache folder when left empty."""
+    decode: Literal["fast", "exact"] = "fast"
+    """Training crops by torch from JPEGs as small as suffices, or by Pillow from whole ones."""
+    val_share: float = 0.2
+    """Share of each class held out for validation where the data has no split of its own."""
+    on_bad_image: Literal["stop", "skip"] = "stop"
+    """What an image that cannot be read does: stop the run, or be left out and counted."""
+    workers: int | None = setting(None, "-j")
+    """Loader processes per device; found by measuring how images are read when left empty."""
+    batch_size: int = setting(128, "-b")
+    """Images in one optimiser step, over all devices; auto only finds what accumulate fits."""
+    accumulate: int | None = setting(1, "--grad-accum-steps")
+    """Micro-batches that make one optimiser step; auto takes as few as a GPU's memory allows."""
+    resize: Literal["crop", "squash"] = "crop"
+    """Evaluation: centre crop after resizing the short side, or squeeze the whole image."""
+    crop_share: float = setting(0.9, "--crop-pct")
+    """Evaluation: share of the resized short side that the centre crop keeps."""
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
+    """How images are resized."""
+    mean: Triple = (0.5, 0.5, 0.5)
+    """Mean of each colour channel, as a share of full brightness, subtracted from images."""
+    std: Triple = (0.5, 0.5, 0.5)
+    """Standard deviation of each colour channel, by which images are divided."""
+
+    def __post_init__(self) -> None:
+        self.check_least(1, "batch_size")
+        if self.cache_folder is not None and self.cache != "disk":
+            self.refuse(
+                "cache_folder", f"is for cache=disk, and cache={self.cache}: add --cache disk"
+            )
+        if self.decode == "exact" and self.cache != "none":
+            why = f"cache={self.cache} keeps images made smaller, which is not exact"
+            self.refuse("decode", f"{why}; leave one of the two out")
+        if self.workers is not None:
+            self.check_least(0, "workers")
+        if self.folds is not None:
+            self.check_least(2, "folds")
+        if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
+            self.refuse(
+                "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
+            )
+        if self.folds is not None and self.val_share != DataConfig.val_share:
+            self.refuse("val_share", f"folds={self.folds} hold out a part each; leave it out")
+        if not 0 < self.val_share < 1:
+            self.refuse("val_share", "must be between 0 and 1, both excluded")
+        if not 0 < self.crop_share <= 1:
+            self.refuse("crop_share", "must be more than 0 and at most 1")
+        if min(self.std) <= 0:
+            self.refuse("std", "must be more than 0 in every channel")
+        if self.accumulate is not None:
+            self.check_least(1, "accumulate")
+            if self.batch_size % self.accumulate:
+                self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one optimiser step; 1 while nobody has found out what fits."""
+        return self.accumulate or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig(Section):
+    """How training images are varied."""
+
+    random_crop: Literal["resized", "simple"] = "resized"
+    """A part of any size and aspect, resized; or all of the short side at a random place."""
+    min_crop: float = 0.08
+    """Smallest share of an image's area that a random crop keeps; 1 switches crops off."""
+    crop_ratio: float = 4 / 3
+    """Largest change of aspect ratio in a random crop."""
+    hflip: float = 0.5
+    """Probability of a left-right flip."""
+    vflip: float = 0.0
+    """Probability of an upside-down flip."""
+    rotate: float = 0.0
+    """Largest random rotation, in degrees."""
+    translate: float = 0.0
+    """Largest random shift, as a share of the image's side."""
+    color_jitter: float = 0.0
+    """Strength of random brightness, contrast and saturation; 0 is 0.3 under three, else off."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment", "augmix", "three"] = setting(
+        "none", "--aa"
+    )
+    """A policy of random operations; three is the 3-Augment of DeiT III (arXiv:2204.07118)."""
+    randaugment_layers: int = 2
+    """Operations on an image under randaugment."""
+    randaugment_magnitude: int = 9
+    """Strength of each operation under randaugment, from 0 to 30."""
+    erase: float = setting(0.0, "--reprob")
+    """Probability of erasing a random rectangle (arXiv:1708.04896)."""
+    repeats: int = setting(1, "--aug-repeats")
+    """How often a batch holds an image, each time augmented otherwise (arXiv:1901.09335)."""
+    mixup: float = 0.0
+    """Alpha of MixUp's Beta distribution (arXiv:1710.09412); 0 is off."""
+    cutmix: float = 0.0
+    """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
+    mix_probability: float = setting(1.0, "--mixup-prob")
+    """Probability that a pair of images is mixed at all, where mixup or cutmix is on."""
+    cutmix_share: float = setting(0.5, "--mixup-switch-prob")
+    """Share of the mixed pairs that CutMix takes, where mixup and cutmix are both on."""
+
+    def __post_init__(self) -> None:
+        shares = ("hflip", "vflip", "translate", "erase", "mix_probability", "cutmix_share")
+        self.check_share(*shares, one=True)
+        self.check_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
+        self.check_least(1, "crop_ratio", "randaugment_layers", "repeats")
+        if not 0 < self.min_crop <= 1:
+            self.refuse("min_crop", "must be more than 0 and at most 1")
+        if self.randaugment_magnitude > 30:
+            self.refuse("randaugment_magnitude", "must be at most 30")
+        if self.cutmix_share != AugmentConfig.cutmix_share and not (self.mixup and self.cutmix):
+            self.refuse(
+                "cutmix_share", "has a meaning where mixup and cutmix are both on: add both"
+            )
+        if self.random_crop == "simple":
+            for name in ("min_crop", "crop_ratio"):
+                if getattr(self, name) != getattr(AugmentConfig, name):
+                    self.refuse(name, "random_crop=simple has no use for it; leave it out")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether neighbours in a batch may be mixed with each other."""
+        return bool((self.mixup or self.cutmix) and self.mix_probability)

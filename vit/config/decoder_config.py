@@ -1,0 +1,137 @@
+"""Settings of the decoder that writes captions, and of its words."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from vit.config.config_section import Section, setting
+from vit.config.model_config import ModelConfig
+
+TRAINED = ("bpe", "wordpiece")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(Section):
+    """What the decoder computes, and which words it has; read with --task caption alone."""
+
+    decoder_dim: int | None = None
+    """Width of a token; the encoder's when left empty."""
+    decoder_depth: int = 4
+    """Number of blocks."""
+    decoder_heads: int | None = None
+    """Attention heads; the encoder's when left empty, or one for 64 of another width."""
+    decoder_kv_heads: int | None = None
+    """Heads of keys and values; decoder_heads when left empty."""
+    decoder_hidden_dim: int | None = None
+    """Inner width of the feed-forward part; 4 x decoder_dim when left empty."""
+    decoder_position: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    """How words know their order."""
+    decoder_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation layer."""
+    decoder_norm_order: Literal["pre", "post"] = "pre"
+    """Normalise before each part of a block, or after its residual sum."""
+    decoder_qk_norm: bool = False
+    """Normalise queries and keys in each head."""
+    decoder_feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
+    """Feed-forward part; moe: experts like those of the encoder, which must have some."""
+    decoder_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
+    """Activation of the mlp."""
+    decoder_layer_scale: float = 0.0
+    """Initial value of a learned scale on each residual branch; 0 builds none."""
+    decoder_dropout: float = 0.1
+    """Probability of dropping an activation after positions, attention and feed-forward."""
+    decoder_drop_path: float = 0.0
+    """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
+    caption_dropout: float = setting(0.0, "--word-dropout")
+    """Share of the words hidden from the decoder in training, so that it looks at the image."""
+    caption_tokens: int | None = setting(None, "--max-caption-tokens")
+    """Longest caption in tokens, begin and end included; from the data when left empty."""
+    tokenizer: str = "bpe"
+    """bpe or wordpiece, trained on the captions; or a file tokenizer.json, or a folder with one."""
+    vocab_size: int | None = None
+    """Most tokens that a trained tokenizer may have; chosen from the data when left empty."""
+
+    def __post_init__(self) -> None:
+        self.check_least(1, "decoder_depth")
+        self.check_least(0, "decoder_layer_scale")
+        self.check_share("decoder_dropout", "decoder_drop_path", "caption_dropout")
+        for name in ("decoder_dim", "decoder_heads", "decoder_kv_heads", "decoder_hidden_dim"):
+            if getattr(self, name) is not None:
+                self.check_least(1, name)
+        if self.caption_tokens is not None:
+            self.check_least(3, "caption_tokens")
+        if self.vocab_size is not None:
+            self.check_least(4, "vocab_size")
+        if self.decoder_feedforward.startswith("swiglu") and self.decoder_activation != "gelu":
+            part = f"decoder_feedforward={self.decoder_feedforward}"
+            self.refuse("decoder_activation", f"{part} does not read it; mlp or moe does")
+        if self.decoder_drop_path and self.decoder_depth == 1:
+            self.refuse("decoder_drop_path", "it is 0 at the first block, and there is no other")
+
+    def check_with(self, encoder: ModelConfig) -> None:
+        """Refuse values that do not fit the encoder's, by the names that people gave.
+
+        Raises:
+            ConfigError: It names the setting.
+        """
+        dim, heads = self.dim_beside(encoder), self.heads_beside(encoder)
+        if dim % heads:
+            self.refuse("decoder_heads", f"decoder_dim={dim} does not split into {heads} heads")
+        if heads % (self.decoder_kv_heads or heads):
+            self.refuse("decoder_kv_heads", f"does not divide decoder_heads={heads}")
+        if self.decoder_position == "rotary" and dim // heads % 2:
+            self.refuse("decoder_position", f"needs an even number of channels in {heads} heads")
+        if self.decoder_position == "sinusoidal" and dim % 2:
+            self.refuse("decoder_position", f"decoder_dim={dim} must be even")
+        if self.decoder_feedforward == "moe" and encoder.feedforward != "moe":
+            self.refuse("decoder_feedforward", "experts are set up by feedforward=moe: choose both")
+        if self.decoder_feedforward == "moe" and encoder.capacity_factor:
+            self.refuse(
+                "decoder_feedforward",
+                "with a capacity_factor a word would depend on those after it; leave that at 0",
+            )
+        if self.decoder_feedforward == "moe" and encoder.moe_every > self.decoder_depth:
+            self.refuse("decoder_depth", f"moe_every={encoder.moe_every}: no block has experts")
+
+    def dim_beside(self, encoder: ModelConfig) -> int:
+        """Width of a token."""
+        return self.decoder_dim or encoder.dim
+
+    def heads_beside(self, encoder: ModelConfig) -> int:
+        """Attention heads."""
+        if self.decoder_heads is not None:
+            return self.decoder_heads
+        dim = self.dim_beside(encoder)
+        return encoder.num_heads if dim == encoder.dim else max(dim // 64, 1)
+
+    def blocks_beside(self, encoder: ModelConfig) -> ModelConfig:
+        """The decoder's blocks, in the words that an encoder's blocks are described in."""
+        experts = self.decoder_feedforward == "moe"
+        usual = encoder if experts else ModelConfig()
+        return dataclasses.replace(
+            usual,
+            dim=self.dim_beside(encoder),
+            depth=self.decoder_depth,
+            num_heads=self.heads_beside(encoder),
+            num_kv_heads=self.decoder_kv_heads,
+            hidden_dim=self.decoder_hidden_dim,
+            position="none",
+            rotary_grid="index",
+            rotary_temperature=ModelConfig.rotary_temperature,
+            rotary_reference=None,
+            prefix_positions="auto",
+            norm=self.decoder_norm,
+            norm_eps=encoder.norm_eps,
+            norm_order=self.decoder_norm_order,
+            parallel_blocks=False,
+            merge_tokens=0,
+            qkv_bias=True,
+            proj_bias=True,
+            qk_norm=self.decoder_qk_norm,
+            feedforward=self.decoder_feedforward,
+            activation=self.decoder_activation,
+            layer_scale=self.decoder_layer_scale,
+            dropout=self.decoder_dropout,
+            attention_dropout=self.decoder_dropout,
+            drop_path=self.decoder_drop_path,
+        )

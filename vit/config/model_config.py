@@ -1,0 +1,335 @@
+"""Settings of the network."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vit.config.config_section import Section, setting
+
+ROTARY = ("rotary", "learned_rotary")
+# setting -> the part that reads it, and which kinds of that part do
+BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+    "rotary_grid": ("position", ROTARY),
+    "rotary_temperature": ("position", ROTARY),
+    "rotary_reference": ("position", ROTARY),
+    "prefix_positions": (
+        "position",
+        ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d"),
+    ),
+    "activation": ("feedforward", ("mlp", "moe")),
+    **dict.fromkeys(("patch_sizes", "patch_bias"), ("stem", ("linear",))),
+    **dict.fromkeys(("stem_depth", "stem_width", "stem_stride", "stem_norm"), ("stem", ("conv",))),
+    **dict.fromkeys(
+        (
+            *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
+            *("router_weights", "router_jitter", "router_priority"),
+        ),
+        ("feedforward", ("moe",)),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Everything that decides what the network computes, and nothing else."""
+
+    image_size: int = setting(224, "--img-size")
+    """Side of the square image the network sees, in pixels; a multiple of patch_size."""
+    patch_size: int = 16
+    """Side of one square patch, in pixels."""
+    patch_sizes: tuple[int, ...] = ()
+    """Further sides of patches, such as 8,32, of which each step draws one (arXiv:2212.08013)."""
+    stem: Literal["linear", "conv"] = "linear"
+    """How patches become tokens: one linear projection, or 3x3 convolutions (arXiv:2106.14881)."""
+    stem_depth: int = 3
+    """Convolutional stem: number of 3x3 convolutions."""
+    stem_width: int | None = None
+    """Convolutional stem: channels of the first, doubled by each up to dim; dim // 4 when empty."""
+    stem_stride: int | None = None
+    """Convolutional stem: stride of the first; 2 when empty and patches have 8 pixels or more."""
+    stem_norm: Literal["layernorm", "batchnorm"] = "batchnorm"
+    """Convolutional stem: normalisation after each convolution."""
+    channels: int = setting(3, "--in-chans")
+    """Channels of an image; vit train reads images as RGB, and takes 3 alone."""
+    num_classes: int = 1000
+    """Number of classes; a training takes it from the data. 0 builds no head."""
+    dim: int = setting(384, "--embed-dim")
+    """Width of a token."""
+    depth: int = 12
+    """Number of encoder blocks."""
+    num_heads: int = 6
+    """Attention heads; divides dim."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values (Ainslie et al., arXiv:2305.13245); num_heads when left empty."""
+    repeat_blocks: int = 1
+    """Times the stack of blocks is applied with the same weights (ALBERT, arXiv:1909.11942)."""
+    hidden_dim: int | None = None
+    """Inner width of the feed-forward part; 4 x dim when left empty."""
+    class_token: bool = True
+    """Prepend a learned class token."""
+    registers: int = setting(0, "--reg-tokens")
+    """Extra learned tokens (Darcet et al., arXiv:2309.16588)."""
+    position: Literal[
+        "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "relative", "none"
+    ] = "learned"
+    """How tokens know their place in the image."""
+    prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
+    """Which tokens before the patches have a position; auto: class token, none with registers."""
+    rotary_grid: Literal["index", "centred"] = "index"
+    """Rotary: angles grow with a patch's number, or from -1 to 1 across the image (DINOv3)."""
+    rotary_temperature: float = 100.0
+    """Rotary: how much slower the last pair of channels turns than the first."""
+    rotary_reference: int | None = None
+    """Rotary, index: patches on a side to which other sizes are scaled; none when left empty."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation layer."""
+    norm_eps: float = 1e-6
+    """Added to a variance (or mean square) before its root is taken."""
+    norm_order: Literal["pre", "post", "sandwich"] = "pre"
+    """Normalise before each part of a block, after its residual sum, or before and after it."""
+    parallel_blocks: bool = False
+    """Attention and feed-forward part read the same tokens (Dehghani et al., arXiv:2302.05442)."""
+    norm_pre: bool = False
+    """Normalise the tokens before the first block too (CLIP)."""
+    final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
+    """What the last norm is applied to; auto: all tokens, or with pooling=mean what is pooled."""
+    patch_bias: bool = True
+    """Bias in the projection of patches."""
+    qkv_bias: bool = True
+    """Bias in the blocks' projections to queries, keys and values."""
+    proj_bias: bool = True
+    """Bias in the blocks' projection after attention and in their feed-forward part."""
+    qk_norm: bool = False
+    """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
+    feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
+    """Feed-forward part; swiglu_packed: one matrix for gate and value; moe: experts."""
+    num_experts: int = 8
+    """Experts: how many there are in a block."""
+    top_k: int = setting(2, "--experts-per-token")
+    """Experts: how many each token visits."""
+    moe_every: int = 2
+    """Experts: in every n-th block, counted from 1; the others have an mlp."""
+    capacity_factor: float = 0.0
+    """Experts: places in each, as a multiple of an equal share of an image's tokens; 0: no end."""
+    router_weights: Literal["auto", "softmax", "renormalised"] = "auto"
+    """Experts: weights of their answers; auto: sum to one, or with top_k=1 the probability."""
+    router_jitter: float = 0.0
+    """Experts: in training the router's inputs are multiplied by up to 1 +- this."""
+    router_priority: Literal["order", "score"] = "order"
+    """Experts, with a capacity: who is placed first; score: whom the router is surest of."""
+    shared_expert: bool = False
+    """Experts: one more, which every token visits."""
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
+    """Activation of the mlp."""
+    layer_scale: float = setting(0.0, "--init-values")
+    """Initial value of a learned scale on each residual branch; 0 builds none."""
+    pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
+    """What the head reads: class token, mean of the patches, a learned query's answer, or two."""
+    dropout: float = setting(0.0, "--drop")
+    """Probability of dropping an activation after positions, attention and feed-forward."""
+    attention_dropout: float = setting(0.0, "--attn-drop")
+    """Probability of dropping an attention weight in a block."""
+    drop_path: float = 0.0
+    """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
+    patch_dropout: float = 0.0
+    """Share of the patches that training leaves out of each image (arXiv:2212.00794)."""
+    merge_tokens: int = 0
+    """Patches merged into others in each block, at most half of them (ToMe, arXiv:2210.09461)."""
+
+    def __post_init__(self) -> None:
+        self.check_each()
+        self.check_together()
+
+    def check_each(self) -> None:
+        """Refuse values that are wrong in any network."""
+        self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
+        self.check_least(1, "repeat_blocks", "stem_depth")
+        self.check_least(1, "num_experts", "top_k", "moe_every")
+        self.check_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
+        self.check_least(0, "capacity_factor")
+        self.check_above(0, "norm_eps", "rotary_temperature")
+        self.check_share("dropout", "attention_dropout", "drop_path", "patch_dropout")
+        self.check_share("router_jitter")
+        for name in ("hidden_dim", "num_kv_heads", "rotary_reference", "stem_width"):
+            if getattr(self, name) is not None:
+                self.check_least(1, name)
+
+    def check_together(self) -> None:
+        """Refuse values that do not fit each other."""
+        if self.image_size % self.patch_size:
+            down = max(self.image_size // self.patch_size, 1) * self.patch_size
+            up = (self.image_size // self.patch_size + 1) * self.patch_size
+            self.refuse(
+                "image_size",
+                f"not a multiple of patch_size={self.patch_size}; the nearest are {down} and {up}",
+            )
+        self._check_patches()
+        if self.dim % self.num_heads:
+            self.refuse("dim", f"does not split into num_heads={self.num_heads} equal heads")
+        if self.position == "sinusoidal_2d" and self.dim % 4:
+            self.refuse("dim", "position=sinusoidal_2d needs a multiple of 4")
+        if self.position == "sinusoidal_1d" and self.dim % 2:
+            self.refuse("dim", "position=sinusoidal_1d needs an even number")
+        self._check_rotary()
+        self._check_experts()
+        if self.pooling.startswith("class_token") and not self.class_token:
+            self.refuse("pooling", "there is no class token to read; use pooling=mean")
+        if self.pooling == "none" and self.num_classes:
+            self.refuse("pooling", f"the head of num_classes={self.num_classes} reads one vector")
+        if self.pooling == "none" and self.final_norm == "pooled":
+            self.refuse("final_norm", "pooling=none leaves tokens as they are; use tokens")
+        if self.prefix_positions == "class_token" and not self.class_token:
+            self.refuse("prefix_positions", "there is no class token")
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
+        if self.parallel_blocks and self.norm_order != "pre":
+            self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
+        if self.drop_path and self.depth == 1:
+            self.refuse("drop_path", "it is 0 at the first block, and there is no other; use 0")
+        self._check_tokens()
+        self._check_absent()
+
+    def _check_absent(self) -> None:
+        """Refuse what belongs to a part that this network does not have."""
+        for name, (part, kinds) in BELONGS_TO.items():
+            default = self.__dataclass_fields__[name].default
+            if getattr(self, name) != default and getattr(self, part) not in kinds:
+                have = f"{part}={getattr(self, part)}"
+                self.refuse(name, f"{have} does not read it; {part}={' or '.join(kinds)} does")
+
+    def _check_patches(self) -> None:
+        for size in self.patch_sizes:
+            if size < 1 or self.image_size % size:
+                why = f"{size} does not divide image_size={self.image_size}; leave it out"
+                self.refuse("patch_sizes", why)
+        if self.patch_sizes and {*self.patch_sizes} == {self.patch_size}:
+            self.refuse("patch_sizes", "is patch_size alone; name another size, or none")
+        if self.stem == "conv":
+            self._check_stem()
+
+    def _check_stem(self) -> None:
+        size, pools = self.patch_size, self.stem_pools
+        if self.stem_stride not in (None, 1, 2):
+            self.refuse(
+                "stem_stride", "the first convolution takes every pixel, 1, or each second, 2"
+            )
+        if size & (size - 1):
+            down = 1 << size.bit_length() - 1
+            why = f"stem=conv halves the image; choose a power of two, such as {down} or {2 * down}"
+            self.refuse("patch_size", why)
+        if pools < 0:
+            self.refuse("stem_stride", f"patch_size={size} has no room for it; use 1")
+        if pools > self.stem_depth:
+            least = f"needs stem_depth={pools} or more, since each convolution halves at most once"
+            self.refuse("stem_depth", f"stem=conv with patch_size={size} {least}")
+        if self.stem_width is not None and self.stem_depth == 1:
+            self.refuse("stem_width", f"the one convolution of stem_depth=1 has dim={self.dim}")
+        if self.stem_width is not None and self.stem_width > self.dim:
+            self.refuse("stem_width", f"the last convolution has dim={self.dim}; take at most that")
+
+    def _check_tokens(self) -> None:
+        for name in ("patch_dropout", "merge_tokens"):
+            if getattr(self, name) and self.position == "relative":
+                self.refuse(name, f"position={self.position} needs the whole grid; leave one out")
+        if self.merge_tokens and (self.parallel_blocks or self.norm_order != "pre"):
+            has = "parallel_blocks" if self.parallel_blocks else f"norm_order={self.norm_order}"
+            self.refuse(
+                "merge_tokens",
+                f"tokens are merged between the parts of blocks with norm_order=pre, not {has}",
+            )
+
+    def _check_rotary(self) -> None:
+        if self.is_rotary and self.dim // self.num_heads % 4:
+            self.refuse("dim", f"position={self.position} needs a multiple of 4 in each head")
+        if self.rotary_reference is not None and self.rotary_grid != "index":
+            self.refuse("rotary_reference", "only rotary_grid=index has one")
+
+    def _check_experts(self) -> None:
+        if self.feedforward != "moe":
+            return
+        if self.top_k > self.num_experts:
+            self.refuse("top_k", f"there are num_experts={self.num_experts}; choose at most that")
+        if self.moe_every > self.depth:
+            self.refuse("moe_every", f"no block of depth={self.depth} has experts; take less")
+        if self.top_k == 1 and self.router_weights == "renormalised":
+            self.refuse("router_weights", "with top_k=1 it is always 1; use softmax")
+        if self.repeat_blocks > 1:
+            self.refuse("repeat_blocks", "routers would learn from the last time alone; use 1")
+        if self.router_priority != "order" and not self.capacity_factor:
+            self.refuse("router_priority", "nothing is dropped; set a capacity_factor, such as 1.0")
+
+    def feedforward_of(self, block: int) -> str:
+        """The feed-forward part of a block; blocks are counted from 1."""
+        dense = self.feedforward == "moe" and block % self.moe_every != 0
+        return "mlp" if dense else self.feedforward
+
+    @property
+    def expert_weights(self) -> str:
+        """`router_weights` with auto resolved: softmax or renormalised."""
+        if self.router_weights != "auto":
+            return self.router_weights
+        return "renormalised" if self.top_k > 1 else "softmax"
+
+    @property
+    def feedforward_dim(self) -> int:
+        """Inner width of the feed-forward part."""
+        return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
+
+    @property
+    def first_stride(self) -> int:
+        """`stem_stride` with its default resolved; the other convolutions have stride 1."""
+        return self.stem_stride or (2 if self.patch_size >= 8 else 1)
+
+    @property
+    def stem_pools(self) -> int:
+        """How many of the last convolutions of a stem are followed by a 2x2 pooling."""
+        return self.patch_size.bit_length() - self.first_stride
+
+    @property
+    def stem_widths(self) -> tuple[int, ...]:
+        """Channels that each convolution of a stem makes; the last makes tokens."""
+        first = max(self.dim // 4, 1) if self.stem_width is None else self.stem_width
+        inner = (min(first << index, self.dim) for index in range(self.stem_depth - 1))
+        return (*inner, self.dim)
+
+    @property
+    def drawn_patch_sizes(self) -> tuple[int, ...]:
+        """All sides of a patch that training draws from, the smallest first."""
+        return tuple(sorted({self.patch_size, *self.patch_sizes}))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, cols) of patches in one image."""
+        side = self.image_size // self.patch_size
+        return side, side
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens in front of the patches: class token and registers."""
+        return int(self.class_token) + self.registers
+
+    @property
+    def num_placed_tokens(self) -> int:
+        """Tokens in front of the patches that have a row in the table of positions."""
+        placed = self.prefix_positions
+        if placed == "auto":
+            placed = "none" if self.registers else "all"
+        return {"none": 0, "class_token": 1, "all": self.num_prefix_tokens}[placed]
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether queries and keys are turned by their places."""
+        return self.position in ROTARY
+
+    @property
+    def last_norm(self) -> str:
+        """`final_norm` with auto resolved: tokens, pooled or none."""
+        if self.final_norm != "auto":
+            return self.final_norm
+        if self.norm_order == "post":
+            return "none"
+        return "pooled" if self.pooling == "mean" else "tokens"
+
+    @property
+    def pooled_dim(self) -> int:
+        """Width of what the head reads."""
+        return 2 * self.dim if self.pooling == "class_token_mean" else self.dim

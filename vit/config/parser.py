@@ -1,0 +1,307 @@
+"""Settings as people write them: flat names in YAML files and flags, turned into a Config.
+
+A preset is applied first, then the file, then the flags. Every key is checked against the fields
+of vit/config/; nothing unknown, doubled or of another type passes.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import types
+import typing
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from vit.config import SECTIONS, ChosenModel, Config
+from vit.config.finetune_config import AUTO_WEIGHTS
+from vit.config.presets import preset, usual_of_task
+from vit.errors import ConfigError, printable
+from vit.paths import did_you_mean
+
+MOST_BYTES = 1_000_000
+FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field of a section, as the command line and the YAML file see it."""
+
+    name: str
+    section: str
+    kind: Any
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+
+
+@cache
+def all_settings() -> dict[str, Setting]:
+    """Every setting by name, in the order of the sections and their fields."""
+    found: dict[str, Setting] = {}
+    for section, kind in SECTIONS.items():
+        hints, docs = typing.get_type_hints(kind), field_docs(kind)
+        for field in dataclasses.fields(kind):
+            assert field.name not in found, f"two settings are called {field.name}"
+            aliases = field.metadata.get("aliases", ())
+            found[field.name] = Setting(
+                field.name, section, hints[field.name], field.default, docs[field.name], aliases
+            )
+    return found
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, read from its source."""
+    body = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(statement.target, ast.Name)
+            assert isinstance(following.value, ast.Constant)
+            docs[statement.target.id] = str(following.value.value)
+    return docs
+
+
+@cache
+def names_by_alias() -> dict[str, str]:
+    """Field name of every key a file may use: the names, and the long flags without dashes."""
+    found = {name: name for name in all_settings()}
+    for setting in all_settings().values():
+        for alias in setting.aliases:
+            if alias.startswith("--"):
+                found[alias[2:].replace("-", "_")] = setting.name
+    return found
+
+
+def nearest(word: str, words: typing.Iterable[str]) -> str:
+    """`; did you mean X?` for the word of `words` nearest to `word`, or nothing."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
+    """Build a Config from flat values, by name or alias; the preset named by `model` comes first.
+
+    Args:
+        values: The settings.
+        complete: Whether nobody decides more of them. Else, where they name pretrained weights,
+            those of the network are checked one by one, and together once the weights are known.
+
+    Raises:
+        ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
+    """
+    chosen = checked(values)
+    model = chosen.get("model", _default_model())
+    usual = usual_of_task(chosen.get("task"))
+    if chosen.get("random_crop") == "simple":  # which keeps all of the short side
+        usual.pop("min_crop", None)
+    chosen = {**preset(model), **usual, **chosen}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in chosen.items():
+        sections[all_settings()[name].section][name] = value
+    kinds = dict(SECTIONS)
+    if sections["finetune"].get("weights") is not None and not complete:
+        kinds["model"] = ChosenModel
+    return Config(**{name: kind(**sections[name]) for name, kind in kinds.items()})
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by the settings' own names and in their types; they may still not fit together.
+
+    Raises:
+        ConfigError: A name is unknown or given twice, or a value has the wrong type.
+    """
+    chosen: dict[str, Any] = {}
+    for key, value in values.items():
+        name = names_by_alias().get(str(key).replace("-", "_"))
+        if name is None:
+            raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
+        if name == "batch_size" and value == "auto":  # of a device, that is: a step keeps its own
+            name, value = "accumulate", None
+        if name == "task" and value == "caption,classify":
+            value = "classify,caption"
+        if name in chosen:
+            raise ConfigError(f"{name} is given twice, once as {printable(key)}")
+        is_word = (name, value) == ("weights", AUTO_WEIGHTS)  # of others it stands for none
+        chosen[name] = value if is_word else convert(all_settings()[name].kind, value, name)
+    return chosen
+
+
+def why_unknown(key: Any, value: Any) -> str:
+    """What may have been meant by a key that no setting has."""
+    if key in FLAGS_ONLY:
+        return f" of a file: give it as the flag --{key}"
+    if isinstance(value, dict):
+        return ": settings are flat, write them without a section"
+    return nearest(str(key), names_by_alias())
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every setting of `config` by name, as plain values; `make_config` gives it back."""
+    flat = {}
+    for setting in all_settings().values():
+        value = getattr(getattr(config, setting.section), setting.name)
+        flat[setting.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def changed_settings(config: Config) -> list[str]:
+    """Names of the settings that differ from the defaults, those of the preset included."""
+    named = {"model": config.training.model, "task": config.training.task}
+    usual = {**flatten(make_config(named)), "model": _default_model(), "task": "classify"}
+    return [name for name, value in flatten(config).items() if value != usual[name]]
+
+
+def _default_model() -> str:
+    return str(all_settings()["model"].default)
+
+
+def convert(kind: Any, value: Any, name: str) -> Any:
+    """Check `value`, from a file or typed as a flag, against the annotation `kind`.
+
+    Raises:
+        ConfigError: It has another type, or is not one of the choices.
+    """
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        if value in (None, "none", "auto", ["none"]):
+            return None
+        return convert(typing.get_args(kind)[0], value, name)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            hint = nearest(str(value), choices)
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}{hint}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        kinds = typing.get_args(kind)
+        if kinds[-1] is Ellipsis:
+            return tuple(convert(kinds[0], v, name) for v in _listed(value))
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
+        return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
+    converted = PLAIN[kind](value)
+    if converted is None:
+        raise ConfigError(f"{name}={value!r} is not {WORDS[kind]}")
+    return converted
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, which a flag writes with commas between them; one may stand alone."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    return value if type(value) is int else None
+
+
+def _float(value: Any) -> float | None:
+    """YAML 1.1 reads 1e-3, without a dot, as a string: that is a number here."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bool(value: Any) -> bool | None:
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    return value if type(value) is bool else words.get(str(value).lower())
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+PLAIN: dict[type, typing.Callable[[Any], Any]] = {
+    int: _int,
+    float: _float,
+    bool: _bool,
+    str: _str,
+}
+WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+
+
+def default_folder(data: str) -> Path:
+    """Where a run goes when nobody says: `runs/<name of the data>`."""
+    return Path("runs") / (Path(data).resolve().name or "run")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without tags of its own, doubled keys or aliases (which can grow without bound)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ConfigError("YAML aliases (*name) are not taken in a settings file")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{printable(key)} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Flat values of a YAML file, not yet checked against the settings.
+
+    Raises:
+        ConfigError: The file is missing, too large, not YAML, or not a flat mapping.
+    """
+    try:
+        raw = Path(path).read_bytes()
+        if len(raw) > MOST_BYTES:
+            raise ConfigError(f"is larger than {MOST_BYTES:,} bytes")
+        values = yaml.load(raw, _StrictLoader)
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise ConfigError("is not a list of `name: value` lines")
+    except OSError as error:
+        hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{printable(path)}: {error.strerror}{hint}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        text = str(error).replace('in "<byte string>", ', "at ")
+        reason = printable(" ".join(text.split()))
+        raise ConfigError(f"{printable(path)}: {reason}") from None
+    return values
+
+
+def write_settings(
+    path: str | Path, config: Config, header: str = "", *, only: Collection[str] | None = None
+) -> None:
+    """Write every setting of `config`, or those in `only`, as flat YAML for `read_settings`."""
+    lines = [f"# {line}".rstrip() + "\n" for line in header.splitlines()]
+    for section in SECTIONS:
+        names = {setting.name for setting in all_settings().values() if setting.section == section}
+        values = {name: value for name, value in flatten(config).items() if name in names}
+        if only is not None:
+            values = {name: value for name, value in values.items() if name in only}
+        if values:
+            lines += [f"\n# {section}\n", _plain_yaml(values)]
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def _plain_yaml(values: dict[str, Any]) -> str:
+    """A line a setting; lists stay on their line."""
+    rows = []
+    for name, value in values.items():
+        flow = isinstance(value, list) or None
+        text = yaml.safe_dump(value, default_flow_style=flow, allow_unicode=True, width=10_000)
+        rows.append(f"{name}: {text.removesuffix(chr(10)).removesuffix('...').rstrip()}")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,153 @@
+"""Settings of learning: for how long, by which optimiser, with which regularisation."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from vit.config.config_section import Section, setting
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+# settings that `time` decides
+TIME_DECIDES = (
+    *("epochs", "steps", "epoch_steps", "warmup_epochs", "growth_epochs"),
+    *("cooldown_epochs", "cooldown_shares"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """What is trained, for how long, and by which optimiser."""
+
+    task: Literal["classify", "multilabel", "caption", "classify,caption"] = "classify"
+    """What the network learns: one class an image, any number of them, captions, or two tasks."""
+    model: str = "vit_tiny_patch16_224"
+    """Preset that gives the model settings not set otherwise; `vit models` lists them."""
+    epochs: int = 30
+    """Passes over the training images, or as many times epoch_steps; a validation follows each."""
+    epoch_steps: int | None = None
+    """Optimiser steps of an epoch; one pass over the training images when left empty."""
+    steps: int | None = None
+    """Optimiser steps of the whole training, instead of epochs; the last epoch may be shorter."""
+    time: str | None = None
+    """Time for the whole training, such as 90s, 30m or 2h; steps are chosen to fill it."""
+    lr: float = 1e-3
+    """Peak learning rate, for the whole batch."""
+    encoder_lr: float | None = None
+    """Captions: peak learning rate of the encoder; lr when left empty."""
+    schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched")
+    """Learning rate after the warm-up: a cosine, or constant with a linear end (2404.06395)."""
+    cooldown_epochs: float | None = None
+    """wsd: epochs of the linear end; 0.7 of all when left empty."""
+    cooldown_shares: tuple[float, ...] = ()
+    """wsd: shares of lr after each of the linear end's first epochs; a run with a time has them."""
+    fallback_lr: float | None = None
+    """Muon: peak learning rate of what is not a matrix of a block; lr when left empty."""
+    min_lr: float = 1e-6
+    """Learning rate at the end."""
+    warmup_epochs: float | None = None
+    """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
+    optimizer: str = setting("adamw", "--opt")
+    """adamw, muon, or the name of any optimiser in timm's factory."""
+    weight_decay: float = 0.05
+    """Decay of weight matrices; biases, norms, positions and tokens have none."""
+    betas: tuple[float, float] | None = setting(None, "--opt-betas")
+    """Decays of the optimiser's moments, of Muon those of its AdamW; its own when left empty."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each block to the one before it; 1 is off."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradient of all parameters; 0 is off."""
+    smoothing: float = 0.1
+    """Share of a label that is spread over all classes."""
+    balance: Literal["none", "loss", "sampler", "logit-adjust"] = "none"
+    """Unequal classes: weigh the loss, draw rare ones more often, or shift logits by frequency."""
+    balance_loss: float = 0.01
+    """Experts: weight of the loss that keeps them equally used (Switch, arXiv:2101.03961)."""
+    router_z_loss: float = 0.001
+    """Experts: weight of the loss that keeps router logits small (ST-MoE, arXiv:2202.08906)."""
+    ema: float = setting(0.0, "--model-ema-decay")
+    """Decay per step of the moving average of the weights; 0 keeps none."""
+    start_image_size: int | None = None
+    """Side of images in the first epochs, growing to image_size; image_size when left empty."""
+    growth_epochs: float | None = None
+    """Epochs in which start_image_size grows to image_size; three quarters of all when empty."""
+    seed: int = 0
+    """Decides initial weights, order and augmentation of images, dropout and our own split."""
+    patience: int | None = None
+    """Stop after this many epochs without a better one; never early when left empty."""
+    soup: bool = False
+    """At the end, average those of the keep_best epochs that are better together."""
+
+    caption_samples: int = 2000
+    """Captions: validation images that get one after each epoch, for BLEU and CIDEr."""
+
+    def __post_init__(self) -> None:
+        self.check_least(1, "epochs", "caption_samples")
+        self.check_above(0, "lr", "layer_decay")
+        if self.encoder_lr is not None:
+            self.check_above(0, "encoder_lr")
+        if self.fallback_lr is not None:
+            self.check_above(0, "fallback_lr")
+            if self.optimizer != "muon":
+                self.refuse("fallback_lr", f"only muon has one, not optimizer={self.optimizer}")
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            self.refuse("betas", "each must be at least 0 and less than 1")
+        self.check_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
+        self.check_least(0, "balance_loss", "router_z_loss")
+        self.check_share("smoothing", "ema")
+        if self.patience is not None:
+            self.check_least(1, "patience")
+        if self.time is not None and not DURATION.fullmatch(self.time):
+            self.refuse("time", "write a number and s, m or h, such as 90s, 30m or 1.5h")
+        if self.min_lr > self.lr:
+            self.refuse("min_lr", f"is more than lr={self.lr}")
+        for name in ("epoch_steps", "steps"):
+            if getattr(self, name) is not None:
+                self.check_least(1, name)
+        if self.steps is not None and self.time is not None:
+            self.refuse("steps", f"time={self.time} chooses the number of steps; give one of them")
+        if self.cooldown_epochs is not None:
+            self.check_least(0, "cooldown_epochs")
+            if self.schedule != "wsd":
+                self.refuse("cooldown_epochs", f"schedule={self.schedule} has none; use wsd")
+        if len(self.cooldown_shares) > (self.cooldown_epochs or 0):
+            self.refuse("cooldown_shares", f"are more than cooldown_epochs={self.cooldown_epochs}")
+        if self.growth_epochs is not None:
+            self.check_above(0, "growth_epochs")
+            if self.start_image_size is None:
+                self.refuse("growth_epochs", "nothing grows: give start_image_size")
+        if self.warmup_epochs is not None:
+            self.check_least(0, "warmup_epochs")
+            if self.time is None and self.warmup_epochs >= self.epochs:
+                self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}")
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """`task`, one by one."""
+        return tuple(self.task.split(","))
+
+    @property
+    def captions(self) -> bool:
+        """Whether the network learns to write captions."""
+        return "caption" in self.tasks
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the network learns classes."""
+        return self.multilabel or "classify" in self.tasks
+
+    @property
+    def multilabel(self) -> bool:
+        """Whether an image may have several classes, or none."""
+        return self.task == "multilabel"
+
+    @property
+    def seconds(self) -> float | None:
+        """Time for the whole training; None where nobody said."""
+        found = DURATION.fullmatch(self.time or "")
+        return float(found[1]) * SECONDS[found[2]] if found else None
+
+    @property
+    def warmup(self) -> float:
+        """Epochs of linear warm-up."""
+        return min(self.epochs / 10, 5) if self.warmup_epochs is None else self.warmup_epochs

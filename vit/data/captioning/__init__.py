@@ -1,1 +1,0 @@
-"""Captions of pictures: lists of them, and their words as numbers."""

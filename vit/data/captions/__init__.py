@@ -1,0 +1,1 @@
+"""Captions of images: lists of them, and their words as numbers."""

@@ -1,0 +1,295 @@
+"""Lists a data set as `vit train` would, and goes on where training stops."""
+
+import dataclasses
+import difflib
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from vit.data.checks.problems import LOCATED, SHOWN, Problem
+from vit.data.sources.class_names import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
+from vit.data.sources.file_walk import FOREIGN, Walk, count, some
+from vit.data.sources.image_folder import read_folder
+from vit.data.sources.image_list import is_list, lines_of
+from vit.data.sources.open_dataset import READERS, DatasetSpec, read_source, resolve
+from vit.data.sources.row_errors import Fault
+from vit.errors import DataError, printable
+
+LABELS = ("two_labels", "near_two_labels", "suspected_label")
+"""Kinds of problems that may be mended in a list."""
+ALL = "all"
+"""The split of data that have none."""
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An image, where it is and what it shows."""
+
+    path: str
+    split: str
+    labels: tuple[str, ...]
+    group: str = ""
+    """As its source has it, if that was asked for."""
+
+
+@dataclass
+class Listing:
+    """What there is, before an image is opened.
+
+    Args:
+        root: Folder of all of it.
+        splits: Names, as they are found.
+        classes: Names, sorted.
+        images: All of them.
+        problems: What is wrong with their places and names.
+        asked: How a source other than a folder is read.
+        grouped: Whether the source itself says the groups of its images.
+    """
+
+    root: Path
+    splits: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    images: list[Listed] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    asked: DatasetSpec | None = None
+    grouped: bool = False
+
+    def report(self, kind: str, detail: str, *images: str) -> None:
+        """Add a problem."""
+        more = len(images) if len(images) > SHOWN else 0
+        self.problems.append(Problem(kind, detail, images[:SHOWN], more))
+
+    def counts(self, split: str) -> dict[str, int]:
+        """Images of each class in a split."""
+        found = Counter(name for one in self.images if one.split == split for name in one.labels)
+        return {name: found[name] for name in self.classes}
+
+    def with_lines(self, problems: Sequence[Problem]) -> list[Problem]:
+        """`problems`, with the lines of a list where its images or their classes are wrong."""
+        if self.asked is None or not is_list(self.asked.data):
+            return [*problems]
+        told = [
+            one
+            for one in problems
+            if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
+        ]
+        lines = lines_of(self.asked, {path for one in told for path in one.images})
+        found = []
+        for one in problems:
+            where = [printable(lines[path]) for path in one.images[:4] if path in lines]
+            words = f"{one.detail} ({'; '.join(where)})"
+            known = bool(where) and one in told
+            found.append(dataclasses.replace(one, detail=words) if known else one)
+        return found
+
+    @property
+    def learned(self) -> str:
+        """The split that is trained on."""
+        return "train" if "train" in self.splits else ALL
+
+
+def list_images(data: str | DatasetSpec) -> Listing:
+    """What `data` holds.
+
+    Args:
+        data: A folder, the name of a built-in set, or any other source that `vit train` takes; or
+            that, and how it is to be read.
+
+    Raises:
+        DataError: There is nothing of that name, or it is a source other than a folder that cannot
+            be opened.
+        ConfigError: A setting is not for this kind of source.
+    """
+    asked = DatasetSpec(data) if isinstance(data, str) else data
+    plain = next(read for takes, read in READERS if takes(asked.data)) is read_folder
+    if not plain or asked != DatasetSpec(asked.data, group=asked.group):
+        return list_source(asked)
+    root, _ = resolve(asked.data)
+    return list_folder(root)
+
+
+def list_source(asked: DatasetSpec) -> Listing:
+    """What a list, shards or a table hold."""
+    faults: list[Fault] = []
+    asked = dataclasses.replace(asked, everything=True, faults=faults)
+    opened = read_source(asked)
+    listing = Listing(opened.root, [name or ALL for name in opened.splits], asked=asked)
+    listing.grouped = opened.grouped
+    for note in opened.notes:
+        listing.report("source", note)
+    for fault in faults:
+        listing.report(fault.kind, str(fault.error), *fault.images)
+    for name, items in opened.splits.items():
+        listing.images += [
+            Listed(item.path, name or ALL, item.labels, item.group) for item in items
+        ]
+    named = {
+        name: {label for item in items for label in item.labels}
+        for name, items in ((name or ALL, items) for name, items in opened.splits.items())
+    }
+    if listing.learned not in named:
+        there = some(list(named)) or "nothing"
+        listing.report("no_train", f"there is {there} but no train", str(opened.root))
+        return listing
+    listing.classes = sorted(named[listing.learned])
+    where = opened.where.get(listing.learned, asked.data)
+    if not listing.classes:
+        listing.report("no_pictures", f"{printable(where)}: no images", asked.data)
+    elif len(listing.classes) == 1 and not opened.multilabel:
+        only = printable(listing.classes[0])
+        listing.report("one_class", f"only one class ({only}), nothing to tell apart", asked.data)
+    for name in named.keys() - {listing.learned}:
+        found: dict[str, list[str]] = {label: [] for label in named[name]}
+        for item in opened.splits[name]:
+            for label in item.labels:
+                found[label].append(item.path)
+        match(listing, name, Path(asked.data), found)
+    check_validation(listing)
+    return listing
+
+
+def list_folder(root: Path) -> Listing:
+    """What a folder holds, whatever is wrong with it."""
+    listing = Listing(root)
+    for name in SPLIT_NAMES:
+        if (root / name).is_file():
+            listing.report("split_is_file", f"{name} is a file, not a folder; {LAYOUT}", name)
+    walk = Walk(str(root))
+    try:
+        folders, beside = split_folders(root, walk)
+    except DataError:  # of such a file, or of a folder that cannot be listed
+        folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
+        beside = []
+    if beside:
+        names = some([printable(name) for name in beside])
+        places = (str(root / name) for name in beside)
+        listing.report("beside_train", f"folders beside train are left out: {names}", *places)
+    if not folders and not listing.problems:
+        folders = {ALL: root}
+    for name, folder in folders.items():
+        list_split(listing, name, folder)
+    if folders and "train" not in folders and ALL not in folders:
+        there = some(list(folders))
+        listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
+    elif folders:
+        check_validation(listing)
+    return listing
+
+
+def list_split(listing: Listing, name: str, folder: Path) -> None:
+    """Add the images of one split, whose classes must be those of the first one."""
+    walk, first = Walk(str(listing.root)), not listing.splits
+    listing.splits.append(name)
+    classes = tolerant(listing, folder, lambda: walk.subfolders(str(folder))) or []
+    tolerant(listing, folder, lambda: walk.loose_images(str(folder)))
+    found = {
+        label: tolerant(listing, folder / label, lambda: walk.images(str(folder / label))) or []  # noqa: B023
+        for label in classes
+    }
+    where = printable(folder)
+    if not classes:
+        loose = count(len(walk.loose), "image")
+        what = f"has no class folders ({loose} straight in it); {LAYOUT}"
+        listing.report("no_classes", f"{where} {what}", str(folder))
+    elif first:
+        listing.classes = classes
+        check_training(listing, folder, found)
+    else:
+        found = match(listing, name, folder, found)
+    for label, paths in found.items():
+        listing.images += [Listed(path, name, (label,)) for path in paths]
+    listing.problems += left_out(walk)
+
+
+def tolerant(listing: Listing, folder: Path, walk: Callable[[], Found]) -> Found | None:
+    """What `walk` gives, or a problem in its place."""
+    try:
+        return walk()
+    except (DataError, OSError) as error:
+        words = error.strerror or "" if isinstance(error, OSError) else str(error)
+        listing.report("folder_unreadable", words, str(folder))
+        return None
+
+
+def check_training(listing: Listing, folder: Path, found: dict[str, list[str]]) -> None:
+    """Training classes that leave nothing to learn."""
+    where = printable(folder)
+    if not any(found.values()):
+        listing.report("no_pictures", f"{where}: no images in its class folders", str(folder))
+        return
+    for name, paths in found.items():
+        if not paths:
+            words = f"class {printable(name)} has no images; add some, or remove the folder"
+            listing.report("empty_class", words, str(folder / name))
+    if len(found) == 1:
+        only = printable(next(iter(found)))
+        listing.report("one_class", f"only one class ({only}), nothing to tell apart", str(folder))
+
+
+def match(
+    listing: Listing, split: str, folder: Path, found: dict[str, list[str]]
+) -> dict[str, list[str]]:
+    """`found` under the names of the training's classes; others stay, and are a problem."""
+    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
+    matched: dict[str, list[str]] = {}
+    for name, paths in found.items():
+        own = name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
+        if own is None and paths:
+            near = difflib.get_close_matches(name, listing.classes, n=1)
+            hint = f" (is it {printable(near[0])}?)" if near else ""
+            words = f"{split} has class {printable(name)}, which train does not have{hint}"
+            listing.report("unknown_class", words, str(folder / name))
+        matched.setdefault(own or name, []).extend(paths)
+    if split != UNSEEN:
+        for name in listing.classes:
+            if not matched.get(name):
+                words = f"{split} has no images of class {printable(name)}"
+                listing.report("missing_class", words, str(folder / name))
+    return matched
+
+
+def check_validation(listing: Listing) -> None:
+    """Whether there is something to measure on."""
+    name = next((name for name in VAL_NAMES if name in listing.splits), None)
+    if name is None:
+        listing.report("no_val", "no validation images: training holds out a share of each class")
+        return
+    if name == "test":
+        listing.report("test_as_val", "no val folder: training validates on test")
+    if not any(one.split == name for one in listing.images):
+        listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))
+
+
+def left_out(walk: Walk) -> list[Problem]:
+    """What a walk passed over, a problem a reason."""
+    endings = (".".join(["", *name.lower().split(".")[-1:]]) for name in walk.ignored)
+    foreign: list[str] = []
+    other: list[str] = []
+    for name, ending in zip(walk.ignored, endings, strict=True):
+        (foreign if ending in FOREIGN else other).append(name)
+    convert = "images of formats that are not read; convert them to JPEG or PNG"
+    kinds = {
+        "foreign_format": (foreign, convert),
+        "ignored_file": (other, "files not taken for images"),
+        "hidden": (sorted(walk.hidden), "hidden and system names"),
+        "empty_folder": (walk.empty, "folders without images"),
+        "link": (walk.links, "links to folders of this data set or around it, not followed"),
+        "outside_link": (walk.outside, "links to folders outside, followed"),
+        "not_a_file": (walk.strange, "no regular files (pipes, broken links), left out"),
+        "loose_picture": (walk.loose, "images that lie in no class folder, left out"),
+    }
+    return [
+        Problem(
+            kind,
+            f"{len(names):,} {words}",
+            tuple(os.path.join(walk.root, name) for name in names[:SHOWN]),
+            len(names) if len(names) > SHOWN else 0,
+        )
+        for kind, (names, words) in kinds.items()
+        if names
+    ]

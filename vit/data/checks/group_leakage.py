@@ -1,0 +1,58 @@
+"""Groups of images, such as those of one patient, that lie on both sides of a split."""
+
+from collections import defaultdict
+from itertools import zip_longest
+
+from vit.data.archives import relative
+from vit.data.checks.check_listing import Listed, Listing
+from vit.data.checks.problems import SHOWN, Problem
+from vit.data.sources.class_names import VAL_NAMES
+from vit.data.sources.file_walk import count
+from vit.data.sources.train_val_split import find_groups, group_notes
+from vit.errors import printable
+
+
+def shared_groups(listing: Listing, group: str | None) -> list[Problem]:
+    """Groups that training shares with another split, and how many groups there are.
+
+    Args:
+        listing: The images.
+        group: The column that has the groups, or a regular expression over paths; None: no groups.
+
+    Raises:
+        ConfigError: It is neither.
+        DataError: It matches no path.
+    """
+    if group is None:
+        return []
+    images = listing.images
+    groups = (
+        [one.group for one in images]
+        if listing.grouped
+        else find_groups([relative(one.path, listing.root) for one in images], group)
+    )
+    found: dict[str, dict[str, list[Listed]]] = {
+        split: defaultdict(list) for split in listing.splits
+    }
+    for one, name in zip(images, groups, strict=True):
+        if name:
+            found[one.split][name].append(one)
+    notes = group_notes(groups, group, column=listing.grouped)
+    problems = [Problem("source", note) for note in notes]
+    learned = found.get(listing.learned, {})
+    val = next((name for name in VAL_NAMES if name in listing.splits), None)
+    for split, members in found.items():
+        if split == listing.learned:
+            continue
+        kind = "group_leak" if split == val else "group_in_test"
+        for name in sorted(learned.keys() & members.keys()):
+            here, there = learned[name], members[name]
+            words = (
+                f"group {printable(name)} ({printable(group)}) has {count(len(here), 'image')} "
+                f"in {listing.learned} and {len(there):,} in {split}"
+            )
+            in_turn = [one for both in zip_longest(here, there) for one in both if one]
+            shown = tuple(one.path for one in in_turn[:SHOWN])
+            number = len(in_turn) if len(in_turn) > SHOWN else 0
+            problems.append(Problem(kind, words, shown, number))
+    return problems

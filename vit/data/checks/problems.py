@@ -1,0 +1,162 @@
+"""What a problem is, and which words there are for its kind."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vit.data.archives import is_inside, relative
+from vit.data.sources.file_walk import count
+from vit.errors import printable
+
+Severity = Literal["error", "warning", "note"]
+"""`vit train` stops; it goes on, and the result may be wrong; worth knowing."""
+SHOWN = 20
+"""Images that are named of a property that many may share."""
+
+KINDS: dict[str, Severity] = {
+    # training stops
+    "unreadable": "error",
+    "truncated": "error",
+    "empty_file": "error",
+    "too_large": "error",
+    "decoder_failed": "error",
+    "split_is_file": "error",
+    "no_train": "error",
+    "no_classes": "error",
+    "no_pictures": "error",
+    "one_class": "error",
+    "empty_class": "error",
+    "broken_class": "error",
+    "unknown_class": "error",
+    "no_val_pictures": "error",
+    "folder_unreadable": "error",
+    "bad_line": "error",
+    "bad_path": "error",
+    "no_label": "error",
+    "several_labels": "error",
+    "contradiction": "error",
+    "bad_shard": "error",
+    "bad_label": "error",
+    "group_leak": "error",
+    # it goes on, and its result may be wrong
+    "missing_class": "warning",
+    "class_names": "warning",
+    "imbalance": "warning",
+    "few_pictures": "warning",
+    "leak": "warning",
+    "near_leak": "warning",
+    "two_labels": "warning",
+    "near_two_labels": "warning",
+    "blank": "warning",
+    "not_a_file": "warning",
+    "link": "warning",
+    "loose_picture": "warning",
+    "foreign_format": "warning",
+    "beside_train": "warning",
+    "suspected_label": "warning",
+    "lone_label": "warning",
+    "group_in_test": "warning",
+    # worth knowing
+    "no_val": "note",
+    "test_as_val": "note",
+    "source": "note",
+    "repeated_line": "note",
+    "ignored_file": "note",
+    "hidden": "note",
+    "empty_folder": "note",
+    "outside_link": "note",
+    "duplicate": "note",
+    "near_duplicate": "note",
+    "similar_names": "warning",
+    "tiny": "note",
+    "huge": "note",
+    "extreme_aspect": "note",
+    "turned": "note",
+    "alpha": "note",
+    "mode": "note",
+    "greyscale": "note",
+}
+"""How bad each kind is."""
+LOCATED = (
+    *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
+    *("bad_shard", "bad_label", "lone_label"),
+)
+"""Kinds whose words say where: in which line of a list, in which shard, or beside what."""
+
+
+REASONS = {
+    "empty_file": re.compile("an empty file"),
+    "truncated": re.compile("(damaged or )?cut short"),
+    "too_large": re.compile(
+        r"[\d,]+ (x [\d,]+ is|bytes are) more than|declares more than|[\d,]+ scans of"
+    ),
+    "decoder_failed": re.compile("the decoder |not decoded within "),
+}
+"""How the reasons of a BadImage begin; every other one is `unreadable`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, or odd.
+
+    Args:
+        kind: One of KINDS.
+        detail: What exactly, for people.
+        images: Paths of the images or folders, maybe the first SHOWN of them.
+        count: Of all of them, where that is more.
+        labels: Classes of `images`, where they matter.
+    """
+
+    kind: str
+    detail: str
+    images: tuple[str, ...] = ()
+    count: int = 0
+    labels: tuple[str, ...] = ()
+
+    @property
+    def severity(self) -> Severity:
+        """How bad it is."""
+        return KINDS[self.kind]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the JSON of `vit check`."""
+        one = len(self.images) == 1
+        named: dict[str, Any] = {"image": self.images[0]} if one else {"images": list(self.images)}
+        more = {"count": self.count} if self.count else {}
+        labels = {"labels": list(self.labels)} if self.labels else {}
+        return {
+            "kind": self.kind,
+            **named,
+            "detail": self.detail,
+            "severity": self.severity,
+            **more,
+            **labels,
+        }
+
+    def told(self, root: Path) -> str:
+        """For a terminal, with the first two names."""
+        images = () if self.kind in LOCATED else self.images[:2]
+        names = [printable(name_of(image, root)) for image in images]
+        more = max(self.count, len(self.images)) - len(names)
+        rest = f" and {more:,} more" if more > 0 and names else ""
+        return f"{printable(self.detail)}{': ' if names else ''}{', '.join(names)}{rest}"
+
+
+def name_of(path: str, root: Path) -> str:
+    """An image inside its data set: of one inside a file, its name there."""
+    return relative(path, root) if is_inside(path) else os.path.relpath(path, root)
+
+
+def shared(kind: str, images: list[str], total: int, what: str) -> list[Problem]:
+    """A property that some of `total` images have, as one problem; none if no image has it."""
+    if not images:
+        return []
+    detail = f"{count(len(images), 'image')} of {total:,} {what}"
+    return [Problem(kind, detail, tuple(images[:SHOWN]), len(images))]
+
+
+def bad_kind(reason: str) -> str:
+    """The kind of an image that cannot be read, by the reason of its BadImage."""
+    return next((kind for kind, words in REASONS.items() if words.match(reason)), "unreadable")

@@ -1,0 +1,136 @@
+"""MixUp and CutMix of neighbours: images 2i and 2i + 1 of a step's batch mix with each other.
+
+    MixUp    x' = lam x + (1 - lam) y        for the pixels and for the one-hot targets
+    CutMix   x' = x outside a box, y inside; lam of the targets is the box's outside share
+
+All draws of a step come from (seed, "mix", epoch, step), and partners are found by position. So the
+result does not depend on how the batch is split over devices and micro-batches, as long as each
+part holds whole pairs; an image whose partner is elsewhere, or could not be read, stays as it is.
+
+Source: Zhang et al., arXiv:1710.09412; Yun et al., section 3.1, arXiv:1905.04899. Both images of
+a pair get the same lam, as in torchvision's v2 transforms on a batch of two.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from vit.config import AugmentConfig
+from vit.data.random_seed import random_seed
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """What happens to each pair of one step's batch; arrays of one entry a pair."""
+
+    lam: np.ndarray
+    """Weight of an image in its own mixture; 1 leaves the pair alone."""
+    cut: np.ndarray
+    """Whether the pair is mixed by CutMix instead of MixUp."""
+    centre: np.ndarray
+    """Centre of CutMix's box, (pairs, 2): shares of the height and of the width."""
+
+
+def draw_plan(
+    config: AugmentConfig, *, seed: int, epoch: int, step: int, batch_size: int
+) -> MixPlan | None:
+    """The draws for one step; None where mixing is off.
+
+    Args:
+        config: Which mixtures, how strong, how often.
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        step: Number of the step in the epoch, from 0.
+        batch_size: Images of the step, over all devices and micro-batches.
+    """
+    if not config.mixes:
+        return None
+    alphas = [config.mixup, config.cutmix]
+    pairs = (batch_size + 1) // 2
+    # RandomState and not Generator: only its streams are the same in all versions of numpy.
+    words = divmod(random_seed(seed, "mix", epoch, step), 2**32)
+    random = np.random.RandomState(words)
+    mixed = random.random_sample(pairs) < config.mix_probability
+    share = config.cutmix_share if all(alphas) else float(config.cutmix > 0)
+    cut = random.random_sample(pairs) < share
+    lams = [random.beta(alpha, alpha, pairs) if alpha else np.ones(pairs) for alpha in alphas]
+    centre = random.random_sample((pairs, 2))
+    return MixPlan(np.where(mixed, np.where(cut, lams[1], lams[0]), 1.0), cut, centre)
+
+
+def mix(
+    images: Tensor, targets: Tensor, positions: Tensor, plan: MixPlan | None
+) -> tuple[Tensor, Tensor]:
+    """Mix the pairs among `images`, on their device.
+
+    Args:
+        images: Normalised images, (batch, channels, height, width).
+        targets: Shares of the classes, (batch, classes).
+        positions: Places of the images in the batch of the step, (batch,), on the CPU.
+        plan: The draws of the step.
+
+    Returns:
+        Mixed images and their targets, as new tensors where anything was mixed.
+    """
+    if plan is None or not len(images):
+        return images, targets
+    height, width = images.shape[-2:]
+    partner, paired = _partners(positions.numpy())
+    pair = positions.numpy() // 2
+    cut = paired & plan.cut[pair]
+    boxes = _boxes(plan.lam[pair], plan.centre[pair], height, width) * cut[:, None]
+    share = 1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / (height * width)
+    lam = np.where(cut, share, np.where(paired, plan.lam[pair], 1.0))
+
+    blend = np.where(cut, 1.0, lam)  # CutMix blends nothing: it takes whole pixels
+    other = images[torch.from_numpy(partner).to(images.device)]
+    weight = rearrange(_column(blend, images), "batch -> batch 1 1 1")
+    mixed = images * weight + other * (1 - weight)
+    if cut.any():
+        mixed = torch.where(_inside(boxes, height, width, images.device), other, mixed)
+    weight = rearrange(_column(lam, targets), "batch -> batch 1")
+    order = torch.from_numpy(partner).to(targets.device)
+    return mixed, targets * weight + targets[order] * (1 - weight)
+
+
+def _partners(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each image the row of its partner, itself where there is none, and whether there is."""
+    row_of = {int(position): row for row, position in enumerate(positions)}
+    rows = [row_of.get(int(position) ^ 1, row) for row, position in enumerate(positions)]
+    partner = np.array(rows, dtype=np.int64)
+    return partner, partner != np.arange(len(positions))
+
+
+def _boxes(lam: np.ndarray, centre: np.ndarray, height: int, width: int) -> np.ndarray:
+    """CutMix's boxes of area 1 - lam before they are clipped, (batch, 4): top, bottom, left, right.
+
+    As in torchvision: a centre pixel, and half sides rounded down.
+    """
+    half = 0.5 * np.sqrt(1 - lam)
+    middle = (centre * [height, width]).astype(np.int64)
+    rows, cols = (half * height).astype(np.int64), (half * width).astype(np.int64)
+    edges = [
+        np.clip(middle[:, 0] - rows, 0, height),
+        np.clip(middle[:, 0] + rows, 0, height),
+        np.clip(middle[:, 1] - cols, 0, width),
+        np.clip(middle[:, 1] + cols, 0, width),
+    ]
+    return np.stack(edges, axis=1)
+
+
+def _inside(boxes: np.ndarray, height: int, width: int, device: torch.device) -> Tensor:
+    """True inside each image's box, (batch, 1, height, width)."""
+    edges = torch.from_numpy(boxes).to(device)
+    top, bottom, left, right = rearrange(edges, "batch edges -> edges batch 1")
+    row, col = torch.arange(height, device=device), torch.arange(width, device=device)
+    rows = rearrange((row >= top) & (row < bottom), "batch height -> batch 1 height 1")
+    cols = rearrange((col >= left) & (col < right), "batch width -> batch 1 1 width")
+    inside: Tensor = rows & cols
+    return inside
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)

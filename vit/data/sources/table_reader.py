@@ -1,0 +1,348 @@
+"""Reads tables and lines of JSON that somebody else wrote, row by row, whatever is in them.
+
+Reads text files that somebody else wrote, line by line, or says in one line why not.
+
+They are in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text".
+"""
+
+import codecs
+import csv
+import json
+import os
+import re
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from vit.data.sources.file_walk import count
+from vit.errors import DataError, printable
+
+MAX_BYTES = 10 * 2**30
+MAX_JSON_BYTES = 2 * 2**30
+"""Of a file that is read as a whole."""
+MAX_LINE = 2**24
+BEGINNING = 2**16
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
+
+OnWrong = Callable[[DataError], object]
+"""What a reader does about a line that is wrong; where it returns, the line is left out."""
+
+
+def stop(error: DataError) -> None:
+    """Read no further.
+
+    Raises:
+        DataError: Always.
+    """
+    raise error
+
+
+def wrong(path: str, what: str, line: int = 0) -> DataError:
+    """The error for what is wrong in the file `path`, at a line where there is one."""
+    where = f", line {line}" if line else ""
+    return DataError(f"{printable(path)}{where}: {printable(what)}")
+
+
+def text_lines(path: str) -> Iterator[str]:
+    """The lines of a file, each with its end; a byte order mark is left out.
+
+    Raises:
+        DataError: It is no file of text, or too long.
+    """
+    utf16 = _bytes(path, MAX_BYTES, 2) in UTF16
+    try:
+        yield from _utf16_lines(path) if utf16 else _utf8_lines(path)
+    except OSError as error:
+        raise wrong(path, f"cannot be read ({error.strerror})") from None
+
+
+def _utf8_lines(path: str) -> Iterator[str]:
+    with open(path, "rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE + 1):
+            number += 1
+            if len(raw) > MAX_LINE:
+                raise wrong(path, f"more than {MAX_LINE:,} bytes in one line", number)
+            yield _decoded(raw, path, number)
+
+
+def _utf16_lines(path: str) -> Iterator[str]:
+    number = 1
+    try:
+        with open(path, encoding="utf-16", newline="\n") as text:
+            while line := text.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise wrong(path, f"more than {MAX_LINE:,} characters in one line", number)
+                if "\0" in line:
+                    raise wrong(path, "has a NUL character; expected text", number)
+                yield line
+                number += 1
+    except UnicodeDecodeError:
+        raise wrong(path, f"damaged UTF-16; {REMEDY}", number) from None
+
+
+def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
+    """The text of `raw`, whose first line has this number; its end may be cut if not `whole`."""
+    if number == 1 and raw.startswith(UTF16):
+        try:
+            return codecs.utf_16_decode(raw, "strict", whole)[0]
+        except UnicodeDecodeError:
+            raise wrong(path, f"damaged UTF-16; {REMEDY}") from None
+    if b"\0" in raw:
+        line = number + raw[: raw.index(b"\0")].count(b"\n")
+        raise wrong(path, "has a NUL byte; expected text in UTF-8", line)
+    try:
+        text, _ = codecs.utf_8_decode(raw, "strict", whole)
+    except UnicodeDecodeError as error:
+        line = number + raw[: error.start].count(b"\n")
+        byte = raw[error.start]
+        raise wrong(path, f"not UTF-8 (byte 0x{byte:02x}); {REMEDY}", line) from None
+    return text.removeprefix("\ufeff") if number == 1 else text
+
+
+def check_file(path: str, most: int) -> None:
+    """Refuse what is no regular file, empty, or longer than `most` bytes.
+
+    Raises:
+        DataError: It is.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise wrong(path, f"cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise wrong(path, "no regular file")
+    if not status.st_size:
+        raise wrong(path, "an empty file (0 bytes)")
+    if status.st_size > most:
+        size, limit = status.st_size / 2**30, most / 2**30
+        raise wrong(path, f"{size:.1f} GiB, more than the {limit:.0f} GiB read here; split it")
+
+
+def beginning(path: str) -> str:
+    """The first characters of a file of text, `BEGINNING` bytes of them.
+
+    Raises:
+        DataError: As in `text_lines`.
+    """
+    raw = _bytes(path, MAX_BYTES, BEGINNING)
+    return _decoded(raw, path, 1, whole=len(raw) < BEGINNING)
+
+
+def whole_text(path: str) -> str:
+    """All of a file of text that is short enough to be read as a whole.
+
+    Raises:
+        DataError: As in `text_lines`.
+    """
+    return _decoded(_bytes(path, MAX_JSON_BYTES, -1), path, 1)
+
+
+def _bytes(path: str, most: int, number: int) -> bytes:
+    check_file(path, most)
+    try:
+        with open(path, "rb") as file:
+            return file.read(number)
+    except OSError as error:
+        raise wrong(path, f"cannot be read ({error.strerror})") from None
+
+
+SEPARATOR = re.compile(r'"?sep=(\\t|[^\r\n"])"?\1*[\r\n]*', re.IGNORECASE)
+"""A first line that tells Excel what is between two cells."""
+LONGEST = 80
+"""Characters that are told of a line that is no CSV."""
+MARKS = ' \t\r\n,;|"'
+"""What a line without anything may have all the same."""
+
+
+class Table(NamedTuple):
+    """A CSV file, opened."""
+
+    names: list[str]
+    """The header's cells."""
+    line: int
+    """Where the header is, from 1."""
+    rows: Iterator[tuple[int, list[str]]]
+    """The line where each row begins, and its cells, as many as there are names."""
+    delimiter: str
+    """Between two cells."""
+    blank: list[int]
+    """Lines of rows whose cells are all empty, which are left out: complete once `rows` ended."""
+
+    def blank_notes(self, path: str) -> list[str]:
+        """How many rows of the table `path` were left out since they are empty."""
+        if not self.blank:
+            return []
+        rows = count(len(self.blank), "empty row")
+        return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
+
+
+class Header(NamedTuple):
+    """What rows have to fit."""
+
+    line: int
+    """Where it is, from 1."""
+    delimiter: str
+    """Between two cells."""
+    width: int
+    """How many of them."""
+
+
+def read_table(path: str, delimiter_of: Callable[[str], str], on_wrong: OnWrong = stop) -> Table:
+    """The table `path`, whose header's line tells `delimiter_of` what is between two cells.
+
+    A line `sep=;` above the header goes before that.
+
+    Args:
+        path: The file.
+        delimiter_of: Given the header.
+        on_wrong: Given a row that is no CSV or has another number of cells, while it is read.
+
+    Raises:
+        DataError: It is no text, or has no header.
+    """
+    lines = text_lines(path)
+    said: str | None = None
+    blank: list[int] = []
+    for line, header in enumerate(lines, 1):
+        if header.strip(MARKS):
+            if said is not None or (said := separator(header)) is None:
+                break
+        elif header.strip():
+            blank.append(line)
+    else:
+        raise wrong(path, "nothing in it; expected a header and rows")
+    if "\r" in header.rstrip("\r\n"):
+        raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
+    delimiter = said or delimiter_of(header)
+    names = fields(header, delimiter)
+    rows = _rows(path, lines, Header(line, delimiter, len(names)), blank, on_wrong)
+    return Table(names, line, rows, delimiter, blank)
+
+
+def separator(line: str) -> str | None:
+    """What `sep=;` says is between two cells, None where `line` is no such line."""
+    found = SEPARATOR.fullmatch(line)
+    return found and found[1].replace("\\t", "\t")
+
+
+def below_separator(text: str) -> tuple[str | None, str]:
+    """What the first line of a file says is between two cells, if it is such a line; the rest."""
+    first, _, rest = text.partition("\n")
+    said = separator(first)
+    return said, text if said is None else rest
+
+
+def _rows(
+    path: str, text: Iterator[str], header: Header, blank: list[int], on_wrong: OnWrong
+) -> Iterator[tuple[int, list[str]]]:
+    delimiter, spaces = header.delimiter, header.delimiter != " "
+    row: list[str] = []  # the lines of a row: one may take several
+    again: deque[str] = deque()
+
+    def begin() -> Iterator[list[str]]:
+        lines = _noted(text, row, again)
+        return csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
+
+    reader, line = begin(), header.line + 1
+    while True:
+        broken = ""
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            broken = f"not CSV ({error}); a quote inside a quoted cell is doubled"
+        if broken:
+            on_wrong(wrong(path, broken, line))
+            again.extendleft(reversed(row[1:]))  # its quote may have swallowed good rows
+            del row[1:]
+            reader, cells = begin(), []
+        if cells is None:
+            return
+        if cells and not any(cell.strip() for cell in cells):
+            blank.append(line)
+        elif cells:
+            try:
+                check_width(cells, header.width, path, line)
+            except DataError as error:
+                on_wrong(error)
+            else:
+                yield line, cells
+        line += len(row)
+        row.clear()
+
+
+def _noted(text: Iterator[str], row: list[str], again: deque[str]) -> Iterator[str]:
+    """The lines `again`, and then those of `text`; each of them is added to `row`."""
+    while again:
+        row.append(again.popleft())
+        yield row[-1]
+    for line in text:
+        row.append(line)
+        yield line
+
+
+def fields(header: str, delimiter: str) -> list[str]:
+    """The cells of one line; a single one where it is no CSV."""
+    text = header.rstrip("\r\n")
+    try:
+        return next(csv.reader([text], delimiter=delimiter), [])
+    except csv.Error:
+        return [text[:LONGEST]]
+
+
+def check_width(cells: list[str], width: int, path: str, line: int) -> None:
+    """Refuse a row that has more or fewer cells than the header."""
+    if len(cells) != width:
+        advice = "a cell with commas needs quotes around it"
+        raise wrong(path, f"{len(cells)} cells, but {width} in the header; {advice}", line)
+
+
+def json_records(path: str, on_wrong: OnWrong = stop) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file that has one in each line, and their lines.
+
+    Args:
+        path: The file.
+        on_wrong: Given a line that is no such object.
+
+    Raises:
+        DataError: It is no text.
+    """
+    for line, text in enumerate(text_lines(path), 1):
+        if not text.strip():
+            continue
+        try:
+            record = _record(text, path, line)
+        except DataError as error:
+            on_wrong(error)
+        else:
+            yield line, record
+
+
+def _record(text: str, path: str, line: int) -> dict[str, Any]:
+    record = parse_json(text, path, line)
+    if not isinstance(record, dict):
+        raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
+    return record
+
+
+def parse_json(text: str, path: str, line: int = 0) -> Any:
+    """The value of a text from `path`, of one line or of all of it.
+
+    Raises:
+        DataError: It is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = line or error.lineno
+        raise wrong(path, f"not JSON ({error.msg}, column {error.colno})", at) from None
+    except (ValueError, RecursionError) as error:
+        raise wrong(path, f"not JSON ({type(error).__name__})", line) from None
+
+
+def json_kind(value: object) -> str:
+    """What a JSON value is, in a word or two."""
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return kinds.get(type(value), "null" if value is None else "a number")

@@ -1,0 +1,149 @@
+"""Watches a network at work: FLOPs and shapes of its modules, bytes of its tensors."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit.model.rotary_embedding import unturned
+from vit.model.vision_transformer import VisionTransformer
+
+
+def held_by(network: nn.Module) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [*network.parameters(), *network.buffers()]
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors that operators made and that are still in use; and the most ever.
+
+    Args:
+        network: Its parameters and buffers do not count.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in held_by(network)}
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:  # a view, or written in place
+            return
+        self.known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key, size).atexit = False
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Q Kᵀ and the mix of the values; shapes are (batch, heads, tokens, head_dim)."""
+    batch, heads, tokens, head_dim = query
+    return 2 * batch * heads * tokens * key[-2] * (head_dim + value[-1])
+
+
+def grouped_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Each row of (rows, in) times one of the matrices (groups, out, in): one expert each."""
+    return 2 * rows[0] * weight[-2] * weight[-1]
+
+
+# operators that torch, or an older version of it, counts as nothing
+FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
+    ("aten", "_scaled_dot_product_flash_attention_for_cpu"): attention_flops,
+    ("aten", "_scaled_dot_product_flash_attention"): attention_flops,
+    ("aten", "_scaled_dot_product_efficient_attention"): attention_flops,
+    ("aten", "_scaled_dot_product_cudnn_attention"): attention_flops,
+    ("aten", "_grouped_mm"): grouped_flops,
+    ("vit", "looped_linear"): grouped_flops,
+}
+
+
+def counting() -> FlopCounterMode:
+    """Counts products of matrices, and attention in every fused form."""
+    spaces = {space: getattr(torch.ops, space) for space, _ in FORMULAS}
+    known = {
+        getattr(spaces[space], name): formula
+        for (space, name), formula in FORMULAS.items()
+        if hasattr(spaces[space], name)
+    }
+    return FlopCounterMode(display=False, custom_mapping=known)
+
+
+@dataclass
+class Calls:
+    """What was seen of one module: shapes without the batch, over all times it was applied."""
+
+    entered: tuple[int, ...] | None = None
+    left: tuple[int, ...] | None = None
+    flops: int = 0
+    count: int = 0
+    idle: bool = True
+    """It only ever gave back what it was given."""
+    began: int = field(default=0, repr=False)
+
+
+@contextmanager
+def watched(
+    network: VisionTransformer, counter: FlopCounterMode
+) -> Iterator[dict[nn.Module, Calls]]:
+    """Inside the `with`, the calls of the network's parts, its blocks and their parts."""
+    blocks = [*dict.fromkeys(network.blocks)]
+    modules = [*network.children(), *blocks]
+    modules += [part for block in blocks for part in block.children()]
+    seen = {module: Calls() for module in modules}
+
+    def before(module: nn.Module, given: tuple[Any, ...]) -> None:
+        seen[module].entered, seen[module].began = shape_of(given), counter.get_total_flops()
+
+    def after(module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+        calls = seen[module]
+        calls.left = shape_of(made)
+        calls.flops += counter.get_total_flops() - calls.began
+        calls.count += 1
+        calls.idle &= made is unturned or first_tensor(made) is first_tensor(given)
+
+    with ExitStack() as hooks:
+        for module in seen:
+            hooks.callback(module.register_forward_pre_hook(before).remove)
+            hooks.callback(module.register_forward_hook(after).remove)
+        yield seen
+    seen[network.blocks] = Calls(  # a list is never called itself
+        seen[blocks[0]].entered,
+        seen[blocks[-1]].left,
+        sum(seen[block].flops for block in blocks),
+        seen[blocks[0]].count,
+        idle=False,
+    )
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in `value`, which may be a tuple of many things."""
+    return next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Of the first tensor in `value`, without the batch; None where there is none."""
+    tensor = first_tensor(value)
+    return None if tensor is None else tuple(tensor.shape[1:])

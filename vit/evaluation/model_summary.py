@@ -1,0 +1,261 @@
+"""What a network costs: parameters, multiplications and memory of each part, before it is trained.
+
+The network runs once on tensors that have shapes and no values, so the largest takes seconds and no
+memory, and new parts count by themselves. A FLOP is a multiplication or an addition in a product of
+matrices or in attention, 2 for each multiply-add, of which papers often count 1: DeiT's "4.6 G" are
+9.2 GFLOPs here. Norms, softmax, activations and sums are left out: about one in a hundred.
+
+Each expert's work is counted for the tokens that it gets. An operator of our own has its formula in
+counting.py. A part that must ask for values, and is no operator, has a method `forward_by_shape`:
+the arguments of its `forward`, the same shapes and the same work, without values.
+
+Memory is that of float32. Tensors are followed from the operator that makes them until they are
+freed, with the CPU's fused attention, which keeps no scores. Buffers inside kernels, gaps of the
+allocator and libraries are not in it: measured, a process took 0.94 to 1.05 times the estimate
+beside libraries and weights (docs/architecture.md).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from vit.config import ModelConfig
+from vit.evaluation.flop_counter import Calls, Meter, counting, held_by, watched
+from vit.model.build import assemble
+from vit.model.patch_embed import FlexiblePatchEmbedding
+from vit.model.vision_transformer import VisionTransformer
+
+Member = nn.Module | nn.Parameter
+
+# names of modules and parameters -> the rows of a table, in its order; others have their own name
+NETWORK = {
+    "patch_embed": "patch embedding",
+    "cls_token": "prefix tokens",
+    "reg_token": "prefix tokens",
+    "pos_embed": "positions",
+    "positions": "positions",
+    "rotary": "positions",
+    "norm_pre": "norm before the blocks",
+    "blocks": "blocks",
+    "norm": "last norm",
+    "attn_pool": "pooling",
+    "fc_norm": "norm of what is pooled",
+    "head": "head",
+}
+BLOCK = {
+    "attn": "attention",
+    "mlp": "feed-forward",
+    **dict.fromkeys(("norm1", "norm1_post", "norm2", "norm2_post"), "norms"),
+    **dict.fromkeys(("ls1", "ls2"), "layer scales"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row of the table, for one image.
+
+    Args:
+        name: What it is.
+        kinds: The classes that it is made of.
+        shape: What it makes, without the batch; None where that is not one tensor.
+        parameters: Numbers that are learned.
+        flops: 2 for each multiply-add.
+        calls: Times that it is applied.
+        parts: What is inside, for a block.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    parameters: int
+    flops: int
+    calls: int = 1
+    parts: tuple["Part", ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes, in float32 where nothing else is said; estimates, as the module says.
+
+    Args:
+        weights: Parameters, and tables that are not learned.
+        weights_bf16: The same, in two bytes each.
+        inference: At most at once for one image, the weights included.
+        batch_size: Images of the training step.
+        gradients: One number a parameter.
+        moments: Two numbers a parameter, of AdamW.
+        kept: Images, and activations that the backward pass needs.
+        training: At most at once in a step, weights, gradients and moments included.
+    """
+
+    weights: int
+    weights_bf16: int
+    inference: int
+    batch_size: int
+    gradients: int
+    moments: int
+    kept: int
+    training: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A whole network.
+
+    Args:
+        parts: In order; the one called "blocks" has a part for each block.
+        parameters: Numbers that are learned.
+        flops: Of one image, forward.
+        memory: Its estimate.
+    """
+
+    parts: tuple[Part, ...]
+    parameters: int
+    flops: int
+    memory: Memory
+
+
+def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
+    """Count what the network of `config` costs, without building it in memory.
+
+    Args:
+        config: The network.
+        batch_size: Images of the training step whose memory is estimated.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        network = assemble(config)
+        for module in network.modules():
+            if (by_shape := getattr(module, "forward_by_shape", None)) is not None:
+                setattr(module, "forward", by_shape)  # noqa: B010
+        with (
+            torch.no_grad(),
+            Meter(network) as meter,
+            counting() as counter,
+            watched(network.eval(), counter) as calls,
+        ):
+            network(images(config, 1))
+        weights = sum(tensor.nbytes for tensor in held_by(network))
+        numbers = [*network.parameters()]
+        learned = sum(parameter.numel() for parameter in numbers)
+        kept, peak = step_memory(network, config, batch_size)
+    moments = 2 * sum(parameter.nbytes for parameter in numbers)
+    memory = Memory(
+        weights=weights,
+        weights_bf16=weights // 2,
+        inference=weights + meter.peak,
+        batch_size=batch_size,
+        gradients=moments // 2,
+        moments=moments,
+        kept=kept,
+        training=weights + moments + peak,
+    )
+    total = int(counter.get_total_flops())
+    parts = Table(calls).rows(network, NETWORK)
+    return Cost(complete(parts, learned, total), learned, total, memory)
+
+
+def images(config: ModelConfig, count: int) -> Tensor:
+    """Images of the network's size, (count, channels, image_size, image_size)."""
+    return torch.zeros(count, config.channels, config.image_size, config.image_size)
+
+
+def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> tuple[int, int]:
+    """Bytes beside weights and moments: kept for the backward pass, and the most in a step."""
+    patches = network.patch_embed
+    if isinstance(patches, FlexiblePatchEmbedding):
+        patches.drawn = min(patches.sides)  # which makes the most tokens
+    with Meter(network) as meter:
+        answers = network.train()(images(config, size))
+        labels = torch.zeros(size, dtype=torch.long)
+        loss = F.cross_entropy(answers, labels) if config.num_classes else answers.mean()
+        kept = meter.live
+        loss.backward()
+    return kept, meter.peak
+
+
+class Table:
+    """Makes rows of what was seen.
+
+    Args:
+        calls: What `watched` gave.
+    """
+
+    def __init__(self, calls: dict[nn.Module, Calls]) -> None:
+        self.calls = calls
+        self.counted: set[nn.Parameter] = set()
+
+    def rows(self, owner: nn.Module, labels: dict[str, str]) -> tuple[Part, ...]:
+        """The parts of `owner` in the order of `labels`, those of one label together."""
+        groups: dict[str, list[Member]] = {label: [] for label in labels.values()}
+        own: list[tuple[str, Member]] = [*owner.named_parameters(recurse=False)]
+        for name, member in [*own, *owner.named_children()]:
+            groups.setdefault(labels.get(name, name), []).append(member)
+        parts: list[Part] = []
+        following = None  # what the next row is given: what a row without a module makes
+        for label, members in reversed(groups.items()):
+            modules = [member for member in members if isinstance(member, nn.Module)]
+            busy = [module for module in modules if not self.calls[module].idle]
+            if busy or any(isinstance(member, nn.Parameter) for member in members):
+                parts.append(self.row(label, members, busy, following))
+            entered = [self.calls[module].entered for module in modules]
+            following = next((shape for shape in entered if shape is not None), following)
+        return tuple(reversed(parts))
+
+    def row(
+        self,
+        label: str,
+        members: Sequence[Member],
+        busy: Sequence[nn.Module],
+        following: tuple[int, ...] | None,
+    ) -> Part:
+        """One row; a list of blocks has a row for each of them inside."""
+        calls = [self.calls[module] for module in busy]
+        left = [call.left for call in calls if call.left is not None]
+        blocks = [block for module in busy if isinstance(module, nn.ModuleList) for block in module]
+        inside = tuple(self.block(block) for block in dict.fromkeys(blocks))
+        return Part(
+            name=label,
+            kinds=tuple(dict.fromkeys(type(module).__name__ for module in blocks or busy)),
+            shape=left[-1] if left else following,
+            parameters=sum(part.parameters for part in inside) + self.learned(members),
+            flops=sum(call.flops for call in calls),
+            calls=max((call.count for call in calls), default=1),
+            parts=inside,
+        )
+
+    def block(self, block: nn.Module) -> Part:
+        """One block with its parts."""
+        seen = self.calls[block]
+        parts = self.rows(block, BLOCK)
+        learned = sum(part.parameters for part in parts) + self.learned([block])
+        return Part(
+            name="block",
+            kinds=(type(block).__name__,),
+            shape=seen.left,
+            parameters=learned,
+            flops=seen.flops,
+            calls=seen.count,
+            parts=complete(parts, learned, seen.flops),
+        )
+
+    def learned(self, members: Sequence[Member]) -> int:
+        """Numbers in the parameters of `members` that no row had before."""
+        found: list[nn.Parameter] = []
+        for member in members:
+            found += [member] if isinstance(member, nn.Parameter) else [*member.parameters()]
+        new = set(found) - self.counted
+        self.counted |= new
+        return sum(parameter.numel() for parameter in new)
+
+
+def complete(parts: tuple[Part, ...], parameters: int, flops: int) -> tuple[Part, ...]:
+    """`parts`, and one more where they do not add up to the whole."""
+    rest = (
+        parameters - sum(part.parameters for part in parts),
+        flops - sum(part.flops for part in parts),
+    )
+    return (*parts, Part("other", (), None, *rest)) if any(rest) else parts

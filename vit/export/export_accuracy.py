@@ -1,0 +1,150 @@
+"""What a file loses: top-1 of the run and of the file on the same labelled images.
+
+Where an image may have several classes it is the mean average precision.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vit.data.dataset_types import Sample
+from vit.data.image_io import read_image
+from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.errors import BadImage, DataError, VitError, printable
+from vit.evaluation.multilabel_metrics import average_precisions, mean_of_known
+from vit.exported.greedy_numpy import Array
+from vit.exported.onnx_session import Session
+from vit.weights.saved_model import LoadedRun
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How run and file do on the same images.
+
+    Args:
+        count: Images that could be read.
+        failed: Images that could not.
+        before: Top-1 of the run, or what `score` says.
+        after: The same of the file.
+        agreement: Share of images for which both say the same class, or the same classes.
+        difference: Largest difference of two probabilities.
+        score: What was measured: top-1 or mAP.
+    """
+
+    count: int
+    failed: int
+    before: float
+    after: float
+    agreement: float
+    difference: float
+    score: str = "top-1"
+
+    @property
+    def drop(self) -> float:
+        """Share of the score that the file loses."""
+        return self.before - self.after
+
+    def check(self, max_drop: float, name: str) -> None:
+        """Refuse a file that loses too much.
+
+        Raises:
+            VitError: It does.
+        """
+        lost = self.drop
+        if self.score == "top-1":
+            lost = round(self.drop * self.count) / self.count  # as a share of whole images
+        if lost > max_drop:
+            raise VitError(
+                f"{printable(name)} would lose {lost:.2%} of {self.score} ({self.before:.2%} to "
+                f"{self.after:.2%} on {self.count} images), more than max_drop={max_drop:g}; "
+                "nothing was written; calibrate with more images, or choose another precision"
+            )
+
+    def line(self) -> str:
+        """For people."""
+        left_out = f"; {self.failed} could not be read" if self.failed else ""
+        answer = "class" if self.score == "top-1" else "classes"
+        return (
+            f"{self.score}: run {self.before:.2%}, file {self.after:.2%}, on {self.count} images "
+            f"(same {answer} on {self.agreement:.2%}, probabilities within {self.difference:.2g}"
+            f"{left_out})"
+        )
+
+
+def compare(run: LoadedRun, session: Session, samples: Sequence[Sample]) -> Accuracy:
+    """Top-1 of `run`, and of the file that `session` computes.
+
+    Raises:
+        DataError: Not one image can be read.
+        VitError: The file gives numbers that are none.
+    """
+    rows: list[tuple[Array, Array, Sample]] = []
+    for sample, image in readable(samples):
+        theirs = session({"images": np.asarray(image)[None]})[0][0]
+        if not np.isfinite(theirs).all():
+            raise VitError(
+                f"{printable(sample.path)}: the exported network overflows; nothing was written; "
+                "choose precision fp32"
+            )
+        rows.append((probabilities(run, image), theirs, sample))
+    if not rows:
+        raise DataError(f"none of {len(samples)} images can be read; choose other data")
+    ours = np.stack([row[0] for row in rows])
+    theirs = np.stack([row[1] for row in rows])
+    seen = [row[2] for row in rows]
+    score = right if run.thresholds is None else precision
+    said = [answers(side, run.thresholds) for side in (ours, theirs)]
+    return Accuracy(
+        count=len(rows),
+        failed=len(samples) - len(rows),
+        before=score(ours, seen),
+        after=score(theirs, seen),
+        agreement=float((said[0] == said[1]).all(axis=1).mean()),
+        difference=float(np.abs(ours - theirs).max()),
+        score="top-1" if run.thresholds is None else "mAP",
+    )
+
+
+def answers(probabilities: Array, thresholds: tuple[float, ...] | None) -> Array:
+    """The best class of each image, (images, 1), or which it has, (images, classes)."""
+    said: Array = (
+        probabilities.argmax(1)[:, None]
+        if thresholds is None
+        else probabilities >= np.array(thresholds)
+    )
+    return said
+
+
+def right(probabilities: Array, samples: Sequence[Sample]) -> float:
+    """Top-1."""
+    labels = np.array([sample.label for sample in samples])
+    return float((probabilities.argmax(1) == labels).mean())
+
+
+def precision(probabilities: Array, samples: Sequence[Sample]) -> float:
+    """Mean average precision."""
+    targets = MultiHot(map(labels_of, samples), probabilities.shape[1])
+    every = targets[torch.arange(len(samples))]
+    return mean_of_known(average_precisions(torch.from_numpy(probabilities), every))
+
+
+def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:
+    """The images that can be read."""
+    for sample in samples:
+        try:
+            image = read_image(sample.path)
+        except BadImage:
+            continue
+        yield sample, image
+
+
+@torch.inference_mode()
+def probabilities(run: LoadedRun, image: Image.Image) -> Array:
+    """What torch says of one image, in float32."""
+    floats = run.preprocessing.normalise(run.preprocessing(image).unsqueeze(0))
+    logits = run.model(floats)
+    said: Array = (logits.softmax(1) if run.thresholds is None else logits.sigmoid())[0].numpy()
+    return said

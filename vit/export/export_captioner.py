@@ -1,0 +1,188 @@
+"""A captioner as two graphs without state: what it sees, and one step of writing.
+
+    memory_key, memory_value = encoder(images)
+    logits, present          = decoder(ids, past, memory_key, memory_value)
+
+What a step returns as present is the past of the next one. Before the first word the past has no
+tokens, and `ids` is the begin.
+"""
+
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError
+from vit.export.onnx_graph import Part
+from vit.model.captioner import CachedContinuation, Captioner
+from vit.model.decoder import TextDecoder
+from vit.model.kv_cache import Cache, Layer
+from vit.version import __version__
+from vit.weights.safetensors_io import digest
+from vit.weights.saved_model import LoadedRun
+
+FEWEST_TOKENS = 5  # torch traces lengths of 2 or more, and takes one that must be 2 for fixed
+CACHED = {1: "batch", 3: "past"}
+KEPT = {1: "batch", 3: "past_and_new"}
+SEEN = {1: "batch"}
+BATCHES = (3, 1, 2, 5)
+"""Numbers of images that are compared, the traced one first."""
+
+
+class Eyes(nn.Module):
+    """Bytes of images in; out comes what each block of the decoder sees of them.
+
+    Args:
+        model: Encoder and decoder.
+        preprocessing: Its normalisation.
+    """
+
+    def __init__(self, model: Captioner, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.model, self.preprocessing = model, preprocessing
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """What the network sees: `Captioner.see` with what the decoder makes of it.
+
+        Args:
+            images: Bytes, (batch, height, width, 3).
+
+        Returns:
+            Keys and values, each (layers, batch, kv_heads, tokens, head_dim); with a head also
+            the probabilities of classes, (batch, classes).
+        """
+        floats = self.preprocessing.normalise(images.permute(0, 3, 1, 2))
+        tokens, places = self.model.encode(floats)
+        seen = [layer.image for layer in self.model.decoder.look(tokens).layers]
+        if not self.model.num_classes:
+            return stacked(seen)
+        logits = self.model.head(self.model.pool(tokens, places))
+        return (*stacked(seen), logits.softmax(dim=1))
+
+
+class Hand(nn.Module):
+    """One step of a decoder, whose memory comes in and goes out.
+
+    Args:
+        decoder: Writes.
+    """
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self,
+        ids: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
+        memory_key: Tensor,
+        memory_value: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of what follows the last id, and keys and values of all words.
+
+        Args:
+            ids: (batch, new), int64.
+            past_key, past_value: Of the words before, (layers, batch, kv_heads, past, head_dim).
+            memory_key, memory_value: Of the image, (layers, batch, kv_heads, tokens, head_dim).
+
+        Returns:
+            (batch, vocab), and two of (layers, batch, kv_heads, past + new, head_dim).
+        """
+        image = zip(memory_key, memory_value, strict=True)
+        words = zip(past_key, past_value, strict=True)
+        layers = [Layer(*pair) for pair in zip(image, words, strict=True)]
+        logits = CachedContinuation(self.decoder, Cache(layers, past_key.shape[3]))(ids)
+        return (logits, *stacked([layer.words for layer in layers]))
+
+
+def stacked(pairs: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor]:
+    """Keys and values of each layer -> both with the layers as their first axis."""
+    keys, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
+    return torch.stack(keys), torch.stack(values)
+
+
+def parts_of(run: LoadedRun) -> tuple[Part, Part]:
+    """Encoder and decoder of a captioner.
+
+    Raises:
+        ConfigError: It cannot be exported; the message names the setting.
+    """
+    model = run.model
+    assert isinstance(model, Captioner), "a run with a tokenizer has a captioner"
+    if run.config.channels != 3:
+        raise ConfigError(
+            f"channels={run.config.channels}: an exported network takes RGB images, channels=3"
+        )
+    if model.decoder.most_tokens < FEWEST_TOKENS:
+        raise ConfigError(
+            f"caption_tokens={model.decoder.most_tokens}: the exporter needs at least "
+            f"{FEWEST_TOKENS}; train with longer captions"
+        )
+    seen = {"memory_key": SEEN, "memory_value": SEEN}
+    encoder = Part(
+        name="encoder",
+        module=Eyes(model, run.preprocessing).eval(),
+        inputs={"images": {0: "batch"}},
+        outputs=seen | ({"probabilities": {0: "batch"}} if model.num_classes else {}),
+        examples=[(_noise(run, count),) for count in BATCHES],
+    )
+    decoder = Part(
+        name="decoder",
+        module=Hand(model.decoder).eval(),
+        inputs={"ids": {0: "batch", 1: "new"}, "past_key": CACHED, "past_value": CACHED, **seen},
+        outputs={"logits": {0: "batch"}, "present_key": KEPT, "present_value": KEPT},
+        examples=[*_steps(model.decoder, encoder)],
+    )
+    return encoder, decoder
+
+
+def metadata_of(run: LoadedRun, source: str) -> dict[str, dict[str, str]]:
+    """What each graph says of itself, by its name.
+
+    Both hold `pair`, a digest of the weights and words: graphs of two exports do not go together.
+    """
+    assert isinstance(run.model, Captioner), "a run with a tokenizer has a captioner"
+    assert run.tokenizer is not None
+    words = {"tokenizer": run.tokenizer.to_json()}
+    both = {
+        "preprocessing": json.dumps(run.preprocessing.to_dict()),
+        "classes": json.dumps(list(run.classes), ensure_ascii=False),
+        "begin": str(run.tokenizer.begin),
+        "end": str(run.tokenizer.end),
+        "pad": str(run.tokenizer.pad),
+        "max_tokens": str(run.model.decoder.most_words),
+        "vit_version": __version__,
+        "source_run": source,
+    }
+    both["pair"] = digest(run.model.state_dict(), {**both, **words})
+    return {
+        "encoder": {**both, "graph": "encoder"},
+        "decoder": {**both, **words, "graph": "decoder"},
+    }
+
+
+def _noise(run: LoadedRun, count: int) -> Tensor:
+    """Random bytes, (count, height, width, 3); the same at every call."""
+    random = torch.Generator().manual_seed(count)
+    size = (count, *run.preprocessing.image_size, 3)
+    return torch.randint(256, size, generator=random).to(torch.uint8)
+
+
+@torch.no_grad()
+def _steps(decoder: TextDecoder, encoder: Part) -> Iterator[tuple[Tensor, ...]]:
+    """Inputs of steps with pasts of several lengths, from none to the most there can be."""
+    most, vocab = decoder.most_tokens, decoder.token_embed.num_embeddings
+    lengths = ((2, min(5, most - 2)), (1, 0), (1, most - 1), (most, 0), (1, 1), (2, most - 2))
+    for number, (new, past) in enumerate(lengths):
+        random = torch.Generator().manual_seed(number)
+        (images,) = encoder.examples[number % len(encoder.examples)]
+        key, value, *_ = encoder.module(images)
+        ids = torch.randint(vocab, (len(images), past + new), generator=random)
+        nothing = key[..., :0, :]
+        step = (nothing, nothing)
+        if past:
+            _, *step = Hand(decoder)(ids[:, :past], nothing, nothing, key, value)
+        yield (ids[:, past:], *step, key, value)

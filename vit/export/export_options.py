@@ -1,0 +1,99 @@
+"""What `vit export` is asked for, and what of it contradicts the rest."""
+
+from dataclasses import dataclass, fields
+
+from vit.errors import ConfigError, printable
+
+PRECISIONS = ("fp32", "fp16", "int8")
+OPSETS = (18, 19, 20, 21, 22, 23)
+OPSET = 20
+"""Of classifiers: the first with Gelu as one operator. onnxruntime reads it since 1.17, OpenVINO
+since 2024; what later ones add is nothing that these networks need."""
+SAMPLES = 200
+MAX_DROP = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run becomes a file.
+
+    Args:
+        precision: fp32, fp16 (weights and most arithmetic) or int8.
+        tokens: Also give the tokens, the embedding and the attention.
+        opset: Version of ONNX's operators; the usual one when left out.
+        calibration: Data whose training images int8 is calibrated with.
+        samples: How many of them.
+        dynamic: int8 whose ranges of activations are found anew for each batch.
+        validation: Labelled data on which the file is compared with the run; those of
+            `calibration` when left out.
+        max_drop: Share of top-1 (mAP where an image may have several classes) that the file
+            may lose there.
+        external_data: Keep weights in NAME.onnx.data beside the file, where else only those of
+            2 GB or more are.
+
+    Raises:
+        ConfigError: A value is impossible, or another option never reads it.
+    """
+
+    precision: str = "fp32"
+    tokens: bool = False
+    opset: int | None = None
+    calibration: str | None = None
+    samples: int | None = None
+    dynamic: bool = False
+    validation: str | None = None
+    max_drop: float | None = None
+    external_data: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(
+                f"precision={printable(repr(self.precision))}: choose one of "
+                f"{', '.join(PRECISIONS)}"
+            )
+        if self.opset is not None and self.opset not in OPSETS:
+            raise ConfigError(f"opset={self.opset}: choose one of {OPSETS[0]} to {OPSETS[-1]}")
+        if self.samples is not None and self.samples < 1:
+            raise ConfigError(f"samples={self.samples}: must be at least 1")
+        if self.max_drop is not None and not 0 <= self.max_drop <= 1:
+            raise ConfigError(f"max_drop={self.max_drop:g}: a share, from 0 to 1")
+        self._check_int8()
+        if self.max_drop is not None and self.measured_on is None:
+            raise ConfigError(
+                f"max_drop={self.max_drop:g}: nothing is measured without validation data; give "
+                "--validation DATA"
+            )
+
+    def _check_int8(self) -> None:
+        static = self.precision == "int8" and not self.dynamic
+        if static and self.calibration is None:
+            raise ConfigError(
+                "precision='int8': it is calibrated with images; name data of them with "
+                "calibration, or choose dynamic"
+            )
+        for name in () if static else ("calibration", "samples"):
+            if (value := getattr(self, name)) is not None:
+                words = printable(repr(value))
+                raise ConfigError(f"{name}={words}: only static int8 is calibrated; leave it out")
+        if self.dynamic and self.precision != "int8":
+            raise ConfigError(
+                f"dynamic=True: precision={self.precision} does not read it; choose int8"
+            )
+        if self.precision == "int8" and self.external_data:
+            raise ConfigError("external_data=True: int8 files are small; leave it out")
+
+    @property
+    def measured_on(self) -> str | None:
+        """The data for the comparison with the run."""
+        return self.validation or self.calibration
+
+    def check_unused(self, why: str, *read: str) -> None:
+        """Refuse every option that was changed, but those of `read`.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in read and value != field.default:
+                raise ConfigError(f"{field.name}={printable(repr(value))}: {why}; leave it out")

@@ -1,0 +1,95 @@
+"""float16: weights and products in half the bytes; what needs range or precision in float32."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from vit.errors import ConfigError, VitError, printable
+from vit.export.onnx_graph import MOST_BYTES, libraries
+
+KEPT = (
+    *("LayerNormalization", "RMSNormalization", "Softmax"),
+    # of norms written out, of merged tokens and of capacities
+    *("ReduceMean", "ReduceSum", "ReduceL2", "ReduceMax", "Pow", "Sqrt", "Reciprocal", "Log"),
+    # of places: angles of rotary positions grow with the image
+    *("Sin", "Cos", "Range", "Resize", "CumSum"),
+    # they decide where tokens go, which must not hang on the last bits
+    *("TopK", "ArgMax", "Less", "Greater", "Equal", "ScatterElements", "ScatterND", "OneHot"),
+)
+"""Operators that stay in float32."""
+LARGEST = float(np.finfo(np.float16).max)
+
+
+def halved(proto: Any) -> Any:
+    """A graph of float32 -> one of float16 whose inputs and outputs keep their types.
+
+    Args:
+        proto: An onnx.ModelProto; it is used up.
+
+    Raises:
+        ConfigError: It is too large for the converter.
+        VitError: It cannot be converted, or a weight is too large for float16.
+    """
+    from onnxruntime.transformers import float16  # type: ignore[import-untyped]
+    from onnxruntime.transformers.onnx_model import OnnxModel  # type: ignore[import-untyped]
+
+    check_range(proto)
+    blocked = [*float16.DEFAULT_OP_BLOCK_LIST, *KEPT]
+    with warnings.catch_warnings():  # of weights that are too small and become 0
+        warnings.simplefilter("ignore")
+        try:
+            half = float16.convert_float_to_float16(
+                proto,
+                keep_io_types=True,
+                op_block_list=blocked,
+                node_block_list=of_pixels(proto),
+            )
+            drop_repeated(half)
+            OnnxModel(half).topological_sort()  # casts that it adds come last
+        except Exception as error:  # the library has no common class of its errors
+            words = printable(" ".join(str(error).split())[:200])
+            raise VitError(
+                f"precision='fp16': the network cannot be converted ({words}); choose fp32"
+            ) from error
+    del half.graph.value_info[:]
+    return half
+
+
+def check_range(proto: Any) -> None:
+    """Refuse weights that float16 cannot hold.
+
+    Raises:
+        ConfigError: They are too many for the converter.
+        VitError: One is too large.
+    """
+    onnx = libraries()
+    floats = [x for x in proto.graph.initializer if x.data_type == onnx.TensorProto.FLOAT]
+    size = sum(len(x.raw_data) for x in floats)
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"precision='fp16': the network has {size / 1e9:.2f} GB of weights, and less than "
+            f"{MOST_BYTES / 1e9:.2f} can be converted; choose fp32"
+        )
+    for tensor in floats:
+        largest = float(np.abs(onnx.numpy_helper.to_array(tensor)).max(initial=0.0))
+        if largest > LARGEST:
+            raise VitError(
+                f"precision='fp16': {printable(tensor.name)} has the weight {largest:g}, and "
+                f"float16 ends at {LARGEST:g}; choose fp32"
+            )
+
+
+def drop_repeated(proto: Any) -> None:
+    """Leave out casts that the converter adds once for each of two readers, under one name."""
+    once = {tuple(node.output): node for node in reversed(proto.graph.node)}
+    kept = [node for node in proto.graph.node if once[tuple(node.output)] is node]
+    del proto.graph.node[:]
+    proto.graph.node.extend(kept)
+
+
+def of_pixels(proto: Any) -> list[str]:
+    """Names of the nodes before the first product: the normalisation of pixels."""
+    nodes = proto.graph.node
+    products = (place for place, node in enumerate(nodes) if node.op_type in ("MatMul", "Gemm"))
+    return [node.name for node in nodes[: next(products, 0)]]

@@ -1,0 +1,197 @@
+"""Images on which an exported network is compared with its run, where nobody gave any.
+
+The images that a file is calibrated with, and those that it is compared with its run on.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from vit.config.parser import make_config, read_settings
+from vit.data.dataset_types import Sample
+from vit.data.image_io import check_header, read_image
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import list_images, open_labelled
+from vit.errors import BadImage, DataError, VitError, printable
+from vit.export.export_options import SAMPLES, Options
+from vit.exported.greedy_numpy import Array
+from vit.inference.evaluate import captioned, labelled
+from vit.weights.saved_model import LoadedRun
+
+
+class SampleImages(Sequence[Array]):
+    """Images that are read when they are asked for, each uint8 (height, width, 3).
+
+    Args:
+        paths: Their files.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> "SampleImages": ...
+    def __getitem__(self, index: int | slice) -> "Array | SampleImages":
+        if isinstance(index, slice):
+            return SampleImages(self.paths[index])
+        return np.asarray(read_image(self.paths[index]))
+
+
+def validation_samples(
+    run: str | os.PathLike[str],
+    data: str | None,
+    classes: tuple[str, ...],
+    notify: Callable[[str], object],
+    *,
+    thresholds: tuple[float, ...] | None = None,
+) -> tuple[Sample, ...]:
+    """The images that `vit evaluate` would measure the run on; none without data.
+
+    `thresholds` are those of its classes, where an image may have several.
+
+    Raises:
+        DataError: There are data, but no such images in them.
+        ConfigError: They have several classes, and the run gives each image one.
+    """
+    if data is None:
+        return ()
+    return labelled(run, DatasetSpec(data, split="val"), classes, notify, thresholds=thresholds)
+
+
+def calibration_images(
+    asked: Options, classes: tuple[str, ...], kept_apart: Sequence[Sample]
+) -> SampleImages:
+    """Images from all over the training part of the data, as many as were asked for.
+
+    Args:
+        asked: Names the data.
+        classes: Names of the classes of the model.
+        kept_apart: Images that the file is measured on, which it is not calibrated with.
+
+    Raises:
+        DataError: There are none, or fewer than were asked for.
+    """
+    if asked.calibration is None:
+        return SampleImages([])
+    apart = {sample.path for sample in kept_apart}
+    try:
+        found, _ = open_labelled(asked.calibration, split="train", classes=classes)
+        paths = [sample.path for sample in found]
+    except DataError:  # no train folder: a folder of images of any kind
+        paths = list_images([asked.calibration])
+    paths = [path for path in paths if path not in apart and is_readable(path)]
+    if not paths or (asked.samples or 0) > len(paths):
+        raise DataError(
+            f"{printable(asked.calibration)}: {len(paths)} images can be calibrated with, beside "
+            f"those for validation, and {asked.samples or 'some'} are needed; name other data"
+        )
+    count = min(asked.samples or SAMPLES, len(paths))
+    places = np.linspace(0, len(paths) - 1, count).round().astype(int)
+    return SampleImages([paths[place] for place in places])
+
+
+def is_readable(path: str) -> bool:
+    """Whether the header of an image is sound."""
+    try:
+        check_header(path)
+    except BadImage:
+        return False
+    return True
+
+
+MOST = 50
+SIZES = (
+    *((20, 20), (21, 34), (40, 25), (64, 64), (90, 61), (80, 120), (160, 160), (200, 150)),
+    *((224, 224), (224, 301), (333, 222), (97, 480), (480, 97), (512, 384), (384, 512)),
+    *((640, 480), (500, 751), (1024, 768), (768, 1025), (1500, 1001)),
+)
+"""Width and height of drawn images."""
+
+
+@contextmanager
+def images_for(
+    folder: Path, run: LoadedRun, images: Sequence[str] | None, notify: Callable[[str], object]
+) -> Iterator[list[str]]:
+    """Paths of images: those given, validation images of the run, or drawn ones.
+
+    Args:
+        folder: Of the run.
+        run: What is in it.
+        images: Given ones.
+        say: Receives which were taken.
+
+    Raises:
+        DataError: Not one image is given.
+    """
+    if images is not None:
+        if not images:
+            raise DataError("images: not one image; leave them out for those of the training")
+        yield list(images)
+        return
+    try:
+        samples, data = validation_images(folder, run)
+    except VitError as error:
+        notify(f"no validation images ({printable(error)}): drew {len(SIZES)} of many sizes")
+        with tempfile.TemporaryDirectory(prefix="vit-verify-") as place:
+            yield draw(Path(place))
+        return
+    chosen = [samples[place] for place in spread(len(samples), MOST)]
+    notify(f"{len(chosen)} of {len(samples):,} validation images of {printable(data)}")
+    yield [sample.path for sample in chosen]
+
+
+def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...], str]:
+    """The images that the training validated on, and where its data are.
+
+    Raises:
+        VitError: They cannot be found; the message says why.
+    """
+    data = make_config(read_settings(folder / "config.yaml"), complete=True).data
+    find = labelled if run.tokenizer is None else captioned
+    asked = DatasetSpec(data.data, data.images, split="val")
+    return find(folder, asked, run.classes, lambda _note: None), data.data
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` places, at equal distances: lists are sorted by class."""
+    taken = min(count, most)
+    return [place * count // taken for place in range(taken)]
+
+
+def draw(folder: Path) -> list[str]:
+    """Write an image of each of SIZES, some of them turned; the same ones at every call."""
+    paths = []
+    for number, (width, height) in enumerate(SIZES):
+        path = folder / f"drawn_{number:02}_{width}x{height}.png"
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 1 + number % 8
+        image = Image.fromarray(scene(width, height, number))
+        image.save(path, exif=exif, compress_level=1)
+        paths.append(str(path))
+    return paths
+
+
+def scene(width: int, height: int, seed: int) -> Array:
+    """Blots of colour on a gradient, with fine grain: uint8 (height, width, 3)."""
+    random = np.random.default_rng(seed)
+    y, x = np.linspace(0, 1, height)[:, None], np.linspace(0, 1, width)
+    tilt = (x + y).astype(np.float32)[..., None]
+    pixels = tilt * np.float32(random.uniform(-90, 90, 3)) + np.float32(random.uniform(0, 255, 3))
+    for _ in range(6):
+        centre_x, centre_y = random.uniform(0, 1, 2)
+        inside = (x - centre_x) ** 2 + (y - centre_y) ** 2 < random.uniform(0.01, 0.1)
+        pixels[inside] = random.uniform(0, 255, 3)
+    pixels += random.integers(-30, 31, pixels.shape, dtype=np.int8)
+    found: Array = pixels.clip(0, 255).astype(np.uint8)
+    return found

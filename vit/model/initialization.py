@@ -1,0 +1,110 @@
+"""The weights before training: those of the JAX ViT, in one function.
+
+Source: Dosovitskiy et al., arXiv:2010.11929, and its code (google-research/vision_transformer,
+models_vit.py): Xavier-uniform matrices, LeCun-normal patch projection, a head of zeros.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vit.model.blocks import LayerScale
+from vit.model.mlp import PackedSwiGLU
+
+
+def xavier_squares(weight: Tensor) -> None:
+    """Xavier-uniform for keys and values as the square matrices that they are."""
+    for matrix in weight.chunk(len(weight) // weight.shape[1]):
+        nn.init.xavier_uniform_(matrix)
+
+
+def xavier_halves(weight: Tensor) -> None:
+    """Xavier-uniform for keys and values of any width apart."""
+    for matrix in weight.chunk(2):
+        nn.init.xavier_uniform_(matrix)
+
+
+def xavier_attention(weight: Tensor) -> None:
+    """Xavier-uniform for queries, keys and values apart, where the last two may be narrower."""
+    queries, others = weight.tensor_split([weight.shape[1]])
+    for matrix in (queries, *others.chunk(2)):
+        nn.init.xavier_uniform_(matrix)
+
+
+def xavier_stack(weight: Tensor) -> None:
+    """Xavier-uniform for each of stacked matrices."""
+    for matrix in weight:
+        nn.init.xavier_uniform_(matrix)
+
+
+def lecun_normal(weight: Tensor) -> None:
+    """Normal with variance 1 / fan_in, cut at two standard deviations."""
+    std = math.sqrt(1 / weight.shape[1]) / 0.87962566103423978  # std of a normal cut at +-2
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def patch_projection(weight: Tensor) -> None:
+    """LeCun-normal for a matrix; for a convolution before a GELU, He's normal by its fan-in.
+
+    Source: He et al., "Delving Deep into Rectifiers", section 2.2, arXiv:1502.01852.
+    """
+    if weight.ndim == 2:
+        lecun_normal(weight)
+    else:
+        nn.init.kaiming_normal_(weight, nonlinearity="relu")
+
+
+def normal(std: float) -> Callable[[Tensor], object]:
+    """Normal with mean zero."""
+    return lambda tensor: nn.init.normal_(tensor, std=std)
+
+
+# The first pattern found in a parameter's name decides.
+RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
+    (r"^cls_token$", nn.init.zeros_),
+    # Not zeros, as the class token: registers that start equal get equal gradients for ever.
+    (r"^reg_token$", normal(0.02)),
+    (r"^pos_embed$", normal(0.02)),
+    # GPT-2's: logits of the tied embedding start near zero.
+    (r"(^|\.)token_embed\.weight$|positions\.pos_embed$", normal(0.02)),
+    # Zeros, as BEiT: offsets get different gradients, and positions begin by saying nothing.
+    (r"\.relative_position_bias_table$", nn.init.zeros_),
+    (r"^patch_embed\.(proj|convs\.\d+)\.weight$", patch_projection),
+    (r"^patch_embed\.norms\.\d+\.weight$", nn.init.ones_),
+    (r"norm\d?(_pre|_post|_cross|_memory)?\.weight$|\.gamma$", nn.init.ones_),
+    (r"\.attn\.qkv\.weight$", xavier_attention),
+    (r"^attn_pool\.kv\.weight$", xavier_squares),
+    (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
+    (r"\.cross_attn\.q\.weight$", nn.init.xavier_uniform_),
+    (r"\.cross_attn\.kv\.weight$", xavier_halves),
+    (r"\.((cross_)?attn\.proj|mlp\.(shared\.)?fc\w+)\.weight$", nn.init.xavier_uniform_),
+    (r"\.mlp\.experts\.fc\d_weight$", xavier_stack),
+    (r"\.mlp\.router\.weight$", normal(0.02)),
+    (r"\.mlp\.((shared\.)?fc\w+\.|experts\.fc\d_)bias$", normal(1e-6)),
+    (r"^head\.weight$", nn.init.zeros_),
+    (r"\.bias$", nn.init.zeros_),
+)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> None:
+    """Set every parameter of `model`, from torch's global random generator.
+
+    Raises:
+        ValueError: No rule covers a parameter.
+    """
+    for name, parameter in model.named_parameters():
+        rules = (rule for pattern, rule in RULES if re.search(pattern, name))
+        rule = next(rules, None)
+        if rule is None:
+            raise ValueError(f"no rule initialises {name}; add one to RULES")
+        rule(parameter)
+    for module in model.modules():
+        if isinstance(module, LayerScale):
+            module.gamma.fill_(module.initial_value)
+        if isinstance(module, PackedSwiGLU):
+            for matrix in module.fc1.weight.chunk(2):
+                nn.init.xavier_uniform_(matrix)

@@ -1,0 +1,163 @@
+"""An image becomes a sequence of tokens: cut into patches, each flattened and projected.
+
+    x_patch E + b,  with E of shape (channels * patch_size², dim)
+
+Patches of another size, resized by the matrix R, get their E from the one there is:
+
+    (R x) . w_new  =  x . w_old,  so w_new = pinv(R^T) w_old
+
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", section 3.1, arXiv:2010.11929; other
+sizes: Beyer et al., "FlexiViT", section 3.4, arXiv:2212.08013.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.model.position_embedding import Grid
+
+
+class ImageEmbedding(nn.Module):
+    """What makes tokens of images: one for each square patch, row by row.
+
+    Args:
+        channels: Channels of an image.
+        patch_size: Side of a patch, in pixels.
+    """
+
+    proj: nn.Linear | nn.Conv2d
+
+    def __init__(self, channels: int, patch_size: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.patch_size = patch_size
+
+    def grid(self, images: Tensor, patch_size: int) -> Grid:
+        """(rows, cols) of patches in `images`.
+
+        Raises:
+            ValueError: The images cannot be cut into whole patches of the right channels.
+        """
+        channels, height, width = images.shape[-3:]
+        if channels != self.channels:
+            raise ValueError(f"images have {channels} channels; this network takes {self.channels}")
+        for name, size in (("height", height), ("width", width)):
+            if size % patch_size or size == 0:
+                raise ValueError(
+                    f"{name}={size} is not a multiple of patch_size={patch_size}; "
+                    f"resize or pad the images"
+                )
+        return height // patch_size, width // patch_size
+
+
+class PatchEmbedding(ImageEmbedding):
+    """Cuts images into square patches and projects each to one token, row by row.
+
+    The pixels of a patch are ordered (channels patch_h patch_w): the matrix is the weight of the
+    usual strided convolution, flattened.
+
+    Args:
+        channels: Channels of an image.
+        patch_size: Side of a patch, in pixels.
+        dim: Width of a token.
+        bias: Whether E x has a bias.
+    """
+
+    def __init__(self, channels: int, patch_size: int, dim: int, *, bias: bool = True) -> None:
+        super().__init__(channels, patch_size)
+        self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
+
+    def cut(self, images: Tensor, patch_size: int) -> tuple[Tensor, Grid]:
+        """Images -> their patches, (batch, rows * cols, channels * patch_size²), and (rows, cols)
+
+        Raises:
+            ValueError: The images cannot be cut into whole patches of the right channels.
+        """
+        rows, cols = self.grid(images, patch_size)
+        patches = rearrange(
+            images,
+            "batch channels (rows patch_h) (cols patch_w)"
+            " -> batch (rows cols) (channels patch_h patch_w)",
+            rows=rows,
+            cols=cols,
+        )
+        return patches, (rows, cols)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """(batch, channels, height, width) -> (batch, rows * cols, dim), and (rows, cols)"""
+        patches, grid = self.cut(images, self.patch_size)
+        return self.proj(patches), grid
+
+
+class FlexiblePatchEmbedding(PatchEmbedding):
+    """Cuts patches of several sizes in training, all projected by one matrix, which is resized.
+
+    The training loop sets `drawn` before each step. In evaluation patches have the usual size.
+
+    Args:
+        channels, patch_size, dim, bias: As for PatchEmbedding, at the usual size.
+        patch_sizes: All sizes of a patch that training may draw.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        patch_size: int,
+        dim: int,
+        *,
+        patch_sizes: Sequence[int],
+        bias: bool = True,
+    ) -> None:
+        super().__init__(channels, patch_size, dim, bias=bias)
+        self.drawn = patch_size
+        # no buffers: a network may be built without values, on the meta device
+        with torch.device("cpu"):
+            self.sides = {size: inverse_side(patch_size, size) for size in patch_sizes}
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """(batch, channels, height, width) -> (batch, rows * cols, dim), and (rows, cols)"""
+        if not self.training or self.drawn == self.patch_size:
+            return super().forward(images)
+        patches, grid = self.cut(images, self.drawn)
+        weight = resized(self.proj.weight, self.sides[self.drawn].to(self.proj.weight))
+        return F.linear(patches, weight, self.proj.bias), grid
+
+
+def resize_patches(matrix: Tensor, *, old: int, new: int) -> Tensor:
+    """The projection that gives resized patches the tokens that the old ones had.
+
+    Exact where patches grow; where they shrink, the closest for patches of white noise.
+
+    Args:
+        matrix: (dim, channels * old * old).
+        old: Side of a patch in pixels.
+        new: Side wanted.
+
+    Returns:
+        (dim, channels * new * new), of the same type.
+    """
+    return resized(matrix.double(), inverse_side(old, new).to(matrix.device)).to(matrix)
+
+
+def resized(matrix: Tensor, side: Tensor) -> Tensor:
+    """(dim, channels * old * old) by `side`, (new, old) -> (dim, channels * new * new)"""
+    pixels = "dim (channels rows cols) -> dim channels rows cols"
+    old = side.shape[1]
+    # Rows and columns are resized alike and one after the other, so each has its own inverse:
+    # the inverse of a Kronecker product is the product of the inverses.
+    return (side @ rearrange(matrix, pixels, rows=old, cols=old) @ side.T).flatten(1)
+
+
+def inverse_side(old: int, new: int) -> Tensor:
+    """What resizes a line of weights, the pseudo-inverse of R^T, (new, old) in float64."""
+    inverse: Tensor = torch.linalg.pinv(resize_matrix(old, new)).T
+    return inverse
+
+
+def resize_matrix(old: int, new: int) -> Tensor:
+    """What resizes a line of `old` pixels, bicubic and antialiased, (new, old) in float64."""
+    lines = torch.eye(old, dtype=torch.float64)[None, None]
+    return F.interpolate(lines, size=(new, old), mode="bicubic", antialias=True)[0, 0]

@@ -1,1 +1,0 @@
-"""Ways of computing that the network is built on, with torch alone."""

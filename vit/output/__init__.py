@@ -1,0 +1,1 @@
+"""Predictions on disk: JSON lines, CSV, vectors, sorted folders, all of them resumable."""

@@ -1,0 +1,256 @@
+"""One image's answer, and the three forms it is written in: JSON lines, CSV, a table.
+
+Names of files and classes, and the words of captions, come from strangers: each form keeps them
+from being read as anything else, by a terminal, a spreadsheet or a JSON parser.
+"""
+
+import csv
+import io
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vit.data.sources.file_walk import count
+from vit.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from vit.generation.caption import Caption
+
+# raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
+# line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
+UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+WIDEST_CELL = 60
+NO_CLASS = "-"
+BETWEEN = "|"
+TOP_K = 5
+"""Classes to name of an image that has one, where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of one image.
+
+    Args:
+        image: The image's path, as it was given.
+        predictions: (label, probability) pairs, the most probable first; empty on an error, and
+            from a network without classes.
+        error: Why there is no answer, or None.
+        captions: The best first; empty on an error, and from a network that writes none.
+        embedding: The image as a vector of numbers, where it was asked for; never in a row.
+    """
+
+    image: str
+    predictions: tuple[tuple[str, float], ...] = ()
+    error: str | None = None
+    captions: "tuple[Caption, ...]" = ()
+    embedding: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def caption(self) -> str | None:
+        """The best caption, or None."""
+        return self.captions[0].text if self.captions else None
+
+    @property
+    def score(self) -> float | None:
+        """Sum of the log probabilities of the caption's tokens, the end included, or None."""
+        return self.captions[0].score if self.captions else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a writer knows before the first answer: the columns and the words in them.
+
+    Args:
+        top_k: Classes of an image; 0 from a network without any.
+        classes: Their names.
+        images: Paths of the images.
+        n_best: Captions of an image; 0 from a network that writes none.
+        several: Whether an image may have several classes, or none: how many differs.
+    """
+
+    top_k: int
+    classes: Sequence[str]
+    images: Sequence[str]
+    n_best: int = 0
+    multilabel: bool = False
+
+    @property
+    def caption_columns(self) -> list[tuple[str, str]]:
+        """Names of the columns of each caption and of its score; no two columns have one name."""
+        score = "caption_score" if self.top_k else "score"
+        if self.n_best == 1:
+            return [("caption", score)]
+        return [(f"caption_{place}", f"{score}_{place}") for place in range(1, self.n_best + 1)]
+
+
+Line = Callable[[Prediction], str]
+
+
+def json_lines(layout: Layout) -> tuple[str, Line]:
+    """No header; a line is {"image", "error"}, or {"image"} and what the network says:
+
+    "predictions": [{"label", "score"}], "caption", "score", and where more than one was asked for
+    "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
+    Where no class was probable enough, "predictions" is an empty list.
+    """
+    multilabel, named = layout.n_best > 1, layout.top_k > 0
+    return "", lambda prediction: json_line(prediction, multilabel=multilabel, named=named)
+
+
+def json_line(prediction: Prediction, *, multilabel: bool = False, named: bool = False) -> str:
+    """One line of `json_lines`: with all captions if `multilabel`, of a network with classes if
+    `named`."""
+    record: dict[str, Any] = {"image": prediction.image}
+    if prediction.error is not None:
+        return to_json({**record, "error": prediction.error}) + "\n"
+    captions = [caption_record(caption) for caption in prediction.captions]
+    if captions:
+        record |= captions[0]
+    if multilabel:
+        record["captions"] = captions
+    if prediction.predictions or named or not captions:
+        pairs = prediction.predictions
+        record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
+    return to_json(record) + "\n"
+
+
+def caption_record(caption: "Caption") -> dict[str, Any]:
+    """A caption as JSON has it."""
+    cut = {} if caption.ended else {"ended": False}
+    return {"caption": caption.text, "score": caption.score, **cut}
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON in readable UTF-8; any string comes back from a parser as it was.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    return UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def csv_lines(layout: Layout) -> tuple[str, Line]:
+    """image,label_1,score_1,...,label_K,score_K,error; RFC 4180, every row of the same length.
+
+    Captions are image,caption,score,error, or image,caption_1,score_1,...; where there are classes
+    too, they come after these, and their scores are called caption_score. Where an image may have
+    several classes: image,labels,scores,error, both with | between them.
+
+    Raises:
+        ConfigError: It may have several, and the name of one has a |.
+    """
+    if layout.multilabel:
+        return _multilabel_in_csv(layout)
+    header = ["image"]
+    for place in range(1, layout.top_k + 1):
+        header += [f"label_{place}", f"score_{place}"]
+    header += chain(*layout.caption_columns)
+
+    def line(prediction: Prediction) -> str:
+        cells = [csv_text(prediction.image)]
+        for label, score in prediction.predictions:
+            cells += [csv_text(label), repr(score)]
+        cells += [""] * (1 + 2 * layout.top_k - len(cells))  # of classes that were not named
+        for caption in prediction.captions:
+            cells += [csv_text(caption.text), repr(caption.score)]
+        empty = [""] * (len(header) - len(cells))
+        return csv_row([*cells, *empty, csv_text(prediction.error or "")])
+
+    return csv_row([*header, "error"]), line
+
+
+def _multilabel_in_csv(layout: Layout) -> tuple[str, Line]:
+    """As lists for training have them: the labels of an image in one cell."""
+    for name in layout.classes:
+        if BETWEEN in name:
+            raise ConfigError(
+                f"format=csv: the class {printable(name)} has a {BETWEEN}, which parts classes "
+                "there; use --format jsonl"
+            )
+
+    def line(prediction: Prediction) -> str:
+        labels = BETWEEN.join(label for label, _ in prediction.predictions)
+        scores = BETWEEN.join(repr(score) for _, score in prediction.predictions)
+        cells = [csv_text(prediction.image), csv_text(labels), scores]
+        return csv_row([*cells, csv_text(prediction.error or "")])
+
+    return csv_row(["image", "labels", "scores", "error"]), line
+
+
+def unended_note(unended: int, captions: int) -> str:
+    """How many captions were cut off."""
+    return f"{unended} of {count(captions, 'caption')} stopped at the longest, before their end"
+
+
+def csv_text(text: str) -> str:
+    """`text` as a cell that a spreadsheet does not run: control characters as escapes, and an
+    apostrophe before a start that would make it a formula (OWASP, "CSV Injection")."""
+    return ("'" if text.startswith(FORMULA_STARTS) else "") + printable(text)
+
+
+def csv_row(cells: Sequence[str]) -> str:
+    row = io.StringIO()
+    csv.writer(row).writerow(cells)
+    return row.getvalue()
+
+
+def table_lines(layout: Layout) -> tuple[str, Line]:
+    """Columns for reading: the image, label and probability of each place, captions and scores.
+
+    An image of no probable class has a dash. Column widths come from the names alone, so that
+    rows can be written as they are made; a name or a caption longer than its column pushes the
+    rest of its row to the right. Where an image may have several classes, each of them adds a
+    label and its probability.
+    """
+    image_width = column_width("image", *layout.images)
+    label_width = column_width("label", *layout.classes)
+
+    def line(prediction: Prediction) -> str:
+        cells = [pad(printable(prediction.image), image_width)]
+        for label, score in prediction.predictions:
+            cells += [pad(printable(label), label_width), f"{score:6.4f}"]
+        if prediction.error is None:
+            most = 1 if layout.multilabel else layout.top_k
+            for place in range(len(prediction.predictions), most):
+                cells += [pad("" if place else NO_CLASS, label_width), " " * 6]
+        for caption in prediction.captions:
+            cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
+        if prediction.error is not None:
+            cells.append(f"error: {printable(prediction.error)}")
+        return "  ".join(cells).rstrip() + "\n"
+
+    header = [pad("image", image_width)]
+    header += [pad("label", label_width), "score "] * (1 if layout.multilabel else layout.top_k)
+    for caption, score in layout.caption_columns:
+        header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
+    return "  ".join(header).rstrip() + "\n", line
+
+
+def column_width(*names: str) -> int:
+    """Columns that show each of `names`, up to a limit."""
+    return min(max(display_width(printable(name)) for name in names), WIDEST_CELL)
+
+
+def display_width(text: str) -> int:
+    """Columns of a terminal that `text` takes: two for East Asian wide, none for combining."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    combining = sum(unicodedata.combining(character) != 0 for character in text)
+    return len(text) + wide - combining
+
+
+def pad(text: str, width: int) -> str:
+    return text + " " * (width - display_width(text))
+
+
+# name of --format -> header line and the function that writes one answer
+FORMATS: dict[str, Callable[[Layout], tuple[str, Line]]] = {
+    "table": table_lines,
+    "jsonl": json_lines,
+    "csv": csv_lines,
+}

@@ -1,0 +1,287 @@
+"""Images go into a folder for each class: copied or linked, never moved, nothing overwritten.
+
+Where an image goes is decided by the list of images, the classes and the answer alone, so work
+that is done twice ends as if it were done once.
+"""
+
+import errno
+import fnmatch
+import glob
+import hashlib
+import os
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from vit.data.archives import copy_out, is_inside, same_bytes
+from vit.errors import ConfigError, RunError, VitError, printable
+from vit.output.prediction_results import Prediction
+
+Way = Literal["copy", "symlink", "hardlink"]
+UNSURE = "_unsure"
+PUNCTUATION = " -_.,+=@()[]&'!#"
+DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
+LONGEST = 200  # bytes of a name; file systems take 255
+
+
+def folder_names(classes: Sequence[str]) -> list[str]:
+    """A folder for each class: safe as a name everywhere, and no two alike.
+
+    Letters, digits and plain punctuation stay; the bytes of all else are %XX. Names that differ in
+    case or composition alone are one on some disks: the later ones end in ~2, ~3, ...; a long name
+    is cut and ends in ~ and a digest.
+    """
+    taken: set[str] = set()
+    names = []
+    for label in classes:
+        plain = _safe(label)
+        name, number = plain, 1
+        while _alike(name) in taken:
+            number += 1
+            name = f"{plain}~{number}"
+        taken.add(_alike(name))
+        names.append(name)
+    return names
+
+
+def _safe(label: str) -> str:
+    """One component of a path; never empty, `.`, `..`, `_unsure`, a device, or with a `~`."""
+    last = len(label) - 1
+    special = label.lower().split(".")[0].strip() in DEVICES or _alike(label) == UNSURE
+    parts = []
+    for place, letter in enumerate(label):
+        safe = unicodedata.category(letter)[0] in "LMN" or letter in PUNCTUATION
+        edge = (place == 0 and (letter in ". " or special)) or (place == last and letter in ". ")
+        parts.append(letter if safe and not edge else _percent(letter))
+    name = "".join(parts) or "%"
+    if len(os.fsencode(name)) > LONGEST:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        name = f"{_cut(name, LONGEST - 17)}~{digest}"
+    return name
+
+
+def _percent(letter: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in letter.encode("utf-8", "surrogatepass"))
+
+
+def _cut(name: str, most: int) -> str:
+    """The start of `name`, at most so many bytes."""
+    while len(os.fsencode(name)) > most:
+        name = name[:-1]
+    return name
+
+
+def _alike(name: str) -> str:
+    """The same for names that some file system takes for one."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def image_names(images: Iterable[str]) -> list[str]:
+    """Names of the images in their folders: their own, with -2, -3, ... where one comes again.
+
+    Numbers follow the whole list and not the class, so they do not depend on answers.
+    """
+    own = [os.path.basename(image) or "-" for image in images]
+    reserved = {_alike(name) for name in own}
+    taken: set[str] = set()
+    following: dict[str, int] = {}
+    for place, name in enumerate(own):
+        key = _alike(name)
+        if key in taken:
+            stem, ending = os.path.splitext(name)
+            number = following.get(key, 2)
+            numbered = _numbered(stem, number, ending)
+            while _alike(numbered) in taken or _alike(numbered) in reserved:
+                number += 1
+                numbered = _numbered(stem, number, ending)
+            following[key] = number + 1
+            own[place] = numbered
+            key = _alike(numbered)
+        taken.add(key)
+    return own
+
+
+def _numbered(stem: str, number: int, ending: str) -> str:
+    end = f"-{number}{ending}"
+    return f"{_cut(stem, 255 - len(os.fsencode(end)))}{end}"
+
+
+class Sorter:
+    """Puts images into the folders of their classes.
+
+    Args:
+        folder: Made where it is missing.
+        way: Whether images are copied, or linked.
+        classes: Of the network.
+        images: The whole list.
+    """
+
+    def __init__(self, folder: str, way: Way, classes: Sequence[str], images: Sequence[str]):
+        self.folder, self.way = Path(folder), way
+        self.folders = dict(zip(classes, folder_names(classes), strict=True))
+        self.names = image_names(images)
+        self.before = self._there()
+
+    def _there(self) -> dict[str, set[str]]:
+        """Images of this list that lie in folders of classes already: name -> the folders."""
+        found: dict[str, set[str]] = {}
+        names = {*self.names}
+        for folder in (*self.folders.values(), UNSURE):
+            with suppress(OSError):
+                for name in names.intersection(os.listdir(self.folder / folder)):
+                    found.setdefault(name, set()).add(folder)
+        return found
+
+    def __call__(self, place: int, prediction: Prediction) -> bool:
+        """Put image number `place` of the list where it belongs; one that failed stays.
+
+        Returns:
+            Whether one of its name lies in another folder, from before.
+
+        Raises:
+            RunError: It cannot be written, or another file is there.
+        """
+        if prediction.error is not None:
+            return False
+        best = prediction.predictions[0][0] if prediction.predictions else None
+        folder = self.folder / (UNSURE if best is None else self.folders[best])
+        target = folder / self.names[place]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._put(prediction.image, target)
+            except FileExistsError:
+                self._accept(prediction.image, target)
+        except OSError as error:
+            raise self._failure(prediction.image, target, error) from None
+        return bool(self.before.get(target.name, set()) - {folder.name})
+
+    def _put(self, image: str, target: Path) -> None:
+        """Raises FileExistsError where something is there, which stays."""
+        if self.way != "copy" and is_inside(image):
+            raise RunError(
+                f"{printable(image)} is inside of a file, to which nothing can be linked; take "
+                "--sort-with copy"
+            )
+        if self.way == "symlink":
+            target.symlink_to(os.path.abspath(image))
+        elif self.way == "hardlink":
+            os.link(os.path.realpath(image), target)
+        elif os.path.lexists(target):
+            raise FileExistsError
+        else:
+            handle, beside = tempfile.mkstemp(prefix=".sorting-", dir=target.parent)
+            os.close(handle)
+            try:
+                copy_out(image, beside)
+                _appear(beside, target)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(beside)
+
+    def _accept(self, image: str, target: Path) -> None:
+        """Let be what an earlier, interrupted run has put there, and nothing else."""
+        if self.way == "symlink":
+            same = target.is_symlink() and os.readlink(target) == os.path.abspath(image)
+        elif self.way == "hardlink":
+            same = not target.is_symlink() and os.path.samefile(image, target)
+        else:
+            same = target.is_file() and not target.is_symlink()
+            same = same and same_bytes(image, target)
+        if not same:
+            raise RunError(
+                f"{printable(target)} is there and is not {printable(image)}; nothing is "
+                "overwritten: give another folder"
+            )
+
+    def _failure(self, image: str, target: Path, error: OSError) -> RunError:
+        if error.errno == errno.EXDEV:
+            return RunError(
+                f"{printable(target)}: a hardlink cannot lead to another disk; take --sort-with "
+                "copy or symlink"
+            )
+        what = f"{printable(image)} could not be put at {printable(target)}"
+        return RunError(f"{what}: {error.strerror}")
+
+
+def _appear(beside: str, target: Path) -> None:
+    """Give a whole file its name, which no other file has."""
+    try:
+        os.link(beside, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a disk without links
+        if os.path.lexists(target):
+            raise FileExistsError from None
+        os.rename(beside, target)
+
+
+def check_sorting(
+    folder: str, inputs: Sequence[str], images: Sequence[str], *, filled: bool
+) -> None:
+    """Refuse a folder whose images would be inputs of the next run, or are those of this one.
+
+    Args:
+        folder: Of the classes.
+        inputs: As they were typed.
+        images: What they mean.
+        filled: Whether it may have files.
+
+    Raises:
+        VitError: It is, has files, or cannot be written.
+    """
+    path, name = Path(folder), printable(folder)
+    here = os.path.realpath(folder)
+    for word in inputs:
+        root = _walked(word, here)
+        if root is not None and _inside(here, os.path.realpath(root)):
+            raise ConfigError(
+                f"sort_into={name} lies in the input {printable(word)}: the next run would take "
+                "the sorted images for new ones; give a folder outside"
+            )
+    for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
+        if _inside(os.path.realpath(source), here):
+            raise ConfigError(
+                f"sort_into={name} holds the inputs in {printable(source)}; give a folder of its "
+                "own"
+            )
+    _check_writable(path, filled=filled)
+
+
+def _walked(word: str, here: str) -> str | None:
+    """The folder whose subfolders an input takes images from, now and in the next run; None if
+    `here` would not be one of them."""
+    if os.path.isdir(word):
+        return word
+    if os.path.lexists(word) or not glob.has_magic(word):
+        return None
+    root, last = os.path.split(word)
+    if not glob.has_magic(root):
+        first, *_ = os.path.relpath(here, os.path.realpath(root)).split(os.sep)
+        return (root or os.curdir) if fnmatch.fnmatch(first, last) else None
+    while glob.has_magic(root):
+        root = os.path.dirname(root)
+    return root or os.curdir
+
+
+def _check_writable(path: Path, *, filled: bool) -> None:
+    name = printable(path)
+    if path.exists() and not path.is_dir():
+        raise VitError(f"{name} is a file; give a folder for the sorted images")
+    parent = path if path.exists() else path.parent
+    if not parent.is_dir():
+        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK | os.R_OK):
+        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
+    if path.exists() and any(path.iterdir()) and not filled:
+        raise VitError(
+            f"{name} has files; choose another folder, or add --overwrite to sort into it all the "
+            "same (no file of it is replaced)"
+        )
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

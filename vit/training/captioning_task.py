@@ -1,0 +1,158 @@
+"""Learning to write captions, alone or beside classes, from one encoder.
+
+    loss = Σ cross-entropy of each next word / mean words of a caption
+    val_loss           mean over all words of the validation captions
+    val_loss_shuffled  the same captions, each against another image
+
+Dividing by a constant of the data, and not by the words of a batch, keeps the loss a sum over
+images: every word counts the same, on any number of processes and micro-batches. A decoder that
+does not look at the image has two validation losses that are equal.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.data.captions.tokenizer import Tokenizer
+from vit.data.dataloader import Batch
+from vit.data.dataset_types import Sample
+from vit.errors import DataError
+from vit.evaluation.caption_metrics import caption_scores
+from vit.generation.caption_likelihood import losses_beside, word_losses
+from vit.generation.generate import generate_captions
+from vit.generation.generation_config import Search
+from vit.model.captioner import Captioner, Said
+from vit.training.batch_norm_statistics import uncounted
+from vit.training.classification_task import balanced_accuracy, classes_of, judged, judged_by_class
+from vit.training.collectives import everyones, on_main
+from vit.training.losses import smoothed_cross_entropy
+
+if TYPE_CHECKING:
+    from vit.training.training_loop import TrainingState
+
+SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
+
+
+class Captioning:
+    """Captions, and classes too where the network has a head for them.
+
+    Args:
+        tokenizer: Of the captions.
+        mean_tokens: Mean number of words of a training caption, the end included.
+        classifies: Whether classes are learned too; both losses then count the same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, mean_tokens: float, classifies: bool) -> None:
+        self.tokenizer = tokenizer
+        self.mean_tokens = mean_tokens
+        self.classifies = classifies
+
+    def loss(
+        self,
+        run: "TrainingState",
+        batch: Batch,
+        images: Tensor,
+        epoch: int,  # noqa: ARG002
+    ) -> Tensor:
+        """Summed loss of one micro-batch, (1,)."""
+        config = run.config
+        smoothing = config.training.smoothing
+        words = target_words(batch, images.device)
+        said = forward(run, images, words[:, :-1])
+        losses, _ = word_losses(said.words, words, self.tokenizer.pad, smoothing=smoothing)
+        loss = losses.sum() / self.mean_tokens
+        if self.classifies:
+            labels = batch.labels.to(images.device, non_blocking=True)
+            targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
+            loss = loss + smoothed_cross_entropy(said.classes, targets, smoothing=smoothing)
+        return loss.view(1)
+
+    def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
+        """Begins a validation on `samples`."""
+        return CaptionTally(self, samples)
+
+
+class CaptionTally:
+    """Losses with right and with shuffled images, and the captions that were written.
+
+    Args:
+        task: What is learned.
+        samples: Those that are measured, over all processes.
+    """
+
+    def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
+        self.task, self.samples = task, samples
+        self.classes = classes_of(samples) if task.classifies else 0
+        # losses and words with the right image and with another, class loss, right answers, right
+        # answers and images of each class, count
+        self.sums = torch.zeros(7 + 2 * self.classes, dtype=torch.float64)
+        self.written: list[tuple[int, str]] = []
+
+    def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
+        """Count one batch."""
+        network, task = run.network, self.task
+        assert isinstance(network, Captioner)
+        if not len(images):
+            return
+        assert batch.others is not None
+        words, others = target_words(batch, images.device), batch.others.to(images.device)
+        with run.accelerator.autocast():
+            classes, memory = network.see(images)
+            few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
+            seen = memory[few.to(images.device)]
+            sentences = generate_captions(network.decoder, seen, task.tokenizer, Search())
+            losses = losses_beside(network.decoder, memory, words, others, task.tokenizer.pad)
+        judgement = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
+        if task.classifies:
+            logits = classes.to(run.dtype).cpu()
+            judgement[:2] = judged(logits, batch.labels)[:2]
+            judgement[2:-1] = judged_by_class(logits, batch.labels, self.classes)
+        judgement[-1] = len(images)
+        self.sums += torch.cat([losses.sum(dim=1), judgement])
+        texts = [best[0].text for best in sentences]
+        self.written += zip(batch.indices[few].tolist(), texts, strict=True)
+
+    def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
+        """Mean losses of a word, and the captions' scores against all references."""
+        right, words, wrong, others, class_loss, correct, *each, count = totals
+        found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
+        if self.task.classifies:
+            found["val_caption_loss"] = found["val_loss"]
+            found["val_loss"] += class_loss / count
+            found["val_top1"] = correct / count
+            found["val_balanced_accuracy"] = balanced_accuracy(each)
+        captions = sorted(everyones(self.written))
+        if not captions:
+            most = run.config.training.caption_samples
+            raise DataError(f"not one of the {most} chosen validation images can be read")
+        references = [self.samples[index].captions for index, _ in captions]
+
+        def score() -> dict[str, float]:
+            return caption_scores([text for _, text in captions], references)
+
+        counted = on_main(run.accelerator, score)
+        return {**found, **{f"val_{name}": counted[name] for name in SCORES}}
+
+
+def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:
+    """Which of `count` images get a caption: `most` of them, evenly spread, or all; bool."""
+    return indices * min(most, count) % count < min(most, count)
+
+
+def target_words(batch: Batch, device: torch.device) -> Tensor:
+    """The captions of a batch on their device, (batch, tokens)."""
+    assert batch.words is not None, "the loader was given no captions"
+    return batch.words.to(device, non_blocking=True)
+
+
+def forward(run: "TrainingState", images: Tensor, ids: Tensor) -> Said:
+    """Answers to normalised `images`, of which there may be none; all processes must call it."""
+    if len(images):
+        said: Said = run.model(images, ids)
+        return said
+    with uncounted(run.network):
+        alone: Said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
+    return Said(alone.classes[:0], alone.words[:0, :0])

@@ -1,0 +1,139 @@
+"""Unequal classes: three ways to learn the rare ones as well as the frequent ones.
+
+    loss          an image of class c weighs w_c = n / (K n_c) in the loss
+    sampler       an epoch has as many images of each class
+    logit-adjust  the loss of logits + log(n_c / n)
+
+of n training images, n_c of them of class c, K classes that have any. The weights have mean 1
+over the training images. All of it is in the training loss alone: answers are the plain logits.
+
+Source: weights as in scikit-learn's class_weight="balanced"; logits: Menon et al., "Long-tail
+learning via logit adjustment", section 5.2 with tau 1, arXiv:2007.07314.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.config import Config
+from vit.data.dataset_types import Sample, Splits
+from vit.data.sources.file_walk import count
+from vit.errors import printable
+from vit.training.losses import smoothed_cross_entropy
+
+RARE = 10
+"""Times an epoch that the sampler shows an image, from which on it is told as a warning."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a loss treats classes that are not equally frequent.
+
+    Args:
+        kind: The setting `balance`.
+        counts: Training images of each class, (classes,).
+    """
+
+    kind: str
+    counts: Tensor
+
+    @staticmethod
+    def of(config: Config, samples: Sequence[Sample]) -> "Balance":
+        """That of a run on `samples`."""
+        labels = torch.tensor([sample.label for sample in samples])
+        counts = torch.bincount(labels, minlength=config.model.num_classes)
+        return Balance(config.training.balance, counts)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Of an image of each class, (classes,) float64; 0 where there is none."""
+        counts = self.counts.double()
+        weights = counts.sum() / (int((counts > 0).sum()) * counts.clamp(min=1))
+        return torch.where(counts > 0, weights, 0.0)
+
+    @cached_property
+    def prior(self) -> Tensor:
+        """Share of each class, (classes,) float64; one without an image counts as if it had one"""
+        counts = self.counts.clamp(min=1).double()
+        return counts / counts.sum()
+
+    def loss(self, logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+        """Summed loss; arguments as of `smoothed_cross_entropy`."""
+        if self.kind == "loss":
+            return weighted(logits, targets, self.weights, smoothing=smoothing)
+        if self.kind == "logit-adjust":
+            return adjusted(logits, targets, self.prior, smoothing=smoothing)
+        return smoothed_cross_entropy(logits, targets, smoothing=smoothing)
+
+    def notes(self, classes: Sequence[str]) -> list[str]:
+        """What a user is told before the first step, safe on a terminal."""
+        present = torch.where(self.counts > 0, self.counts, self.counts.max())
+        ends = int(present.argmin()), int(self.counts.argmax())
+        names = [
+            f"{printable(classes[end])} ({count(int(self.counts[end]), 'image')})" for end in ends
+        ]
+        rare, frequent = (float(self.weights[end]) for end in ends)
+        if self.kind == "loss":
+            said = f"an image of {names[0]} weighs {rare:.2f}, of {names[1]} {frequent:.2f}"
+        elif self.kind == "sampler":
+            often = "; augmentation is all that tells them apart" if rare >= RARE else ""
+            said = (
+                f"an epoch has an image of {names[0]} {rare:.2f} times, of {names[1]} "
+                f"{frequent:.2f} times{often}"
+            )
+        else:
+            shift = math.log(float(self.prior[ends[1]] / self.prior[ends[0]]))
+            said = f"while learning {names[1]} is {shift:.2f} ahead of {names[0]} in the logits"
+        return [f"note: balance={self.kind}: {said}"]
+
+
+def weighted(logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float) -> Tensor:
+    """Sum of cross-entropies, in which each class's share of a target has the class's weight.
+
+    Args:
+        logits: (batch, classes).
+        targets: Share of each class, (batch, classes).
+        weights: (classes,).
+        smoothing: Share of the target spread over all classes, after weighing.
+    """
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    shares = targets * weights.to(targets)
+    whole = shares.sum(dim=1)
+    losses = F.cross_entropy(
+        logits, shares / whole.unsqueeze(1), label_smoothing=smoothing, reduction="none"
+    )
+    return (losses * whole).sum()
+
+
+def adjusted(logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float) -> Tensor:
+    """Sum of cross-entropies of logits + log prior.
+
+    Smoothing spreads by the prior: spread evenly, it would teach that rare classes are anywhere.
+
+    Args:
+        logits: (batch, classes).
+        targets: Share of each class, (batch, classes).
+        prior: Share of each class among the training images, (classes,), above 0.
+        smoothing: Share of the target that is spread.
+    """
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    spread = (1 - smoothing) * targets + smoothing * prior.to(targets)
+    return smoothed_cross_entropy(logits + prior.log().to(logits), spread, smoothing=0.0)
+
+
+def notes(config: Config, splits: Splits) -> list[str]:
+    """What a user is told of how often images are seen, safe on a terminal."""
+    unequal = config.training.balance != "none"
+    told = Balance.of(config, splits.train).notes(splits.classes) if unequal else []
+    repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
+    if repeats > 1:
+        told.append(
+            f"note: repeats={repeats}: a batch has {count(share, 'image')} {repeats} times, and "
+            f"an epoch sees 1/{repeats} of them, others every time"
+        )
+    return told

@@ -1,0 +1,265 @@
+"""What the data say before anything is built: images, classes, words, and what follows."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from math import ceil, lcm
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from vit.config import Config
+from vit.data.bad_images import check_samples, without
+from vit.data.captions.caption_dataset import open_captions
+from vit.data.captions.tokenizer import Tokenizer
+from vit.data.dataset_types import Splits
+from vit.data.multilabel_targets import to_multilabel
+from vit.data.sampler import fitting_batch_size
+from vit.data.sources.open_dataset import (
+    DatasetSpec,
+    Fold,
+    Listing,
+    named_at,
+    open_splits,
+    read_source,
+)
+from vit.errors import BadImage, ConfigError
+from vit.training.caption_vocabulary import complete_words
+from vit.training.collectives import on_main
+
+Notify = Callable[[str], None]
+
+OF_CLASSES = ("image_column", "label_column", "allow_outside", "group", "folds")
+"""Settings of data that captions do not take."""
+
+
+def look_at_data(
+    config: Config,
+    given: Sequence[str],
+    accelerator: Accelerator,
+    notify: Notify,
+    begun: Path | None = None,
+    known: Tokenizer | None = None,
+    listing: Listing | None = None,
+) -> tuple[Config, Splits, dict[str, str]]:
+    """The settings of a run completed with what its images say, the images, and the bad ones.
+
+    Args:
+        config: Settings as asked for.
+        given: Names of those that somebody chose.
+        accelerator: The devices.
+        say: Receives lines for the user.
+        begun: Folder of the run that is resumed.
+        known: The tokenizer of the weights that are trained on.
+        listing: What `list_data` returned, where the data were listed before.
+
+    Raises:
+        DataError: The data cannot be trained on.
+        ConfigError: A setting does not fit the data.
+        BadImage: An image cannot be read, and `on_bad_image` is stop.
+    """
+    config, splits = settle_task(config, open_data(config, listing), given, notify)
+    config = complete(config, splits, given)
+    bad = find_bad_images(splits, config, accelerator)
+    splits = without(splits, bad)
+    for note in splits.notes:
+        notify(f"note: {note}")
+    if config.training.captions:
+        config, splits = complete_words(config, splits, accelerator, begun, known, notify)
+    config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
+    config = count_epochs(config, len(splits.train), given)
+    batch_size, images = config.data.batch_size, len(splits.train)
+    probing = config.finetune.method == "probe"  # which sees all of them, once
+    once = config.augment.repeats == 1 and config.training.balance != "sampler"
+    if once and not probing and (lost := images % batch_size / images) > 0.1:
+        notify(
+            f"note: each epoch leaves out {lost:.0%} of the images, others every time, since "
+            f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
+        )
+    return config, splits, {image.path: image.reason for image in bad}
+
+
+def list_data(config: Config) -> Listing:
+    """What the source of a classifier's images holds, for `open_data`.
+
+    Raises:
+        DataError: There is no such source, or it cannot be read.
+        ConfigError: A setting is not for this kind of source.
+    """
+    asked = DatasetSpec.of(config.data, multilabel=config.training.multilabel or None)
+    return Listing(asked, read_source(asked))
+
+
+def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
+    """The images, with their classes, captions, or both.
+
+    Args:
+        config: Settings.
+        listing: What `list_data` returned; without it, or with other settings, data are listed.
+        compare: Whether the notes are to name equal files, for which many files are read.
+
+    Raises:
+        DataError: They cannot be trained on.
+    """
+    data, training = config.data, config.training
+    check_channels(config.model.channels)
+    if not training.captions:
+        if data.folds is not None and data.fold is None:
+            raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
+        fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
+        asked = DatasetSpec.of(data, multilabel=training.multilabel or None)
+        return open_splits(
+            asked,
+            val_share=data.val_share,
+            seed=training.seed,
+            fold=fold,
+            listing=listing,
+            compare=compare,
+        )
+    for name in OF_CLASSES:
+        if value := getattr(data, name):
+            raise ConfigError(f"{name}={value!r}: lists of captions have no such choice; omit it")
+    return open_captions(
+        data.data,
+        images=data.images,
+        val_share=data.val_share,
+        seed=training.seed,
+        with_classes=training.classifies,
+    )
+
+
+def check_channels(channels: int) -> None:
+    """Refuse a network of other images than those that are read.
+
+    Raises:
+        ConfigError: It does not take three channels.
+    """
+    if channels != 3:
+        raise ConfigError(
+            f"channels={channels}: every image is read as RGB, so a network that is "
+            "trained here has 3; leave --in-chans out"
+        )
+
+
+def settle_task(
+    config: Config, splits: Splits, given: Sequence[str], notify: Notify
+) -> tuple[Config, Splits]:
+    """One class an image, or any number, as the data have it where nobody chose.
+
+    Raises:
+        ConfigError: The task that was chosen is not for images with several classes.
+    """
+    training, finetune = config.training, config.finetune
+    if training.multilabel:
+        return config, to_multilabel(splits)
+    if not splits.multilabel:
+        return config, splits
+    if training.captions or "task" in given:
+        remedy = "give it data with one" if training.captions else "use --task multilabel"
+        raise ConfigError(
+            f"task={training.task}: the images have several classes, or none, and this task "
+            f"learns one an image; {remedy}"
+        )
+    notify("note: images have several labels: task=multilabel")
+    if "probe_first" not in given and finetune.method != "probe":
+        finetune = dataclasses.replace(finetune, probe_first=False)
+    training = dataclasses.replace(training, task="multilabel")
+    return dataclasses.replace(config, training=training, finetune=finetune), splits
+
+
+def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
+    """`config` with what the data says: the number of classes; without any, there is no head.
+
+    Args:
+        config: Settings as asked for.
+        splits: The data.
+        given: Names of the settings that somebody chose.
+
+    Raises:
+        ConfigError: num_classes was chosen, and the data has another number.
+    """
+    found = len(splits.classes)
+    if "num_classes" in given and config.model.num_classes != found:
+        raise ConfigError(
+            f"num_classes={config.model.num_classes}: the data has {found} classes; "
+            "leave it out and it is taken from the data"
+        )
+    if not config.training.classifies:
+        if "pooling" in given and config.model.pooling != "none":
+            raise ConfigError(
+                f"pooling={config.model.pooling}: captions look at all tokens, and there is no "
+                "head to pool for; leave it out"
+            )
+        for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
+            if name in given and (value := getattr(config.model, name)) not in usual:
+                raise ConfigError(
+                    f"{name}={value}: task=caption alone has no head; leave it out, or learn "
+                    "classes too with --task classify,caption"
+                )
+        model = dataclasses.replace(config.model, num_classes=0, pooling="none")
+        config = dataclasses.replace(config, model=model)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
+
+
+def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) -> list[BadImage]:
+    """Images whose headers cannot be read, looked at by one process for all.
+
+    Raises:
+        BadImage: There are some, and `on_bad_image` is stop.
+    """
+    bad = on_main(accelerator, lambda: check_samples([*splits.train, *splits.val]))
+    if bad and config.data.on_bad_image == "stop":
+        others = ", ".join(str(image) for image in bad[1:5])
+        more = f" (and {len(bad) - 1} more: {others})" if others else ""
+        classes = not config.training.captions
+        where = named_at(DatasetSpec.of(config.data), [bad[0].path]) if classes else {}
+        line = f" ({where[bad[0].path]})" if where else ""
+        raise BadImage(
+            bad[0].path,
+            f"{bad[0].reason}{line}{more}; {'correct the list' if where else 'mend or delete'}, or "
+            "leave such files out with "
+            "--on-bad-image skip",
+        )
+    return bad
+
+
+def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
+    """`config` with as many epochs as its `steps` make, where they are given.
+
+    Raises:
+        ConfigError: Another number of epochs was chosen.
+    """
+    training = config.training
+    if training.steps is None:
+        return config
+    epoch_steps = training.epoch_steps or images // config.data.batch_size
+    epochs = ceil(training.steps / epoch_steps)
+    if "epochs" in given and training.epochs != epochs:
+        raise ConfigError(
+            f"epochs={training.epochs}: steps={training.steps} make {epochs} epochs of "
+            f"{epoch_steps} steps; leave one of them out (--steps none)"
+        )
+    return dataclasses.replace(config, training=dataclasses.replace(training, epochs=epochs))
+
+
+def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) -> Config:
+    """`config` with a batch that the training images fill.
+
+    Raises:
+        DataError: There are fewer images than micro-batches in a step.
+        ConfigError: The batch does not split into whole pairs, and pairs are to be mixed.
+    """
+    data, parts = config.data, processes * config.data.micro_batches
+    unit = 2 * parts if parts > 1 and config.augment.mixes else parts
+    # what is too large shrinks to whole parts that also hold whole repetitions
+    batch_size = fitting_batch_size(images, data.batch_size, lcm(unit, config.augment.repeats))
+    if batch_size % unit and not batch_size % parts:
+        raise ConfigError(
+            f"batch_size={batch_size} is {batch_size // parts} images in each of {parts} parts, "
+            f"and MixUp and CutMix mix pairs: choose a multiple of {unit}"
+        )
+    if batch_size != data.batch_size:
+        notify(
+            f"note: only {images} training images, fewer than batch_size={data.batch_size}: "
+            f"going on with batch_size={batch_size}"
+        )
+    return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))

@@ -1,0 +1,405 @@
+"""A linear head on features that stay as they are, its strength chosen by cross-validation; k-NN.
+
+    probability = softmax((features - mean) / std W + b)
+                = softmax(features weight + bias)          what is given back is an ordinary head
+
+Source: the protocol of Kornblith et al., "Do Better ImageNet Models Transfer Better?", section 3.1,
+arXiv:1805.08974 (L-BFGS over a range of L2 strengths); k-NN: Caron et al., "Emerging Properties in
+Self-Supervised Vision Transformers", section 4.1, arXiv:2104.14294.
+
+How strongly a linear head is held back, chosen by images that it has not seen.
+
+Accuracy counts whole images: between neighbouring strengths it differs by a few of them, and its
+largest value is luck. The log-loss of the same images tells such strengths apart, but is not what
+was asked for. So: among the strengths whose accuracy is less than one standard error (of the paired
+difference) below the best one, the least log-loss.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.data.random_seed import random_seed
+from vit.data.sources.file_walk import count
+from vit.evaluation.classification_metrics import wilson_interval
+from vit.training.logistic_regression import Problems, Rotation, minimise
+
+STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
+"""From 10 to 1e-5; of the squared weights of standardised features, beside the mean loss."""
+COARSE = STRENGTHS[::2]
+EXTENSIONS = 4
+"""How often a sweep goes on where its last strength was the best."""
+WORK = 5e9
+"""Products of one pass over all folds, about half a second on two cores, above which one part is
+held out, once."""
+TOLERANCE = 1e-5
+BLOCK = 2**24
+NO_DIFFERENCE = 0.01
+"""Of two log-losses: one in a hundred of a probability."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one strength does to held-out images.
+
+    Args:
+        strength: The strength.
+        weights: (rank + 1, problems, classes); the next trial begins there.
+        right: Whether each held-out image was labelled right, (held out,).
+        losses: -log of the probability of its class, (held out,); infinite for unseen classes.
+    """
+
+    strength: float
+    weights: Tensor
+    right: Tensor
+    losses: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right labels."""
+        return float(self.right.double().mean())
+
+    @property
+    def loss(self) -> float:
+        """Mean log-loss of the images whose class was seen."""
+        seen = self.losses[self.losses.isfinite()].double()
+        return float(seen.mean()) if len(seen) else math.inf
+
+
+class Sweep:
+    """Trials of several strengths on the same held-out images.
+
+    Args:
+        inputs: Coordinates and a column of ones, (images, rank + 1) float32.
+        labels: Classes, (images,).
+        classes: Number of classes.
+        variance: Of the coordinates, (rank,).
+        folds: Parts that are held out in turn.
+        seed: Decides which images are held out together.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        classes: int,
+        variance: Tensor,
+        *,
+        folds: int,
+        seed: int,
+    ) -> None:
+        self.inputs, self.labels, self.notes = inputs, labels, list[str]()
+        counts = torch.bincount(labels, minlength=classes)
+        self.useful = bool(counts.max() > 1) and int((counts > 0).sum()) > 1
+        """Whether there is something to choose by."""
+        if not self.useful:
+            why = "no class has two images" if counts.max() == 1 else "all are of one class"
+            self.notes.append(f"no strength can be chosen: {why}")
+            self.folds = 0
+            return
+        parts = min(folds, len(labels))
+        large = inputs.numel() * classes * parts > WORK
+        self.folds = 1 if large else parts
+        self.strengths = COARSE if large else STRENGTHS
+        if large:
+            self.notes.append(
+                f"{len(labels):,} images of {classes:,} classes are too many for {parts} folds: "
+                f"held out one part of {parts} instead"
+            )
+        if single := int((counts == 1).sum()):
+            verb = "has" if single == 1 else "have"
+            noun = "class" if single == 1 else "classes"
+            self.notes.append(
+                f"{single} {noun} {verb} only one image, which counts as wrong when held out"
+            )
+        part = deal(labels.cpu(), parts, seed).to(labels.device)
+        numbers = torch.arange(self.folds, device=labels.device)
+        self.problems = Problems(inputs, labels, part.unsqueeze(1) != numbers, classes, variance)
+        self.held = [(part == fold).nonzero().squeeze(1) for fold in range(self.folds)]
+
+    def run(self, strengths: Sequence[float] | None) -> list[Trial]:
+        """Trials from strong to weak, each from where the one before ended.
+
+        Args:
+            strengths: What to try; our own where left out, and further where the best is last.
+        """
+        if not self.useful:
+            return []
+        trials: list[Trial] = []
+        for strength in sorted(set(strengths or self.strengths), reverse=True):
+            start = trials[-1].weights if trials else self.problems.start()
+            trials.append(self.attempt(strength, start))
+        if strengths is None:
+            self.extend(trials)
+        best = choose(trials).strength
+        ends = {trials[0].strength: "strongest", trials[-1].strength: "weakest"}
+        if len(trials) > 1 and best in ends:
+            self.notes.append(f"the best strength, {best:.2g}, is the {ends[best]} that was tried")
+        return trials
+
+    def extend(self, trials: list[Trial]) -> None:
+        """Go on at the end where the best one is."""
+        ratio = trials[0].strength / trials[1].strength
+        for _ in range(EXTENSIONS):
+            best = choose(trials)
+            if best is trials[-1]:
+                trials.append(self.attempt(best.strength / ratio, best.weights))
+            elif best is trials[0]:
+                trials.insert(0, self.attempt(best.strength * ratio, best.weights))
+            else:
+                return
+
+    def attempt(self, strength: float, start: Tensor) -> Trial:
+        """Solve all folds at `strength`, and look at the images that each held out."""
+        weights = minimise(self.problems, start, strength, tolerance=TOLERANCE).weights
+        right, losses = [], []
+        rows = max(BLOCK // weights.shape[2], 1)
+        for fold, held in enumerate(self.held):
+            for some in torch.split(held, rows):
+                labels = self.labels[some]
+                logits = self.inputs[some] @ weights[:, fold]
+                logits.masked_fill_(self.problems.absent[fold], -torch.inf)
+                own = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+                right.append(logits.argmax(1) == labels)
+                losses.append(logits.logsumexp(1) - own)
+        return Trial(strength, weights, torch.cat(right).cpu(), torch.cat(losses).cpu())
+
+
+def choose(trials: Sequence[Trial]) -> Trial:
+    """The strongest trial of about the least log-loss among those as accurate as the best one.
+
+    Where a line separates the classes, each weaker strength has a little less log-loss and a head
+    many times as large, which is a bad start for training further.
+    """
+    best = max(trials, key=lambda trial: int(trial.right.sum()))
+    accurate = [trial for trial in trials if as_good(trial, best)]
+    least = min(trial.loss for trial in accurate)
+    alike = [trial for trial in accurate if trial.loss <= least + NO_DIFFERENCE]
+    return max(alike, key=lambda trial: trial.strength)
+
+
+def as_good(trial: Trial, best: Trial) -> bool:
+    """Whether the images on which two trials differ do not tell that `best` is better."""
+    lost = int((best.right & ~trial.right).sum())
+    won = int((trial.right & ~best.right).sum())
+    return lost - won <= math.sqrt(lost + won)
+
+
+def deal(labels: Tensor, parts: int, seed: int) -> Tensor:
+    """A part for each image, (images,): each class spread evenly, and all parts of one size."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "folds"))
+    order = torch.randperm(len(labels), generator=generator)
+    order = order[labels[order].argsort(stable=True)]
+    part = torch.empty_like(order)
+    part[order] = torch.arange(len(order)) % parts
+    return part
+
+
+FEW = 0.1
+"""The strength where there are too few images to choose one."""
+PROBE_TOLERANCE = 1e-9
+TEMPERATURE = 0.07
+UNLIKELY = 20.0
+"""How far below all other logits that of a class without an image is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A linear head, and how it was chosen.
+
+    Args:
+        weight: (classes, dim) float32, of features as they are.
+        bias: (classes,) float32.
+        strength: Weight of |W|^2 / 2 beside the mean loss.
+        accuracy_by_strength: Share of held-out images that each strength labels right, in the
+            order from strong to weak; empty where there was nothing to choose by.
+        loss_by_strength: Their mean log-loss, without images whose class was held out entirely.
+        cv_correct: How many held-out images `strength` labels right.
+        cv_count: Of how many, all folds together.
+        folds: How many parts were held out in turn; 1 is a single one, 0 none.
+        notes: What the user should know.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    strength: float
+    accuracy_by_strength: dict[float, float]
+    loss_by_strength: dict[float, float]
+    cv_correct: int
+    cv_count: int
+    folds: int
+    notes: tuple[str, ...]
+
+    @property
+    def cv_accuracy(self) -> float | None:
+        """Share of held-out images labelled right; a little high, as it decided the strength."""
+        return self.cv_correct / self.cv_count if self.cv_count else None
+
+    @property
+    def cv_interval(self) -> tuple[float, float] | None:
+        """95 % interval of `cv_accuracy`."""
+        return wilson_interval(self.cv_correct, self.cv_count) if self.cv_count else None
+
+    def logits(self, features: Tensor) -> Tensor:
+        """(images, dim) -> (images, classes)"""
+        return F.linear(features, self.weight, self.bias)
+
+    def correct(self, features: Tensor, labels: Tensor) -> int:
+        """How many images it labels right, of (images, dim) with labels (images,)."""
+        rows = max(BLOCK // len(self.bias), 1)
+        parts = zip(torch.split(features, rows), torch.split(labels, rows), strict=True)
+        return sum(int((self.logits(some).argmax(1) == own).sum()) for some, own in parts)
+
+
+def fit_probe(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    *,
+    seed: int,
+    folds: int = 5,
+    strengths: Sequence[float] | None = None,
+    device: torch.device | str = "cpu",
+) -> Probe:
+    """Fit a linear head, and choose its strength by stratified cross-validation.
+
+    Args:
+        features: (images, dim), at least one image, all finite; their means and deviations
+            are those of all images, held out or not.
+        labels: (images,) int64.
+        classes: Number of classes; some may have no image.
+        seed: Decides which images are held out together.
+        folds: Parts that are held out in turn, at least 2.
+        strengths: What to try; where left out 10 to 1e-5, and further where the best is at an end.
+        device: Where to compute, cpu or cuda.
+
+    Raises:
+        ValueError: What was given is impossible.
+    """
+    check(features, labels, classes, folds, strengths)
+    rotation = Rotation.of(features.float().cpu())
+    inputs, labels = rotation.rotate(features.float().to(device)), labels.to(device)
+    sweep = Sweep(inputs, labels, classes, rotation.variance, folds=folds, seed=seed)
+    trials = sweep.run(strengths)
+    best = choose(trials) if trials else None
+    strength = best.strength if best else (strengths or [FEW])[0]
+    everything = (labels >= 0).unsqueeze(1)
+    whole = Problems(inputs, labels, everything, classes, rotation.variance)
+    start = best.weights.mean(1, keepdim=True) if best else whole.start()
+    end = minimise(whole, start, strength, tolerance=PROBE_TOLERANCE)
+    if not end.converged:
+        sweep.notes.append(f"strength {strength:.2g} is so weak that the fit did not converge")
+    weight, bias = finished(whole, end.weights, rotation)
+    return Probe(
+        weight=weight,
+        bias=bias,
+        strength=strength,
+        accuracy_by_strength={trial.strength: trial.accuracy for trial in trials},
+        loss_by_strength={trial.strength: trial.loss for trial in trials},
+        cv_correct=int(best.right.sum()) if best else 0,
+        cv_count=len(best.right) if best else 0,
+        folds=sweep.folds,
+        notes=tuple(sweep.notes),
+    )
+
+
+def check(
+    features: Tensor, labels: Tensor, classes: int, folds: int, strengths: Sequence[float] | None
+) -> None:
+    """Refuse what cannot be fitted.
+
+    Raises:
+        ValueError: The shapes do not fit, or a value is impossible.
+    """
+    if features.ndim != 2 or not len(features) or labels.shape != features.shape[:1]:
+        raise ValueError(
+            f"features {tuple(features.shape)} and labels {tuple(labels.shape)}: need "
+            "(images, dim) and (images,)"
+        )
+    if not features.isfinite().all():
+        raise ValueError("a feature is not a finite number")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise ValueError(f"labels must be from 0 to {classes - 1}, one of {classes} classes")
+    if folds < 2:
+        raise ValueError(f"folds={folds}: must be at least 2")
+    if strengths is not None and not (strengths and all(0 < s < math.inf for s in strengths)):
+        raise ValueError(f"strengths={strengths!r}: need some, all above 0")
+
+
+def finished(whole: Problems, weights: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the head; a class without an image is never the answer."""
+    weight, bias = rotation.unfold(weights[:, 0])
+    absent = whole.absent[0].cpu()
+    if absent.any():
+        rows = max(BLOCK // len(bias), 1)
+        present = ~whole.absent[0]
+        logits = (part @ weights[:, 0, present] for part in torch.split(whole.inputs, rows))
+        bias[absent] = min(float(part.min()) for part in logits) - UNLIKELY
+    return weight.float(), bias.float()
+
+
+@torch.no_grad()
+def knn_accuracy(
+    train: Tensor,
+    labels: Tensor,
+    val: Tensor,
+    val_labels: Tensor,
+    *,
+    k: int = 20,
+    device: torch.device | str = "cpu",
+) -> float:
+    """Share of `val` whose class wins among its `k` nearest in `train`, by cosine similarity.
+
+    A neighbour has exp(similarity / 0.07) votes; of equal classes the first wins.
+
+    Args:
+        train: (images, dim), on the CPU like all of these.
+        labels: Classes of `train`, (images,).
+        val: (other images, dim), at least one.
+        val_labels: Classes of `val`.
+        k: Neighbours; all of `train` where it has fewer.
+        device: Where to compute.
+    """
+    known = F.normalize(train.float().to(device), dim=1)
+    classes = int(labels.max()) + 1
+    rows = max(BLOCK // max(len(known), classes), 1)
+    correct = 0
+    for some, own in zip(torch.split(val, rows), torch.split(val_labels, rows), strict=True):
+        similar = F.normalize(some.float().to(device), dim=1) @ known.T
+        nearest, which = (found.cpu() for found in similar.topk(min(k, len(known)), dim=1))
+        # all votes of an image divided by the same number, so that none overflows
+        power = ((nearest - nearest[:, :1]) / TEMPERATURE).exp()
+        votes = power.new_zeros(len(some), classes).scatter_add_(1, labels[which], power)
+        correct += int((votes.argmax(1) == own).sum())
+    return correct / len(val)
+
+
+def probe_summary(probe: Probe, *, correct: int, total: int, knn: float | None = None) -> list[str]:
+    """What a user sees of a probe.
+
+    Args:
+        probe: The head.
+        correct: How many validation images it labels right.
+        total: Of how many.
+        knn: From `knn_accuracy`.
+    """
+    low, high = wilson_interval(correct, total)
+    tried = len(probe.accuracy_by_strength)
+    chosen = f", strength {probe.strength:.2g}" + (f" of {tried} tried" if tried else "")
+    nearest = "" if knn is None else f"; k-NN {knn:.1%}"
+    lines = [
+        f"probe: {correct / total:.1%} of {count(total, 'validation image')} "
+        f"({low:.1%} to {high:.1%}){chosen}{nearest}"
+    ]
+    if probe.cv_accuracy is not None and probe.cv_interval is not None:
+        low, high = probe.cv_interval
+        how = f"{probe.folds} folds" if probe.folds > 1 else "held out once"
+        lines.append(
+            f"cross-validation: {probe.cv_accuracy:.1%} of {count(probe.cv_count, 'image')} for "
+            f"training ({low:.1%} to {high:.1%}), {how}"
+        )
+    return lines + [f"note: {note}" for note in probe.notes]

@@ -1,0 +1,234 @@
+"""Multinomial logistic regression, several problems over the same images at once.
+
+    least over W, b:  mean over images of -log softmax(x W + b)[label]  +  strength/2 |W|^2
+
+L-BFGS whose first guess of the curvature is Böhning's bound on the Hessian, diagonal in the
+eigenvectors of the features' covariance: ill-conditioned features cost few steps more.
+
+Source: Nocedal and Wright, "Numerical Optimization", algorithm 7.4; Böhning, "Multinomial logistic
+regression algorithm", Annals of the Institute of Statistical Mathematics 44, 1992.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**22
+"""Logits computed at a time."""
+MEMORY = 10
+"""Pairs of steps and changes of the gradient that L-BFGS remembers."""
+DECREASE = 1e-4
+SLACK = 1e-7
+"""Of the loss: what sums of float32 cannot tell from no change."""
+HALVINGS = 8
+SMALL = 1e-2
+"""A loss that is as good as none."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """An affine map from features to coordinates without correlation.
+
+    Args:
+        mean: Of the features, (dim,) float64.
+        std: Of the features, 1 where they are constant, (dim,) float64.
+        basis: Eigenvectors of the covariance of standardised features, (dim, rank) float64.
+        variance: Of the coordinates, (rank,) float64.
+    """
+
+    mean: Tensor
+    std: Tensor
+    basis: Tensor
+    variance: Tensor
+
+    @staticmethod
+    def of(features: Tensor) -> "Rotation":
+        """The rotation of (images, dim) features on the CPU; what never varies is dropped."""
+        dim, count = features.shape[1], len(features)
+        mean, square = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
+        parts = torch.split(features, max(BLOCK // dim, 1))
+        for part in parts:
+            mean += part.double().sum(0) / count
+        for part in parts:
+            square += (part.double() - mean).square().sum(0) / count
+        # what float32 rounds away is no difference between images
+        constant = square.sqrt() <= 1e-6 * mean.abs()
+        std = torch.where(constant, 1.0, square.sqrt())
+        covariance = torch.zeros(dim, dim, dtype=torch.float64)
+        for part in parts:
+            scaled = ((part.double() - mean) / std).masked_fill(constant, 0.0)
+            covariance.addmm_(scaled.T, scaled, alpha=1 / count)
+        variance, basis = torch.linalg.eigh(covariance)
+        kept = variance > 1e-10 * variance[-1].clamp(min=1e-300)
+        return Rotation(
+            mean, std, (basis * ~constant.unsqueeze(1))[:, kept].contiguous(), variance[kept]
+        )
+
+    def rotate(self, features: Tensor) -> Tensor:
+        """Coordinates of (images, dim) features and a column of ones, (images, rank + 1)."""
+        matrix = (self.basis / self.std.unsqueeze(1)).float().to(features.device)
+        mean = self.mean.float().to(features.device)
+        coordinates = torch.ones(len(features), matrix.shape[1] + 1, device=features.device)
+        rows = 2**16
+        for source, target in zip(
+            torch.split(features, rows), torch.split(coordinates, rows), strict=True
+        ):
+            target[:, :-1] = (source - mean) @ matrix
+        return coordinates
+
+    def unfold(self, solution: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight (classes, dim) and bias (classes,) for features as they are, float64.
+
+        Args:
+            solution: For coordinates and the column of ones, (rank + 1, classes).
+        """
+        solved = solution.double().cpu()
+        weight = ((self.basis @ solved[:-1]) / self.std.unsqueeze(1)).T
+        return weight, solved[-1] - weight @ self.mean
+
+
+class Problems:
+    """The same images with several choices of those that count.
+
+    Args:
+        inputs: Coordinates and a column of ones, (images, rank + 1) float32.
+        labels: Classes, (images,).
+        counted: Whether an image counts in a problem, (images, problems).
+        classes: Number of classes.
+        variance: Of the coordinates, (rank,).
+    """
+
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, counted: Tensor, classes: int, variance: Tensor
+    ) -> None:
+        self.inputs, self.labels = inputs, labels.unsqueeze(1)
+        self.shape = inputs.shape[1], counted.shape[1], classes
+        self.shares = counted.float() / counted.sum(0)
+        present = torch.stack(
+            [torch.bincount(labels[column], minlength=classes) for column in counted.T]
+        )
+        self.absent = present == 0
+        """Classes that a problem has no image of, (problems, classes); they have no logit."""
+        one = torch.ones(1, dtype=variance.dtype)
+        self.curvature = (torch.cat([variance, one]) / 2).float().to(inputs.device)
+
+    def start(self) -> Tensor:
+        """Weights of zero, (rank + 1, problems, classes)."""
+        return torch.zeros(self.shape, device=self.inputs.device)
+
+    def logits(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        """(images, rank + 1) and weights -> (images, problems, classes)"""
+        flat = inputs @ weights.flatten(1)
+        return flat.view(len(inputs), *self.shape[1:]).masked_fill_(self.absent, -torch.inf)
+
+    def loss(self, weights: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of each problem, (problems,) float64, and its gradient, of the shape of `weights`.
+
+        Args:
+            weights: (rank + 1, problems, classes).
+            penalty: Of the square of each row, (rank + 1, 1, 1).
+        """
+        gradient = penalty * weights
+        loss = (gradient * weights).sum((0, 2), dtype=torch.float64) / 2
+        rows = max(BLOCK // (self.shape[1] * self.shape[2]), 1)
+        parts = (torch.split(whole, rows) for whole in (self.inputs, self.labels, self.shares))
+        for inputs, labels, shares in zip(*parts, strict=True):
+            logits = self.logits(inputs, weights)
+            index = labels.unsqueeze(1).expand(-1, self.shape[1], 1)
+            total = logits.logsumexp(2, keepdim=True)
+            own = (total - logits.gather(2, index)).squeeze(2)
+            errors = logits.sub_(total).exp_().scatter_(2, index, 0.0)
+            # 1 - p from the other classes: float32 loses p where it is nearly 1
+            wrong = errors.sum(2)
+            losses = torch.where(wrong < 0.5, -torch.log1p(-wrong), own)
+            loss += torch.where(shares > 0, losses * shares, 0.0).sum(0, dtype=torch.float64)
+            errors.scatter_(2, index, -wrong.unsqueeze(2))
+            errors *= shares.unsqueeze(2)
+            gradient.flatten(1).addmm_(inputs.T, errors.flatten(1))
+        return loss, gradient
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """Where a minimisation ended.
+
+    Args:
+        weights: (rank + 1, problems, classes).
+        converged: Whether all problems are as near to their least loss as was asked for.
+    """
+
+    weights: Tensor
+    converged: bool
+
+
+def minimise(
+    problems: Problems, start: Tensor, strength: float, *, tolerance: float, most: int = 500
+) -> Minimum:
+    """Solve all problems at one `strength`, each by steps of its own length.
+
+    Args:
+        problems: What to solve.
+        start: Weights to begin with.
+        strength: Weight of the penalty.
+        tolerance: Share of a loss (and of SMALL) that may be left above its least, by a quadratic
+            estimate.
+        most: Steps.
+    """
+    penalty = torch.full((problems.shape[0], 1, 1), strength, device=start.device)
+    penalty[-1] = 0.0  # the bias
+    inverse = 1 / (problems.curvature[:, None, None] + penalty)
+    weights = start
+    loss, gradient = problems.loss(weights, penalty)
+    past: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=MEMORY)
+    scale = torch.ones_like(loss)
+    active = torch.ones_like(loss, dtype=torch.bool)
+    for _ in range(most):
+        towards = direction(gradient, past, inverse, scale)
+        slope = dot(gradient, towards)
+        # before the first step the curvature is a bound, by which the gap looks smaller than it is
+        active &= -slope / 2 > (tolerance * (loss + SMALL) if past else 0.0)
+        if not active.any():
+            return Minimum(weights, True)
+        length = active.double()
+        for _ in range(HALVINGS):
+            step = towards * length.float()[:, None]
+            new_loss, new_gradient = problems.loss(weights + step, penalty)
+            failing = ~(new_loss <= loss + DECREASE * length * slope + SLACK * loss) & active
+            if not failing.any():
+                break
+            length = torch.where(failing, length / 2, length)
+        else:
+            active &= ~failing  # float32 can tell nothing lower
+            step = towards * torch.where(failing, 0.0, length).float()[:, None]
+            new_loss, new_gradient = problems.loss(weights + step, penalty)
+        change = new_gradient - gradient
+        along = dot(step, change)
+        useful = along > 1e-30
+        past.append((step, change, torch.where(useful, 1 / along.clamp(min=1e-30), 0.0)))
+        newest = along / dot(change, inverse * change).clamp(min=1e-30)
+        scale = torch.where(useful, newest, scale)
+        weights, loss, gradient = weights + step, new_loss, new_gradient
+    return Minimum(weights, False)
+
+
+def direction(
+    gradient: Tensor, past: deque[tuple[Tensor, Tensor, Tensor]], inverse: Tensor, scale: Tensor
+) -> Tensor:
+    """L-BFGS's step; `scale * inverse` is its first guess of the inverse Hessian."""
+    towards = -gradient
+    shares = []
+    for step, change, factor in reversed(past):
+        share = (factor * dot(step, towards)).float()[:, None]
+        towards = towards - share * change
+        shares.append(share)
+    towards = towards * inverse * scale.float()[:, None]
+    for (step, change, factor), share in zip(past, reversed(shares), strict=True):
+        towards = towards + step * (share - (factor * dot(change, towards)).float()[:, None])
+    return towards
+
+
+def dot(first: Tensor, second: Tensor) -> Tensor:
+    """Inner product in each problem: twice (rank + 1, problems, classes) -> (problems,) float64"""
+    return (first * second).sum((0, 2), dtype=torch.float64)

@@ -1,0 +1,141 @@
+"""Learning rate and image size as pure functions of how far a run has come.
+
+    cosine   lr(step) = min + (peak - min) * (1 + cos(pi * progress)) / 2      after the warm-up
+    wsd      lr(step) = peak until the cooldown, then linear to min; `shares` bend the line
+
+Nothing is stored, so nothing can go wrong on resume or on several processes. With wsd no step
+depends on how many follow before the cooldown, nor after an epoch of it whose share is known, so
+that the length of a run may be settled late.
+
+Source: Loshchilov and Hutter, "SGDR", section 3, arXiv:1608.03983; wsd: Hu et al., "MiniCPM",
+section 4, arXiv:2404.06395; linear warm-up: Goyal et al., arXiv:1706.02677.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vit.config import Config, TrainingConfig
+
+# share of a run after which images have their full size
+GROWN = 0.75
+# share of a run in which the learning rate of wsd falls
+COOLDOWN = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSchedule:
+    """Linear warm-up, then a cosine from `peak` to `least`.
+
+    Args:
+        peak: Learning rate at the end of the warm-up.
+        least: Learning rate at the last step.
+        warmup_steps: Optimiser steps of warm-up; 0 is none.
+        total_steps: Optimiser steps of the whole run.
+    """
+
+    peak: float
+    least: float
+    warmup_steps: int
+    total_steps: int
+
+    def __call__(self, step: int) -> float:
+        """Learning rate of optimiser step `step`, the first being 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / (self.warmup_steps + 1)
+        rest = max(self.total_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / rest, 1.0)
+        return self.least + (self.peak - self.least) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay:
+    """Linear warm-up to `peak`, constant, then linear to `least`.
+
+    Args:
+        peak: Learning rate between warm-up and cooldown.
+        least: Learning rate at the last step.
+        warmup_steps: Optimiser steps of warm-up; 0 is none.
+        cooldown_steps: Optimiser steps of the linear end; 0 is none.
+        total_steps: Optimiser steps of the whole run.
+        shares: Shares of `peak` after each of the first epochs of the cooldown, between which the
+            rate is linear; it is linear to `least` after them.
+        epoch_steps: Steps of an epoch; read where there are shares.
+    """
+
+    peak: float
+    least: float
+    warmup_steps: int
+    cooldown_steps: int
+    total_steps: int
+    shares: tuple[float, ...] = ()
+    epoch_steps: float = 0
+
+    def __call__(self, step: int) -> float:
+        """Learning rate of optimiser step `step`, the first being 0."""
+        warm = min((step + 1) / (self.warmup_steps + 1), 1.0)
+        return max(self.peak * min(warm, self.share(step)), self.least)
+
+    def share(self, step: int) -> float:
+        """Of the peak at `step`, without the warm-up."""
+        start = self.total_steps - self.cooldown_steps
+        if step <= start or not self.cooldown_steps:
+            return 1.0
+        known = min(int((step - start) / self.epoch_steps) if self.shares else 0, len(self.shares))
+        first = start + known * self.epoch_steps
+        before = self.shares[known - 1] if known else 1.0
+        if known < len(self.shares):
+            after, last = self.shares[known], first + self.epoch_steps
+        else:
+            after, last = 0.0, float(self.total_steps)
+        return before + (after - before) * min((step - first) / max(last - first, 1), 1.0)
+
+
+def learning_rate(
+    training: TrainingConfig, *, epoch_steps: float, total: int
+) -> Callable[[int], float]:
+    """The learning rate of each step of a run of `total` steps, `epoch_steps` an epoch."""
+    warmup_steps = round(training.warmup * epoch_steps)
+    if training.schedule == "cosine":
+        return CosineSchedule(
+            peak=training.lr, least=training.min_lr, warmup_steps=warmup_steps, total_steps=total
+        )
+    cooldown = training.cooldown_epochs
+    return WarmupStableDecay(
+        peak=training.lr,
+        least=training.min_lr,
+        warmup_steps=warmup_steps,
+        cooldown_steps=round(COOLDOWN * total if cooldown is None else cooldown * epoch_steps),
+        total_steps=total,
+        shares=training.cooldown_shares,
+        epoch_steps=epoch_steps,
+    )
+
+
+def total_steps(config: Config, epoch_steps: int) -> int:
+    """Optimiser steps of a whole run of epochs of `epoch_steps`; 0 where these are 0."""
+    if not epoch_steps or config.training.steps is None:
+        return config.training.epochs * epoch_steps
+    return config.training.steps
+
+
+def image_size_at(epoch: int, *, growth: float, start: int, full: int, multiple: int) -> int:
+    """Side of training images in `epoch`: small ones first, which cost less, then full size.
+
+    Grows linearly over the first `growth` epochs, in steps of `multiple` pixels. Source:
+    Tan and Le, "EfficientNetV2", section 4, arXiv:2104.00298.
+    """
+    share = min(epoch / max(growth, 1), 1.0)
+    return min(full, start + round(share * (full - start) / multiple) * multiple)
+
+
+def image_side(config: Config, epoch: int, epochs: int) -> int:
+    """Side of the training images in an epoch of so many."""
+    full, growth = config.model.image_size, config.training.growth_epochs
+    return image_size_at(
+        epoch,
+        growth=GROWN * epochs if growth is None else growth,
+        start=config.training.start_image_size or full,
+        full=full,
+        multiple=config.model.patch_size,
+    )

@@ -1,0 +1,90 @@
+"""Images with several classes, or none: each class is a question of its own.
+
+    loss        mean over classes of  - q log p - (1 - q) log(1 - p),   p = sigmoid(logit)
+    q           (1 - smoothing) * target + smoothing / classes, as where an image has one class
+    val_loss    the same without smoothing
+    val_map     mean over classes of the average precision, of classes with a validation image
+    val_f1      mean over classes of F1, where p >= 0.5 means yes
+
+Average precision orders all images by score, so the main process gets the scores of all of them:
+4 bytes for each image and class, on each process while they are sent.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.data.dataloader import Batch
+from vit.data.dataset_types import Sample
+from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.evaluation.multilabel_metrics import average_precisions, f1_scores, mean_of_known
+from vit.training.classification_task import forward, mixed
+from vit.training.collectives import everyones, on_main
+from vit.training.losses import smoothed_binary_cross_entropy
+
+if TYPE_CHECKING:
+    from vit.training.training_loop import TrainingState
+
+
+class MultiLabel:
+    """Any number of classes, maybe of mixed images."""
+
+    def loss(self, run: "TrainingState", batch: Batch, images: Tensor, epoch: int) -> Tensor:
+        """Summed loss of one micro-batch, (1,)."""
+        targets = batch.labels.to(images.device, non_blocking=True).to(images.dtype)
+        images, targets = mixed(run, batch, images, targets, epoch)
+        smoothing = run.config.training.smoothing
+        logits = forward(run, images)
+        return smoothed_binary_cross_entropy(logits, targets, smoothing=smoothing).view(1)
+
+    def tally(self, samples: Sequence[Sample]) -> "MultiLabelTally":
+        """Begins a validation on `samples`."""
+        return MultiLabelTally(samples)
+
+
+class MultiLabelTally:
+    """Loss and images, and all logits.
+
+    Args:
+        samples: Those that are measured, over all processes.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
+        """Count one batch."""
+        logits = forward(run, images).to(run.dtype).cpu()
+        self.sums += judged(logits, batch.labels)
+        self.seen.append((batch.indices, logits))
+
+    def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
+        """Mean loss, mean average precision and F1."""
+        loss, count = totals
+        # one item a process: what is sent is bytes of arrays, not thousands of small ones
+        mine = [tuple(torch.cat(parts) for parts in zip(*self.seen, strict=True))]
+        found = everyones([one for one in mine if one])
+
+        def score() -> dict[str, float]:
+            indices, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
+            order = indices.argsort()  # how images are split over processes changes nothing
+            indices, logits = indices[order], logits[order]
+            targets = MultiHot(map(labels_of, self.samples), logits.shape[1])[indices]
+            return {
+                "val_map": mean_of_known(average_precisions(logits, targets)),
+                "val_f1": mean_of_known(f1_scores(logits >= 0, targets)),
+            }
+
+        scores = on_main(run.accelerator, score)
+        return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
+
+
+def judged(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed loss and number of images, float64, (2,)."""
+    losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="none")
+    return torch.stack([losses.mean(dim=1).double().sum(), torch.tensor(len(logits)).double()])

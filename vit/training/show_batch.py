@@ -1,0 +1,130 @@
+"""`--show-batch FILE`: the first micro-batch as the network will see it, drawn; nothing is trained.
+
+The images come from the run's own loader and the run's own mixing, so what is drawn is what is
+learned from: crops, flips, colours, MixUp and CutMix, in the size of the first epoch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.config import Config
+from vit.config.parser import changed_settings
+from vit.data.contact_sheet import MOST, contact_sheet, save_sheet, sheet_format
+from vit.data.dataloader import Batch
+from vit.data.dataset_types import Splits
+from vit.data.sources.file_walk import count
+from vit.errors import BadImage, ConfigError, DataError, printable
+from vit.training.classification_task import mixed
+from vit.training.collectives import on_main
+from vit.training.devices import make_accelerator
+from vit.training.dry_run import rehearse
+from vit.training.plan import with_chosen_weights
+from vit.training.train import complete_settings, known_words, look_at_weights
+from vit.training.training_loaders import training_loader
+from vit.training.training_loop import TrainingState
+from vit.training.training_progress import teller
+from vit.weights.safetensors_io import write_safely
+
+LEAST_SHARE = 0.005
+"""Of a class that is named below an image; less is 0 % there."""
+
+
+def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None = None) -> None:
+    """Draw the first micro-batch of a training, with classes or captions, and train nothing.
+
+    Args:
+        config: Settings; `config.data.data` names the images.
+        path: The drawing, .png, .jpg or .webp; what is there is replaced.
+        given: As for `train`.
+
+    Raises:
+        VitError: Something the caller can mend, as `train` would tell it.
+    """
+    kind, given = sheet_format(path), changed_settings(config) if given is None else given
+    accelerator = make_accelerator(config.run)
+    config, given, listing = with_chosen_weights(config, given, accelerator)
+    # how many epochs fit into a time changes nothing that the first of them sees
+    timeless = dataclasses.replace(config.training, time=None)
+    alone = dataclasses.replace(config.data, workers=0)
+    config = dataclasses.replace(config, training=timeless, data=alone)
+    config, source = look_at_weights(config, given, accelerator, None)
+    if config.finetune.method == "probe":
+        raise ConfigError(
+            "method=probe: a probe sees images as validation does, none is varied or mixed; "
+            "leave one of it and --show-batch out"
+        )
+    known = known_words(config, source, given)
+    config, splits, *_ = complete_settings(config, given, accelerator, None, 0.0, known, listing)
+
+    def draw(run: TrainingState) -> str:
+        images, texts = first_batch(run, splits)
+        sheet = contact_sheet(images, texts)
+        write_safely(Path(path), lambda beside: save_sheet(sheet, beside, kind))
+        shown = min(len(images), MOST)
+        of = "" if shown == len(images) else f" of {len(images)}"
+        size = "x".join(map(str, images.shape[:1:-1]))
+        return f"{count(shown, 'image')}{of} of the first batch, {size} pixels"
+
+    # all processes build the network, as distributed ones must; one of them draws
+    told = rehearse(
+        config, accelerator, lambda run: on_main(accelerator, partial(draw, run)), splits
+    )
+    teller(accelerator)(f"{printable(path)}: {told}; nothing was trained")
+
+
+def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[str]]]:
+    """The first micro-batch of this process: bytes (images, 3, height, width), and their texts.
+
+    Raises:
+        BadImage: An image cannot be read, and `on_bad_image` is stop.
+        DataError: None of them can be read.
+    """
+    loader = training_loader(run, splits.train)
+    try:
+        batch = next(loader.epoch(0))
+    finally:
+        loader.close()
+    if batch.failed and run.config.data.on_bad_image == "stop":
+        raise BadImage(batch.failed[0].path, batch.failed[0].reason)
+    if not len(batch.images):
+        raise DataError("not one image of the first batch can be read")
+    if run.config.training.captions:
+        return batch.images, caption_lines(run, batch, splits.classes)
+    multilabel = batch.labels.ndim == 2
+    hot = batch.labels if multilabel else F.one_hot(batch.labels, len(splits.classes))
+    images, targets = run.preprocessing.normalise(batch.images), hot.float()
+    images, targets = mixed(run, batch, images, targets, epoch=0)
+    mean, std = (
+        torch.tensor(values)[:, None, None]
+        for values in (run.preprocessing.mean, run.preprocessing.std)
+    )
+    pixels = ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    return pixels, [class_lines(row, splits.classes) for row in targets]
+
+
+def class_lines(shares: Tensor, classes: Sequence[str]) -> list[str]:
+    """Names of the classes of a target (classes,), each on its line with its share where mixed."""
+    order = shares.sort(descending=True, stable=True).indices.tolist()
+    named = [(classes[at], float(shares[at])) for at in order if shares[at] >= LEAST_SHARE]
+    if not named:
+        return ["(no class)"]
+    if all(share >= 1 - LEAST_SHARE for _, share in named):
+        return [", ".join(name for name, _ in named)]
+    return [f"{name} {share:.0%}" for name, share in named]
+
+
+def caption_lines(run: TrainingState, batch: Batch, classes: Sequence[str]) -> list[list[str]]:
+    """The caption of each image that this epoch has drawn, below its class where it has one."""
+    assert run.tokenizer is not None, "captions are learned with a tokenizer"
+    assert batch.words is not None, "the loader was given captions"
+    texts = [run.tokenizer.decode(row) for row in batch.words.tolist()]
+    if not run.config.training.classifies:
+        return [[text] for text in texts]
+    labels = batch.labels.tolist()
+    return [[classes[at], text] for at, text in zip(labels, texts, strict=True)]

@@ -1,0 +1,427 @@
+"""`--time 30m`: as many optimiser steps as fill a given time, found by measuring.
+
+    start + sum of steps + epochs * (validation + saving) + ending = time - margin
+
+Measured on a training that is thrown away, before the run begins; with schedule=wsd on the run
+itself too, after each epoch from where its cooldown begins: no step before depends on what follows.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from vit.config import Config
+from vit.data.dataloader import Batch, EvaluationLoader, TrainingLoader
+from vit.data.dataset_types import Sample, Splits
+from vit.errors import ConfigError
+from vit.training.dry_run import LONG, largest, rehearse
+from vit.training.eta import duration
+from vit.training.linear_probe_init import chosen
+from vit.training.lr_schedule import COOLDOWN, GROWN, image_side
+from vit.training.training_loaders import (
+    evaluation_loader,
+    make_schedule,
+    micro_batch_size,
+    training_loader,
+)
+from vit.training.training_loop import TrainingState, train_one_step
+from vit.training.validation import validate
+
+Notify = Callable[[str], None]
+
+# Share of the time that stays free, since no two minutes of a machine are alike.
+MARGIN = 0.015
+# One measurement (of steps at one size, of validation) takes this share of the time, and no more
+# seconds than this.
+SHARE = 0.004
+MOST_SECONDS = 2.0
+# Validations of a run: their share of its time, at least, and at most where passes over the images
+# are fewer.
+VALIDATIONS_SHARE = 0.04
+LEAST_VALIDATIONS = 3
+MOST_VALIDATIONS = 24
+# Settings in epochs: whoever gives one thinks of passes over the images.
+IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs", "patience")
+# Nothing is written to find out. Bytes a second of a checkpoint, digest included, and seconds of
+# each one whatever its size; and seconds of the report beside measuring.
+DISK = 200e6
+SAVE = 0.05
+REPORT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds that the parts of a run take."""
+
+    start: float
+    """Until steps have their pace: the network is built, loaders start, a probe is fitted."""
+    small_step: float
+    """An optimiser step with the images of the first epoch."""
+    full_step: float
+    """An optimiser step with images of full size."""
+    validation: float
+    saving: float
+    """All that is written in an epoch."""
+    ending: float
+    """From the last epoch to the end of the process."""
+
+    def of(self, config: Config, epoch_steps: int, steps: int) -> float:
+        """Seconds of a run of so many steps, and a validation after each `epoch_steps` of them."""
+        return self.start + self.between(config, epoch_steps, 0, steps) + self.ending
+
+    def between(self, config: Config, epoch_steps: int, first: int, last: int) -> float:
+        """Seconds of steps `first` to `last`, excluded, of a run of `last` steps."""
+        epochs = math.ceil(last / epoch_steps)
+        sides: Counter[int] = Counter()
+        for epoch in range(first // epoch_steps, epochs):
+            ends = min((epoch + 1) * epoch_steps, last)
+            sides[image_side(config, epoch, epochs)] += ends - max(epoch * epoch_steps, first)
+        seconds = sum(count * self.step(config, side) for side, count in sides.items())
+        return seconds + (epochs - first // epoch_steps) * (self.validation + self.saving)
+
+    def step(self, config: Config, side: int) -> float:
+        """Seconds of a step at images of `side`, on a line over the number of patches."""
+        full = config.model.image_size
+        small = config.training.start_image_size or full
+        share = (full**2 - side**2) / max(full**2 - small**2, 1)
+        return self.full_step + share * (self.small_step - self.full_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeBudget:
+    """When a run has to end, and what its parts cost."""
+
+    ends: float
+    """By `time.monotonic`; the margin is not part of it."""
+    costs: Costs
+
+    def steps_from(
+        self, config: Config, epoch_steps: int, step: int, *, pace: float, room: float
+    ) -> int:
+        """Steps of the whole run, of which `step` are made, that end when the time does.
+
+        Args:
+            config: Settings of the run.
+            epoch_steps: Steps of an epoch.
+            step: The next one; an epoch begins with it.
+            pace: Seconds that the run took so far, as a share of what was expected of it.
+            room: Seconds until the end.
+        """
+        room -= self.costs.ending * pace
+
+        def needed(more: int) -> float:
+            return pace * self.costs.between(config, epoch_steps, step, step + more)
+
+        return step + max(count_that_fit(room, needed), 1)
+
+
+def fit_time(
+    config: Config, splits: Splits, accelerator: Accelerator, notify: Notify, *, began: float
+) -> tuple[Config, TimeBudget | None]:
+    """`config` with as many steps as its `time` has room for, found out by measuring.
+
+    Unless a setting counts in epochs, an epoch is as long as validations may take their share.
+
+    Args:
+        config: Settings; `accumulate` is known.
+        splits: The images, some of which are read.
+        accelerator: The devices; all processes choose the same number.
+        say: Told in one line what was found.
+        began: When the run was started, by `time.monotonic`.
+
+    Returns:
+        Settings with `steps` and `epochs`, and without `time`: they repeat the run. And the budget
+        by which a run with schedule=wsd settles its steps.
+
+    Raises:
+        ConfigError: Not one step fits, or too few epochs for `warmup_epochs`.
+    """
+    seconds = config.training.seconds
+    if seconds is None:
+        return config, None
+    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
+    costs_of(config, splits, accelerator, 0.0)  # what it imports and compiles, the run finds
+    costs = costs_of(config, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
+    budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
+    spent = largest(accelerator, time.monotonic() - began)
+    epoch_steps = epoch_length(config, schedule.steps_per_pass, costs, seconds - spent)
+
+    def end(steps: int) -> float:
+        return spent + costs.of(config, epoch_steps, steps)
+
+    steps = count_that_fit((1 - MARGIN) * seconds, end)
+    if not steps:
+        raise ConfigError(too_short(config, costs, end(1)))
+    epochs = math.ceil(steps / epoch_steps)
+    notify(
+        f"note: time={config.training.time}: {counted(steps, 'step')} ({costs.full_step:.2g} s a "
+        f"step, {costs.validation:.2g} s a validation), about {duration(end(steps))}"
+    )
+    chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
+    try:
+        fitted = with_training(config, steps=steps, epochs=epochs, epoch_steps=chosen, time=None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"time={config.training.time} has room for {counted(epochs, 'epoch')}: {error}"
+        ) from None
+    return (
+        (fitted, None)
+        if fitted.training.schedule == "cosine"
+        else (before_cooldown(fitted, epoch_steps, steps), budget)
+    )
+
+
+def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: float) -> int:
+    """Optimiser steps of an epoch, so that validations take their share of the time."""
+    if any(getattr(config.training, name) is not None for name in IN_EPOCHS):
+        return config.training.epoch_steps or steps_per_pass
+    each = costs.validation + costs.saving
+    room = seconds - costs.start - costs.ending
+    free = dataclasses.replace(costs, start=0.0, validation=0.0, saving=0.0, ending=0.0)
+    steps = count_that_fit(room, lambda steps: free.of(config, steps_per_pass, steps))
+    passes = steps / steps_per_pass
+    most = max(MOST_VALIDATIONS, int(passes))
+    count = int(min(max(VALIDATIONS_SHARE * room / max(each, 1e-9), LEAST_VALIDATIONS), most))
+    return steps_per_pass if count == int(passes) else max(math.ceil(steps / count), 1)
+
+
+def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
+    """`config` of a run of so many steps with what must not change if their number does.
+
+    The cooldown begins with an epoch: then the run knows how long its epochs really take.
+    """
+    training = config.training
+    epochs = math.ceil(steps / epoch_steps)
+    cooldown = steps / epoch_steps * COOLDOWN
+    if training.cooldown_epochs is not None:
+        cooldown = training.cooldown_epochs
+    stable = min(max(round(steps / epoch_steps - cooldown), 0), epochs - 1)
+    growth = None
+    if training.start_image_size is not None:
+        growth = GROWN * epochs if training.growth_epochs is None else training.growth_epochs
+    return with_training(
+        config,
+        warmup_epochs=training.warmup,
+        cooldown_epochs=steps / epoch_steps - stable,
+        growth_epochs=growth,
+    )
+
+
+def settle_steps(
+    config: Config,
+    budget: TimeBudget,
+    epoch_steps: int,
+    step: int,
+    pace: float,
+    accelerator: Accelerator,
+) -> Config:
+    """`config` with as many steps as fit the rest of the time, in the cooldown.
+
+    The share that the learning rate has after the coming epoch is settled with it: whatever follows
+    then, the settings give this epoch the rates that it had.
+
+    Args:
+        config: Settings of the run.
+        budget: Its time.
+        epoch_steps: Steps of an epoch.
+        step: The next one, with which an epoch of the cooldown begins.
+        pace: As for `TimeBudget.steps_from`.
+        accelerator: The devices; all processes choose the same number.
+    """
+    late = largest(accelerator, time.monotonic() - budget.ends)
+    steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
+    shares, left = config.training.cooldown_shares, steps - step
+    start = step - len(shares) * epoch_steps
+    if left > epoch_steps:
+        shares = (*shares, (shares[-1] if shares else 1.0) * (1 - epoch_steps / left))
+    return with_training(
+        config,
+        steps=steps,
+        epochs=math.ceil(steps / epoch_steps),
+        cooldown_epochs=(steps - start) / epoch_steps,
+        cooldown_shares=shares,
+    )
+
+
+def endless(config: Config) -> Config:
+    """`config` for measuring: images stay small, and the learning rate near 0 cannot diverge.
+
+    Images that cannot be read are for the run itself to meet, which can say how to go on.
+    """
+    data = dataclasses.replace(config.data, on_bad_image="skip")
+    whole = with_training(
+        config,
+        epochs=LONG,
+        steps=None,
+        warmup_epochs=None,
+        cooldown_epochs=None,
+        growth_epochs=None,
+    )
+    return dataclasses.replace(whole, data=data)
+
+
+def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
+    """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
+    watch = Stopwatch(accelerator)
+    act = partial(measure, splits=splits, watch=watch, most=most)
+    return rehearse(endless(config), accelerator, act, splits)
+
+
+class Stopwatch:
+    """Seconds between its laps, the same on all processes: those of the slowest.
+
+    Args:
+        accelerator: The devices, which finish what they were asked to do before a lap is taken.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last one."""
+        torch.zeros(1, device=self.accelerator.device).item()  # waits for the device
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        return largest(self.accelerator, took)
+
+
+def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:
+    """What the parts of a run like `run` cost; `most` seconds for each of them."""
+    training = run.config.training
+    build = watch.lap()
+    starts, small = time_steps(run, splits.train, watch, most)
+    full = small
+    if training.start_image_size not in (None, run.config.model.image_size):
+        run.config = with_training(run.config, start_image_size=None)
+        more, full = time_steps(run, splits.train, watch, most)
+        starts += more
+    images = run.config.data.batch_size * most / full
+    start, validation = time_validation(run, splits.val, watch, images)
+    kept = run.config.run.keep_best if training.soup else 0
+    written = saving(run, make_schedule(run.config, len(splits.train)).steps_per_epoch)
+    probing = 0.0
+    if run.config.finetune.probe_first:  # as long as validating on its images; it is epoch 0
+        seen = sum(map(len, chosen(run.config, splits)))
+        probing = validation * (seen / len(splits.val) + 1) + written
+    # the main process alone measures once more for the report, and weights that may be averaged
+    return Costs(
+        start=build + starts + start + probing,
+        small_step=small,
+        full_step=full,
+        validation=validation,
+        saving=written,
+        ending=REPORT + start + validation * (run.processes + kept),
+    )
+
+
+def time_steps(
+    run: TrainingState, samples: Sequence[Sample], watch: Stopwatch, most: float
+) -> tuple[float, float]:
+    """Make steps for about `most` seconds after the first one, of the size of the first epoch.
+
+    Returns:
+        Seconds that the first steps took beyond their pace, and seconds of a step. The pace is the
+        mean of the later half: where loading is what takes time, batches come in bursts, so that a
+        median would be wrong, and the first ones were loaded before they were asked for.
+    """
+    loader = training_loader(run, samples)
+    batches = all_batches(loader)
+    seconds: list[float] = []
+    try:
+        while len(seconds) < 2 or sum(seconds[1:]) < most:
+            micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
+            train_one_step(run, micro_batches, epoch=0)
+            seconds.append(watch.lap())
+    finally:
+        loader.close()
+    pace = fmean(seconds[len(seconds) // 2 :])
+    return max(sum(seconds) - len(seconds) * pace, 0.0), pace
+
+
+def all_batches(loader: TrainingLoader) -> Iterator[Batch]:
+    """Micro-batches of epoch after epoch."""
+    return itertools.chain.from_iterable(loader.epoch(epoch) for epoch in range(LONG))
+
+
+def time_validation(
+    run: TrainingState, samples: Sequence[Sample], watch: Stopwatch, images: float
+) -> tuple[float, float]:
+    """Validate twice on about so many images, in batches of the sizes that all `samples` make.
+
+    Returns:
+        Seconds that the first time took more than the second, and seconds of all `samples`.
+    """
+    batch = micro_batch_size(run) * run.processes
+    whole = max(round(images / batch), 1) * batch
+    count = min(whole + len(samples) % batch, len(samples))
+    part = [samples[number * len(samples) // count] for number in range(count)]
+    if run.config.training.captions:  # as large a share of them gets one as of all
+        captions = max(round(run.config.training.caption_samples * count / len(samples)), 1)
+        run.config = with_training(run.config, caption_samples=captions)
+    loader = evaluation_loader(run, part)
+    try:
+        watch.lap()
+        first, second = (_timed_validation(run, loader, count, watch) for _ in range(2))
+    finally:
+        loader.close()
+    return max(first - second, 0.0), second * len(samples) / count
+
+
+def _timed_validation(
+    run: TrainingState, loader: EvaluationLoader, images: int, watch: Stopwatch
+) -> float:
+    validate(run, loader, images)
+    return watch.lap()
+
+
+def saving(run: TrainingState, steps_per_epoch: int) -> float:
+    """Seconds that an epoch spends on writing, if each is the best so far.
+
+    Supposed, not measured: a checkpoint of weights, two moments and the average, at `DISK` bytes a
+    second.
+    """
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in run.network.parameters()]
+    weights, learning = sum(s for s, _ in sizes), sum(s for s, learns in sizes if learns)
+    checkpoint = SAVE + (weights + learning * (2 + (run.average is not None))) / DISK
+    checkpoints = 1 + steps_per_epoch // (run.config.run.checkpoint_steps or steps_per_epoch + 1)
+    return checkpoints * checkpoint + SAVE + weights / DISK
+
+
+def count_that_fit(room: float, end: Callable[[int], float]) -> int:
+    """The largest number, from 0, of epochs whose `end` is not after `room`."""
+    most = 1
+    while end(most) <= room:
+        most *= 2
+    return bisect_right(range(1, most + 1), room, key=end)
+
+
+def too_short(config: Config, costs: Costs, needed: float) -> str:
+    """Why not one step fits, and what would."""
+    enough = math.ceil(1.1 * needed / (1 - MARGIN))
+    return (
+        f"time={config.training.time}: start, one step, its validation and the report take about "
+        f"{duration(needed)} (a step {costs.full_step:.2g} s, a validation {costs.validation:.2g} "
+        f"s): use --time {enough}s or more, a smaller --model or --image-size, or fewer images"
+    )
+
+
+def with_training(config: Config, **changes: Any) -> Config:
+    """`config` with other settings of training."""
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
+
+
+def counted(count: int, what: str) -> str:
+    """`1 epoch`, `2 epochs`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,125 @@
+"""The loaders of a run: which images, in which size, for this process."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vit.config import Config
+from vit.data.captions.caption_ids import CaptionIds
+from vit.data.dataloader import EvaluationLoader, Schedule, TrainingLoader
+from vit.data.dataset_types import Sample
+from vit.data.preprocessing import Preprocessing
+from vit.data.transforms import Transform, training_transform
+from vit.training.lr_schedule import image_side
+from vit.training.training_loop import TrainingState
+
+
+@dataclass(frozen=True)
+class TransformFor:
+    """The training transform of an epoch; images may grow from epoch to epoch."""
+
+    config: Config
+    preprocessing: Preprocessing
+
+    def __call__(self, epoch: int) -> Transform:
+        side = image_side(self.config, epoch, self.config.training.epochs)
+        sized = dataclasses.replace(self.preprocessing, image_size=(side, side))
+        quick = self.config.data.decode == "fast"
+        return training_transform(self.config.augment, sized, quick=quick)
+
+
+def make_schedule(
+    config: Config,
+    count: int,
+    *,
+    rank: int = 0,
+    processes: int = 1,
+    samples: Sequence[Sample] | None = None,
+) -> Schedule:
+    """Which of `count` samples make which step.
+
+    Args:
+        config: Settings.
+        count: How many samples there are.
+        rank: Number of this process, from 0.
+        processes: Number of processes.
+        samples: They themselves, where more than the number of steps is asked for.
+
+    Raises:
+        DataError: The batch is larger than the data, or does not split evenly.
+    """
+    draws = samples is not None and config.training.balance == "sampler"
+    balanced = torch.tensor([sample.label for sample in samples or ()]) if draws else None
+    return Schedule(
+        count=count,
+        seed=config.training.seed,
+        batch_size=config.data.batch_size,
+        accumulate=config.data.micro_batches,
+        rank=rank,
+        world_size=processes,
+        repeats=config.augment.repeats,
+        balanced=balanced,
+        epoch_steps=config.training.epoch_steps,
+    )
+
+
+def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLoader:
+    """Micro-batches for this process, augmented."""
+    config, accelerator = run.config, run.accelerator
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    return TrainingLoader(
+        samples,
+        TransformFor(config, run.preprocessing),
+        make_schedule(config, len(samples), rank=rank, processes=processes, samples=samples),
+        epochs=config.training.epochs,
+        workers=workers_of(run),
+        on_bad_image="skip",  # collected; the loop decides, on all processes alike
+        pin_memory=accelerator.device.type == "cuda",
+        words=words_of(run, samples),
+        cache=run.cache,
+        classes=rows_of(run.config),
+    )
+
+
+def workers_of(run: TrainingState) -> int | None:
+    """Loader processes: as chosen, or as measured."""
+    return run.workers if run.config.data.workers is None else run.config.data.workers
+
+
+def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> EvaluationLoader:
+    """This process's share of the validation images."""
+    accelerator = run.accelerator
+    return EvaluationLoader(
+        samples,
+        run.preprocessing,
+        batch_size=micro_batch_size(run),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        workers=workers_of(run),
+        on_bad_image="skip",  # collected; the loop decides, on all processes alike
+        pin_memory=accelerator.device.type == "cuda",
+        words=words_of(run, samples),
+        classes=rows_of(run.config),
+    )
+
+
+def words_of(run: TrainingState, samples: Sequence[Sample]) -> CaptionIds | None:
+    """Tokens of the captions, where they are learned."""
+    if run.tokenizer is None:
+        return None
+    most = run.config.decoder.caption_tokens
+    assert most is not None, "the data completes it"
+    return CaptionIds([sample.captions for sample in samples], run.tokenizer, most)
+
+
+def rows_of(config: Config) -> int | None:
+    """How wide rows of labels are, where an image may have several; None where it has one."""
+    return config.model.num_classes if config.training.multilabel else None
+
+
+def micro_batch_size(run: TrainingState) -> int:
+    """Images that a device takes at once while training, and so also while measuring."""
+    data = run.config.data
+    return max(data.batch_size // (run.processes * data.micro_batches), 1)

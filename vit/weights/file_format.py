@@ -1,0 +1,138 @@
+"""What a file is, read from its first bytes: its name is only a promise."""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from vit.errors import WeightsError, printable
+
+Content = Literal["safetensors", "zip", "pickle", "index"]
+
+START = 1024
+"""Bytes that are looked at."""
+
+# where, what is there, what it means
+FOREIGN: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89PNG", "an image (PNG)"),
+    (0, b"\xff\xd8\xff", "an image (JPEG)"),
+    (0, b"GIF8", "an image (GIF)"),
+    (8, b"WEBP", "an image (WebP)"),
+    (0, b"II*\0", "an image (TIFF)"),
+    (0, b"MM\0*", "an image (TIFF)"),
+    (0, b"%PDF", "a PDF"),
+    (0, b"\x89HDF", "an HDF5 file, as Keras writes it"),
+    (0, b"GGUF", "a GGUF file, as language models use it"),
+    (4, b"TFL3", "a TensorFlow Lite file"),
+    (0, b"\x93NUMPY", "a single numpy array"),
+    (0, b"\x1f\x8b", "a gzip archive"),
+    (0, b"\x28\xb5\x2f\xfd", "a zstandard archive"),
+    (257, b"ustar", "a tar archive, or a file of the oldest torch, which could run code"),
+)
+MOST_TEXT = 50_000_000
+WANTED = "give a .safetensors, .pth, .bin or .npz file"
+NO_CODE = "ask for a .safetensors file"
+ONNX = (
+    "an ONNX file, which has been exported for prediction already; "
+    "give the weights it was exported from"
+)
+
+
+def content_of(path: Path) -> Content:
+    """What reader the file `path` needs.
+
+    Raises:
+        WeightsError: It is missing, no regular file, empty, or holds no weights that can be read;
+            the message says what it looks like.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(START)
+    if not start:
+        raise WeightsError(f"{printable(path)} is empty; fetch it again")
+    if is_safetensors(start, size):
+        return "safetensors"
+    if start.startswith(b"PK\x03\x04"):
+        return "zip"
+    if start[0] == 0x80 and len(start) > 1 and start[1] <= 5:
+        return "pickle"
+    if start.lstrip()[:1] == b"{" and path.name.endswith(".json"):
+        return "index"
+    if path.suffix == ".safetensors" and not looks_like(start):
+        raise WeightsError(f"{printable(path)} is cut or damaged: it has no header; fetch it again")
+    shape = looks_like(start) or f"nothing known here ({size:,} bytes)"
+    remedy = "" if ";" in shape else f"; {WANTED}"
+    raise WeightsError(f"{printable(path)} looks like {shape}{remedy}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """`path` opened for reading, where it is a regular file.
+
+    Raises:
+        WeightsError: It is not, or cannot be opened.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise WeightsError(f"{printable(path)} is a folder; give a file in it")
+        if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
+            raise WeightsError(f"{printable(path)} is no regular file; {WANTED}")
+        return path.open("rb")
+    except FileNotFoundError:
+        raise WeightsError(f"{printable(path)} is missing") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise WeightsError(f"{printable(path)} cannot be read: {printable(reason)}") from None
+
+
+def is_safetensors(start: bytes, size: int) -> bool:
+    """Whether a file of `size` bytes has a safetensors header that fits into it."""
+    length = int.from_bytes(start[:8], "little")
+    return start[8:9] == b"{" and 8 + length <= size
+
+
+def looks_like(start: bytes) -> str:
+    """What a file that begins with `start` seems to be, with a remedy; empty if unknown."""
+    if start.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer and not the file itself; run `git lfs pull` where it came from"
+    for offset, magic, meaning in FOREIGN:
+        if start[offset:].startswith(magic):
+            return meaning
+    if start[:1] == b"\x08" and start[1:2] <= b"\x20" and start[2:3] in b"\x12\x1a\x22\x28\x32\x3a":
+        return ONNX
+    if re.match(rb"[(\]}]?[dlc][a-z_]*p?\d*\n", start):
+        return f"a Python pickle, which could run code; {NO_CODE}"
+    try:
+        # the last character may be cut in two
+        text = start.decode() if len(start) < START else start[:-4].decode()
+    except UnicodeDecodeError:
+        return ""
+    words = text.lstrip("\ufeff \t\r\n").lower()
+    if words.startswith(("<!doctype html", "<html", "<head", "<?xml")):
+        return "a web page, perhaps of an error or a login; fetch the file itself"
+    if not all(letter.isprintable() or letter in "\t\r\n" for letter in text):
+        return ""
+    return "JSON text" if words.startswith("{") else "text"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a small text file.
+
+    Raises:
+        WeightsError: It is missing, larger than 50 MB, or no JSON object.
+    """
+    with open_file(path) as file:
+        raw = file.read(MOST_TEXT + 1)
+    if len(raw) > MOST_TEXT:
+        raise WeightsError(f"{printable(path)} is larger than {MOST_TEXT:,} bytes")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{printable(path)} is no JSON: {printable(error)[:160]}") from None
+    if not isinstance(content, dict):
+        raise WeightsError(f"{printable(path)} is no JSON object")
+    return content

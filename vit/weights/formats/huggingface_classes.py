@@ -1,0 +1,89 @@
+"""Our networks as classes of transformers, for those that transformers has no class of.
+
+`vit/weights/library_registration.py` imports this as soon as transformers' Auto classes are
+imported beside vit: AutoModelForImageClassification.from_pretrained(FOLDER) then opens what
+`vit convert` wrote.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
+
+from vit.model.blocks import ParallelBlock
+from vit.model.build import BLOCKS, assemble
+from vit.model.initialization import initialise
+from vit.weights.formats.huggingface_custom import MODEL_TYPE
+from vit.weights.saved_model import model_config
+
+
+class VitToolkitConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
+    """transformers' settings, and ours under `network`.
+
+    Args:
+        network: Fields of ModelConfig.
+    """
+
+    model_type = MODEL_TYPE
+
+    def __init__(self, network: dict[str, Any] | None = None, **others: Any) -> None:
+        self.network = network or {}
+        super().__init__(**others)
+
+
+class _Base(PreTrainedModel):  # type: ignore[no-untyped-call]
+    config_class = VitToolkitConfig
+    config: VitToolkitConfig
+    base_model_prefix = ""
+    main_input_name = "pixel_values"
+    _no_split_modules = [kind.__name__ for kind in (*BLOCKS.values(), ParallelBlock)]  # noqa: RUF012
+
+    def __init__(self, config: VitToolkitConfig) -> None:
+        super().__init__(config)
+        self.network = assemble(model_config(config.network))
+        if not next(self.network.parameters()).is_meta:
+            initialise(self.network)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _init_weights(self, _: Any) -> None:
+        """`initialise` has set them all."""
+
+
+class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
+    """The encoder: tokens after the last norm, and what a head would read."""
+
+    def forward(
+        self, pixel_values: Tensor, return_dict: bool | None = None, **_: Any
+    ) -> BaseModelOutputWithPooling | tuple[Tensor, Tensor]:
+        """(batch, channels, height, width) -> (batch, tokens, dim) and (batch, pooled_dim)"""
+        tokens, places = self.network.encode(pixel_values)
+        pooled = self.network.pool(tokens, places)
+        if return_dict is False:
+            return tokens, pooled
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=pooled)
+
+
+class VitToolkitForImageClassification(_Base):  # type: ignore[no-untyped-call]
+    """The encoder and its head."""
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> ImageClassifierOutput | tuple[Tensor, ...]:
+        """(batch, channels, height, width) -> logits (batch, classes), and a loss with labels"""
+        logits = self.network(pixel_values)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        if return_dict is False:
+            return (logits,) if loss is None else (loss, logits)
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+AutoConfig.register(MODEL_TYPE, VitToolkitConfig)
+AutoModel.register(VitToolkitConfig, VitToolkitModel)
+AutoModelForImageClassification.register(VitToolkitConfig, VitToolkitForImageClassification)

@@ -1,0 +1,397 @@
+"""Our network as one of transformers: its config.json, preprocessor_config.json and tensors.
+
+What their class has and ours lacks is written as what changes nothing: biases and positions of
+zero, layer scales of one, a half of a head of zeros.
+
+Which class of transformers computes what our network does.
+
+Each class is a row of what it needs; a network becomes the first class whose needs it meets.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import WeightsError
+from vit.model.build import assemble
+from vit.weights.formats.huggingface_config import gated_width
+from vit.weights.formats.huggingface_custom import write_own
+from vit.weights.formats.huggingface_names import Names, names_of
+from vit.weights.formats.huggingface_processor import write_processor
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit
+from vit.weights.unsupported_export import only_ours, remedy
+
+WIDEST = 64
+
+Traits = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class of transformers that our network may become.
+
+    Args:
+        architecture: Its name.
+        model_type: Its family.
+        needs: Allowed values, by trait of our network.
+    """
+
+    architecture: str
+    model_type: str
+    needs: Mapping[str, tuple[Any, ...]]
+
+    def obstacles(self, traits: Traits) -> list[str]:
+        """Which traits are other than this class needs them, with what it needs."""
+        return [
+            f"{' or '.join(_phrase(name, value) for value in allowed)}, not {traits[name]}"
+            for name, allowed in self.needs.items()
+            if traits[name] not in allowed
+        ]
+
+
+def _phrase(name: str, value: object) -> str:
+    return str(value) if name in ("head", "width") else f"{name}={value}"
+
+
+MULTIPLE = "a feed-forward part of a whole multiple of dim"
+
+
+BASE: dict[str, tuple[Any, ...]] = {
+    "norm": ("layernorm",),
+    "norm_order": ("pre",),
+    "qk_norm": (False,),
+    "position": ("learned",),
+    "norm_pre": (False,),
+    "class_token": (True,),
+    "registers": (0,),
+    "feedforward": ("mlp",),
+    "layer_scale": (False,),
+    "pooling": ("class_token",),
+    "final_norm": ("tokens",),
+    "head": ("a head",),
+}
+SCALED = {"layer_scale": (True, False), "feedforward": ("mlp", "swiglu")}
+DINO_HEAD = {"pooling": ("class_token", "class_token_mean", "mean")}
+NO_HEAD = {"head": ("no head",)}
+MANY = (1, "several")
+BEIT = {
+    **BASE,
+    "position": ("learned", "relative"),
+    "layer_scale": (True, False),
+    "pooling": ("mean",),
+    "final_norm": ("pooled",),
+}
+DINOV2 = {**BASE, **SCALED, "width": (MULTIPLE,)}
+TARGETS = (
+    Target("ViTForImageClassification", "vit", BASE),
+    Target(
+        "DeiTForImageClassification",
+        "deit",
+        {**BASE, "registers": (1,), "prefix_positions": ("all",)},
+    ),
+    Target("BeitForImageClassification", "beit", BEIT),
+    Target("BeitModel", "beit", {**BEIT, **NO_HEAD}),
+    Target("Dinov2ForImageClassification", "dinov2", {**DINOV2, **DINO_HEAD}),
+    Target("Dinov2Model", "dinov2", {**DINOV2, **NO_HEAD}),
+    Target(
+        "Dinov2WithRegistersForImageClassification",
+        "dinov2_with_registers",
+        {**DINOV2, **DINO_HEAD, "registers": MANY},
+    ),
+    Target(
+        "Dinov2WithRegistersModel",
+        "dinov2_with_registers",
+        {**DINOV2, **NO_HEAD, "registers": MANY},
+    ),
+    Target(
+        "DINOv3ViTModel",
+        "dinov3_vit",
+        {**BASE, **SCALED, **NO_HEAD, "position": ("rotary (centred)",), "registers": (0, *MANY)},
+    ),
+    Target(
+        "CLIPForImageClassification",
+        "clip",
+        {
+            **BASE,
+            "norm_pre": (True,),
+            "patch_bias": (False,),
+            "pooling": ("mean",),
+            "final_norm": ("none",),
+        },
+    ),
+    Target(
+        "CLIPVisionModel",
+        "clip_vision_model",
+        {**BASE, **NO_HEAD, "norm_pre": (True,), "patch_bias": (False,)},
+    ),
+    Target(
+        "SiglipForImageClassification",
+        "siglip",
+        {**BASE, "class_token": (False,), "pooling": ("mean",)},
+    ),
+    Target(
+        "SiglipVisionModel",
+        "siglip_vision_model",
+        {**BASE, **NO_HEAD, "class_token": (False,), "pooling": ("attention",)},
+    ),
+)
+
+
+def huggingface_refusal(config: ModelConfig) -> str | None:
+    """Why no class of transformers computes what `config` does; None where one does."""
+    if config.num_classes == 1:
+        return "it takes a single output for yes or no, not for a class"
+    alone = only_ours(config)
+    if config.stem == "conv":
+        return None  # of a class that we register
+    if alone is not None:
+        return f"none has {alone}"
+    target = target_of(config)
+    obstacles = target.obstacles(traits_of(config))
+    if not obstacles:
+        return None
+    return f"its nearest class, {target.architecture}, needs {'; '.join(obstacles)}"
+
+
+def target_of(config: ModelConfig) -> Target:
+    """The class of transformers that `config` is, or else the one that it is nearest to."""
+    traits = traits_of(config)
+    return min(TARGETS, key=lambda target: len(target.obstacles(traits)))
+
+
+def traits_of(config: ModelConfig) -> Traits:
+    """What decides which class can be this network."""
+    table = {"rotary": f"rotary ({config.rotary_grid})", "learned_rotary": "learned and rotary"}
+    table["relative"] = "relative"
+    same = ("norm", "norm_order", "qk_norm", "norm_pre", "class_token", "feedforward")
+    return {
+        **{name: getattr(config, name) for name in (*same, "pooling", "patch_bias")},
+        "registers": config.registers if config.registers < 2 else "several",
+        "position": table.get(config.position, "learned"),
+        "layer_scale": config.layer_scale > 0,
+        "final_norm": config.last_norm,
+        "head": "a head" if config.num_classes else "no head",
+        "prefix_positions": "all" if _all_placed(config) else "not all",
+        "width": MULTIPLE if mlp_ratio(config) else f"hidden_dim={config.feedforward_dim}",
+    }
+
+
+def _all_placed(config: ModelConfig) -> bool:
+    return config.num_placed_tokens == config.num_prefix_tokens
+
+
+def mlp_ratio(config: ModelConfig) -> int | None:
+    """The whole number by which DINOv2 makes the feed-forward part this wide, if there is one."""
+    for ratio in range(1, WIDEST + 1):
+        width = config.dim * ratio
+        if config.feedforward_dim == (
+            gated_width(width) if config.feedforward == "swiglu" else width
+        ):
+            return ratio
+    return None
+
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Theirs by ours; the others have the same names."""
+SEVERAL = "multi_label_classification"
+"""Their problem_type of an image that may have several classes, or none."""
+
+
+def write_huggingface(
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    classes: Sequence[str] | None,
+    preprocessing: Preprocessing,
+    *,
+    multilabel: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any], State]:
+    """Our network as one of transformers.
+
+    Args:
+        state: Our tensors.
+        config: The network they fit.
+        classes: Names by output; None without a head.
+        preprocessing: How images are prepared for it.
+        several: Whether an image may have several classes.
+
+    Returns:
+        Contents of config.json and of preprocessor_config.json, and the tensors of
+        model.safetensors.
+
+    Raises:
+        WeightsError: No class of transformers computes the same, or the arguments do not fit.
+    """
+    refusal = huggingface_refusal(config)
+    if refusal is not None:
+        raise WeightsError(f"transformers cannot express this network: {refusal}{remedy(refusal)}")
+    if len(classes or ()) != config.num_classes:
+        raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
+    processor = write_processor(preprocessing, config.image_size)
+    with torch.device("meta"):
+        model = assemble(config)
+    check_fit(state, model)
+    on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
+    if config.stem == "conv":
+        settings, tensors = write_own(on_cpu, config, classes or ())
+    else:
+        target = target_of(config)
+        tensors = _tensors(on_cpu, config, target)
+        settings = _config(config, target, classes or ())
+    if multilabel:
+        settings["problem_type"] = SEVERAL
+    return settings, processor, tensors
+
+
+def _config(config: ModelConfig, target: Target, classes: Sequence[str]) -> dict[str, Any]:
+    encoder: dict[str, Any] = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": ACTIVATIONS.get(config.activation, config.activation),
+        "layer_norm_eps": config.norm_eps,
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": config.channels,
+    }
+    gated = config.feedforward == "swiglu"
+    if target.model_type.startswith("dinov2"):
+        encoder |= {"mlp_ratio": mlp_ratio(config), "use_swiglu_ffn": gated}
+        encoder |= {"qkv_bias": config.qkv_bias}
+    else:
+        encoder |= {"intermediate_size": config.feedforward_dim}
+    if target.model_type in ("vit", "deit"):
+        encoder |= {"qkv_bias": config.qkv_bias}
+    if target.model_type == "beit":
+        encoder |= {"layer_scale_init_value": config.layer_scale, "use_mean_pooling": True}
+        relative = config.position == "relative"
+        encoder |= {"use_absolute_position_embeddings": not relative}
+        encoder |= {"use_relative_position_bias": relative, "drop_path_rate": config.drop_path}
+    if target.model_type.startswith("dino"):
+        encoder |= {"layerscale_value": config.layer_scale or 1.0}
+    if target.model_type in ("dinov2_with_registers", "dinov3_vit"):
+        encoder |= {"num_register_tokens": config.registers}
+    if target.model_type == "dinov3_vit":
+        encoder |= {f"{name}_bias": config.qkv_bias for name in ("query", "key", "value")}
+        encoder |= {f"{name}_bias": config.proj_bias for name in ("proj", "mlp")}
+        encoder |= {"rope_theta": config.rotary_temperature, "use_gated_mlp": gated}
+        encoder |= {"hidden_act": "silu"} if gated else {}
+        encoder |= {"pos_embed_rescale": None}  # a change of training, which ours has not
+    if target.model_type.startswith("siglip"):
+        encoder |= {"vision_use_head": config.pooling == "attention"}
+    with_text = target.model_type in ("clip", "siglip")
+    labels = {
+        "id2label": {str(index): name for index, name in enumerate(classes)},
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
+    return {
+        "architectures": [target.architecture],
+        "model_type": target.model_type,
+        **({"vision_config": encoder} if with_text else encoder),
+        **(labels if classes else {}),
+    }
+
+
+def _tensors(state: State, config: ModelConfig, target: Target) -> State:
+    """The tensors of their class, by the names of its files."""
+    family = target.model_type
+    names = names_of(family, gated=config.feedforward == "swiglu")
+    ours = {**state, **_biases(state, family), **_scales(config, family)}
+    ours.update(_positions(ours, config, family))
+    if family.startswith("dinov2") and config.num_classes:
+        ours["head.weight"] = _widened(ours["head.weight"], config)
+    if target.architecture == "CLIPForImageClassification":
+        ours |= {"norm.weight": torch.ones(config.dim), "norm.bias": torch.zeros(config.dim)}
+    packed = _packed(ours, config, names, family)
+    if family == "beit":  # has no bias of keys, which adds the same to all scores of a query
+        packed = {name: part for name, part in packed.items() if not name.endswith(".key.bias")}
+    theirs = names.write(packed, target.architecture)
+    if family.startswith(("beit", "dinov2")) and not config.num_classes:
+        theirs = {name.removeprefix(names.prefix): tensor for name, tensor in theirs.items()}
+    if family.startswith("dino"):  # unused, but these classes have them
+        prefix = names.prefix if config.num_classes else ""
+        one = (1, config.dim) if family.startswith("dinov2") else (1, 1, config.dim)
+        theirs[f"{prefix}embeddings.mask_token"] = torch.zeros(one)
+    if family == "dinov3_vit":
+        theirs.setdefault("embeddings.register_tokens", torch.zeros(1, 0, config.dim))
+    # safetensors wants tensors that share no memory
+    return {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
+
+
+def _biases(state: State, family: str) -> State:
+    """Zeros for the biases that their class always has."""
+    always = [] if family == "dinov3_vit" else [r"attn\.proj", r"mlp\.fc\w+"]
+    always += [r"attn\.qkv"] if family.startswith(("beit", "clip", "siglip")) else []
+    pattern = rf"(blocks\.\d+\.({'|'.join(always)})\.)weight" if always else r"(?!)"
+    found = {name: re.fullmatch(pattern, name) for name in state}
+    zeros = {
+        f"{match[1]}bias": state[name].new_zeros(len(state[name]))
+        for name, match in found.items()
+        if match is not None
+    }
+    if not family.startswith("clip"):
+        zeros["patch_embed.proj.bias"] = state[PATCH_WEIGHT].new_zeros(len(state[PATCH_WEIGHT]))
+    return {name: tensor for name, tensor in zeros.items() if name not in state}
+
+
+def _scales(config: ModelConfig, family: str) -> State:
+    """Ones for the layer scales of DINO's classes."""
+    if config.layer_scale or not family.startswith("dino"):
+        return {}
+    names = [f"blocks.{index}.ls{part}.gamma" for index in range(config.depth) for part in (1, 2)]
+    return {name: torch.ones(config.dim) for name in names}
+
+
+def _positions(state: State, config: ModelConfig, family: str) -> State:
+    """A row in the table for each token that has one there; registers of DINOv2 have none."""
+    if family == "dinov3_vit" or config.position == "relative":
+        return {}
+    rows, cols = config.grid
+    table = state.get("pos_embed", torch.zeros(1, rows * cols, config.dim))
+    placed = config.num_placed_tokens if "pos_embed" in state else 0
+    wanted = {"deit": 2, "siglip": 0, "siglip_vision_model": 0}.get(family, 1)
+    changed: State = {}
+    if placed > wanted:
+        changed["reg_token"] = state["reg_token"] + table[:, wanted:placed]
+        table = torch.cat([table[:, :wanted], table[:, placed:]], dim=1)
+    missing = max(wanted - placed, 0)
+    return {**changed, "pos_embed": F.pad(table, (0, 0, missing, 0)) if missing else table}
+
+
+def _widened(head: Tensor, config: ModelConfig) -> Tensor:
+    """DINOv2's head reads class token and mean: zeros for the one that ours does not read."""
+    nothing = torch.zeros_like(head)
+    halves = {"class_token": (head, nothing), "mean": (nothing, head)}.get(config.pooling, (head,))
+    return torch.cat(halves, dim=1)
+
+
+def _packed(state: State, config: ModelConfig, names: Names, family: str) -> State:
+    """Tensors in the shapes of transformers: the inverse of what reading does."""
+    packed: State = {}
+    for name, tensor in state.items():
+        start, qkv, end = name.rpartition(".qkv.")
+        if qkv:
+            parts = zip(names.words, tensor.chunk(3), strict=True)
+            packed |= {f"{start}.{word}.{end}": part for word, part in parts}
+        else:
+            packed[name] = tensor
+    side = config.patch_size
+    packed[PATCH_WEIGHT] = packed[PATCH_WEIGHT].reshape(config.dim, -1, side, side)
+    if family.startswith(("clip", "siglip")):
+        packed["pos_embed"] = packed["pos_embed"].flatten(0, 1)
+        if config.class_token:
+            packed["cls_token"] = packed["cls_token"].flatten()
+    joined = [("attn_pool.q.", "attn_pool.kv.", "attn_pool.packed.")]
+    if family.startswith("dinov2"):
+        joined.append(("mlp.fc1_g.", "mlp.fc1_x.", "mlp.packed."))
+    for first, second, whole in joined:
+        for name in [name for name in packed if first in name]:
+            pair = (packed.pop(name), packed.pop(name.replace(first, second)))
+            packed[name.replace(first, whole)] = torch.cat(pair)
+    return packed

@@ -1,0 +1,203 @@
+"""Settings of a network from nothing but its tensors, under timm's names.
+
+Shapes tell the sizes, names the parts. What neither tells (heads, epsilon, activation) is what
+almost every such network has, and is said; where two networks fit alike, a name must settle it.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from math import isqrt
+from typing import Any
+
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.errors import WeightsError
+from vit.weights.formats.original_checkpoints import PERIODS
+from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, side_of_biases
+
+REMEDY = "say which network it is: model=NAME, one of timm's"
+HEAD_DIM = 64
+USUAL_SIDE = 224
+OPENAI = "input_resolution"  # a number that only OpenAI's own files of CLIP hold
+
+
+def looks_like_vit(state: Mapping[str, Tensor]) -> bool:
+    """Whether `state` has the parts of a Vision Transformer under timm's names."""
+    parts = ("norm1", "attn.proj", "norm2", "mlp.fc2")
+    return {PATCH_WEIGHT, *(f"blocks.0.{part}.weight" for part in parts)} <= state.keys()
+
+
+def guess(
+    state: Mapping[str, Tensor], original: Collection[str] = ()
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Settings that fit `state`, and what was assumed.
+
+    Args:
+        state: By timm's names, still with a convolution for patches.
+        original: All names that the source had, before any was left out.
+
+    Raises:
+        WeightsError: It is no Vision Transformer, or several networks fit.
+    """
+    if not looks_like_vit(state):
+        raise WeightsError("these are not a Vision Transformer's weights in timm's names")
+    notes: list[str] = []
+    settings = {**_sizes(state), **_parts(state)}
+    settings |= _position(state, settings)
+    settings |= _heads(state, settings, notes)
+    settings |= _rest(state, settings, OPENAI in original, notes)
+    learned = settings.get("position", "learned") == "learned"
+    if learned and any(name.endswith(".gamma_1") for name in original):
+        notes.append("position=learned assumed: some rotary networks have the same names")
+    return ModelConfig(**settings), tuple(notes)
+
+
+def _sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    patch = state[PATCH_WEIGHT]
+    if patch.ndim != 4 or patch.shape[2] != patch.shape[3]:
+        raise WeightsError(f"{PATCH_WEIGHT} {tuple(patch.shape)} has no square patches; {REMEDY}")
+    numbers = {int(m[1]) for name in state if (m := re.match(r"blocks\.(\d+)\.", name))}
+    if numbers != set(range(len(numbers))):
+        raise WeightsError(f"block {len(numbers) - 1} is missing, or a later one")
+    head = state.get("head.weight")
+    return {
+        "dim": patch.shape[0],
+        "channels": patch.shape[1],
+        "patch_size": patch.shape[2],
+        "depth": len(numbers),
+        "hidden_dim": state["blocks.0.mlp.fc2.weight"].shape[1],
+        "registers": state["reg_token"].shape[1] if "reg_token" in state else 0,
+        "num_classes": 0 if head is None else head.shape[0],
+    }
+
+
+def _parts(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    relative = _bias_table(state) is not None
+    eva = [name for name in ("q_bias", "q_proj.weight") if f"blocks.0.attn.{name}" in state]
+    if eva and not relative:
+        raise WeightsError(f"blocks.0.attn.{eva[0]} is one of timm's many Eva networks; {REMEDY}")
+    token = "cls_token" in state
+    mean = "fc_norm.weight" in state or not token
+    pooling = "mean" if mean else "class_token"
+    if "attn_pool.latent" in state:
+        pooling = "attention"
+    norms = [name for name in ("norm", "fc_norm") if f"{name}.weight" in state]
+    usual = "fc_norm" if pooling == "mean" else "norm"
+    final = {"norm": "tokens", "fc_norm": "pooled"} | {usual: "auto"}
+    if len(norms) > 1:
+        raise WeightsError(f"there are both norm and fc_norm; {REMEDY}")
+    first = state.get("blocks.0.mlp.fc1.weight")
+    gated = first is None or len(first) == 2 * state["blocks.0.mlp.fc2.weight"].shape[1]
+    return {
+        "class_token": token,
+        "pooling": pooling,
+        "final_norm": final[norms[0]] if norms else "none",
+        "feedforward": "swiglu" if gated else "mlp",
+        "norm": "layernorm" if "blocks.0.norm1.bias" in state else "rmsnorm",
+        "norm_pre": "norm_pre.weight" in state,
+        "patch_bias": "patch_embed.proj.bias" in state,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state or "blocks.0.attn.q_bias" in state,
+        "proj_bias": "blocks.0.attn.proj.bias" in state,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in state,
+    }
+
+
+def _position(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str, Any]:
+    table, periods = state.get("pos_embed"), state.get(PERIODS)
+    if periods is not None:
+        if table is not None:
+            raise WeightsError(f"there are both pos_embed and {PERIODS}; {REMEDY}")
+        whole = USUAL_SIDE // settings["patch_size"] * settings["patch_size"]
+        return {"position": "rotary", "image_size": whole, **_waves(periods)}
+    biases = _bias_table(state)
+    if biases is not None:
+        if table is not None:
+            raise WeightsError(f"there are both pos_embed and {biases}; {REMEDY}")
+        prefix = settings["class_token"] or settings["registers"] > 0
+        side = side_of_biases(biases, state[biases], prefix=prefix)
+        return {"position": "relative", "image_size": side * settings["patch_size"]}
+    if table is None:
+        raise WeightsError(f"there is no pos_embed: positions may be rotary; {REMEDY}")
+    token, registers = int(settings["class_token"]), settings["registers"]
+    choices = {"none": 0, "class_token": token, "all": token + registers}
+    rows = table.shape[1]
+    grids = {
+        placed: isqrt(rows - placed)
+        for placed in choices.values()
+        if rows > placed and isqrt(rows - placed) ** 2 == rows - placed
+    }
+    if len(grids) != 1:
+        found = " or ".join(f"{side} x {side} and {placed}" for placed, side in grids.items())
+        raise WeightsError(
+            f"pos_embed has {rows} rows, which is {found or 'no square'} (patches, and tokens "
+            f"before them); {REMEDY}"
+        )
+    placed, side = next(iter(grids.items()))
+    usual = 0 if registers else token
+    name = next(name for name, number in choices.items() if number == placed)
+    return {
+        "image_size": side * settings["patch_size"],
+        "prefix_positions": "auto" if placed == usual else name,
+    }
+
+
+def _bias_table(state: Mapping[str, Tensor]) -> str | None:
+    """The first table of relative positions."""
+    return next((name for name in sorted(state) if name.endswith(BIAS_TABLE)), None)
+
+
+def _waves(periods: Tensor) -> dict[str, Any]:
+    """DINOv3 keeps its periods, temperature^(j / waves), rounded to eight bits."""
+    waves = len(periods)
+    if waves < 2:
+        raise WeightsError(f"{PERIODS} has a single wave; {REMEDY}")
+    exact = float(periods[-1]) ** (waves / (waves - 1))
+    near = float(f"{exact:.2g}")
+    if abs(near / exact - 1) > 0.01:
+        raise WeightsError(f"{PERIODS} ends at {float(periods[-1])}; {REMEDY}")
+    return {"rotary_grid": "centred", "rotary_temperature": near}
+
+
+def _heads(
+    state: Mapping[str, Tensor], settings: dict[str, Any], notes: list[str]
+) -> dict[str, Any]:
+    dim = settings["dim"]
+    norm, periods = state.get("blocks.0.attn.q_norm.weight"), state.get(PERIODS)
+    if norm is not None:
+        head_dim = len(norm)
+    elif periods is not None:
+        head_dim = 4 * len(periods)
+    else:
+        head_dim = HEAD_DIM
+    biases = _bias_table(state)
+    if biases is not None:
+        return {"num_heads": state[biases].shape[1]}
+    if dim % head_dim:
+        raise WeightsError(f"{dim} channels do not split into heads of {head_dim}; {REMEDY}")
+    if norm is None and periods is None:
+        notes.append(f"num_heads={dim // head_dim} assumed: {head_dim} channels a head")
+    return {"num_heads": dim // head_dim}
+
+
+def _rest(
+    state: Mapping[str, Tensor], settings: dict[str, Any], openai: bool, notes: list[str]
+) -> dict[str, Any]:
+    """What no tensor tells."""
+    clip_or_dino = settings["norm_pre"] or settings.get("position") == "rotary"
+    rest = {
+        "norm_eps": 1e-5 if clip_or_dino else 1e-6,
+        "activation": "quick_gelu" if openai else "gelu",
+        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in state else 0.0,
+    }
+    assumed = [f"norm_eps={rest['norm_eps']:g}"]
+    if settings["feedforward"] == "mlp" and not openai:
+        assumed.append(f"activation={rest['activation']}")
+    if settings.get("position") == "rotary":
+        assumed.append(f"image_size={settings['image_size']}")
+    if settings["class_token"] and settings["pooling"] != "attention":
+        assumed.append(f"pooling={settings['pooling']}")
+    if settings["norm_pre"] and not openai:
+        notes.append("OpenAI's own weights of CLIP use activation=quick_gelu")
+    notes.append(f"{', '.join(assumed)} assumed: the tensors do not tell; model=NAME would")
+    return rest

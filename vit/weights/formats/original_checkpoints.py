@@ -1,0 +1,154 @@
+"""Weights as their makers published them, under timm's names.
+
+DINOv2 (github.com/facebookresearch/dinov2), DINOv3 (.../dinov3), DeiT III (.../deit), MAE
+(.../mae), EVA (github.com/baaivision/EVA), CLIP (github.com/openai/CLIP) and OpenCLIP
+(github.com/mlfoundations/open_clip).
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vit.errors import WeightsError
+from vit.weights.formats.state_dict_names import some
+
+State = dict[str, Tensor]
+
+# What a wrapper puts before every name: DistributedDataParallel, torch.compile, Lightning.
+WRAPPERS = ("module.", "_orig_mod.", "model.")
+# Where an image-and-text model keeps a network of timm, or of CLIP.
+TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.")
+# Parts of pre-training that no classifier has.
+LEFT_OUT = {
+    "mask_token": "the mask token of pre-training",
+    "decoder_": "the decoder of pre-training",
+    "local_cls_norm.": "a norm of pre-training only",
+    "projectors.": "projections of pre-training",
+    "rope.": "tables of rotary positions, which are computed",
+}
+INDEX = "relative_position_index"  # of a table of relative positions, in each block
+SIMPLE = (
+    (r"(blocks\.\d+)\.gamma_([12])", r"\1.ls\2.gamma"),
+    (r"(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),
+    (r"(blocks\.\d+\.mlp)\.w1\.", r"\1.fc1_g."),
+    (r"(blocks\.\d+\.mlp)\.w2\.", r"\1.fc1_x."),
+    (r"(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
+    (r"^storage_tokens$", "reg_token"),
+)
+CLIP = (
+    (r"^class_embedding$", "cls_token"),
+    (r"^positional_embedding$", "pos_embed"),
+    (r"^conv1\.", "patch_embed.proj."),
+    (r"^ln_pre\.", "norm_pre."),
+    (r"^ln_post\.", "norm."),
+    (r"^transformer\.resblocks\.", "blocks."),
+    (r"\.attn\.in_proj_", ".attn.qkv."),
+    (r"\.attn\.out_proj\.", ".attn.proj."),
+    (r"\.ln_([12])\.", r".norm\1."),
+    (r"\.ls_([12])\.", r".ls\1."),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+)
+ROTARY_FREQUENCIES = "rope.freqs"
+PERIODS = "rope_embed.periods"
+
+
+def as_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
+    """`state` under the names of timm's VisionTransformer, and what was left out, as notes.
+
+    Raises:
+        WeightsError: Two tensors get the same name, or a part cannot be left out.
+    """
+    notes: list[str] = []
+    plain = _trunk(_unwrapped(state), notes)
+    plain = _from_clip(plain, notes) if "class_embedding" in plain else plain
+    for start, meaning in LEFT_OUT.items():
+        names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
+        if names:
+            notes.append(f"left out: {some(names)} ({meaning})")
+            plain = {name: tensor for name, tensor in plain.items() if name not in names}
+    indices = [name for name in plain if name.endswith(INDEX)]
+    if indices:
+        notes.append(f"left out: {some(indices)} (they follow from the grid)")
+        plain = {name: tensor for name, tensor in plain.items() if name not in indices}
+    plain = _with_masked_biases(_without_old_head(plain, notes))
+    renamed: State = {}
+    for name, tensor in plain.items():
+        ours = _renamed(name, SIMPLE)
+        if ours in renamed:
+            raise WeightsError(f"two tensors are both {ours}")
+        renamed[ours] = tensor
+    return _with_registers(renamed), tuple(notes)
+
+
+def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
+    for theirs, ours in table:
+        name = re.sub(theirs, ours, name)
+    return name
+
+
+def _unwrapped(state: Mapping[str, Tensor]) -> State:
+    plain = dict(state)
+    while plain:
+        start = next((w for w in WRAPPERS if all(name.startswith(w) for name in plain)), None)
+        if start is None:
+            break
+        plain = {name.removeprefix(start): tensor for name, tensor in plain.items()}
+    return plain
+
+
+def _trunk(state: State, notes: list[str]) -> State:
+    """Of a model of images and texts, the tower of images."""
+    for start in TRUNKS:
+        inside = {name: t for name, t in state.items() if name.startswith(start)}
+        if inside:
+            others = [name for name in state if name not in inside]
+            if others:
+                notes.append(f"left out: {some(others)} (not of the tower of images)")
+            return {name.removeprefix(start): tensor for name, tensor in inside.items()}
+    return state
+
+
+def _from_clip(state: State, notes: list[str]) -> State:
+    plain = {_renamed(name, CLIP): tensor for name, tensor in state.items()}
+    if plain.pop("proj", None) is not None:
+        notes.append("left out: proj (CLIP's projection beside texts, which names no classes)")
+    plain["cls_token"] = plain["cls_token"].reshape(1, 1, -1)
+    if "pos_embed" in plain:
+        plain["pos_embed"] = plain["pos_embed"].unsqueeze(0)
+    return plain
+
+
+def _without_old_head(state: State, notes: list[str]) -> State:
+    """Without the layer before the head that the first ViT of ImageNet-21k had."""
+    old = [name for name in state if name.startswith("pre_logits.")]
+    if not old:
+        return state
+    old += [name for name in state if name.startswith("head.")]
+    notes.append(f"left out: {some(old, most=4)} (a head of two layers)")
+    return {name: tensor for name, tensor in state.items() if name not in old}
+
+
+def _with_masked_biases(state: State) -> State:
+    """DINOv3 multiplies the biases of queries, keys and values by a mask of ones and zeros."""
+    masked = dict(state)
+    for name in [name for name in state if name.endswith(".bias_mask")]:
+        bias, mask = name.removesuffix("_mask"), masked.pop(name)
+        if bias not in masked or not bool(((mask == 0) | (mask == 1)).all()):
+            raise WeightsError(f"{name} is not a mask of ones and zeros for {bias}")
+        masked[bias] = torch.where(mask == 1, masked[bias], torch.zeros_like(masked[bias]))
+    return masked
+
+
+def _with_registers(state: State) -> State:
+    """DINOv2 gives the class token a position but its registers none; timm adds it in advance."""
+    if "register_tokens" not in state:
+        return state
+    placed = dict(state)
+    placed["reg_token"] = placed.pop("register_tokens")
+    if "pos_embed" in placed and "cls_token" in placed:
+        placed["cls_token"] = placed["cls_token"] + placed["pos_embed"][:, :1]
+        placed["pos_embed"] = placed["pos_embed"][:, 1:]
+    return placed

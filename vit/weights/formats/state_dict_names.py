@@ -1,0 +1,192 @@
+"""The same network under other names: state dicts of timm, Hugging Face and torchvision.
+
+Pure functions from one state dict to another. Ours has timm's names; only the patch projection
+differs, which is a matrix here and a convolution everywhere else.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import isqrt
+
+import torch
+from torch import Tensor, nn
+
+from vit.errors import WeightsError, printable
+from vit.model.relative_position_bias import PREFIX_ROWS
+
+State = dict[str, Tensor]
+Table = tuple[tuple[str, str], ...]
+
+PATCH_WEIGHT = "patch_embed.proj.weight"
+STEM = ("patch_embed.convs.", "patch_embed.norms.")  # what a convolutional stem alone has
+
+BIAS_TABLE = "relative_position_bias_table"
+SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of one that all blocks have
+
+# What the words in braces of a table match: {b} is the number of a block, {p} weight or bias.
+WORDS = {
+    "{p}": r"(?P<p>weight|bias)",
+    "{b}": r"(?P<b>\d+)",
+    "{qkv}": r"(?P<qkv>query|key|value|q|k|v)",
+    "{fc}": r"(?P<fc>fc1|fc2)",
+}
+
+
+def flatten_patches(state: Mapping[str, Tensor]) -> State:
+    """`state` with its patch projection as a matrix instead of a convolution.
+
+    The convolutions of a stem stay as they are.
+
+    Raises:
+        WeightsError: There is no patch projection.
+    """
+    flat = dict(state)
+    if PATCH_WEIGHT not in flat:
+        raise WeightsError(f"{PATCH_WEIGHT} is missing: these are not a Vision Transformer's")
+    if not any(name.startswith(STEM) for name in flat):
+        flat[PATCH_WEIGHT] = flat[PATCH_WEIGHT].flatten(1)
+    return flat
+
+
+def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
+    """`state` under our names.
+
+    Raises:
+        WeightsError: No line of `table` has a tensor's name, or two tensors get the same one.
+    """
+    patterns = [(_compile(theirs), ours) for theirs, ours in table]
+    renamed: State = {}
+    unknown = []
+    for name, tensor in state.items():
+        found = ((pattern.fullmatch(name), ours) for pattern, ours in patterns)
+        match, ours = next(((m, ours) for m, ours in found if m), (None, ""))
+        if match is None:
+            unknown.append(name)
+            continue
+        ours = ours.format(**match.groupdict())
+        if ours in renamed:
+            raise WeightsError(f"{printable(name)} is a second tensor for {ours}")
+        renamed[ours] = tensor
+    if unknown:
+        raise WeightsError(f"{source} has no {some(unknown)}")
+    return renamed
+
+
+def _compile(theirs: str) -> re.Pattern[str]:
+    pattern = theirs.replace(".", r"\.")
+    for word, meaning in WORDS.items():
+        pattern = pattern.replace(word, meaning)
+    return re.compile(pattern)
+
+
+def fuse_qkv(state: Mapping[str, Tensor]) -> State:
+    """Stack each block's separate query, key and value into one `qkv`.
+
+    Raises:
+        WeightsError: One of the three is missing, or of another shape.
+    """
+    fused = dict(state)
+    for name in state:
+        match = re.fullmatch(r"(blocks\.\d+\.attn\.)(?:query|q)\.(weight|bias)", name)
+        if match is None:
+            continue
+        names = [_either(state, match[1], match[2], word) for word in ("query", "key", "value")]
+        parts = [fused.pop(part) for part in names]
+        if len({part.shape for part in parts}) > 1 or not parts[0].ndim:
+            shapes = ", ".join(f"{tuple(part.shape)}" for part in parts)
+            raise WeightsError(f"{match[1]}{match[2]}: query, key and value have shapes {shapes}")
+        fused[f"{match[1]}qkv.{match[2]}"] = torch.cat(parts)
+    return fused
+
+
+def _either(state: Mapping[str, Tensor], prefix: str, suffix: str, word: str) -> str:
+    for spelling in (word, word[0]):
+        if (name := f"{prefix}{spelling}.{suffix}") in state:
+            return name
+    raise WeightsError(f"{prefix}{word}.{suffix} is missing")
+
+
+def spread_shared_bias(state: Mapping[str, Tensor]) -> State:
+    """A table of relative positions for each block, where there is one for all of them.
+
+    Blocks that have their own too add both to the scores, so their sum does the same.
+    """
+    spread = dict(state)
+    shared = spread.pop(SHARED_BIAS, None)
+    if shared is None:
+        return spread
+    for number in {m[1] for name in state if (m := re.match(r"blocks\.(\d+)\.", name))}:
+        name = f"blocks.{number}.attn.rel_pos.{BIAS_TABLE}"
+        own = spread.get(name)
+        if own is not None and own.shape != shared.shape:
+            raise WeightsError(f"{name} {tuple(own.shape)}, but shared {tuple(shared.shape)}")
+        spread[name] = shared.clone() if own is None else own + shared
+    return spread
+
+
+def side_of_biases(name: str, table: Tensor, *, prefix: bool) -> int:
+    """Patches on a side of the square grid whose offsets `table` has a row for.
+
+    Raises:
+        WeightsError: There is no such grid.
+    """
+    count = len(table) - PREFIX_ROWS * prefix
+    across = isqrt(max(count, 0))
+    if across**2 != count or not across % 2:
+        also = f" and {PREFIX_ROWS} more" if prefix else ""
+        raise WeightsError(f"{name} has {len(table)} rows, no offsets of a square grid{also}")
+    return (across + 1) // 2
+
+
+def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Check that `state` has exactly the tensors of `model`, in their shapes and finite.
+
+    Raises:
+        WeightsError: It has not; the message names the first few.
+    """
+    wanted = model.state_dict()
+    shapes = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    faults = {
+        "missing": [name for name in wanted if name not in state],
+        "unknown": [name for name in state if name not in wanted],
+        "of another shape": shapes,
+        "not finite": [name for name, tensor in state.items() if not _finite(tensor)],
+    }
+    found = [f"{what}: {some(names)}" for what, names in faults.items() if names]
+    if found:
+        raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
+
+
+def _finite(tensor: Tensor) -> bool:
+    return tensor.is_meta or bool(torch.isfinite(tensor).all())
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    """The first few of `names`, and how many more there are."""
+    known = [printable(name) for name in names]
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
+
+
+def distinct(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`names` without repetitions, and a line for the user where there were any.
+
+    ImageNet has two cranes, a bird and a machine: the number of the output tells them apart.
+    """
+    counts = Counter(names)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if not twice:
+        return tuple(names), ()
+    apart = []
+    for index, name in enumerate(names):
+        told = name
+        while counts[told] > 1:
+            told = f"{told} ({index})"
+        counts[told] += told != name
+        apart.append(told)
+    return tuple(apart), (f"several classes have one name, so numbers were added: {some(twice)}",)

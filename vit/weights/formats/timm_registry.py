@@ -1,0 +1,113 @@
+"""What timm knows about its pretrained Vision Transformers, without a network."""
+
+import difflib
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from typing import Any
+
+import torch
+
+from vit.errors import WeightsError, printable
+from vit.weights.formats.timm_builder import MODULES, REFUSALS
+from vit.weights.formats.timm_network import describe
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One set of pretrained weights.
+
+    Args:
+        name: timm's: the architecture, a dot, and how it was trained.
+        hub_id: Its repository on the Hugging Face Hub; None for a few old ones.
+        url: Where else the weights are; None for most.
+        license: Its terms; None where timm does not say.
+        image_size: Height and width of its images in pixels.
+    """
+
+    name: str
+    hub_id: str | None
+    url: str | None
+    license: str | None
+    image_size: tuple[int, int]
+
+
+def names() -> list[str]:
+    """Every pretrained network in the files of timm that are read, in timm's order."""
+    import timm
+
+    return [name for m in MODULES for name in timm.list_models(pretrained=True, module=m)]
+
+
+def supported(name: str) -> bool:
+    """Whether this toolkit can load timm's `name`."""
+    return _expressible(name.partition(".")[0])
+
+
+@cache
+def _expressible(architecture: str) -> bool:
+    """Whether our network computes what a block of timm's does, and all around the blocks."""
+    import timm
+
+    try:
+        with torch.device("meta"):
+            model = timm.create_model(architecture, pretrained=False, depth=1)
+        side, patch_size = model.patch_embed.img_size[0], model.patch_embed.patch_size[0]
+        describe(model, architecture, side - side % patch_size)
+    except (WeightsError, *REFUSALS):
+        return False
+    return True
+
+
+def matching(pattern: str) -> list[Entry]:
+    """Networks with `pattern` in their name, or that fit it as a shell pattern.
+
+    Raises:
+        WeightsError: There is none; the message has the nearest names.
+    """
+    word = pattern.lower().removeprefix("timm/")
+    named = [name for name in names() if word in name or fnmatch(name, word)]
+    found = [name for name in named if supported(name)]
+    if named and not found:
+        raise WeightsError(
+            f"this network computes none of timm's called like '{printable(pattern)}'"
+        )
+    if not found:
+        raise WeightsError(
+            f"no pretrained model is called like '{printable(pattern)}'{nearest(word)}"
+        )
+    return [entry for name in found if (entry := find(name)) is not None]
+
+
+def find(name: str) -> Entry | None:
+    """The entry for `name`, with timm's own choice of training where it names none.
+
+    None: timm has no such network, or no weights for it.
+    """
+    import timm
+    from timm.models import get_deprecated_models
+
+    current = get_deprecated_models().get(name) or name
+    try:
+        found: Any = timm.get_pretrained_cfg(current)
+    except RuntimeError:  # an architecture of timm, but no such training of it
+        return None
+    if found is None or not (found.hf_hub_id or found.url):
+        return None
+    full = f"{found.architecture}.{found.tag}" if found.tag else str(found.architecture)
+    return Entry(
+        name=full,
+        hub_id=found.hf_hub_id or None,
+        url=found.url or None,
+        license=found.license or None,
+        image_size=(int(found.input_size[-2]), int(found.input_size[-1])),
+    )
+
+
+def nearest(name: str) -> str:
+    """The timm names most like `name`, as the end of an error."""
+    known = names()
+    near = [other for other in known if other.startswith(name)][:3]
+    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; the nearest are {', '.join(f'timm/{other}' for other in near)}" if near else ""
+    return f"{hint}; `vit models --pretrained` lists all"

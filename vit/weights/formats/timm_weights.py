@@ -1,0 +1,317 @@
+"""timm's weights as ours, and ours as timm's.
+
+Ours has timm's names; the patch projection is a matrix here and a convolution there, and rotary
+networks (timm's Eva) and BEiT name and order some parts otherwise. timm is asked for the network
+itself, which is then read module by module: nothing is known here by the name of an architecture.
+
+What timm's `pretrained_cfg` says beside the network: names of classes, and preprocessing.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, WeightsError, printable
+from vit.model.build import assemble
+from vit.weights.formats.infer_architecture import guess, looks_like_vit
+from vit.weights.formats.original_checkpoints import PERIODS, as_timm_names
+from vit.weights.formats.rotary_layout import Rotation, reorder
+from vit.weights.formats.state_dict_names import (
+    BIAS_TABLE,
+    PATCH_WEIGHT,
+    SHARED_BIAS,
+    State,
+    check_fit,
+    flatten_patches,
+    fuse_qkv,
+    some,
+    spread_shared_bias,
+)
+from vit.weights.formats.timm_builder import build, known_about
+from vit.weights.formats.timm_network import describe, rotation
+from vit.weights.pretrained import Pretrained
+
+RESIZES = {"center": "crop", "squash": "squash"}
+
+
+def arguments(content: Mapping[str, Any]) -> dict[str, Any]:
+    """timm's config.json as the arguments of `read_timm`; older files have one level only.
+
+    Raises:
+        WeightsError: It names no architecture.
+    """
+    about = content.get("pretrained_cfg", content)
+    parts = {"model_args": content.get("model_args") or {}, "pretrained_cfg": about}
+    name = content.get("architecture")
+    if not isinstance(name, str) or not all(isinstance(part, Mapping) for part in parts.values()):
+        raise WeightsError("config.json names no architecture of timm")
+    names = [part.get(key) for part in (content, about) for key in ("label_names", "labels")]
+    return {"architecture": name, **parts, "label_names": next(filter(None, names), None)}
+
+
+def preprocessing(
+    about: Mapping[str, Any], image_size: int
+) -> tuple[Preprocessing | None, tuple[str, ...]]:
+    """How images are prepared, or why that is not known.
+
+    Args:
+        about: timm's `pretrained_cfg`.
+        image_size: Side of the images that the network takes.
+    """
+    if not {"mean", "std", "crop_pct"} <= about.keys():
+        return None, ()
+    mode, share = about.get("crop_mode") or "center", about["crop_pct"]
+    if mode not in RESIZES:
+        return None, (f"preprocessing is not known: timm's crop_mode={mode!r} is not one of ours",)
+    try:
+        return (
+            Preprocessing(
+                image_size=(image_size, image_size),
+                resize=RESIZES[mode],  # type: ignore[arg-type]  # checked by the class
+                crop_share=share,
+                interpolation=about.get("interpolation") or "bicubic",
+                mean=tuple(about["mean"]),
+                std=tuple(about["std"]),
+            ),
+            (),
+        )
+    except (ConfigError, TypeError, ValueError) as error:
+        return None, (f"preprocessing is not known: timm's {printable(error)}",)
+
+
+def class_names(
+    names: Sequence[str] | Mapping[Any, str] | None, count: int
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """`names` by output, where they name all `count` outputs, or why they do not.
+
+    Args:
+        names: A list, or the names by number; None where there are none.
+        count: Outputs of the network.
+    """
+    if not names or not count:
+        return None, ()
+    if isinstance(names, Mapping):
+        numbers = [str(number) for number in range(count)]
+        by_number = {str(number): name for number, name in names.items()}
+        names = [by_number[number] for number in numbers if number in by_number]
+    found = tuple(names) if isinstance(names, list | tuple) else ()
+    if not found or not all(isinstance(name, str) for name in found):
+        return None, ("class names are not known: label_names is no list of names",)
+    if len(found) != count:
+        return None, (f"class names are not known: {len(found)} names for {count} outputs",)
+    if len(set(found)) != count:
+        return None, ("class names are not known: two classes have the same name",)
+    return found, ()
+
+
+def imagenet_names(
+    name: str, about: Mapping[str, Any], count: int
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """WordNet numbers of the classes, where timm's tag says that ImageNet was trained on last.
+
+    Args:
+        name: timm's, with or without a tag, such as vit_base_patch16_224.augreg_in21k_ft_in1k.
+        about: timm's `pretrained_cfg`, which may have the tag instead.
+        count: Outputs of the network.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    base, _, tag = name.partition(".")
+    tag = tag or str(about.get("tag") or "")
+    subset = infer_imagenet_subset({"num_classes": count})
+    known = known_about(f"{base}.{tag}").get("num_classes") == count
+    if subset is None or not known or not re.search(r"(^|_)in\d+k", tag):
+        return None, ()
+    note = f"class names are the WordNet numbers of {subset}, which the tag {tag} stands for"
+    return tuple(ImageNetInfo(subset).label_names()), (note,)
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+# What tensors of odd shapes, and values of odd types in a file, end in.
+FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
+
+
+def read_timm(
+    state: Mapping[str, Tensor],
+    *,
+    architecture: str | None,
+    model_args: Mapping[str, Any] = NOTHING,
+    pretrained_cfg: Mapping[str, Any] = NOTHING,
+    label_names: Sequence[str] | Mapping[Any, str] | None = None,
+    where: str,
+) -> Pretrained:
+    """Weights in timm's names, or in those of their makers, and what timm's config.json says.
+
+    Args:
+        state: Tensors, as they are in the file.
+        architecture: timm's name of the network, with or without a tag; None to tell it from
+            the tensors.
+        model_args: Arguments with which timm builds it.
+        pretrained_cfg: What timm notes beside weights: preprocessing, license, tag.
+        label_names: Names of the classes.
+        where: What the tensors come from, for errors.
+
+    Raises:
+        WeightsError: timm does not know the architecture, our network cannot express it, or the
+            tensors do not fit it.
+    """
+    try:
+        return _read(state, architecture, model_args, dict(pretrained_cfg), label_names)
+    except FAULTS as error:
+        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
+
+
+def read_timm_bare(state: Mapping[str, Tensor], where: str, model: str | None = None) -> Pretrained:
+    """Weights in timm's names without a word about them; shapes tell what network it is.
+
+    Args:
+        state: Tensors, as they are in the file.
+        where: What they come from, for errors.
+        model: timm's name of the network, where shapes do not settle it.
+
+    Raises:
+        WeightsError: Several networks fit, or none of ours.
+    """
+    return read_timm(state, architecture=model, where=where)
+
+
+def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
+    """Whether `read_timm` knows the names in `state`."""
+    try:
+        return looks_like_vit(as_timm_names(state)[0])
+    except WeightsError:
+        return False
+
+
+def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
+    """Weights of timm's VisionTransformer and its kin, under our names and in our shapes.
+
+    Args:
+        state: Their tensors.
+        packed: Leave gate and value of a SwiGLU in one matrix.
+
+    Raises:
+        WeightsError: There is no patch projection, a part of a query, key and value is missing, or
+            something is there twice.
+    """
+    ours: State = {}
+    for name, tensor in state.items():
+        name = re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name)
+        name = re.sub(rf"\.attn\.({BIAS_TABLE})$", r".attn.rel_pos.\1", name)
+        name = re.sub(rf"^shared_rel_pos\.{BIAS_TABLE}$", SHARED_BIAS, name)
+        _put(ours, re.sub(r"\.attn\.([qkv])_proj\.", r".attn.\1.", name), tensor)
+    for name in ours:
+        if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
+            raise WeightsError(f"{printable(name)} is there beside a whole qkv")
+    whole = fuse_qkv(spread_shared_bias(_with_key_biases(ours)))
+    return flatten_patches(whole if packed else _unpacked(whole))
+
+
+def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
+    """Our weights of the network `config`, as those of the timm network that computes the same."""
+    theirs = dict(state)
+    if config.stem == "linear":
+        matrix, side = theirs[PATCH_WEIGHT], config.patch_size
+        theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
+    if not config.is_rotary:
+        return theirs
+    return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
+
+
+def _read(
+    state: Mapping[str, Tensor],
+    architecture: str | None,
+    model_args: Mapping[str, Any],
+    about: dict[str, Any],
+    label_names: Sequence[str] | Mapping[Any, str] | None,
+) -> Pretrained:
+    theirs, notes = as_timm_names(state)
+    turned = None
+    if architecture is None:
+        if model_args:
+            raise WeightsError("model_args need the architecture that they are for")
+        config, said = guess(theirs, original=state.keys())
+    else:
+        about = about or known_about(architecture)
+        model, size, said = build(architecture, model_args, about, theirs)
+        config, turned = describe(model, architecture, size), rotation(model)
+    ours, dropped = _ours(theirs, config, turned)
+    with torch.device("meta"):
+        check_fit(ours, assemble(config))
+    names = label_names or about.get("label_names")
+    classes, on_classes = class_names(names, config.num_classes)
+    if not names and architecture is not None:
+        classes, on_classes = imagenet_names(architecture, about, config.num_classes)
+    prepared, on_images = preprocessing(about, config.image_size)
+    terms = about.get("license")
+    return Pretrained(
+        state=ours,
+        config=config,
+        classes=classes,
+        preprocessing=prepared,
+        license=terms if isinstance(terms, str) else None,
+        origin=f"timm {architecture}" if architecture else "a network in timm's names",
+        notes=(*notes, *said, *dropped, *on_classes, *on_images),
+    )
+
+
+def _put(state: State, name: str, tensor: Tensor) -> None:
+    if name in state:
+        raise WeightsError(f"two tensors are both {printable(name)}")
+    state[name] = tensor
+
+
+def _with_key_biases(state: State) -> State:
+    """Eva and BEiT have biases for queries and values only: those of keys are zeros."""
+    whole = dict(state)
+    for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q_bias", name)]:
+        start = name.removesuffix("q_bias")
+        query, value = whole.pop(name), whole.pop(f"{start}v_bias", None)
+        if value is None:
+            raise WeightsError(f"{start}v_bias is missing")
+        _put(whole, f"{start}qkv.bias", torch.cat([query, torch.zeros_like(query), value]))
+    for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q\.bias", name)]:
+        whole.setdefault(name.replace(".q.", ".k."), torch.zeros_like(whole[name]))
+    return whole
+
+
+def _unpacked(state: State) -> State:
+    """Gate and value of a SwiGLU apart, where one matrix has both, the gate first."""
+    apart = dict(state)
+    for name in state:
+        match = re.fullmatch(r"(blocks\.\d+\.mlp\.)fc1\.(weight|bias)", name)
+        second = state.get(f"{match[1]}fc2.weight") if match else None
+        if match and second is not None and len(state[name]) == 2 * second.shape[1]:
+            gate, value = apart.pop(name).chunk(2)
+            _put(apart, f"{match[1]}fc1_g.{match[2]}", gate)
+            _put(apart, f"{match[1]}fc1_x.{match[2]}", value)
+    return apart
+
+
+def _ours(
+    theirs: State, config: ModelConfig, turned: Rotation | None
+) -> tuple[State, tuple[str, ...]]:
+    """Weights by our names for the network `config`, and notes on what was left out."""
+    notes = []
+    kept = {name: tensor for name, tensor in theirs.items() if name != PERIODS}
+    if len(kept) < len(theirs):
+        notes.append(f"left out: {PERIODS} (computed from rotary_temperature)")
+    whole = [name for name, tensor in kept.items() if not tensor.is_floating_point()]
+    if whole:
+        raise WeightsError(
+            f"{some(whole)} hold {kept[whole[0]].dtype}, not numbers with a fraction"
+        )
+    ours = {name: tensor.float() for name, tensor in from_timm(kept).items()}
+    biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
+    if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
+        notes.append(f"left out: {some(biases)} (all zeros, and the network has none)")
+        ours = {name: tensor for name, tensor in ours.items() if name not in biases}
+    if turned is not None:
+        ours = reorder(ours, turned, config.num_heads)
+    return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)

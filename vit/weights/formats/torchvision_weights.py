@@ -1,0 +1,144 @@
+"""torchvision's VisionTransformer, as ours: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14.
+
+A file holds tensors only. Everything else follows from their shapes, but the number of heads: that
+is the one of torchvision's own networks of this width.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.errors import ConfigError, WeightsError, printable
+from vit.model.build import assemble
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, Table, check_fit, rename
+from vit.weights.pretrained import Pretrained
+
+NAMES: Table = (
+    (r"class_token", "cls_token"),
+    (r"encoder.pos_embedding", "pos_embed"),
+    (r"conv_proj.{p}", "patch_embed.proj.{p}"),
+    (r"{l}ln_1.{p}", "blocks.{b}.norm1.{p}"),
+    (r"{l}self_attention.in_proj_{p}", "blocks.{b}.attn.qkv.{p}"),
+    (r"{l}self_attention.out_proj.{p}", "blocks.{b}.attn.proj.{p}"),
+    (r"{l}ln_2.{p}", "blocks.{b}.norm2.{p}"),
+    # linear_1 and linear_2 until torchvision 0.12
+    (r"{l}mlp.(?:0|linear_1).{p}", "blocks.{b}.mlp.fc1.{p}"),
+    (r"{l}mlp.(?:3|linear_2).{p}", "blocks.{b}.mlp.fc2.{p}"),
+    (r"encoder.ln.{p}", "norm.{p}"),
+    # `model.heads = nn.Linear(...)` is how many fine-tune
+    (r"heads.(?:head.|0.)?{p}", "head.{p}"),
+)
+TABLE: Table = tuple(
+    (theirs.replace("{l}", "encoder.layers.encoder_layer_{b}."), ours) for theirs, ours in NAMES
+)
+HEADS = {768: 12, 1024: 16, 1280: 16}
+SOURCE = "torchvision's VisionTransformer"
+IMAGENET = 1000
+
+
+def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
+    """Whether these are the names of torchvision's VisionTransformer."""
+    return "class_token" in state and "encoder.pos_embedding" in state
+
+
+def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
+    """A VisionTransformer of torchvision, as ours.
+
+    Args:
+        state: Its tensors, by torchvision's names.
+        where: The file, for messages.
+
+    Raises:
+        WeightsError: It is another network, or one that ours cannot be.
+    """
+    try:
+        _refuse(state)
+        ours = _shaped(rename(state, TABLE, SOURCE))
+        config = _config(ours, state)
+        with torch.device("meta"):
+            model = assemble(config)
+        check_fit(ours, model)
+    except (ConfigError, WeightsError) as error:
+        raise WeightsError(f"{printable(where)}: {error}") from None
+    classes, notes = _classes(config.num_classes)
+    return Pretrained(
+        state=ours,
+        config=config,
+        classes=classes,
+        preprocessing=None,
+        license=None,
+        origin=f"torchvision VisionTransformer {config.dim}/{config.patch_size}",
+        notes=(
+            f"{config.num_heads} heads, as torchvision's own networks of width {config.dim}",
+            *notes,
+            "a file of torchvision does not say how images are prepared",
+        ),
+    )
+
+
+def _refuse(state: Mapping[str, Tensor]) -> None:
+    if any(name.startswith("heads.pre_logits.") for name in state):
+        raise WeightsError(
+            f"{SOURCE} has heads.pre_logits, a layer before its head that this network does not "
+            "have; take one that was built without representation_size"
+        )
+    if any(name.startswith("conv_proj.conv_bn_relu_") for name in state):
+        raise WeightsError(
+            f"{SOURCE} has a convolutional stem, which this network does not have; take one that "
+            "was built without conv_stem_configs"
+        )
+
+
+def _shaped(state: State) -> State:
+    shaped: State = {}
+    for name, tensor in state.items():
+        if not tensor.is_floating_point() or not tensor.ndim:
+            raise WeightsError(f"{name} holds {tensor.dtype}, expected floats")
+        tensor = tensor.detach().cpu().float()
+        shaped[name] = tensor.flatten(1) if name == PATCH_WEIGHT and tensor.ndim > 1 else tensor
+    return shaped
+
+
+def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
+    """The network that these shapes are of."""
+    patch, table = theirs.get("conv_proj.weight"), ours.get("pos_embed")
+    hidden = ours.get("blocks.0.mlp.fc1.weight")
+    if patch is None or patch.ndim != 4 or patch.shape[2] != patch.shape[3]:
+        raise WeightsError("there is no conv_proj.weight of square patches")
+    if table is None or table.ndim != 3 or hidden is None:
+        raise WeightsError("encoder.pos_embedding or the first block is missing")
+    dim, channels, patch_size, _ = patch.shape
+    if dim not in HEADS:
+        raise WeightsError(
+            f"the file does not say how many heads there are, and no network of torchvision has "
+            f"the width {dim}; they have {', '.join(map(str, HEADS))}"
+        )
+    side = math.isqrt(max(table.shape[1] - 1, 0))
+    if not side or side * side + 1 != table.shape[1]:
+        raise WeightsError(f"{table.shape[1]} positions are not a square and a class token")
+    blocks = {match[1] for name in ours if (match := re.match(r"blocks\.(\d+)\.", name))}
+    return ModelConfig(
+        image_size=side * patch_size,
+        patch_size=patch_size,
+        channels=channels,
+        num_classes=len(ours["head.weight"]) if "head.weight" in ours else 0,
+        dim=dim,
+        depth=len(blocks),
+        num_heads=HEADS[dim],
+        hidden_dim=len(hidden),
+        norm_eps=1e-6,
+    )
+
+
+def _classes(count: int) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """ImageNet's names where the number of outputs is ImageNet's; and lines for the user."""
+    if count != IMAGENET:
+        return None, ("a file of torchvision has no names for the classes",) if count else ()
+    from torchvision.models import ViT_B_16_Weights
+
+    names = ViT_B_16_Weights.IMAGENET1K_V1.meta["categories"]
+    return tuple(map(str, names)), ("1000 outputs: taken for the classes of ImageNet-1k",)

@@ -1,0 +1,299 @@
+"""SOURCE -> a network: any library's weights, found, read, understood and adapted.
+
+SOURCE -> files (sources.py) -> tensors (files.py) -> our names and settings (formats/)
+       -> another head, size or number of channels (adapting.py) -> network
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vit.config import DataConfig, ModelConfig
+from vit.config.parser import all_settings, convert, nearest
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, WeightsError, printable
+from vit.model.vision_transformer import VisionTransformer
+from vit.weights.adapt_weights import adapt, following
+from vit.weights.file_format import read_json
+from vit.weights.find_weights import Found
+from vit.weights.formats.huggingface_reader import read_huggingface
+from vit.weights.formats.jax_weights import read_jax
+from vit.weights.formats.timm_weights import arguments, looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
+from vit.weights.pretrained import Pretrained, PretrainedDecoder
+from vit.weights.resolve_source import locate
+from vit.weights.saved_model import (
+    DECODER,
+    LoadedRun,
+    empty_model,
+    load_run,
+    read_model_config,
+    split_decoder,
+)
+from vit.weights.sparse_upcycling import check_feedforward
+from vit.weights.state_dict_readers import StateFile, read_arrays, read_state
+
+Source = str | os.PathLike[str]
+Notify = Callable[[str], object]
+
+
+def tell(line: str) -> None:
+    """Write a line to standard error."""
+    print(line, file=sys.stderr)
+
+
+def open_source(source: Source, *, model: str | None = None) -> Pretrained:
+    """The weights that `source` names, with all that is known about them.
+
+    Args:
+        source: timm/NAME, hf/OWNER/NAME, a run folder, a folder of timm or Hugging Face, or a file.
+        model: The architecture, where a bare file of tensors does not tell it.
+
+    Raises:
+        WeightsError: They cannot be found, read, or computed by this network; the message says why.
+    """
+    return _opened(locate(source), model)
+
+
+def settings_of(source: Source) -> ModelConfig:
+    """What network `source` is; nothing is downloaded. Of a run only config.json is read.
+
+    Raises:
+        RunError, WeightsError: As `open_source`, or it is not on this disk.
+    """
+    found = locate(source, offline=True)
+    return read_model_config(found.folder) if found.kind == "run" else _opened(found).config
+
+
+def _opened(found: Found, model: str | None = None) -> Pretrained:
+    read = {"run": _from_run, "timm": _from_timm, "huggingface": _from_huggingface}
+    if found.kind in read:
+        pretrained = read[found.kind](found)
+    elif found.kind == "npz":
+        pretrained = read_jax(read_arrays(found.weights), str(found.weights))
+    else:
+        pretrained = _from_file(found, model)
+    return dataclasses.replace(
+        pretrained,
+        license=found.license or pretrained.license,
+        notes=(*found.notes, *pretrained.notes),
+    )
+
+
+def _from_run(found: Found) -> Pretrained:
+    run = load_run(found.folder)
+    encoder, words = split_decoder(run.model.state_dict())
+    decoder = None
+    if run.decoder is not None and run.tokenizer is not None:
+        own = {name.removeprefix(DECODER): tensor for name, tensor in words.items()}
+        decoder = PretrainedDecoder(own, run.decoder, run.tokenizer)
+    return Pretrained(
+        state=encoder,
+        decoder=decoder,
+        config=run.config,
+        classes=run.classes,
+        preprocessing=run.preprocessing,
+        thresholds=run.thresholds,
+        license=_license_of_run(found),
+        origin=f"run {printable(found.folder)}",
+        stretches=True,
+    )
+
+
+def _license_of_run(found: Found) -> str | None:
+    assert found.config is not None
+    noted = read_json(found.config).get("pretrained_cfg", {}).get("license")
+    return noted if isinstance(noted, str) else None
+
+
+def _from_timm(found: Found) -> Pretrained:
+    file = read_state(found.weights)
+    about = {} if found.config is None else arguments(read_json(found.config))
+    if architecture(about.get("architecture")) != architecture(found.name):
+        # two networks share a repository, whose config.json is the other one's
+        about = {"architecture": found.name}
+    return _with_notes(read_timm(file.tensors, **about, where=str(found.weights)), file)
+
+
+def architecture(name: str | None) -> str:
+    """A name of timm without its tag."""
+    return (name or "").partition(".")[0]
+
+
+def _from_huggingface(found: Found) -> Pretrained:
+    assert found.config is not None
+    file = read_state(found.weights)
+    processor = None if found.processor is None else read_json(found.processor)
+    pretrained = read_huggingface(
+        read_json(found.config), processor, file.tensors, str(found.weights)
+    )
+    return _with_notes(pretrained, file)
+
+
+def _from_file(found: Found, model: str | None) -> Pretrained:
+    file, where = read_state(found.weights), str(found.weights)
+    if looks_like_torchvision(file.tensors):
+        return _with_notes(read_torchvision(file.tensors, where), file)
+    if looks_like_timm(file.tensors):
+        return _with_notes(read_timm_bare(file.tensors, where, model=model), file)
+    names = ", ".join(printable(name) for name in list(file.tensors)[:3])
+    raise WeightsError(
+        f"{printable(where)} has tensors that no known Vision Transformer has ({names}, ...); "
+        "give the folder with its config.json"
+    )
+
+
+def _with_notes(pretrained: Pretrained, file: StateFile) -> Pretrained:
+    return dataclasses.replace(pretrained, notes=(*file.notes, *pretrained.notes))
+
+
+def source_lines(source: Source, pretrained: Pretrained) -> list[str]:
+    """What a user should know of weights before they are used."""
+    terms = printable(pretrained.license) if pretrained.license else "not said; ask who made them"
+    lines = [f"weights: {printable(source)} ({pretrained.origin}), license: {terms}"]
+    return lines + [f"note: {note}" for note in pretrained.notes]
+
+
+def from_pretrained(
+    source: Source,
+    *,
+    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    model: str | None = None,
+    notify: Notify | None = tell,
+    **settings: Any,
+) -> VisionTransformer:
+    """A network with pretrained weights, in evaluation mode; a Captioner where it writes captions.
+
+    Args:
+        source: As for `open_source`.
+        num_classes: Outputs of the head; a new one of zeros where the source has another number.
+            As in the source when left out; 0 for none.
+        classes: Names of the outputs; rows of the source's head are kept where names match.
+        model: The architecture, where a bare file of tensors does not tell it.
+        say: Told where the weights come from and what became of them; None to hear nothing.
+        settings: image_size, patch_size, channels, and what has no weights, such as drop_path,
+            merge_tokens and capacity_factor, to which the weights are adapted; feedforward="moe"
+            with its own, whose experts are copies of the source's MLPs; any other must be the
+            source's.
+
+    Raises:
+        WeightsError: As `open_source`, or the weights cannot be adapted.
+        ConfigError: A setting is unknown or has an impossible value.
+    """
+    pretrained = open_source(source, model=model)
+    config = _asked_for(pretrained, num_classes, classes, settings)
+    state, report = adapt(pretrained, config, classes=classes)
+    decoder = pretrained.decoder
+    lines = [*source_lines(source, pretrained), *report.lines()]
+    if decoder is not None and (num_classes or classes):
+        lines.append("left out: the decoder, since classes were asked for")
+        decoder = None
+    if notify is not None:
+        for line in lines:
+            notify(line)
+    return filled(config, state, decoder)
+
+
+def _asked_for(
+    pretrained: Pretrained,
+    num_classes: int | None,
+    classes: Sequence[str] | None,
+    settings: dict[str, Any],
+) -> ModelConfig:
+    config = pretrained.config
+    kinds = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
+    for name in settings.keys() - kinds.keys():
+        raise ConfigError(f"{printable(name)} is not a model setting{nearest(name, kinds)}")
+    if classes is not None and num_classes not in (None, len(classes)):
+        raise ConfigError(f"num_classes={num_classes}, but there are {len(classes)} names")
+    outputs = len(classes) if classes is not None else num_classes
+    changed = {name: convert(kinds[name], value, name) for name, value in settings.items()}
+    if outputs is not None:
+        changed["num_classes"] = outputs
+    check_feedforward(pretrained, changed.get("feedforward", config.feedforward))
+    return changed_config(config, changed)
+
+
+def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
+    """`config` with what is `changed`, and with what follows from it."""
+    return dataclasses.replace(config, **{**following(config, changed), **changed})
+
+
+def filled(
+    config: ModelConfig, state: dict[str, Tensor], decoder: PretrainedDecoder | None = None
+) -> VisionTransformer:
+    """The network of `config` with exactly the tensors of `state`, in evaluation mode.
+
+    With a `decoder` it is a Captioner.
+    """
+    if decoder is None:
+        network = empty_model(config)
+    else:
+        network = empty_model(config, decoder.config)
+        state = state | {f"{DECODER}{name}": tensor for name, tensor in decoder.state.items()}
+    network.load_state_dict(state, assign=True)
+    return network.eval()
+
+
+def load_model(
+    source: Source, *, notify: Notify | None = tell, headless: bool = False
+) -> LoadedRun:
+    """A network that answers for images, with its class names and preprocessing.
+
+    Args:
+        source: A run folder, or any other source of weights with a head.
+        say: Told where weights of others come from, and what was assumed; None to hear nothing.
+        headless: Take weights without a head too, whose network has no classes.
+
+    Raises:
+        RunError, WeightsError: It cannot be found or read, or has no head.
+    """
+    found = locate(source)
+    if found.kind == "run":
+        return load_run(found.folder)
+    pretrained = _opened(found)
+    if not pretrained.config.num_classes and not headless:
+        raise WeightsError(
+            f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
+            "fine-tune it first (vit train DATA --weights ...)"
+        )
+    if pretrained.config.channels != 3:
+        raise WeightsError(
+            f"{printable(source)} ({pretrained.origin}) is for images of "
+            f"{pretrained.config.channels} channels, and images are read as RGB"
+        )
+    lines = source_lines(source, pretrained)
+    preprocessing, line = assumed_preprocessing(pretrained)
+    lines += [line] if line else []
+    classes = pretrained.classes if pretrained.config.num_classes else ()
+    if classes is None:
+        classes = numbered(pretrained)
+        lines.append("note: nothing says the names of its classes: they are numbers here")
+    if notify is not None:
+        for line in lines:
+            notify(line)
+    model = filled(pretrained.config, pretrained.state)
+    about = (model, classes, preprocessing, pretrained.config, pretrained.stretches)
+    return LoadedRun(*about, thresholds=pretrained.thresholds)
+
+
+def numbered(pretrained: Pretrained) -> tuple[str, ...]:
+    """Numbers as the names of classes that nobody named."""
+    return tuple(str(index) for index in range(pretrained.config.num_classes))
+
+
+def assumed_preprocessing(pretrained: Pretrained) -> tuple[Preprocessing, str]:
+    """How images are prepared, and a line about it where the source does not say."""
+    if pretrained.preprocessing is not None:
+        return pretrained.preprocessing, ""
+    usual, side = DataConfig(), pretrained.config.image_size
+    assumed = Preprocessing.of(usual, side)
+    return assumed, (
+        "note: nothing says how images are prepared for these weights; assumed: resized to "
+        f"{side} px by {usual.interpolation}, the middle {usual.crop_share:.0%}, mean and std 0.5"
+    )

@@ -1,0 +1,116 @@
+"""README.md of a folder of weights: what it is, from what it was made, how to use it."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit.errors import printable
+from vit.version import __version__
+from vit.weights.pretrained import Pretrained
+
+CARD_FILE = "README.md"
+MOST_CLASSES = 100
+
+USES = {
+    "timm": """```python
+import timm
+
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```""",
+    "huggingface": """```python
+from transformers import pipeline
+
+classify = pipeline("image-classification", model="FOLDER")
+classify("image.jpg")
+```""",
+}
+REGISTERED = """This network has a convolutional stem, which {library} knows once vit is imported:
+`pip install` vit and begin with `import vit`."""
+TASKS = {True: "image-classification", False: "image-feature-extraction"}
+LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
+
+
+def model_card(
+    source: str | os.PathLike[str],
+    pretrained: Pretrained,
+    to: str,
+    *,
+    name: str,
+    scored: bool = True,
+) -> str:
+    """The text of the card.
+
+    Args:
+        source: What was converted; where it is a run, its scores stand in the card.
+        pretrained: The same, opened.
+        to: Which library opens the folder.
+        name: Of the folder.
+        scored: Whether the scores of the run are those of this network.
+    """
+    config, best = pretrained.config, best_event(Path(source))
+    use = USES[to]
+    if config.stem == "conv":
+        use = use.replace("```python", "```python\nimport vit\n", 1)
+    front: dict[str, Any] = {
+        "library_name": LIBRARIES[to],
+        "pipeline_tag": TASKS[config.num_classes > 0],
+        "tags": ["image-classification", "vision-transformer", LIBRARIES[to]],
+    }
+    if pretrained.license:
+        front |= terms(pretrained.license)
+    parts = [
+        f"# {printable(Path(source).name)}",
+        f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
+        f"{config.dim}, patches of {config.patch_size} px, images of {config.image_size} px. "
+        f"Made from {printable(pretrained.origin)} by vit {__version__}.",
+        *([REGISTERED.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
+        use.replace("FOLDER", printable(name)),
+    ]
+    if scored and best is not None:
+        parts.append(f"## Scores\n\n{told(best)} (loss {best['val_loss']:.4f}).")
+    if pretrained.classes:
+        names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
+        more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
+        parts.append(f"## Classes\n\n{', '.join(names[:MOST_CLASSES])}{more}")
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def terms(license_: str) -> dict[str, str]:
+    """A licence as the hub takes it: one of its short names, or `other` with what it is called."""
+    if re.fullmatch(r"[a-z0-9.-]+", license_):
+        return {"license": license_}
+    return {"license": "other", "license_name": license_}
+
+
+def best_event(run: Path) -> dict[str, Any] | None:
+    """The scores of the weights that a run answers with; None where there are none."""
+    folder = run.parent if run.is_file() else run
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        events = [json.loads(line) for line in lines]
+        soups = [event for event in events if event["event"] == "soup" and event["better"]]
+        epochs = [event for event in events if event["event"] == "epoch"]
+        best: dict[str, Any] = (
+            soups or [max(epochs, key=lambda event: (score_of(event), -event["val_loss"]))]
+        )[-1]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return best
+
+
+def score_of(event: dict[str, Any]) -> float:
+    """The score that the best epoch of a run has most of: top-1, or what the event names."""
+    return float(event[event.get("chosen_by", "val_top1")])
+
+
+def told(event: dict[str, Any]) -> str:
+    """The score in words."""
+    names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
+    name = names.get(event.get("chosen_by", ""), "Top-1")
+    return f"{name} on its validation images: {score_of(event):.2%}"

@@ -1,0 +1,101 @@
+"""Does the library that a folder was written for give our answers? Measured on an image.
+
+image -> our preprocessing, our network      image -> theirs, as they read them from the folder
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vit.data.image_io import read_image
+from vit.errors import WeightsError, printable
+from vit.weights.load_model import assumed_preprocessing, filled
+from vit.weights.pretrained import Pretrained
+
+# The same weights and pixels: rounding alone. Another library's resizing moves a score further.
+SAME_NETWORK = 1e-3
+SAME_SCORE = 0.01
+
+
+def measured(
+    pretrained: Pretrained, folder: Path, to: str, pil_image: str | os.PathLike[str]
+) -> list[str]:
+    """Compare what was converted with the folder it became, and say how far they are apart.
+
+    Args:
+        pretrained: What was converted.
+        folder: The folder.
+        to: "timm" or "huggingface".
+        image: An image to compare on.
+
+    Raises:
+        WeightsError: The folder answers otherwise.
+        BadImage: The image cannot be read.
+    """
+    if to == "huggingface" and importlib.util.find_spec("transformers") is None:
+        return ["note: transformers is not installed here, so its answers were not compared"]
+    if pretrained.config.channels != 3:
+        return ["note: images are read as RGB, so answers were not compared"]
+    image = read_image(os.fspath(pil_image))
+    preprocessing, _ = assumed_preprocessing(pretrained)
+    ours = preprocessing.normalise(preprocessing(image).unsqueeze(0))
+    network = filled(pretrained.config, pretrained.state)
+    compare = _timm if to == "timm" else _huggingface
+    with torch.inference_mode():
+        mine = network(ours)
+        try:
+            same, other = compare(folder, ours, image, bool(pretrained.config.num_classes))
+        except Exception as error:  # whatever another library raises
+            reason = printable(" ".join(str(error).split()))[:160]
+            raise WeightsError(
+                f"{printable(folder)} was written, but {to} cannot open it: {reason}"
+            ) from None
+    spread = float(mine.abs().max()) or 1.0
+    apart = float((mine - same).abs().max()) / spread
+    if not apart < SAME_NETWORK:
+        raise WeightsError(
+            f"{printable(folder)} was written, but {to} answers otherwise: outputs differ by "
+            f"{apart:.2g} of the largest; please report it"
+        )
+    line = f"parity on {printable(pil_image)}: outputs differ by {apart:.1g} of the largest"
+    if not pretrained.config.num_classes:
+        return [line]
+    scores, others = mine.softmax(1)[0], other.softmax(1)[0]
+    gap = float((scores - others).abs().max())
+    top = "the same top-1" if scores.argmax() == others.argmax() else "another top-1"
+    lines = [f"{line}; with {to}'s own preprocessing {top}, scores differ by at most {gap:.2g}"]
+    if gap > SAME_SCORE or scores.argmax() != others.argmax():
+        lines.append(f"note: {to} resizes images otherwise; compare on your own with --image")
+    return lines
+
+
+def _timm(folder: Path, pixels: Tensor, image: Image.Image, _head: bool) -> tuple[Tensor, Tensor]:
+    """Outputs of timm for our pixels, and for its own."""
+    import timm
+
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    return model(pixels), model(transform(image).unsqueeze(0))
+
+
+def _huggingface(
+    folder: Path, pixels: Tensor, image: Image.Image, head: bool
+) -> tuple[Tensor, Tensor]:
+    """Outputs of transformers for our pixels, and for its own."""
+    from transformers import (
+        AutoImageProcessor,
+        AutoModel,
+        AutoModelForImageClassification,
+    )
+
+    processor = AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    own = processor(images=image, return_tensors="pt")["pixel_values"]
+    if not head:
+        model = AutoModel.from_pretrained(folder).eval()
+        return model(pixels).pooler_output, model(own).pooler_output
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
+    return model(pixels).logits, model(own).logits

@@ -1,0 +1,121 @@
+"""Sparse upcycling: the MLPs of a trained network become experts.
+
+    MLP_e = MLP for every expert e      so that      Σ g_e MLP_e(x) = MLP(x)  where  Σ g_e = 1
+
+The router is drawn anew. The experts of a block are equal until training sends tokens to different
+ones; a shared expert has the MLP's first matrix, and a second one of zeros.
+
+Source: Komatsuzaki et al., "Sparse Upcycling", section 3, arXiv:2212.05055.
+"""
+
+import torch
+from torch import Tensor
+
+from vit.config import ModelConfig
+from vit.config.model_config import BELONGS_TO
+from vit.errors import WeightsError, printable
+from vit.model.initialization import initialise
+from vit.weights.formats.state_dict_names import some
+from vit.weights.pretrained import Pretrained
+from vit.weights.saved_model import empty_model
+
+State = dict[str, Tensor]
+
+# The settings that a network with experts has, and one without has not.
+UPCYCLED = ("feedforward", *(name for name, (_, kinds) in BELONGS_TO.items() if kinds == ("moe",)))
+MOST_BLOCKS = 12
+
+
+def becomes_experts(source: ModelConfig, config: ModelConfig) -> bool:
+    """Whether MLPs of `source` are experts in `config`."""
+    return source.feedforward == "mlp" and config.feedforward == "moe"
+
+
+def check_feedforward(source: Pretrained, wanted: str) -> None:
+    """Refuse experts where there is no MLP to copy, and experts that are to become something else.
+
+    Raises:
+        WeightsError: It has the value, the reason and the remedy.
+    """
+    has = source.config.feedforward
+    if wanted == has or "moe" not in (wanted, has) or has == "mlp":
+        return
+    why = (
+        "experts are made of an mlp alone"
+        if wanted == "moe"
+        else "one part cannot do what many did"
+    )
+    raise WeightsError(
+        f"feedforward={wanted}: {printable(source.origin)} has feedforward={has}, and {why}; "
+        "leave it out, or start without its weights"
+    )
+
+
+def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tuple[str, ...], str]:
+    """Put experts in place of MLPs where `config` has them; nothing where `source` has too.
+
+    Routers are drawn from torch's global generator, block by block.
+
+    Returns:
+        What was made, and a line about the blocks; nothing where no block was changed.
+
+    Raises:
+        WeightsError: The experts' weights do not sum to one.
+    """
+    if not becomes_experts(source.config, config):
+        return (), ""
+    _check_weights(source, config)
+    blocks = [n for n in range(1, config.depth + 1) if config.feedforward_of(n) == "moe"]
+    parts = [f"blocks.{number - 1}.mlp" for number in blocks]
+    network = empty_model(config)
+    for part in parts:
+        network.get_submodule(f"{part}.router").to_empty(device="cpu")
+    initialise(network)  # of what has no values it draws none
+    for part in parts:
+        router = f"{part}.router.weight"
+        state[router] = network.get_parameter(router).detach()
+        _copy(state, part, config)
+    routers = "1 router" if len(blocks) == 1 else f"{len(blocks)} routers"
+    return (routers,), _line(blocks, config)
+
+
+def _copy(state: State, part: str, config: ModelConfig) -> None:
+    """The tensors of one MLP, as those of experts."""
+    for name in [name for name in state if name.startswith(f"{part}.fc")]:
+        tensor, (layer, kind) = state.pop(name), name.removeprefix(f"{part}.").split(".")
+        state[f"{part}.experts.{layer}_{kind}"] = torch.stack([tensor] * config.num_experts)
+        if config.shared_expert:
+            shared = tensor.clone() if layer == "fc1" else torch.zeros_like(tensor)
+            state[f"{part}.shared.{layer}.{kind}"] = shared
+
+
+def _check_weights(source: Pretrained, config: ModelConfig) -> None:
+    """Refuse weights of less than one in all, by which copies of an MLP answer less than it did.
+
+    Raises:
+        WeightsError: They are.
+    """
+    if config.expert_weights == "renormalised" or config.top_k == config.num_experts:
+        return
+    remedy = "router_weights=auto" if config.router_weights == "softmax" else ""
+    if config.top_k == 1:
+        remedy = f"top_k=2 with {remedy}" if remedy else "top_k=2"
+    raise WeightsError(
+        f"router_weights=softmax with top_k={config.top_k} of num_experts={config.num_experts}: "
+        "the weights of a token's experts sum to less than one, so copies of the mlp of "
+        f"{printable(source.origin)} would answer less than it does; use {remedy}"
+    )
+
+
+def _line(blocks: list[int], config: ModelConfig) -> str:
+    """Which blocks became what, for the user."""
+    numbers = some(map(str, blocks), MOST_BLOCKS)
+    where = f"block {numbers}" if len(blocks) == 1 else f"each of blocks {numbers}"
+    shared = ", and a shared one that adds nothing yet" if config.shared_expert else ""
+    line = f"the mlp of {where} into {config.num_experts} equal experts{shared}"
+    if 0 < config.capacity_factor * config.top_k < config.num_experts:
+        line += (
+            f"; tokens beyond capacity_factor={config.capacity_factor} are dropped, "
+            "and are not answered as before"
+        )
+    return line

@@ -1,0 +1,435 @@
+"""Tensors from a file that anybody may have written: safetensors, torch pickles, numpy archives.
+
+The content decides which it is, not the name. No code in a file is run, memory is bounded by the
+size of the file, and every value is finite. A file that is not as it should be is refused.
+
+Files of torch.save, opened so that nothing in them can run or swell.
+
+A pickle is a program. Before torch reads it (with weights_only), every name that it asks for is
+compared with a list of harmless ones; sizes are compared with the size of the file.
+numpy's archives (.npz), as JAX projects publish weights: numbers only, sizes checked first.
+"""
+
+import argparse
+import io
+import json
+import math
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vit.errors import WeightsError, printable
+from vit.weights.file_format import NO_CODE, WANTED, content_of, open_file, read_json
+from vit.weights.formats.state_dict_names import some
+from vit.weights.safetensors_io import read_any_tensors
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_PICKLES = 5  # magic number, protocol, sizes of types, the object, keys of its storages
+SWELL = 4
+SPARE = 16_000_000
+"""A file may declare SWELL times its size and SPARE bytes more: real ones are never above 2."""
+MOST_ENTRIES = 50_000
+MOST_STEPS = 5_000_000
+"""Of a pickle's program; the checkpoint of a large network has a tenth of them."""
+
+# What a name in a pickle may be. torch allows more: bytearray and encode could ask for all memory.
+HARMLESS = re.compile(
+    r"collections (OrderedDict|Counter)"
+    r"|argparse Namespace"
+    r"|(builtins|__builtin__) (set|complex)"
+    r"|torch (\w+Storage|Size|device|Tensor|b?float\d+\w*|u?int\d+|bool|half|double|long)"
+    r"|torch\._utils _rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
+    r"|torch\._tensor _rebuild_from_type_v2"
+    r"|torch\.nn\.parameter Parameter"
+    r"|torch\.storage (Untyped|Typed)Storage"
+)
+NAMING = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
+"""Other ways to name an object; torch.save has never used them."""
+
+
+def read_checkpoint(path: Path, *, zipped: bool) -> Any:
+    """What torch.save wrote to `path`, on the CPU.
+
+    Args:
+        path: The file.
+        zipped: Whether it is a zip archive, as torch writes since 1.6.
+
+    Raises:
+        WeightsError: It is damaged, asks for anything but tensors and plain values, or declares
+            far more than it holds.
+    """
+    try:
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                _check_program(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
+        else:
+            with open_file(path) as file:
+                _check_legacy(file, path)
+        with (
+            open_file(path) as file,  # not by its name, which torch would believe
+            warnings.catch_warnings(),
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
+            warnings.simplefilter("ignore")  # of torch, about its own old formats
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except WeightsError:
+        raise
+    except pickle.UnpicklingError:
+        raise WeightsError(f"{printable(path)} cannot be read safely; {NO_CODE}") from None
+    except Exception as error:  # torch raises a dozen kinds on damaged files
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise WeightsError(
+                f"{printable(path)} asks for more memory than there is; use a larger machine, or "
+                f"{NO_CODE}"
+            ) from None
+        reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
+        raise WeightsError(
+            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
+        ) from None
+
+
+def check_archive(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuse an archive that would grow far beyond its size.
+
+    Raises:
+        WeightsError: It would, or it has too many entries.
+    """
+    size, declared = path.stat().st_size, sum(entry.file_size for entry in archive.infolist())
+    if declared > SWELL * size + SPARE:
+        raise WeightsError(
+            f"{printable(path)} declares {declared:,} bytes in a file of {size:,}: it is no honest "
+            "file of weights"
+        )
+    if len(archive.infolist()) > MOST_ENTRIES:
+        raise WeightsError(f"{printable(path)} has more than {MOST_ENTRIES:,} entries")
+
+
+def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
+    check_archive(archive, path)
+    names = archive.namelist()
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise WeightsError(
+            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict"
+        )
+    found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
+    if len(found) != 1:
+        raise WeightsError(
+            f"{printable(path)} is a zip archive, but none of torch.save; unpack it, or {NO_CODE}"
+        )
+    return found[0]
+
+
+def _check_legacy(file: IO[bytes], path: Path) -> None:
+    magic = _check_program(file, path)
+    if magic != LEGACY_MAGIC:
+        raise WeightsError(f"{printable(path)} is a Python pickle, but not of torch; {NO_CODE}")
+    for _ in range(LEGACY_PICKLES - 1):
+        _check_program(file, path)
+
+
+def _check_program(file: IO[bytes], path: Path) -> object:
+    """Read one pickle without running it; returns the last number in it."""
+    foreign: dict[str, None] = {}
+    number: object = None
+    for step, (code, value, _) in enumerate(pickletools.genops(file)):
+        if step == MOST_STEPS:
+            raise WeightsError(f"{printable(path)} is a program too long for weights; {NO_CODE}")
+        if code.name == "GLOBAL" and not HARMLESS.fullmatch(str(value)):
+            foreign[str(value).replace(" ", ".")] = None
+        elif code.name in NAMING:
+            foreign[f"an object named by {code.name}"] = None
+        elif isinstance(value, int):
+            number = value
+    if foreign:
+        names = ", ".join(printable(name)[:80] for name in list(foreign)[:3])
+        more = " and others" if len(foreign) > 3 else ""
+        raise WeightsError(
+            f"{printable(path)} holds Python objects ({names}{more}), which could run code; "
+            f"{NO_CODE}, or for one that torch.save made of a state_dict"
+        )
+    return number
+
+
+def is_numpy(path: Path) -> bool:
+    """Whether the zip archive `path` holds numpy arrays and nothing else."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return False
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Arrays of a .npz file by name: numbers with a fraction as float32, whole ones as they are.
+
+    Raises:
+        WeightsError: The file is missing, damaged, of another kind, or holds something else than
+            finite numbers.
+    """
+    if content_of(path) != "zip":
+        raise WeightsError(f"{printable(path)} is no .npz file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_archive(archive, path)
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            if len(entries) != len(archive.infolist()):
+                raise WeightsError(f"{printable(path)} has two arrays of one name")
+            return {
+                name.removesuffix(".npy"): _read_array(archive, entry, path)
+                for name, entry in entries.items()
+            }
+    except WeightsError:
+        raise
+    except Exception as error:  # of zipfile, zlib and numpy, a dozen kinds
+        reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
+        raise WeightsError(
+            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
+        ) from None
+
+
+def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
+    where = f"{printable(path)}: {printable(entry.filename)}"
+    with archive.open(entry) as file:
+        first = npy.read_magic(file) == (1, 0)
+        shape, _, kind = (npy.read_array_header_1_0 if first else npy.read_array_header_2_0)(file)
+    if kind.hasobject:
+        raise WeightsError(f"{where} holds Python objects, which could run code; {NO_CODE}")
+    if math.prod(shape) * kind.itemsize > entry.file_size:
+        raise ValueError(f"{printable(entry.filename)} is shorter than it says")
+    with archive.open(entry) as file:
+        array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
+    if kind.kind in "iub":
+        return array
+    if kind.kind == "V" and kind.itemsize == 2 and kind.fields is None:
+        # bfloat16, which numpy does not know, is the upper half of a float32
+        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif kind.kind != "f":
+        raise WeightsError(f"{where} holds {kind.name}, which are no weights; give float32")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise WeightsError(
+            f"{where} has values that are not finite; its training broke down, or the file is "
+            "damaged"
+        )
+    return array
+
+
+__all__ = ["StateFile", "read_arrays", "read_state", "shard_map"]
+
+KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
+"""Where a training's checkpoint keeps its weights; the first one there is taken, as in timm."""
+WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What a file of weights holds.
+
+    Args:
+        tensors: Floating point numbers by name: float32, finite, contiguous, on the CPU.
+        integers: Whole numbers and booleans by name, as they are.
+        key: Which entry of a checkpoint they were; None where the file has nothing else.
+        notes: Lines for the user: what else the file holds.
+    """
+
+    tensors: dict[str, Tensor]
+    integers: dict[str, Tensor]
+    key: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_state(path: Path) -> StateFile:
+    """Read a safetensors file, a file of torch.save, or the index of several of them.
+
+    Raises:
+        WeightsError: The file is missing, damaged, of another kind, could run code, or holds
+            something else than finite numbers.
+    """
+    found = _read_shards(path) if content_of(path) == "index" else _read_one(path)
+    return _unwrapped(found)
+
+
+def _read_one(path: Path) -> StateFile:
+    content = content_of(path)
+    if content == "safetensors":
+        _check_header(path)
+        try:
+            tensors, _ = read_any_tensors(path)
+        except WeightsError as error:
+            raise WeightsError(f"{error}; fetch it again") from None
+        return _sorted_out(tensors, path)
+    if content == "zip" and is_numpy(path):
+        raise WeightsError(f"{printable(path)} holds numpy arrays and no torch tensors")
+    return _read_pickle(path, zipped=content == "zip")
+
+
+def _check_header(path: Path) -> None:
+    """Refuse what safetensors would spend minutes on, or would read only half of."""
+    with open_file(path) as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    if header.count(b"data_offsets") > MOST_ENTRIES:
+        raise WeightsError(f"{printable(path)} has more than {MOST_ENTRIES:,} tensors")
+    try:
+        json.loads(header, object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{printable(path)} is damaged: its header is no JSON ({printable(error)[:160]}); "
+            "fetch it again"
+        ) from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
+    checkpoint = read_checkpoint(path, zipped=zipped)
+    if isinstance(checkpoint, Tensor) or not isinstance(checkpoint, Mapping):
+        raise WeightsError(
+            f"{printable(path)} holds one {type(checkpoint).__name__} and no named tensors; "
+            "give the file of a state_dict"
+        )
+    key = next((key for key in KEYS if _has_tensors(checkpoint.get(key))), None)
+    notes: tuple[str, ...] = ()
+    if key is not None:
+        others = [str(name) for name in checkpoint if name != key]
+        beside = f"; beside it are {some(others)}" if others else ""
+        notes = (f"{printable(path.name)}: took {key}{beside}",)
+    state = checkpoint if key is None else checkpoint[key]
+    if not _has_tensors(state):
+        entries = f"; it has {some(map(str, state))}" if state else ""
+        raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
+    _check_extent(state, path)
+    return _sorted_out(state, path, key, notes)
+
+
+def _has_tensors(value: object) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
+
+
+def _check_extent(state: Mapping[Any, object], path: Path) -> None:
+    """A tensor's strides may repeat a few bytes for ever: count what copies would need."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise WeightsError(
+                f"{printable(path)} holds sparse, quantised or empty tensors; {NO_CODE} with "
+                "plain ones"
+            )
+    needed, size = sum(tensor.nbytes for tensor in tensors), path.stat().st_size
+    if needed > SWELL * size + SPARE:
+        raise WeightsError(
+            f"{printable(path)} declares tensors of {needed:,} bytes in a file of {size:,}: it is "
+            "no honest file of weights"
+        )
+
+
+def _sorted_out(
+    state: Mapping[Any, Any], path: Path, key: str | None = None, notes: tuple[str, ...] = ()
+) -> StateFile:
+    tensors: dict[str, Tensor] = {}
+    integers: dict[str, Tensor] = {}
+    others = []
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise WeightsError(f"{printable(path)} names a tensor {printable(name)[:80]}, not text")
+        if not isinstance(value, Tensor):
+            others.append(name)
+        elif value.dtype in FLOATS:
+            tensors[name] = _finite(value.detach().float().contiguous(), name, path)
+        elif value.dtype in WHOLE:
+            integers[name] = value.contiguous()
+        else:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise WeightsError(
+                f"{printable(path)}: {printable(name)} is of type {kind}; give weights in float32, "
+                "float16 or bfloat16"
+            )
+    if not tensors:
+        raise WeightsError(f"{printable(path)} holds no weights: no floating point numbers in it")
+    if others:
+        notes = (*notes, f"{printable(path.name)}: left out what is no tensor: {some(others)}")
+    return StateFile(tensors, integers, key, notes)
+
+
+def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise WeightsError(
+            f"{printable(path)}: {printable(name)} has values that are not finite; its training "
+            "broke down, or the file is damaged"
+        )
+    return tensor
+
+
+def _unwrapped(file: StateFile) -> StateFile:
+    """Without the prefixes that all weights have from being wrapped for training."""
+    tensors, integers = file.tensors, file.integers
+    while prefix := next((p for p in WRAPPERS if all(n.startswith(p) for n in tensors)), ""):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        integers = {name.removeprefix(prefix): tensor for name, tensor in integers.items()}
+    return replace(file, tensors=tensors, integers=integers)
+
+
+def _read_shards(index: Path) -> StateFile:
+    """The files that a `*.index.json` of transformers lists; they lie beside it."""
+    names: dict[str, list[str]] = {}
+    for name, file in shard_map(index).items():
+        names.setdefault(file, []).append(name)
+    tensors: dict[str, Tensor] = {}
+    integers: dict[str, Tensor] = {}
+    notes: tuple[str, ...] = ()
+    for file, listed in sorted(names.items()):
+        shard = _read_one(index.with_name(file))
+        found = shard.tensors.keys() | shard.integers.keys()
+        if odd := found.symmetric_difference(listed):
+            raise WeightsError(
+                f"{printable(index)} and {printable(file)} disagree about {some(sorted(odd))}; "
+                "fetch both from one place"
+            )
+        tensors |= shard.tensors
+        integers |= shard.integers
+        notes += shard.notes
+    return StateFile(tensors, integers, None, notes)
+
+
+def shard_map(index: Path) -> dict[str, str]:
+    """Which file beside `index` has which tensor.
+
+    Raises:
+        WeightsError: It is no index, or names a file elsewhere.
+    """
+    content = read_json(index)
+    files = content.get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise WeightsError(f"{printable(index)} is JSON, but no index of weights; {WANTED}")
+    for file in files.values():
+        if not isinstance(file, str) or not _is_beside(file):
+            raise WeightsError(
+                f"{printable(index)} names {printable(file)[:80]!r}, which is no file beside it"
+            )
+    return {name: str(file) for name, file in files.items()}
+
+
+def _is_beside(file: str) -> bool:
+    """Whether `file` is a plain name; an index in an index could read itself for ever."""
+    plain = Path(file).name == file and not any(mark in file for mark in "/\\:\0")
+    return plain and file[:1] not in ("", ".") and not file.endswith(".json")
