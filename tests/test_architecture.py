@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.version"}
+LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.text", "vit.version"}
 LEVEL_1 = {"vit.model", "vit.data", "vit.precision"}
 LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation", "vit.exported", "vit.output"}
 LEVEL_3 = {"vit.training", "vit.inference", "vit.export"}
@@ -20,6 +20,7 @@ ALLOWED = {
     "vit.errors": set(),
     "vit.version": set(),
     "vit.paths": {"vit.errors"},
+    "vit.text": set(),
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},
     "vit.model": {"torch", "einops", *LEVEL_0},

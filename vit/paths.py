@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import os
+from pathlib import Path
 
 from vit.errors import printable
 
@@ -49,6 +50,16 @@ def names_in(folder: str | os.PathLike[str]) -> list[str]:
             return sorted(entry.name for entry in some_of_them if entry.name[0] != ".")
     except OSError:
         return []
+
+
+def user_cache() -> Path:
+    """The folder of files that this package can make again: `~/.cache/vit-toolkit`.
+
+    `XDG_CACHE_HOME` replaces `~/.cache` where it is an absolute path.
+    """
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "vit-toolkit"
 
 
 def _like(word: str, other: str) -> float:

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from vit.commands.main import main
-from vit.commands.summary_command import count, folded, spans
-from vit.data.free_space import shown_bytes
+from vit.commands.summary_command import folded, spans
 from vit.evaluation.model_summary import Part
 from vit.model.build import create_model
 from vit.weights.convert import convert
@@ -127,8 +126,3 @@ def test_equal_blocks_are_one_row():
 )
 def test_numbers_of_blocks_are_short(numbers, shown):
     assert spans([*numbers]) == shown
-
-
-def test_large_numbers_are_short():
-    assert [count(n) for n in (0, 999, 1000, 86_567_656)] == ["0", "999", "1.00 k", "86.57 M"]
-    assert [shown_bytes(n) for n in (2**20, 2**30)] == ["1.0 MiB", "1.00 GiB"]

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from vit.data.sources.builtin_datasets import digits_folder, is_whole, user_cache
+from vit.data.sources.builtin_datasets import digits_folder, is_whole
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
@@ -71,14 +71,6 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="set XDG_CACHE_HOME"):
         digits_folder(tmp_path / "file")
-
-
-def test_where_it_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert user_cache() == tmp_path / "vit-toolkit"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/to/be/ignored")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert user_cache() == Path("/home/somebody/.cache/vit-toolkit")
 
 
 def test_it_opens_by_name_unless_a_folder_has_it(monkeypatch, tmp_path, folder, make_tree):

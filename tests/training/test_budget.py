@@ -14,7 +14,7 @@ from vit.errors import ConfigError
 from vit.training import time_budget
 from vit.training.data_setup import look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.eta import Pace, duration, steps_left
+from vit.training.eta import Pace, steps_left
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.training_loop import Step
@@ -287,11 +287,3 @@ def test_steps_left_count_by_their_images(tiny_config):
     assert (sides[0], sides[-1]) == (8, 32)
     expected = 3 * sum(side**2 for side in sides) / 8**2 - 1
     assert steps_left(growing, step=1, steps_per_epoch=3) == expected
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(12.4, "12 s"), (89, "89 s"), (100, "2 min"), (1690, "28 min"), (7500, "2 h 5 min")],
-)
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text

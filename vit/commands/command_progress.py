@@ -5,6 +5,7 @@ import time
 from types import TracebackType
 
 from vit.commands.command_output import notify, progress_bar
+from vit.text import format_clock
 
 SECONDS = 30.0
 LONG = 100  # more images than these get a line at the end
@@ -58,7 +59,7 @@ class Progress:
         if self.lines and now - self.said >= SECONDS and self.done < self.total:
             self.said = now
             rate = (self.done - self.before) / (now - self.began)
-            left = clock((self.total - self.done) / rate) if rate else "?"
+            left = format_clock((self.total - self.done) / rate) if rate else "?"
             words = f"{self.done:,} of {self.total:,} images{self.share}"
             notify(f"{self.command}: {words}, {rate:,.4g} images/s, {left} left")
 
@@ -73,13 +74,4 @@ def summary(total: int, done: int, seconds: float, failed: int) -> str | None:
         return None
     rate = f"{done / seconds:,.4g}" if seconds > 0 and done else "0"
     now = f"{total:,} images" if done == total else f"{done:,} of {total:,} images"
-    return f"{now} in {clock(seconds)}, {rate} images/s, {failed:,} failed"
-
-
-def clock(seconds: float) -> str:
-    """0:07, 12:30, 1:02:03"""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    if hours:
-        return f"{hours}:{minutes:02}:{whole % 60:02}"
-    return f"{minutes}:{whole % 60:02}"
+    return f"{now} in {format_clock(seconds)}, {rate} images/s, {failed:,} failed"

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from vit.data.sources.dataset_export import check_target, copy, stream
     from vit.data.sources.dataset_writer import LABELS
-    from vit.data.sources.file_walk import count
     from vit.data.sources.huggingface_datasets import PREFIX
+    from vit.text import plural
 
     if args.shard_size is not None and args.to == "folder":
         raise ConfigError(f"shard_size={printable(args.shard_size)}: a folder has no shards")
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     for bad in copied.bad[:MOST_NAMED]:
         notify(f"vit data: left out {bad}")
     if (rest := len(copied.bad) - MOST_NAMED) > 0:
-        notify(f"vit data: left out {count(rest, 'image')} more that cannot be read")
-    shards = f" in {count(copied.files, 'shard')}" if args.to == "shards" else ""
+        notify(f"vit data: left out {plural(rest, 'image')} more that cannot be read")
+    shards = f" in {plural(copied.files, 'shard')}" if args.to == "shards" else ""
     lines = printable(out / LABELS) if (out / LABELS).is_file() else ""
     more = f"; their classes are in {lines}, which is the DATA to train on" if lines else ""
-    notify(f"vit data: wrote {count(copied.images, 'image')}{shards} to {printable(out)}{more}")
+    notify(f"vit data: wrote {plural(copied.images, 'image')}{shards} to {printable(out)}{more}")
     return int(bool(copied.bad))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vit.commands.command_output import check_output, resolved
-from vit.data.sources.file_walk import count
 from vit.errors import RunError, VitError, WeightsError, printable
 from vit.output import embeddings_file
 from vit.output.prediction_results import Prediction, column_width, csv_text, pad
@@ -32,6 +31,7 @@ from vit.output.resumable_output import (
     remove,
     rows_held,
 )
+from vit.text import plural
 
 Row = tuple[bool, bool]
 """Whether it is of its image, and whether it is an error."""
@@ -55,8 +55,8 @@ def failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
             rows = sum(1 for _ in file) - (style != "jsonl")
         if rows != len(images):
             raise RunError(
-                f"{name} is complete with {count(rows, 'row')}, and the inputs are "
-                f"{count(len(images), 'image')}: {other}"
+                f"{name} is complete with {plural(rows, 'row')}, and the inputs are "
+                f"{plural(len(images), 'image')}: {other}"
             )
         failed = 0
         with open(path, encoding="utf-8", newline="\n") as text:
@@ -260,7 +260,7 @@ class Files:
             remove(left)
             return "no row was whole and nothing is kept"
         name = printable(part(self.out))
-        return f"{count(rows, 'row')} {'is' if rows == 1 else 'are'} kept in {name}" + (
+        return f"{plural(rows, 'row')} {'is' if rows == 1 else 'are'} kept in {name}" + (
             f" of {self.processes} processes" if self.processes > 1 else ""
         )
 

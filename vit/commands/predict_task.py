@@ -18,11 +18,11 @@ from vit.commands.command_output import naming, notify, open_output
 from vit.commands.command_progress import Progress, summary
 from vit.commands.launcher import Alone
 from vit.commands.predict_output import Files, Keeper, Unfinished
-from vit.data.sources.file_walk import count
 from vit.errors import ConfigError, VitError, printable
 from vit.output.prediction_results import FORMATS, TOP_K, Layout, Prediction, unended_note
 from vit.output.resumable_output import Claim, differences, part
 from vit.output.sort_into_folders import UNSURE, Sorter, Way
+from vit.text import plural
 from vit.training.stop_signals import Interruption
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def answered(
     rows = sum(team.everyones(keeper.rows))
     if found and team.rank == 0:
         name = printable(part(files.out))
-        going_on = f"going on after {rows:,} of {count(len(task.images), 'image')} in {name}"
+        going_on = f"going on after {rows:,} of {plural(len(task.images), 'image')} in {name}"
         nothing = f"{name} held nothing whole: beginning at the first image"
         notify(f"vit predict: {going_on if rows else nothing}")
     outcomes = team.everyones(team.together(lambda: write(task, files, keeper)))
@@ -353,7 +353,7 @@ def report(task: Task, tally: dict[str, int], *, done: int, seconds: float) -> i
         unsure = tally.get("unsure", 0)
         words = f", {unsure:,} of them into {UNSURE}" if unsure else ""
         notify(
-            f"vit predict: {count(len(task.images) - failed, 'image')} sorted into "
+            f"vit predict: {plural(len(task.images) - failed, 'image')} sorted into "
             f"{printable(task.args.sort_into)}{words}; {failed:,} left where they are"
         )
         if tally.get("twice"):

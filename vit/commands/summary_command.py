@@ -12,8 +12,8 @@ from vit.commands.command_output import check_output, notify, open_output
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, checked, make_config
 from vit.config.presets import PRESETS
-from vit.data.free_space import shown_bytes
 from vit.errors import ConfigError, printable
+from vit.text import format_bytes, format_count
 
 if typing.TYPE_CHECKING:
     from vit.evaluation.model_summary import Cost, Memory, Part
@@ -128,8 +128,8 @@ def page(name: str, config: ModelConfig, cost: "Cost") -> list[str]:
     """The lines for people."""
     size = f"{config.channels} x {config.image_size} x {config.image_size}"
     head = (
-        f"{name}: {count(cost.parameters)} parameters, {count(cost.flops)} FLOPs "
-        f"for an image of {size}"
+        f"{name}: {format_count(cost.parameters, '.2f')} parameters, "
+        f"{format_count(cost.flops, '.2f')} FLOPs for an image of {size}"
     )
     rows = [HEADER, *table(cost)]
     return [head, "", *aligned(rows), "", NOTE, "", *memory_lines(cost.memory)]
@@ -147,7 +147,15 @@ def table(cost: "Cost") -> list[tuple[str, ...]]:
             label = f"blocks {spans(numbers)} (x {times}{again})"
             rows.append(row(block, label, cost, times))
             rows += [row(inside, f"  {inside.name}", cost, times) for inside in block.parts]
-    total = ("total", "", "", count(cost.parameters), "", count(cost.flops), "")
+    total = (
+        "total",
+        "",
+        "",
+        format_count(cost.parameters, ".2f"),
+        "",
+        format_count(cost.flops, ".2f"),
+        "",
+    )
     return [*rows, total]
 
 
@@ -158,9 +166,9 @@ def row(part: "Part", name: str, cost: "Cost", times: int = 1) -> tuple[str, ...
         name,
         ", ".join(part.kinds),
         " x ".join(map(str, part.shape or ())),
-        count(parameters),
+        format_count(parameters, ".2f"),
         share(parameters, cost.parameters),
-        count(flops),
+        format_count(flops, ".2f"),
         share(flops, cost.flops),
     )
 
@@ -205,24 +213,16 @@ def memory_lines(memory: "Memory") -> list[str]:
     multilabel = "1 image" if memory.batch_size == 1 else f"{memory.batch_size} images"
     return [
         "Memory, estimated without what libraries, kernels and gaps take; fp32 if not said:",
-        f"  weights                  {shown_bytes(memory.weights)}, "
-        f"in bf16 {shown_bytes(memory.weights_bf16)}",
-        f"  inference, 1 image     {shown_bytes(memory.inference)}, weights included",
-        f"  training, {multilabel:<14} {shown_bytes(memory.training)} at most at once; "
+        f"  weights                  {format_bytes(memory.weights)}, "
+        f"in bf16 {format_bytes(memory.weights_bf16)}",
+        f"  inference, 1 image     {format_bytes(memory.inference)}, weights included",
+        f"  training, {multilabel:<14} {format_bytes(memory.training)} at most at once; "
         "during the step",
-        f"    weights                {shown_bytes(memory.weights)}",
-        f"    gradients              {shown_bytes(memory.gradients)}",
-        f"    AdamW's two moments    {shown_bytes(memory.moments)}",
-        f"    kept for the backward  {shown_bytes(memory.kept)} of images and activations",
+        f"    weights                {format_bytes(memory.weights)}",
+        f"    gradients              {format_bytes(memory.gradients)}",
+        f"    AdamW's two moments    {format_bytes(memory.moments)}",
+        f"    kept for the backward  {format_bytes(memory.kept)} of images and activations",
     ]
-
-
-def count(number: int) -> str:
-    """`number` with three or four digits and a letter: 86.57 M."""
-    for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= power:
-            return f"{number / power:.2f} {letter}"
-    return str(number)
 
 
 def share(part: int, whole: int) -> str:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from vit.data.dataset_types import Sample, Splits
 from vit.data.image_io import check_header
 from vit.data.multilabel_targets import labels_of
-from vit.data.sources.file_walk import count, some
 from vit.errors import BadImage, DataError, printable
+from vit.text import join_names, plural
 
 THREADS = 8
 CHUNK = 64
@@ -34,7 +34,7 @@ def without(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     """
     if not bad:
         return splits
-    names = some([str(image) for image in bad], most=3)
+    names = join_names([str(image) for image in bad], most=3)
     paths = {image.path for image in bad}
     train, val = (
         tuple(sample for sample in part if sample.path not in paths)
@@ -43,10 +43,10 @@ def without(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     left = {label for sample in train for label in labels_of(sample)}
     gone = [printable(name) for label, name in enumerate(splits.classes) if label not in left]
     if gone:
-        raise DataError(f"no training image of class {some(gone)} can be read: {names}")
+        raise DataError(f"no training image of class {join_names(gone)} can be read: {names}")
     if not val:
         raise DataError(f"no validation image can be read: {names}")
-    notes = (*splits.notes, f"left out {count(len(bad), 'image')} that cannot be read: {names}")
+    notes = (*splits.notes, f"left out {plural(len(bad), 'image')} that cannot be read: {names}")
     return dataclasses.replace(splits, train=train, val=val, notes=notes)
 
 

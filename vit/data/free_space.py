@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+from vit.text import format_bytes
+
 SPARED = 0.1
 """Share of what is free that stays free."""
 GROUP = Path("/sys/fs/cgroup")
@@ -40,6 +42,4 @@ def _free_in_group() -> int:
         return PLENTY
 
 
-def shown_bytes(count: float) -> str:
-    """`3.0 MiB`, or `1.25 GiB` from one on."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+shown_bytes = format_bytes  # plan_rules.py imports it by this name

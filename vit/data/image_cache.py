@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vit.data.free_space import room_in, shown_bytes
+from vit.data.free_space import room_in
 from vit.data.image_io import Pixels, read_pixels, read_size, stamp_of
-from vit.data.sources.builtin_datasets import user_cache
 from vit.errors import BadImage, DataError, printable
+from vit.paths import user_cache
+from vit.text import format_bytes
 
 OURS = b"vit cache "
 MAGIC = OURS + b"2\n"
@@ -334,8 +335,8 @@ class _Builder:
         if self.bytes > free:
             what = "memory" if kind == "ram" else f"space in {printable(self.file.parent)}"
             raise DataError(
-                f"cache={kind}: {len(self.paths):,} images need {shown_bytes(self.bytes)}, and "
-                f"{shown_bytes(free)} of {what} are free; use --cache none, or fewer or smaller "
+                f"cache={kind}: {len(self.paths):,} images need {format_bytes(self.bytes)}, and "
+                f"{format_bytes(free)} of {what} are free; use --cache none, or fewer or smaller "
                 "images"
             )
         where = "memory" if kind == "ram" else printable(self.file)
@@ -344,11 +345,11 @@ class _Builder:
             why = f" for the caches to stay within {MOST // 2**30} GiB" if kind == "disk" else ""
             notify(
                 f"note: deleted the {len(gone)} least recently used of the caches in "
-                f"{printable(folder)}, {shown_bytes(sum(gone))},{why or ' left by killed runs'}"
+                f"{printable(folder)}, {format_bytes(sum(gone))},{why or ' left by killed runs'}"
             )
         notify(
             f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
-            f"{shown_bytes(self.bytes)} of {where}"
+            f"{format_bytes(self.bytes)} of {where}"
         )
 
     def built(self, advance: Callable[[int], object]) -> Cache:

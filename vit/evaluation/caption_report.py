@@ -29,20 +29,8 @@ from vit.evaluation.classification_report import (
 )
 from vit.evaluation.error_analysis import calibration, class_table, confusions, thumbnail
 from vit.evaluation.expert_usage import experts
-from vit.evaluation.html_page import (
-    Html,
-    called,
-    document,
-    duration,
-    hero,
-    join,
-    magnitude,
-    numbers,
-    percent,
-    plural,
-    table,
-    tag,
-)
+from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
+from vit.text import format_count, format_duration, percent, plural
 from vit.version import __version__
 from vit.weights.safetensors_io import write_text
 
@@ -347,7 +335,7 @@ def trained(facts: RunFacts, word_facts: WordFacts, epochs: Sequence[Mapping[str
     seconds = sum(event["seconds"] for event in epochs)
     return tag(
         "p",
-        f"Captioner of {magnitude(facts.parameters)} parameters (preset {training.model}): "
+        f"Captioner of {format_count(facts.parameters)} parameters (preset {training.model}): "
         f"images of {model.image_size} px in patches of {model.patch_size}; an encoder of "
         f"{plural(model.depth, 'block')} of width {model.dim} with "
         f"{plural(model.num_heads, 'head')}, and a decoder of {plural(writer.depth, 'block')} of "
@@ -357,7 +345,7 @@ def trained(facts: RunFacts, word_facts: WordFacts, epochs: Sequence[Mapping[str
         f" with {plural(word_facts.captions, 'caption')} of {word_facts.mean_tokens:.1f} tokens on "
         f"average, cut into {decoder.vocab_size or 0:,} different tokens by the tokenizer ",
         tag("code", called(decoder.tokenizer)),
-        f", for {plural(len(epochs), 'epoch')}, {duration(seconds)} on {facts.machine}.",
+        f", for {plural(len(epochs), 'epoch')}, {format_duration(seconds)} on {facts.machine}.",
         class_="soft",
     )
 

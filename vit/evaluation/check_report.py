@@ -6,8 +6,9 @@ from vit.data.checks.dataset_check import Report, numbers
 from vit.data.checks.problems import KINDS, Problem, name_of
 from vit.evaluation.classification_report import PRIVACY
 from vit.evaluation.error_analysis import thumbnail
-from vit.evaluation.html_page import Html, called, document, join, percent, plural, table, tag
+from vit.evaluation.html_page import Html, called, document, join, table, tag
 from vit.evaluation.html_page import numbers as cells
+from vit.text import percent, plural
 from vit.version import __version__
 
 MOST_SHOWN = 24

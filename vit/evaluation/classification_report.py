@@ -15,20 +15,8 @@ from vit.evaluation.charts import Curve, curves
 from vit.evaluation.classification_metrics import Outcomes, summarise
 from vit.evaluation.error_analysis import calibration, class_table, confusions, mistakes
 from vit.evaluation.expert_usage import experts
-from vit.evaluation.html_page import (
-    Html,
-    called,
-    document,
-    duration,
-    hero,
-    join,
-    magnitude,
-    numbers,
-    percent,
-    plural,
-    table,
-    tag,
-)
+from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
+from vit.text import format_count, format_duration, percent, plural
 from vit.version import __version__
 from vit.weights.safetensors_io import write_text
 
@@ -139,13 +127,13 @@ def trained(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
     seconds = sum(event["seconds"] for event in epochs)
     return tag(
         "p",
-        f"Vision Transformer of {magnitude(facts.parameters)} parameters (preset "
+        f"Vision Transformer of {format_count(facts.parameters)} parameters (preset "
         f"{training.model}): images of {model.image_size} px in patches of "
         f"{model.patch_size}, {model.depth} blocks of width {model.dim} with "
         f"{plural(model.num_heads, 'head')}. Trained on "
         f"{plural(facts.train_images, 'image')} of ",
         tag("code", called(facts.config.data.data)),
-        f" for {plural(len(epochs), 'epoch')}, {duration(seconds)} on {facts.machine}.",
+        f" for {plural(len(epochs), 'epoch')}, {format_duration(seconds)} on {facts.machine}.",
         class_="soft",
     )
 

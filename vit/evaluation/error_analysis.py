@@ -12,7 +12,8 @@ from vit.data.image_io import read_image
 from vit.errors import BadImage
 from vit.evaluation.charts import Confusion, heat_table
 from vit.evaluation.classification_metrics import Outcomes
-from vit.evaluation.html_page import Html, called, numbers, percent, plural, table, tag
+from vit.evaluation.html_page import Html, called, numbers, table, tag
+from vit.text import percent, plural
 
 MOST_MISTAKES = 24
 MOST_PAIRS = 30

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vit.evaluation.html_page import Html, numbers, percent, table, tag
+from vit.evaluation.html_page import Html, numbers, table, tag
+from vit.text import percent
 
 MEANING = (
     "The shares of all choices that each expert gets on the validation images, at the best "

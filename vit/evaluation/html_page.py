@@ -178,29 +178,6 @@ def numbers(*values: object) -> list[Html]:
     return [tag("td", value, class_="n") for value in values]
 
 
-def percent(share: float, digits: int = 2) -> str:
-    return f"{share:.{digits}%}"
-
-
-def plural(count: int, noun: str, many: str = "") -> str:
-    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
-
-
-def magnitude(count: int) -> str:
-    """A large number in a few digits, such as `21.7 M`."""
-    for power, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= power:
-            return f"{count / power:.3g} {unit}"
-    return str(count)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that people would use."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 def document(title: str, *sections: Html) -> Html:
     """The whole page; `sections` are its body."""
     head = tag(

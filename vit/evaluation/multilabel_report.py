@@ -22,19 +22,9 @@ from vit.evaluation.classification_report import (
 )
 from vit.evaluation.error_analysis import FEW_CLASSES, MOST_MISTAKES, MOST_ROWS, thumbnail
 from vit.evaluation.expert_usage import experts
-from vit.evaluation.html_page import (
-    Html,
-    called,
-    document,
-    hero,
-    join,
-    numbers,
-    percent,
-    plural,
-    table,
-    tag,
-)
+from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
 from vit.evaluation.multilabel_metrics import summarise_multilabel
+from vit.text import percent, plural
 from vit.version import __version__
 from vit.weights.safetensors_io import write_text
 

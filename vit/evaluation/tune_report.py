@@ -8,18 +8,8 @@ from typing import Any
 from vit.errors import printable, quoted
 from vit.evaluation.charts import Curve, curves, scatter
 from vit.evaluation.classification_metrics import Z95
-from vit.evaluation.html_page import (
-    Html,
-    called,
-    document,
-    duration,
-    hero,
-    numbers,
-    percent,
-    plural,
-    table,
-    tag,
-)
+from vit.evaluation.html_page import Html, called, document, hero, numbers, table, tag
+from vit.text import format_duration, percent, plural
 from vit.version import __version__
 
 PAGE_FILE = "tune.html"
@@ -135,7 +125,7 @@ def tune_page(
     tiles = {
         "trials": len(record["trials"]),
         "rungs": len(record["rungs"]),
-        "search": duration(searched),
+        "search": format_duration(searched),
         "best trained for": record["time"],
         "validation images": f"{record['validation']:,}",
     }
@@ -189,7 +179,7 @@ def trial_table(record: Record, standing: Sequence[Result]) -> Html:
             [
                 *numbers(name, one["rung"]),
                 *scores,
-                *numbers(f"{one['steps']:,}", duration(one["seconds"])),
+                *numbers(f"{one['steps']:,}", format_duration(one["seconds"])),
                 *(
                     tag("td", "·", class_="soft")
                     if one["trial"] and setting not in trial["changes"]

@@ -28,7 +28,6 @@ from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.caption_lists import find_lists
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of
-from vit.data.sources.file_walk import count
 from vit.data.sources.image_list import is_list
 from vit.data.sources.open_dataset import DatasetSpec, open_labelled, relative, resolve
 from vit.errors import ConfigError, DataError, RunError, printable
@@ -42,6 +41,7 @@ from vit.inference.model_runner import Views
 from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.output.prediction_results import unended_note
 from vit.precision import autocast
+from vit.text import plural
 from vit.weights.saved_model import LoadedRun
 
 
@@ -217,9 +217,9 @@ def short_enough(
     if not kept:
         raise DataError(f"no caption has at most {most} tokens, the places of this decoder")
     if ids.too_long:
-        said = f"left {count(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
+        said = f"left {plural(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
         lost = len(samples) - len(kept)
-        notify(f"{said}, and {count(lost, 'image')} with no other" if lost else said)
+        notify(f"{said}, and {plural(lost, 'image')} with no other" if lost else said)
         ids = CaptionIds([sample.captions for sample in kept], speaker.tokenizer, most)
     return kept, ids
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.data.sources.builtin_datasets import user_cache
 from vit.errors import BadImage, RunError, printable
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.model_runner import Seen
+from vit.paths import user_cache
 from vit.precision import Precision, cpu_words
 from vit.weights.safetensors_io import write_text
 

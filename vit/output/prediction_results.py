@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vit.data.sources.file_walk import count
 from vit.errors import ConfigError, printable
+from vit.text import plural
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption
@@ -185,7 +185,7 @@ def _multilabel_in_csv(layout: Layout) -> tuple[str, Line]:
 
 def unended_note(unended: int, captions: int) -> str:
     """How many captions were cut off."""
-    return f"{unended} of {count(captions, 'caption')} stopped at the longest, before their end"
+    return f"{unended} of {plural(captions, 'caption')} stopped at the longest, before their end"
 
 
 def csv_text(text: str) -> str:

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vit.data.sources.file_walk import count
 from vit.errors import RunError, VitError, printable
+from vit.text import plural
 
 JOURNAL = ".journal"
 
@@ -365,7 +365,7 @@ def refuse_leftovers(path: Path) -> None:
     rows = [one for one in leftovers(path) if not one.name.endswith((JOURNAL, ".tmp", STOP))]
     if not rows:
         return
-    held = count(rows_held(path), "row")
+    held = plural(rows_held(path), "row")
     raise VitError(
         f"{printable(rows[0])} is unfinished and holds {held}; go on with --resume, or begin again "
         "with --overwrite"

@@ -11,8 +11,8 @@ from vit.config.decoder_config import TRAINED
 from vit.data.captions.caption_ids import MOST_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
-from vit.data.sources.file_walk import count
 from vit.errors import ConfigError, DataError
+from vit.text import plural
 from vit.training.collectives import on_main
 from vit.weights.saved_model import read_tokenizer
 
@@ -54,7 +54,7 @@ def complete_words(
     val, on_val = short_enough(splits.val, tokenizer, most)
     if on_train or on_val:
         notify(
-            f"note: left out {count(on_train, 'training caption')} and {on_val:,} of validation "
+            f"note: left out {plural(on_train, 'training caption')} and {on_val:,} of validation "
             f"that are longer than caption_tokens={most}"
         )
     if not train or not val or 2 * on_train > len(captions):
@@ -73,7 +73,7 @@ def tell_unknown(tokenizer: Tokenizer, captions: Sequence[str], notify: Notify) 
     unknown = tokenizer.count_unknown(captions)
     if unknown:
         notify(
-            f"note: {count(unknown, 'training caption')} with words that the tokenizer does not "
+            f"note: {plural(unknown, 'training caption')} with words that the tokenizer does not "
             "know; --tokenizer bpe knows all"
         )
 

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
-from vit.data.sources.file_walk import count
 from vit.errors import printable
+from vit.text import plural
 from vit.training.losses import smoothed_cross_entropy
 
 RARE = 10
@@ -75,7 +75,7 @@ class Balance:
         present = torch.where(self.counts > 0, self.counts, self.counts.max())
         ends = int(present.argmin()), int(self.counts.argmax())
         names = [
-            f"{printable(classes[end])} ({count(int(self.counts[end]), 'image')})" for end in ends
+            f"{printable(classes[end])} ({plural(int(self.counts[end]), 'image')})" for end in ends
         ]
         rare, frequent = (float(self.weights[end]) for end in ends)
         if self.kind == "loss":
@@ -133,7 +133,7 @@ def notes(config: Config, splits: Splits) -> list[str]:
     repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
     if repeats > 1:
         told.append(
-            f"note: repeats={repeats}: a batch has {count(share, 'image')} {repeats} times, and "
+            f"note: repeats={repeats}: a batch has {plural(share, 'image')} {repeats} times, and "
             f"an epoch sees 1/{repeats} of them, others every time"
         )
     return told

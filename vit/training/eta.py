@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from vit.config import Config
+from vit.text import format_duration
 from vit.training.lr_schedule import image_side, total_steps
 
 # Steps before the clock starts: the first ones start loaders, compile, and warm up.
@@ -76,7 +77,7 @@ class Pace:
         left = (self.steps_left - self.done) * step + self.validations_left * validation
         if left < LEAST_TO_GO:
             return None
-        return f"{self.about} {duration(left)} to go ({step:.2g} s a step)"
+        return f"{self.about} {format_duration(left)} to go ({step:.2g} s a step)"
 
 
 def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
@@ -99,9 +100,4 @@ def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
     return weighted / sizes[0] - begun
 
 
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min` or `2 h 5 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+duration = format_duration  # plan.py and time_budget.py import it by this name

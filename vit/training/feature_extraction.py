@@ -40,10 +40,10 @@ from vit.data.dataloader import OnBadImage, default_workers
 from vit.data.dataset_types import Sample
 from vit.data.image_io import check_header, read_image
 from vit.data.preprocessing import Preprocessing
-from vit.data.sources.file_walk import count
 from vit.errors import BadImage, DataError, RunError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
+from vit.text import plural
 from vit.training.collectives import on_main
 from vit.training.devices import arithmetic, inference_precision
 from vit.weights.safetensors_io import digest, naming, read_tensors, write_tensors
@@ -474,7 +474,7 @@ class Table:
         made = len(set(good) - cached)
         parts = [f"{made:,} made"]
         if self.store is not None:
-            parts.insert(0, f"{taken:,} of {count(len(self.samples), 'image')} from the cache")
+            parts.insert(0, f"{taken:,} of {plural(len(self.samples), 'image')} from the cache")
         if same := len(good) - taken - made:
             parts.append(f"{same:,} the same as another")
         if lost := len(self.samples) - len(good):

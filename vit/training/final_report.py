@@ -19,7 +19,6 @@ from torch import Tensor
 from vit.data.dataloader import Batch, EvaluationLoader
 from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of
-from vit.data.sources.file_walk import some
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.caption_report import (
     Captioned,
@@ -37,6 +36,7 @@ from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.captioner import Captioner
 from vit.precision import autocast
+from vit.text import join_names
 from vit.training.captioning_task import Captioning, is_chosen, target_words
 from vit.training.devices import inference_precision
 from vit.training.stop_signals import Interrupted
@@ -316,7 +316,7 @@ def settle_thresholds(run: TrainingState, folder: Path, splits: Splits) -> None:
         "validation images"
     )
     if few:
-        names = some([printable(splits.classes[index]) for index in few])
+        names = join_names([printable(splits.classes[index]) for index in few])
         notify(
             f"note: fewer than {FEWEST} validation images have, or lack, class {names}: its "
             f"threshold is {USUAL}"

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.data.random_seed import random_seed
-from vit.data.sources.file_walk import count
 from vit.evaluation.classification_metrics import wilson_interval
+from vit.text import plural
 from vit.training.logistic_regression import Problems, Rotation, minimise
 
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
@@ -392,14 +392,14 @@ def probe_summary(probe: Probe, *, correct: int, total: int, knn: float | None =
     chosen = f", strength {probe.strength:.2g}" + (f" of {tried} tried" if tried else "")
     nearest = "" if knn is None else f"; k-NN {knn:.1%}"
     lines = [
-        f"probe: {correct / total:.1%} of {count(total, 'validation image')} "
+        f"probe: {correct / total:.1%} of {plural(total, 'validation image')} "
         f"({low:.1%} to {high:.1%}){chosen}{nearest}"
     ]
     if probe.cv_accuracy is not None and probe.cv_interval is not None:
         low, high = probe.cv_interval
         how = f"{probe.folds} folds" if probe.folds > 1 else "held out once"
         lines.append(
-            f"cross-validation: {probe.cv_accuracy:.1%} of {count(probe.cv_count, 'image')} for "
+            f"cross-validation: {probe.cv_accuracy:.1%} of {plural(probe.cv_count, 'image')} for "
             f"training ({low:.1%} to {high:.1%}), {how}"
         )
     return lines + [f"note: {note}" for note in probe.notes]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
-from vit.data.sources.builtin_datasets import user_cache
+from vit.paths import user_cache
 from vit.training.collectives import agreed_signal, on_main
 from vit.training.feature_extraction import FeatureMaker, Features, extract, weights_digest
 from vit.training.finetuning import as_saved

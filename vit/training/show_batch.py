@@ -18,8 +18,8 @@ from vit.config.parser import changed_settings
 from vit.data.contact_sheet import MOST, contact_sheet, save_sheet, sheet_format
 from vit.data.dataloader import Batch
 from vit.data.dataset_types import Splits
-from vit.data.sources.file_walk import count
 from vit.errors import BadImage, ConfigError, DataError, printable
+from vit.text import plural
 from vit.training.classification_task import mixed
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
@@ -69,7 +69,7 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
         shown = min(len(images), MOST)
         of = "" if shown == len(images) else f" of {len(images)}"
         size = "x".join(map(str, images.shape[:1:-1]))
-        return f"{count(shown, 'image')}{of} of the first batch, {size} pixels"
+        return f"{plural(shown, 'image')}{of} of the first batch, {size} pixels"
 
     # all processes build the network, as distributed ones must; one of them draws
     told = rehearse(

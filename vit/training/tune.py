@@ -35,7 +35,6 @@ from vit.config.training_config import TIME_DECIDES
 from vit.data.dataset_types import Splits
 from vit.data.random_seed import random_seed
 from vit.errors import BadImage, ConfigError, RunError, VitError, printable, quoted
-from vit.evaluation.html_page import percent
 from vit.evaluation.tune_report import (
     PAGE_FILE,
     changes_in_words,
@@ -44,13 +43,13 @@ from vit.evaluation.tune_report import (
     tune_page,
     verdict,
 )
+from vit.text import format_duration, percent
 from vit.training.best_checkpoints import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.checkpoint_metric import rank
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
 from vit.training.dry_run import largest
-from vit.training.eta import duration
 from vit.training.final_report import read_events
 from vit.training.loader_autotune import shared_caches
 from vit.training.plan import is_planned, plan_training, summary_lines
@@ -887,7 +886,9 @@ def result_lines(record: Mapping[str, Any], result: TrainingResult, folder: Path
 
 def opening(record: Mapping[str, Any]) -> str:
     """What is about to be tried."""
-    rungs = [f"{one['trials']} of {duration(one['seconds'])} each" for one in record["rungs"]]
+    rungs = [
+        f"{one['trials']} of {format_duration(one['seconds'])} each" for one in record["rungs"]
+    ]
     return f"search: {len(record['trials'])} trials, in rungs of {', then '.join(rungs)}"
 
 

@@ -19,10 +19,10 @@ from vit.data.sources.class_names import (
     matched,
 )
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
-from vit.data.sources.file_walk import count, some
 from vit.data.sources.open_dataset import hold_out, relative
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
+from vit.text import join_names, plural
 
 __all__ = ["open_captioned", "open_captions"]
 
@@ -104,7 +104,7 @@ def open_captioned(
     wanted = VAL_NAMES if split == "val" else (split,)
     name = next((name for name in wanted if name in source.splits), None)
     if name is None and (split != "val" or source.splits != ["train"]):
-        there = some(source.splits) if len(source.splits) > 1 else "one list of all images"
+        there = join_names(source.splits) if len(source.splits) > 1 else "one list of all images"
         raise DataError(
             f"{printable(source.root)}: no captions for {printable(split)}; it has {there}"
         )
@@ -168,7 +168,7 @@ def _by_folder(part: Part) -> dict[str, Part]:
     names = set(below.values())
     if not {"train"} < names <= set(SPLIT_NAMES):
         return {"train": part}
-    part.notes.append(f"the split is that of the folders: {some(sorted(names))}")
+    part.notes.append(f"the split is that of the folders: {join_names(sorted(names))}")
     return {
         name: dataclasses.replace(
             part,
@@ -222,7 +222,7 @@ def _samples(part: Part, images: SampleImages, classes: Sequence[str]) -> tuple[
 
 
 def _held_note(held: SampleImages, val_share: float, *, with_classes: bool) -> str:
-    images = count(sum(map(len, held.values())), "image")
+    images = plural(sum(map(len, held.values())), "image")
     what = "each class" if with_classes else "all"
     return f"no validation list: held out {images}, {val_share:.0%} of {what}"
 
@@ -236,11 +236,11 @@ def _shared_notes(train: Part, val: Part) -> list[str]:
     shared = [path for path in val.captions if path in train.captions]
     if len(shared) == len(val.captions):
         raise DataError(
-            f"all {count(len(shared), 'validation image')} are training images too; "
+            f"all {plural(len(shared), 'validation image')} are training images too; "
             f"give others, or leave the validation list out"
         )
-    names = some([printable(path) for path in shared], 3)
-    images = count(len(shared), "image")
+    names = join_names([printable(path) for path in shared], 3)
+    images = plural(len(shared), "image")
     return [f"{images} in training and in validation (leak): {names}"] if shared else []
 
 
@@ -249,6 +249,6 @@ def _without_training(part: Part, held_out: Collection[str], root: Path) -> tupl
     names = set(held_out)
     kept = {path: said for path, said in part.captions.items() if relative(path, root) in names}
     if kept:
-        note = f"took the {count(len(kept), 'image')} that training held out"
+        note = f"took the {plural(len(kept), 'image')} that training held out"
         return dataclasses.replace(part, captions=kept), f"no validation list: {note}"
-    return part, f"no validation list: took all {count(len(part.captions), 'image')}"
+    return part, f"no validation list: took all {plural(len(part.captions), 'image')}"

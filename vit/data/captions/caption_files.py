@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vit.data.sources.file_walk import some
 from vit.data.sources.table_reader import (
     beginning,
     below_separator,
@@ -33,6 +32,7 @@ from vit.data.sources.table_reader import (
     wrong,
 )
 from vit.errors import DataError, printable
+from vit.text import join_names
 
 EXPECTED = (
     "expected a table (CSV, TSV) with a header such as `image,caption`, JSON lines such as "
@@ -102,7 +102,7 @@ def choose_columns(names: Sequence[str], path: str, line: int, notes: list[str])
         DataError: There are none of images or of captions.
     """
     columns = find_columns(names)
-    has = some([printable(name.strip()) for name in names]) or "none"
+    has = join_names([printable(name.strip()) for name in names]) or "none"
     if columns.image < 0:
         expected = ", ".join(IMAGE_COLUMNS[:3])
         raise wrong(path, f"no column of images among {has}; expected {expected}", line)
@@ -110,8 +110,8 @@ def choose_columns(names: Sequence[str], path: str, line: int, notes: list[str])
         expected = "caption, captions, text, or caption_0, caption_1"
         raise wrong(path, f"no column of captions among {has}; expected {expected}", line)
     if columns.unused:
-        unused = some([printable(name) for name in columns.unused])
-        captions = some([printable(names[at].strip()) for at in columns.captions])
+        unused = join_names([printable(name) for name in columns.unused])
+        captions = join_names([printable(names[at].strip()) for at in columns.captions])
         notes.append(f"{printable(path)}: captions from {captions}; not used: {unused}")
     return columns
 
@@ -314,7 +314,9 @@ def _bars(path: str, notes: list[str]) -> Iterator[Row]:
         check_width(cells, len(names), path, line)
         yield _row_of_cells(cells, columns, path, line)
     if mended:
-        notes.append(f"{printable(path)}: no bar after the number in line {some(mended)}; read so")
+        notes.append(
+            f"{printable(path)}: no bar after the number in line {join_names(mended)}; read so"
+        )
 
 
 def _tokens(path: str) -> Iterator[Row]:

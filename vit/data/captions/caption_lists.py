@@ -19,11 +19,12 @@ from pathlib import Path
 from vit.data.captions.caption_files import Row, is_list, read_rows
 from vit.data.sources.class_names import SPLIT_NAMES
 from vit.data.sources.dataset_spec import resolve
-from vit.data.sources.file_walk import Walk, count, some
+from vit.data.sources.file_walk import Walk
 from vit.data.sources.input_hints import refuse_images, refuse_mistaken
 from vit.data.sources.list_columns import check_text, common_folders, tidy_name, unlisted_notes
 from vit.data.sources.table_reader import wrong
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 LIST_SUFFIXES = frozenset((".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", ".token"))
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -73,11 +74,11 @@ def find_lists(data: str) -> Lists:
     elif here:
         raise _unclear([*here, *(path for found in files.values() for path in found)])
     elif "train" not in files:
-        raise DataError(f"{printable(root)} has captions for {some([*files])}, not for train")
+        raise DataError(f"{printable(root)} has captions for {join_names([*files])}, not for train")
     else:
         beside = [name for name in folders if name not in files and name != "annotations"]
         if beside:
-            names = some([printable(name) for name in beside])
+            names = join_names([printable(name) for name in beside])
             notes.append(f"left out folders without a list of captions of a split: {names}")
     return Lists(root, files, notes)
 
@@ -150,7 +151,7 @@ def _metadata_under(folder: Path) -> list[str]:
 
 
 def _unclear(paths: Sequence[str]) -> DataError:
-    names = some([printable(path) for path in paths])
+    names = join_names([printable(path) for path in paths])
     return DataError(f"several lists of captions, give one of them as DATA: {names}")
 
 
@@ -158,7 +159,7 @@ def _no_list(root: Path) -> DataError:
     tables = [name for name in _listed(root) if os.path.splitext(name)[1] in LIST_SUFFIXES]
     if len(tables) == 1:
         next(read_rows(str(root / tables[0]), []), None)  # says what is wrong with it
-    there = some([printable(name) for name in tables])
+    there = join_names([printable(name) for name in tables])
     hint = f" (none of {there} is one)" if tables else ""
     return DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
 
@@ -194,7 +195,7 @@ def images_folder(path: str, names: Sequence[str], images: str | None, notes: li
     beside = [os.path.join(at, name) for at in places for name in Walk(at).subfolders(at)]
     holding = [folder for folder in beside if _has(folder, sample)]
     if len(holding) > 1:
-        folders = some([printable(folder) for folder in holding])
+        folders = join_names([printable(folder) for folder in holding])
         raise DataError(
             f"{printable(path)}: its images are in several folders: {folders}; say which with "
             f"images"
@@ -308,12 +309,12 @@ def _tidied(part: Part, captions: dict[str, list[str]], empty: int) -> Part:
     for path in silent:
         del part.captions[path]
     if empty:
-        part.notes.append(f"left out {count(empty, 'empty caption')}")
+        part.notes.append(f"left out {plural(empty, 'empty caption')}")
     if twice:
-        part.notes.append(f"left out {count(twice, 'caption')} that the same image has already")
+        part.notes.append(f"left out {plural(twice, 'caption')} that the same image has already")
     if silent:
-        names = some([printable(path) for path in silent])
-        part.notes.append(f"left out {count(len(silent), 'image')} without a caption: {names}")
+        names = join_names([printable(path) for path in silent])
+        part.notes.append(f"left out {plural(len(silent), 'image')} without a caption: {names}")
     if not part.captions:
         raise DataError(f"{names}: no image has a caption")
     return part

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from vit.data.checks.image_stats import VERSION, Facts
 from vit.data.image_io import Stamp
-from vit.data.sources.builtin_datasets import user_cache
 from vit.errors import printable
+from vit.paths import user_cache
 
 TABLE = (
     "create table if not exists verdicts (path blob primary key, size integer, mtime integer, "

@@ -12,12 +12,13 @@ from typing import TypeVar
 
 from vit.data.checks.problems import LOCATED, SHOWN, Problem
 from vit.data.sources.class_names import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
-from vit.data.sources.file_walk import FOREIGN, Walk, count, some
+from vit.data.sources.file_walk import FOREIGN, Walk
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import is_list, lines_of
 from vit.data.sources.open_dataset import READERS, DatasetSpec, read_source, resolve
 from vit.data.sources.row_errors import Fault
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be mended in a list."""
@@ -133,7 +134,7 @@ def list_source(asked: DatasetSpec) -> Listing:
         for name, items in ((name or ALL, items) for name, items in opened.splits.items())
     }
     if listing.learned not in named:
-        there = some(list(named)) or "nothing"
+        there = join_names(list(named)) or "nothing"
         listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
     listing.classes = sorted(named[listing.learned])
@@ -166,7 +167,7 @@ def list_folder(root: Path) -> Listing:
         folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
         beside = []
     if beside:
-        names = some([printable(name) for name in beside])
+        names = join_names([printable(name) for name in beside])
         places = (str(root / name) for name in beside)
         listing.report("beside_train", f"folders beside train are left out: {names}", *places)
     if not folders and not listing.problems:
@@ -174,7 +175,7 @@ def list_folder(root: Path) -> Listing:
     for name, folder in folders.items():
         list_split(listing, name, folder)
     if folders and "train" not in folders and ALL not in folders:
-        there = some(list(folders))
+        there = join_names(list(folders))
         listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
     elif folders:
         check_validation(listing)
@@ -193,7 +194,7 @@ def list_split(listing: Listing, name: str, folder: Path) -> None:
     }
     where = printable(folder)
     if not classes:
-        loose = count(len(walk.loose), "image")
+        loose = plural(len(walk.loose), "image")
         what = f"has no class folders ({loose} straight in it); {LAYOUT}"
         listing.report("no_classes", f"{where} {what}", str(folder))
     elif first:

@@ -18,9 +18,9 @@ from vit.data.checks.problems import KINDS, Problem, bad_kind, shared
 from vit.data.image_io import Stamp, stamp_of
 from vit.data.sources.class_names import VAL_NAMES
 from vit.data.sources.dataset_warnings import alike_names, few_note, imbalance_note, similar_names
-from vit.data.sources.file_walk import count
 from vit.data.sources.open_dataset import DatasetSpec
 from vit.errors import printable
+from vit.text import plural
 
 KEPT = 512
 """Verdicts that are written at a time."""
@@ -71,11 +71,11 @@ class Report:
             f"{printable(split)} {sum(listing.counts(split).values()):,}"
             for split in listing.splits
         )
-        head = f"{count(len(listing.images), 'image')} ({splits or 'none'})"
+        head = f"{plural(len(listing.images), 'image')} ({splits or 'none'})"
         lines = [f"{head} in {len(listing.classes):,} classes"]
         if not self.problems:
             return [*lines, "no problems found"]
-        words = ", ".join(count(number, name) for name, number in found.items())
+        words = ", ".join(plural(number, name) for name, number in found.items())
         lines += [words, ""]
         for kind, number in self.kinds().items():
             first = next(problem for problem in self.problems if problem.kind == kind)

@@ -7,9 +7,9 @@ from vit.data.archives import relative
 from vit.data.checks.check_listing import Listed, Listing
 from vit.data.checks.problems import SHOWN, Problem
 from vit.data.sources.class_names import VAL_NAMES
-from vit.data.sources.file_walk import count
 from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.errors import printable
+from vit.text import plural
 
 
 def shared_groups(listing: Listing, group: str | None) -> list[Problem]:
@@ -48,7 +48,7 @@ def shared_groups(listing: Listing, group: str | None) -> list[Problem]:
         for name in sorted(learned.keys() & members.keys()):
             here, there = learned[name], members[name]
             words = (
-                f"group {printable(name)} ({printable(group)}) has {count(len(here), 'image')} "
+                f"group {printable(name)} ({printable(group)}) has {plural(len(here), 'image')} "
                 f"in {listing.learned} and {len(there):,} in {split}"
             )
             in_turn = [one for both in zip_longest(here, there) for one in both if one]

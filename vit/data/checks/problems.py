@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit.data.archives import is_inside, relative
-from vit.data.sources.file_walk import count
 from vit.errors import printable
+from vit.text import plural
 
 Severity = Literal["error", "warning", "note"]
 """`vit train` stops; it goes on, and the result may be wrong; worth knowing."""
@@ -153,7 +153,7 @@ def shared(kind: str, images: list[str], total: int, what: str) -> list[Problem]
     """A property that some of `total` images have, as one problem; none if no image has it."""
     if not images:
         return []
-    detail = f"{count(len(images), 'image')} of {total:,} {what}"
+    detail = f"{plural(len(images), 'image')} of {total:,} {what}"
     return [Problem(kind, detail, tuple(images[:SHOWN]), len(images))]
 
 

@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
 import tempfile
@@ -35,6 +34,7 @@ from PIL import Image
 
 from vit.data.random_seed import random_seed
 from vit.errors import DataError, printable
+from vit.paths import user_cache
 
 SHAPES_SIDE = 64
 """Pixels of an image, each way."""
@@ -292,13 +292,6 @@ def _kept(name: str, fill: Callable[[Path], None], cache: Path | None) -> Path:
             f"set XDG_CACHE_HOME to a folder that can"
         ) from error
     return folder
-
-
-def user_cache() -> Path:
-    """The folder for files of ours that can be made again."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return base / "vit-toolkit"
 
 
 def is_whole(folder: Path) -> bool:

@@ -5,8 +5,9 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from vit.data.sources.file_walk import Walk, count, some
+from vit.data.sources.file_walk import Walk
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 UNSEEN = "unseen"
@@ -41,7 +42,7 @@ def read_classes(folder: Path, walk: Walk) -> SampleImages:
     names = walk.subfolders(str(folder))
     loose = walk.loose_images(str(folder))
     if not names:
-        what = f"{count(len(loose), 'image')} straight in it" if loose else "no folders in it"
+        what = f"{plural(len(loose), 'image')} straight in it" if loose else "no folders in it"
         lists = lists_beside(folder)
         raise DataError(f"{printable(folder)} has no class folders ({what}); {LAYOUT}{lists}")
     return {name: walk.images(str(folder / name)) for name in names}
@@ -56,13 +57,13 @@ def lists_beside(folder: Path) -> str:
 
 def check_classes(images: SampleImages, where: Path) -> None:
     """Refuse training images that leave nothing to learn."""
-    names = some([printable(name) for name in images])
+    names = join_names([printable(name) for name in images])
     empty = [printable(name) for name, paths in images.items() if not paths]
     if len(empty) == len(images):
         raise DataError(f"{printable(where)}: no images in the class folders {names}; {LAYOUT}")
     if empty:
         raise DataError(
-            f"{printable(where)}: no readable images in class {some(empty)}; "
+            f"{printable(where)}: no readable images in class {join_names(empty)}; "
             f"add some, or remove the folder"
         )
     if len(images) == 1:
@@ -129,7 +130,7 @@ def matched_names(
     if unknown:
         near = difflib.get_close_matches(unknown[0], classes, n=1)
         hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
-        names = some([printable(name) for name in unknown])
+        names = join_names([printable(name) for name in unknown])
         raise DataError(f"{where} has classes that {owner} does not have: {names}{hint}; {remedy}")
     return targets, notes
 
@@ -137,4 +138,4 @@ def matched_names(
 def missing_notes(images: SampleImages, where: str) -> list[str]:
     """Which classes have no images, if any."""
     missing = [printable(name) for name, paths in images.items() if not paths]
-    return [f"{where} has no images of class {some(missing)}"] if missing else []
+    return [f"{where} has no images of class {join_names(missing)}"] if missing else []

@@ -22,8 +22,8 @@ from vit.data.sources.dataset_writer import (
     write_folder,
     write_shards,
 )
-from vit.data.sources.file_walk import some
 from vit.errors import BadImage, DataError, printable
+from vit.text import join_names
 
 Kind = Literal["folder", "shards"]
 
@@ -103,7 +103,7 @@ def copy(
     foldered = not listed.multilabel and not changed
     if changed and to == "folder" and not listed.multilabel:
         renamed = [f"{printable(name)} is {printable(folders[name])}" for name in changed]
-        copied.notes.append(f"classes whose name no folder can have: {some(renamed)}")
+        copied.notes.append(f"classes whose name no folder can have: {join_names(renamed)}")
     with whole_folder(out) as fresh:
         for part, items in listed.splits.items():
             images = _images(items, part, listed.root, copied, told)

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from vit.data.archives import MAX_BYTES, open_binary, relative, size_of
 from vit.data.sources.class_names import SampleImages
-from vit.data.sources.file_walk import count, some
 from vit.errors import BadImage, printable
+from vit.text import join_names, plural
 
 IMBALANCE = 10
 """Times the smallest class from which on the largest one is worth a note."""
@@ -62,7 +62,7 @@ def few_note(counts: Mapping[str, int], total: int | None = None) -> str:
     total = sum(counts.values()) if total is None else total
     if total >= FEW * len(counts):
         return ""
-    return f"only {count(total, 'training image')} for {len(counts)} classes: very few"
+    return f"only {plural(total, 'training image')} for {len(counts)} classes: very few"
 
 
 def imbalance_note(counts: Mapping[str, int]) -> str:
@@ -72,7 +72,7 @@ def imbalance_note(counts: Mapping[str, int]) -> str:
         return ""
     return (
         f"imbalanced classes: {printable(least)} has the fewest, "
-        f"{count(counts[least], 'image')}; {printable(most)} has {counts[most]:,}"
+        f"{plural(counts[least], 'image')}; {printable(most)} has {counts[most]:,}"
     )
 
 
@@ -98,10 +98,12 @@ def equal_notes(train: SampleImages, val: SampleImages, root: str) -> list[str]:
         (leaks if "split" in kinds else twins).append(pair)
     notes = []
     if leaks:
-        images = count(len(leaks), "image")
-        notes.append(f"{images} in training and in validation (leak): {some(leaks, 3)}")
+        images = plural(len(leaks), "image")
+        notes.append(f"{images} in training and in validation (leak): {join_names(leaks, 3)}")
     if twins:
-        notes.append(f"{count(len(twins), 'image')} in more than one class: {some(twins, 3)}")
+        notes.append(
+            f"{plural(len(twins), 'image')} in more than one class: {join_names(twins, 3)}"
+        )
     return notes
 
 

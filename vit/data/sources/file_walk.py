@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 READABLE = (
     "jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm mpo "
@@ -148,7 +149,7 @@ class Walk:
         """What was left out and why, a line a reason."""
         known = sorted(self.other.items(), key=lambda item: (-item[1], item[0]))
         endings = [f"{printable(suffix)} {count}" for suffix, count in known]
-        others = count(sum(self.other.values()), "file")
+        others = plural(sum(self.other.values()), "file")
         advice = "; convert them to JPEG or PNG" if FOREIGN & self.other.keys() else ""
         lines = [
             (endings, f"left out {others} not taken for images", advice),
@@ -159,18 +160,7 @@ class Walk:
             (self.strange, "left out what is no regular file (pipes, broken links)", ""),
             (self.loose, "left out images that lie in no class folder", ""),
         ]
-        return [f"{text}: {some(names)}{end}" for names, text, end in lines if names]
-
-
-def some(names: list[str], most: int = 5) -> str:
-    """The first `most` names of a list, and how many more there are."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def count(number: int, noun: str) -> str:
-    """`1 image`, `2 images`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+        return [f"{text}: {join_names(names)}{end}" for names, text, end in lines if names]
 
 
 def _holds(folder: str, path: str) -> bool:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from vit.data import archives
 from vit.data.dataset_types import Item, Listed
-from vit.data.sources.file_walk import count, some
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 IMAGES = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
 LABELS = ("label", "labels", "class", "classes", "target", "category", "cls")
@@ -83,7 +83,7 @@ def find_image_column(features: Mapping[str, Any], image: str | None, data: str)
 
 def _check_there(features: Mapping[str, Any], asked: str | None, setting: str, data: str) -> None:
     if asked is not None and asked not in features:
-        there = some([printable(name) for name in features], 8)
+        there = join_names([printable(name) for name in features], 8)
         raise DataError(
             f"{printable(data)}: no column {printable(asked)} ({setting}); it has {there}"
         )
@@ -120,7 +120,7 @@ def _only(
     named = [name for name in usual if name in among]
     if len(named) == 1 or (named and not found):
         return named[0]
-    there = some([printable(name) for name in among], 8)
+    there = join_names([printable(name) for name in among], 8)
     problem = f"several columns of {what}" if found else f"no column of {what}"
     flag = "--" + setting.replace("_", "-")
     raise DataError(f"{printable(data)}: {problem} ({there}); say which with {flag}")
@@ -242,7 +242,7 @@ def read_dataset(
             columns = find_image_column(rows.features, image_column, data)
             labels = [()] * len(rows)
         if labels is None:
-            notes.append(f"left out {count(len(rows), 'image')} of {name}: they have no labels")
+            notes.append(f"left out {plural(len(rows), 'image')} of {name}: they have no labels")
             continue
         paths = _paths(rows, columns, labels, data)
         splits[name] = [Item(path, names) for path, names in zip(paths, labels, strict=True)]

@@ -7,8 +7,9 @@ DATA/CLASS/*.jpg
 from vit.data.dataset_types import Item, Listed
 from vit.data.sources.class_names import LAYOUT, check_classes, read_classes, split_folders
 from vit.data.sources.dataset_spec import DatasetSpec, resolve
-from vit.data.sources.file_walk import Walk, some
+from vit.data.sources.file_walk import Walk
 from vit.errors import ConfigError, DataError, printable
+from vit.text import join_names
 
 
 def read_folder(asked: DatasetSpec) -> Listed:
@@ -29,9 +30,11 @@ def read_folder(asked: DatasetSpec) -> Listed:
     folders, beside = split_folders(root, walk)
     if asked.split is None:
         if folders and "train" not in folders:
-            raise DataError(f"{printable(root)} has {some(list(folders))} but no train; {LAYOUT}")
+            raise DataError(
+                f"{printable(root)} has {join_names(list(folders))} but no train; {LAYOUT}"
+            )
         if beside:
-            names = some([printable(name) for name in beside])
+            names = join_names([printable(name) for name in beside])
             notes.append(f"left out folders beside train: {names}")
     places = folders or {"": root}
     splits: dict[str, list[Item]] = {}

@@ -25,7 +25,6 @@ from vit.data.captions.caption_lists import SPLIT, images_folder
 from vit.data.dataset_types import Item, Listed
 from vit.data.sources.class_names import SPLIT_NAMES
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.file_walk import count, some
 from vit.data.sources.list_columns import (
     SPLIT_COLUMN,
     LabelColumns,
@@ -54,6 +53,7 @@ from vit.data.sources.table_reader import (
 )
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
+from vit.text import join_names, plural
 
 
 class Entry(NamedTuple):
@@ -185,7 +185,7 @@ def lists_in(folder: str) -> dict[str, str]:
         if suffix not in SUFFIXES or not split or not has_classes(path):
             continue
         if split[1] in found:
-            both = some([printable(found[split[1]]), printable(path)])
+            both = join_names([printable(found[split[1]]), printable(path)])
             raise DataError(f"several lists for {split[1]}, give one of them as DATA: {both}")
         found[split[1]] = path
     inside = os.path.join(folder, "train")
@@ -266,7 +266,7 @@ def rows(
     named = Counter(name for name in table.names if name.strip())
     doubled = [printable(name) for name, number in named.items() if number > 1]
     if doubled:
-        raise wrong(path, f"two columns are called {some(doubled)}; rename one", table.line)
+        raise wrong(path, f"two columns are called {join_names(doubled)}; rename one", table.line)
     for line, cells in table.rows:
         yield Line(line, table.names, table.line, dict(zip(table.names, cells, strict=True)))
     notes += table.blank_notes(path)
@@ -289,13 +289,13 @@ def read_list(path: str, asked: DatasetSpec, notes: list[str], *, labels: bool =
     if not read.entries and not read.faults:
         raise wrong(path, "no images in it; expected a line for each")
     if read.columns is not None and read.columns.unused and labels:
-        unused = some([printable(name) for name in read.columns.unused])
+        unused = join_names([printable(name) for name in read.columns.unused])
         label = printable(read.columns.label)
         notes.append(f"{printable(path)}: classes from {label}; not used: {unused}")
     if table:
         notes += comma_notes(path, (entry.labels for entry in read.entries.values()))
     if read.twice and read.faults is None:
-        images = count(read.twice, "line")
+        images = plural(read.twice, "line")
         notes.append(f"{printable(path)}: left out {images} that name an image again")
     return read
 
@@ -449,7 +449,9 @@ def _open(asked: DatasetSpec, notes: list[str]) -> dict[str, _Opened]:
         if name.lower().endswith(SUFFIXES) and os.path.join(asked.data, name) not in files.values()
     ]
     if others:
-        notes.append(f"left out lists without a split in their name, or classes: {some(others)}")
+        notes.append(
+            f"left out lists without a split in their name, or classes: {join_names(others)}"
+        )
     # all of them where one trains: what none of them names is told
     wanted = files if asked.split is None else asked.needed(files)
     return {split: _placed(read_list(files[split], asked, notes), asked, notes) for split in wanted}

@@ -13,10 +13,11 @@ from typing import Any
 from vit.config.parser import nearest
 from vit.data.captions.caption_files import IMAGE_COLUMNS, find_columns
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.file_walk import Walk, count, some
+from vit.data.sources.file_walk import Walk
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 DRIVE = re.compile("[A-Za-z]:/")
 
@@ -90,8 +91,8 @@ def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) ->
             extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
     if not extra:
         return []
-    names = some([walk.name(path) for path in extra], 3)
-    return [f"left out {count(len(extra), 'image')} that no line of a list names: {names}"]
+    names = join_names([walk.name(path) for path in extra], 3)
+    return [f"left out {plural(len(extra), 'image')} that no line of a list names: {names}"]
 
 
 CLASS_COLUMNS = (
@@ -136,7 +137,7 @@ def choose_columns(
     Raises:
         DataError: There are none of images or of classes, or not the ones that were asked for.
     """
-    has = some([printable(name.strip()) for name in names], 8) or "none"
+    has = join_names([printable(name.strip()) for name in names], 8) or "none"
 
     def named(setting: str, wanted: str) -> str:
         found = usual(names, (wanted,)) or usual(names, (wanted.strip().lower(),))
@@ -190,8 +191,8 @@ def check_header(table: Table, path: str, asked: DatasetSpec) -> None:
     )
     raise wrong(
         path,
-        f"looks like data ({some(names, 3)}), not like names of columns; add a line at the top "
-        f"that names them: {line}",
+        f"looks like data ({join_names(names, 3)}), not like names of columns; add a line at the "
+        f"top that names them: {line}",
         table.line,
     )
 

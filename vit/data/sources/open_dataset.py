@@ -22,13 +22,13 @@ from vit.data.sources.class_names import (
 )
 from vit.data.sources.dataset_spec import DatasetSpec, resolve
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
-from vit.data.sources.file_walk import count, some
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.image_list import is_list, lines_of, read_lists
 from vit.data.sources.source_registry import PACKED
 from vit.data.sources.train_val_split import Fold, divided, hold_out
 from vit.errors import ConfigError, DataError, printable
+from vit.text import join_names, plural
 
 __all__ = [
     "DatasetSpec",
@@ -113,7 +113,7 @@ def open_splits(
     listed = listing.listed if listing is not None and known else read_source(asked)
     images = listed.splits.get("train", listed.splits.get("", []))
     if not images:
-        there = some([*listed.where]) or "nothing"
+        there = join_names([*listed.where]) or "nothing"
         raise DataError(f"{printable(asked.data)} has {there} but no images for train")
     classes = tuple(sorted({label for item in images for label in item.labels}))
     _check_classes(listed, classes)
@@ -180,7 +180,7 @@ def open_labelled(
     ours = name is None
     there = listed.where.keys() - {""}
     if name is None and (split != "val" or there - {"train", "test"}):
-        has = some([*listed.where]) if there else f"class {listed.part}s only"
+        has = join_names([*listed.where]) if there else f"class {listed.part}s only"
         hint = "" if there else "; leave the split out for held-out images"
         raise DataError(
             f"{printable(listed.root)}: no {printable(split)} {listed.part}; it has {has}{hint}"
@@ -209,7 +209,7 @@ def _held_out_of(listed: Listed, held_out: Collection[str] | HeldOut) -> Collect
 
 def _check_classes(listed: Listed, classes: Sequence[str]) -> None:
     """Refuse what leaves nothing to tell apart."""
-    names = some([printable(name) for name in classes])
+    names = join_names([printable(name) for name in classes])
     if len(classes) < 1 + (not listed.multilabel):
         what = f"only one class ({names}), nothing to tell apart" if names else "no classes"
         raise DataError(f"{printable(listed.root)}: {what}; add images of others")
@@ -278,11 +278,11 @@ def _shared_notes(train: Sequence[Item], val: Sequence[Item], root: Path) -> lis
     shared = [item.path for item in val if item.path in known]
     if shared and len(shared) == len(val):
         raise DataError(
-            f"all {count(len(shared), 'validation image')} are training images too; give "
+            f"all {plural(len(shared), 'validation image')} are training images too; give "
             "others, or leave them out and we hold some out"
         )
-    names = some([printable(relative(path, root)) for path in shared], 3)
-    images = count(len(shared), "image")
+    names = join_names([printable(relative(path, root)) for path in shared], 3)
+    images = plural(len(shared), "image")
     return [f"{images} in training and in validation (leak): {names}"] if shared else []
 
 
@@ -294,7 +294,7 @@ def _without_training(
     kept = [item for item in items if relative(item.path, listed.root) in names]
     lack = f"no validation {listed.part}"
     if kept:
-        images = count(len(kept), "image")
+        images = plural(len(kept), "image")
         some_of = f"{images} left of the {len(names):,}" if len(kept) < len(names) else images
         return kept, f"{lack}: took the {some_of} that training held out"
     return items, f"{lack}: took all {len(items):,} images"

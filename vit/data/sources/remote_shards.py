@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.dataset_types import Listed
-from vit.data.sources.builtin_datasets import user_cache
-from vit.data.sources.file_walk import count, some
 from vit.data.sources.row_errors import Faults
 from vit.data.sources.tar_shards import PACKED, expand_braces, listed_shards, shard_images
 from vit.errors import DataError, printable
+from vit.paths import user_cache
+from vit.text import format_megabytes, join_names, plural
 
 SPARE = 2**28
 """Bytes that stay free on the disk of the cache."""
@@ -79,15 +79,12 @@ def _copies(data: str) -> tuple[list[str], list[str]]:
         total = sum(size for *_, size in missing)
         _check_space(cache, total)
         for number, (address, place, size) in enumerate(missing, 1):
-            _say(f"copying shard {number} of {len(missing)}, {megabytes(size)}: {address}")
+            _say(f"copying shard {number} of {len(missing)}, {format_megabytes(size)}: {address}")
             _copy(system, address, place, size)
-        notes.append(f"copied {count(len(missing), 'shard')}, {megabytes(total)}, to {cache}")
+        notes.append(
+            f"copied {plural(len(missing), 'shard')}, {format_megabytes(total)}, to {cache}"
+        )
     return [str(place) for _, place, _ in wanted], notes
-
-
-def megabytes(size: int) -> str:
-    """`12.3 MB`"""
-    return f"{size / 1e6:,.1f} MB"
 
 
 def _inside(root: Path) -> str:
@@ -156,8 +153,9 @@ def _check_space(cache: Path, total: int) -> None:
         raise DataError(f"{printable(cache)}: cannot be written ({error.strerror})") from None
     if total + SPARE > free:
         raise DataError(
-            f"{printable(cache)}: the shards take {megabytes(total)} and {megabytes(free)} are "
-            "free; make room, or set XDG_CACHE_HOME to a folder on a larger disk"
+            f"{printable(cache)}: the shards take {format_megabytes(total)} and "
+            f"{format_megabytes(free)} are free; make room, or set XDG_CACHE_HOME to a folder on "
+            "a larger disk"
         )
 
 
@@ -207,7 +205,7 @@ def _reaching(address: str) -> Iterator[None]:
         raise DataError(f"{printable(address)}: no such shard") from None
     except Exception as error:  # each kind of storage has exceptions of its own
         words = " ".join(str(error).split())[:200] or type(error).__name__
-        remedy = some([f"{type(error).__name__}: {words}"])
+        remedy = join_names([f"{type(error).__name__}: {words}"])
         raise DataError(f"{printable(address)}: cannot be reached ({printable(remedy)})") from None
 
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from vit.data.sources.file_walk import count
 from vit.errors import DataError, printable
+from vit.text import plural
 
 MAX_BYTES = 10 * 2**30
 MAX_JSON_BYTES = 2 * 2**30
@@ -175,7 +175,7 @@ class Table(NamedTuple):
         """How many rows of the table `path` were left out since they are empty."""
         if not self.blank:
             return []
-        rows = count(len(self.blank), "empty row")
+        rows = plural(len(self.blank), "empty row")
         return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 

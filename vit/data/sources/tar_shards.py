@@ -25,11 +25,12 @@ from typing import Any, NamedTuple, TypeVar
 from vit.data.archives import index_of, read_bytes
 from vit.data.dataset_types import Item, Listed
 from vit.data.sources.class_names import SPLIT_NAMES
-from vit.data.sources.file_walk import FOREIGN, SUFFIXES, SYSTEM, count, some
+from vit.data.sources.file_walk import FOREIGN, SUFFIXES, SYSTEM
 from vit.data.sources.row_errors import Faults, leave, nothing_left
 from vit.data.sources.table_reader import whole_text
 from vit.data.tar_index import BadShard, Index
 from vit.errors import DataError, printable
+from vit.text import join_names, plural
 
 MOST_SHARDS = 100_000
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
@@ -61,7 +62,7 @@ def shard_files(data: str) -> list[str]:
             missing.append(name)
         files += found
     if missing:
-        names = some([printable(name) for name in missing], 3)
+        names = join_names([printable(name) for name in missing], 3)
         raise DataError(f"{printable(data)}: no such shard ({names}); give those that there are")
     if packed := [name for name in files if PACKED.search(name)]:
         return packed[:1]  # refused when it is read, with what unpacks it
@@ -90,7 +91,7 @@ def _whole(folder: str, paths: list[str]) -> list[str]:
     """
     packed = [os.path.basename(path) for path in paths if PACKED.search(path)]
     if packed:
-        names = some([printable(name) for name in sorted(packed)], 2)
+        names = join_names([printable(name) for name in sorted(packed)], 2)
         raise DataError(
             f"{printable(folder)}: compressed shards ({names}): unpack them (gunzip, zstd -d); "
             "images are compressed already"
@@ -242,7 +243,7 @@ def labelled_by(
     """
     notes = []
     if captions := len(sidecars.of(".txt")):
-        notes.append(f"left out {count(captions, 'text')} (.txt): captions are no classes")
+        notes.append(f"left out {plural(captions, 'text')} (.txt): captions are no classes")
     table = _table(sidecars)
     kinds = (".cls", ".json")
     beside = {kind: [_beside(member, sidecars, kind) for member in images] for kind in kinds}
@@ -256,8 +257,8 @@ def labelled_by(
     lacking = [m.path for m, name in zip(images, beside[kind], strict=True) if not name]
     if lacking and faults is None:
         raise DataError(
-            f"{printable(data)}: {count(len(lacking), 'image')} without {kind} beside, "
-            f"which others have: {some([*map(printable, lacking)], 3)}"
+            f"{printable(data)}: {plural(len(lacking), 'image')} without {kind} beside, "
+            f"which others have: {join_names([*map(printable, lacking)], 3)}"
         )
     _lack(lacking, f"no {kind} beside, which others have", faults)
     read = _cls if kind == ".cls" else _json
@@ -298,7 +299,7 @@ def _alone(
     for kind, names in beside.items():
         if faults is None:
             if alone := len(sidecars.of(kind)) - len(set(names) - {""}):
-                notes.append(f"left out {count(alone, 'file')} {kind} beside no image")
+                notes.append(f"left out {plural(alone, 'file')} {kind} beside no image")
             continue
         known = {(m.file, name) for m, name in zip(images, names, strict=True) if name}
         for file, stem in sorted(sidecars.of(kind)):
@@ -338,7 +339,7 @@ def _has_label(images: Sequence[Member], names: Sequence[str], faults: Faults) -
 def _by_folder(images: Sequence[Member], data: str, faults: Faults) -> Labels:
     loose = [member.path for member in images if "/" not in member.name]
     if loose and faults is None:
-        what = f"{count(len(loose), 'image')} without a class, such as {printable(loose[0])}"
+        what = f"{plural(len(loose), 'image')} without a class, such as {printable(loose[0])}"
         raise DataError(f"{printable(data)}: {what}; {LAYOUT}")
     _lack(loose, f"without a class; {LAYOUT}", faults)
     return [(m.name.split("/")[0],) if "/" in m.name else None for m in images]
@@ -361,7 +362,7 @@ def _name(word: object, table: dict[str, str], member: Member) -> str:
         return table[text]
     if text in table.values():
         return text
-    known = f"{count(len(table), 'class')[:-1]}es" if len(table) != 1 else "1 class"
+    known = plural(len(table), "class", "classes")
     raise _wrong(member, f"label {text!r} is none of the {known} in classes.json or classes.txt")
 
 
@@ -471,7 +472,7 @@ def listed_shards(files: Sequence[str], data: str, faults: Faults = None) -> Lis
     if faults and not images:
         raise nothing_left(faults)
     if not images:
-        raise DataError(f"{printable(data)}: no images in {count(len(files), 'shard')}")
+        raise DataError(f"{printable(data)}: no images in {plural(len(files), 'shard')}")
     images, inside = _unwrapped(images)
     if inside:
         notes.append(f"took {printable(inside)} in the shards for the folder of the data")
@@ -502,7 +503,7 @@ def shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[str]]
     """
     images, _, notes = _members(files, SUFFIXES | FOREIGN)
     if not images:
-        raise DataError(f"{printable(data)}: no images in {count(len(files), 'shard')}")
+        raise DataError(f"{printable(data)}: no images in {plural(len(files), 'shard')}")
     order = {file: number for number, file in enumerate(files)}
     images.sort(key=lambda member: (order[member.file], member.name.split("/")))
     return [member.path for member in images], notes
@@ -556,13 +557,15 @@ def _left_out(other: Counter[str], ignored: Counter[str], junk: set[str]) -> lis
     if other:
         endings = [f"{printable(suffix)} {number}" for suffix, number in other.most_common()]
         advice = "; convert them to JPEG or PNG" if FOREIGN & other.keys() else ""
-        files = count(other.total(), "member")
-        notes.append(f"left out {files} not taken for images: {some(endings)}{advice}")
+        files = plural(other.total(), "member")
+        notes.append(f"left out {files} not taken for images: {join_names(endings)}{advice}")
     if ignored:
-        kinds = ", ".join(count(number, kind) for kind, number in sorted(ignored.items()))
+        kinds = ", ".join(plural(number, kind) for kind, number in sorted(ignored.items()))
         notes.append(f"left out what is no file in the shards: {kinds}")
     if junk:
-        notes.append(f"left out hidden and system names: {some(sorted(map(printable, junk)))}")
+        notes.append(
+            f"left out hidden and system names: {join_names(sorted(map(printable, junk)))}"
+        )
     return notes
 
 
@@ -589,8 +592,10 @@ def _with_splits(images: list[Member]) -> tuple[list[Member], list[str]]:
     kept = [member for member in images if member.split]
     if not beside:
         return kept, []
-    left = count(len(images) - len(kept), "image")
-    return kept, [f"left out {left} that belong to no split: {some([*map(printable, beside)])}"]
+    left = plural(len(images) - len(kept), "image")
+    return kept, [
+        f"left out {left} that belong to no split: {join_names([*map(printable, beside)])}"
+    ]
 
 
 def _split_inside(member: Member) -> Member:

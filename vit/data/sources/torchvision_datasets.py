@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.dataset_types import Item, Listed
-from vit.data.sources.builtin_datasets import user_cache
 from vit.data.sources.dataset_writer import ImageFile, whole_folder, write_shards
 from vit.data.sources.tar_shards import read_shards
 from vit.errors import DataError, printable
+from vit.paths import user_cache
 
 PREFIX = "torchvision:"
 WORDS = {"train": ("train", "trainval"), "val": ("val", "valid"), "test": ("test",)}

@@ -21,8 +21,8 @@ from vit.data.dataset_types import Item, Listed
 from vit.data.random_seed import random_seed
 from vit.data.sources.class_names import VAL_NAMES, SampleImages
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.file_walk import count, some
 from vit.errors import ConfigError, DataError, printable
+from vit.text import join_names, plural
 
 UNEVEN = 1 / 3
 """Of the share of a class that was asked for: a share further off it has its note."""
@@ -88,7 +88,7 @@ def fold_of(units: Sequence[Unit], fold: Fold, *, seed: int) -> set[int]:
     alone = [printable(label) for label, number in lone.items() if number < 2 and label]
     if alone:
         raise DataError(
-            f"folds={fold.of}: only one image or group of class {some(alone)}, so one fold "
+            f"folds={fold.of}: only one image or group of class {join_names(alone)}, so one fold "
             "cannot learn it; add others, or leave the class out"
         )
     if len(units) < fold.of:
@@ -185,7 +185,7 @@ def find_groups(names: Sequence[str], pattern: str) -> list[str]:
     if names and not any(found):
         raise DataError(
             f"group={printable(pattern)}: no column of that name, and as a regular expression it "
-            f"matches none of {count(len(names), 'path')} such as {printable(names[0])}"
+            f"matches none of {plural(len(names), 'path')} such as {printable(names[0])}"
         )
     bracket = 1 if expression.groups else 0
     return [(match[bracket] or "") if match else "" for match in found]
@@ -193,10 +193,12 @@ def find_groups(names: Sequence[str], pattern: str) -> list[str]:
 
 def group_notes(groups: Sequence[str], group: str, *, column: bool) -> list[str]:
     """How many groups there are and by what, and how many images are in none."""
-    number = count(len({*groups} - {""}), "group")
+    number = plural(len({*groups} - {""}), "group")
     notes = [f"{number} by the {'column' if column else 'expression'} {printable(group)}"]
     if alone := sum(not name for name in groups):
-        notes.append(f"{count(alone, 'image')} without a group ({printable(group)}): each is alone")
+        notes.append(
+            f"{plural(alone, 'image')} without a group ({printable(group)}): each is alone"
+        )
     return notes
 
 
@@ -208,9 +210,9 @@ def check_sides(train: Sequence[str], val: Sequence[str], group: str, where: str
     """
     both = sorted({*train} & {*val} - {""})
     if both:
-        names = some([printable(name) for name in both], 3)
+        names = join_names([printable(name) for name in both], 3)
         raise DataError(
-            f"{where}: {count(len(both), 'group')} ({printable(group)}) in training too: {names}; "
+            f"{where}: {plural(len(both), 'group')} ({printable(group)}) in training too: {names}; "
             "move each to one side, or leave the validation images out and we hold some out"
         )
 
@@ -222,7 +224,9 @@ def uneven_notes(train: Sequence[Item], val: Sequence[Item], share: float) -> li
     off = {label: held[label] / number - share for label, number in both.items()}
     far = sorted((label for label in off if _far(off[label], both[label], share)), key=str)
     told = [f"{printable(label)} {held[label] / both[label]:.0%}" for label in far]
-    return [f"classes that are held out unevenly, not {share:.0%}: {some(told)}"] if far else []
+    return (
+        [f"classes that are held out unevenly, not {share:.0%}: {join_names(told)}"] if far else []
+    )
 
 
 def _far(off: float, number: int, share: float) -> bool:
@@ -288,26 +292,26 @@ def _held_out(
         sides = [item.path in chosen for item in items]
         least = any(len(paths) * val_share < 0.5 for paths in images.values())
         notes = [
-            f"{lack}: held out {count(len(chosen), 'image')}, {val_share:.0%} of each class"
+            f"{lack}: held out {plural(len(chosen), 'image')}, {val_share:.0%} of each class"
             + (", and one where that is none" if least else "")
         ]
         single = [printable(name) for name, paths in held.items() if not paths]
         if single:
-            notes.append(f"held out none of class {some(single)}, which has only one image")
+            notes.append(f"held out none of class {join_names(single)}, which has only one image")
         return _kept(items, sides), members_of(items, sides), notes
     groups = None if asked.group is None else _groups(items, listed, asked.group)
     units = make_units(items, groups, [relative(item.path, listed.root) for item in items])
     sides = draw(items, units, share=val_share, seed=seed)
     train, val = _kept(items, sides), members_of(items, sides)
     number = sum(sides[unit.members[0]] for unit in units)
-    what = f" ({count(number, 'group')})" if groups is not None else ""
-    notes = [f"{lack}: held out {count(len(val), 'image')}{what}, {val_share:.0%} of each class"]
+    what = f" ({plural(number, 'group')})" if groups is not None else ""
+    notes = [f"{lack}: held out {plural(len(val), 'image')}{what}, {val_share:.0%} of each class"]
     if groups is not None:
         notes += group_notes(groups, asked.group or "", column=listed.grouped)
     _check_learned(train, val, asked)
     held_labels, all_labels = _labels(val), _labels(items)
     if none := [printable(label) for label in sorted(all_labels - held_labels)]:
-        notes.append(f"held out none of class {some(none)}, which is in one image or group")
+        notes.append(f"held out none of class {join_names(none)}, which is in one image or group")
     return train, val, notes + uneven_notes(train, val, val_share)
 
 
@@ -320,15 +324,15 @@ def _folded(
     sides = [number in chosen for number in range(len(items))]
     train, val = _kept(items, sides), members_of(items, sides)
     number = sum(sides[unit.members[0]] for unit in units)
-    what = f" ({count(number, 'group')})" if groups is not None else ""
-    notes = [f"fold {fold.number} of {fold.of}: validates on {count(len(val), 'image')}{what}"]
+    what = f" ({plural(number, 'group')})" if groups is not None else ""
+    notes = [f"fold {fold.number} of {fold.of}: validates on {plural(len(val), 'image')}{what}"]
     if tested:
         notes.append("left out test: no fold sees it; measure on it at the end")
     if groups is not None:
         notes += group_notes(groups, asked.group or "", column=listed.grouped)
     _check_learned(train, val, asked)
     if none := [printable(label) for label in sorted(_labels(items) - _labels(val))]:
-        notes.append(f"this fold has no validation images of class {some(none)}")
+        notes.append(f"this fold has no validation images of class {join_names(none)}")
     return train, val, notes + uneven_notes(train, val, 1 / fold.of)
 
 
@@ -344,7 +348,7 @@ def _check_learned(train: Sequence[Item], val: Sequence[Item], asked: DatasetSpe
     """Refuse a split that leaves a class without training images."""
     lost = sorted(_labels(val) - _labels(train))
     if lost:
-        names = some([printable(label) for label in lost])
+        names = join_names([printable(label) for label in lost])
         by = "" if asked.group is None else f" when groups ({printable(asked.group)}) stay together"
         raise DataError(
             f"no training images left of class {names}{by}; another --seed, a smaller "

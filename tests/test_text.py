@@ -1,0 +1,37 @@
+"""Text formatting."""
+
+import pytest
+
+from vit.text import format_bytes, format_clock, format_count, format_duration, join_names, plural
+
+
+def test_plural():
+    assert [plural(n, "image") for n in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
+    assert plural(2, "class", "classes") == "2 classes"
+
+
+def test_join_names_counts_the_names_beyond_the_limit():
+    assert join_names(iter("abc")) == "a, b, c"
+    assert join_names("abcde", 3) == "a, b, c and 2 more"
+
+
+def test_sizes_in_bytes_have_a_unit():
+    assert [format_bytes(n) for n in (2**20, 2**30)] == ["1.0 MiB", "1.00 GiB"]
+
+
+def test_large_counts_have_a_unit_prefix():
+    numbers = (0, 999, 1000, 86_567_656)
+    assert [format_count(n, ".2f") for n in numbers] == ["0", "999", "1.00 k", "86.57 M"]
+    assert format_count(21_670_000) == "21.7 M"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.4, "12 s"), (89, "89 s"), (100, "2 min"), (1690, "28 min"), (7500, "2 h 5 min")],
+)
+def test_durations_have_a_unit(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_clock_times():
+    assert [format_clock(n) for n in (7, 750, 3723)] == ["0:07", "12:30", "1:02:03"]

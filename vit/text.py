@@ -1,0 +1,55 @@
+"""Text formatting: plurals, lists of names, byte sizes, durations, large numbers."""
+
+from collections.abc import Iterable
+
+
+def plural(count: int, noun: str, plural_noun: str = "") -> str:
+    """`1 image`, `2,000 images`; `plural_noun` where an `s` does not make the plural."""
+    return f"{count:,} {noun if count == 1 else plural_noun or noun + 's'}"
+
+
+def join_names(names: Iterable[str], limit: int = 5) -> str:
+    """The first `limit` names, and the number of the others: `a, b and 3 more`."""
+    known = list(names)
+    rest = len(known) - limit
+    return ", ".join(known[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    """A fraction in [0, 1] as `12.34%`."""
+    return f"{fraction:.{digits}%}"
+
+
+def format_bytes(size: float) -> str:
+    """A size of memory in binary units: `3.0 MiB`, `1.25 GiB`."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def format_megabytes(size: float) -> str:
+    """A size of a file in decimal megabytes, as download pages give it: `12.3 MB`."""
+    return f"{size / 1e6:,.1f} MB"
+
+
+def format_count(count: float, spec: str = ".3g") -> str:
+    """A large number with a unit prefix: `21.7 M`; `spec` formats its digits."""
+    for power, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= power:
+            return f"{count / power:{spec}} {prefix}"
+    return str(count)
+
+
+def format_duration(seconds: float) -> str:
+    """`45 s`, `12 min` or `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_clock(seconds: float) -> str:
+    """`0:07`, `12:30` or `1:02:03`."""
+    total = round(seconds)
+    hours, minutes = total // 3600, total % 3600 // 60
+    if hours:
+        return f"{hours}:{minutes:02}:{total % 60:02}"
+    return f"{minutes}:{total % 60:02}"
