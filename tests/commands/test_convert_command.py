@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 from vit.commands.main import main
 from vit.config import Config
 from vit.inference.predictor import Predictor
-from vit.weights.load_model import filled, open_source
+from vit.weights.load_model import build_from_state, open_pretrained
 from vit.weights.saved_model import load_run, save_model
 
 
@@ -27,7 +27,7 @@ def test_there_and_back_is_the_same_network(tiny_run, tmp_path, capsys, to):
     assert "parity on " in said.err
     assert "outputs differ by" in said.err
     assert str(tmp_path / "out") in said.out
-    ours, back = load_run(tiny_run), open_source(tmp_path / "out")
+    ours, back = load_run(tiny_run), open_pretrained(tmp_path / "out")
     assert back.classes == ours.classes
     # a rounding away: transformers says to how many pixels an image is resized, not which share
     assert back.preprocessing is not None
@@ -124,7 +124,7 @@ def trained_with(run, folder, **settings):
     folder.mkdir()
     save_model(
         folder,
-        filled(config, loaded.model.state_dict()),
+        build_from_state(config, loaded.model.state_dict()),
         config=Config(model=config),
         classes=loaded.classes,
         preprocessing=loaded.preprocessing,
@@ -144,7 +144,7 @@ def test_a_run_that_merges_is_refused_with_a_remedy_that_works(tiny_run, tmp_pat
     assert len(said.splitlines()) == 1
     assert convert(run, "--to", to, "--out", out, "--merge-tokens", 0) == 0
     assert "note: without the merge_tokens=1 of its training" in capsys.readouterr().err
-    state, back = load_run(tiny_run).model.state_dict(), open_source(out)
+    state, back = load_run(tiny_run).model.state_dict(), open_pretrained(out)
     assert all(torch.equal(state[name], back.state[name]) for name in state)
     assert "Scores" not in (out / "README.md").read_text(encoding="utf-8")
 

@@ -135,7 +135,7 @@ def test_every_pretrained_name_is_one_of_timm(capsys):
     assert len(lines) > 200
     for line in lines:
         name, size, license_ = line.split(maxsplit=2)
-        entry = timm_registry.find(name.removeprefix("timm/"))
+        entry = timm_registry.find_entry(name.removeprefix("timm/"))
         assert f"timm/{entry.name}" == name
         assert size == "{}x{}".format(*entry.image_size)
         assert license_ == (entry.license or "not stated")
@@ -150,8 +150,8 @@ def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
 
 
 def test_what_this_network_cannot_compute_is_not_listed(capsys):
-    assert timm_registry.supported("vit_so400m_patch14_siglip_384.webli")
-    assert not timm_registry.supported("vit_base_patch16_rpn_224.sw_in1k")
+    assert timm_registry.is_supported("vit_so400m_patch14_siglip_384.webli")
+    assert not timm_registry.is_supported("vit_base_patch16_rpn_224.sw_in1k")
     assert main(["models", "--pretrained", "vit_base_patch16_rpn_224"]) == 2
     assert "computes none of timm's" in capsys.readouterr().err
 

@@ -13,8 +13,8 @@ from vit.errors import ConfigError, WeightsError
 from vit.generation.generation_config import Search
 from vit.inference import caption_generator
 from vit.inference.predictor import Predictor
-from vit.weights.change_patch_size import with_patches
-from vit.weights.load_model import filled
+from vit.weights.adapt_weights import change_patches
+from vit.weights.load_model import build_from_state
 from vit.weights.saved_model import LoadedRun, load_run, split_decoder
 
 CLASSES = ("apple", "class10", "class2")
@@ -203,9 +203,9 @@ def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, input_image
             assert torch.equal(words[key], tensor)
         # classes are those of the encoder with other patches, without any decoder
         whole = load_run(both)
-        encoder = filled(whole.config, split_decoder(whole.model.state_dict())[0])
+        encoder = build_from_state(whole.config, split_decoder(whole.model.state_dict())[0])
         alone = dataclasses.replace(whole, model=encoder, decoder=None, tokenizer=None)
-        named = Predictor(with_patches(alone, **asked), precision="fp32")(input_images, top_k=3)
+        named = Predictor(change_patches(alone, **asked), precision="fp32")(input_images, top_k=3)
         for ours, theirs in zip(found, named, strict=True):
             assert dict(ours.predictions) == pytest.approx(dict(theirs.predictions), abs=1e-6)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vit.errors import ConfigError, WeightsError
 from vit.inference.predictor import Predictor
-from vit.weights.change_patch_size import with_patches
+from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import from_pretrained
 from vit.weights.saved_model import load_run
 
@@ -206,7 +206,7 @@ def test_any_run_merges_tokens_when_asked(tiny_run, input_images):
 
 
 def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, input_images):
-    trained = with_patches(load_run(tiny_run), merge_tokens=1)
+    trained = change_patches(load_run(tiny_run), merge_tokens=1)
     assert Predictor(trained)(input_images) == Predictor(tiny_run, merge_tokens=1)(input_images)
     assert Predictor(trained, merge_tokens=0)(input_images) == Predictor(tiny_run)(input_images)
     with pytest.raises(ConfigError, match="merge_tokens=-1: must be at least 0"):
@@ -255,4 +255,4 @@ def test_a_size_of_training_may_become_the_only_other_one(tiny_run):
     flexible = load_run(tiny_run)
     settings = dataclasses.replace(flexible.config, patch_sizes=(4,))
     flexible = dataclasses.replace(flexible, config=settings)
-    assert with_patches(flexible, patch_size=4).config.drawn_patch_sizes == (4, 8)
+    assert change_patches(flexible, patch_size=4).config.drawn_patch_sizes == (4, 8)

@@ -29,7 +29,7 @@ from vit.model.moe import (
 )
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.optimizers import make_optimizer, parameter_groups
-from vit.weights.convert import contents
+from vit.weights.convert import folder_contents
 from vit.weights.pretrained import Pretrained
 from vit.weights.saved_model import load_run, save_model
 
@@ -582,7 +582,7 @@ def test_a_run_folder_brings_it_back_and_others_refuse_it(tmp_path):
             origin="test",
         )
         with pytest.raises(WeightsError, match=message):
-            contents(pretrained, target)
+            folder_contents(pretrained, target)
 
 
 def test_biases_of_experts_do_not_decay_and_muon_takes_no_stacks():

@@ -34,7 +34,7 @@ from vit.training.data_setup import open_data
 from vit.training.setup import words_of
 from vit.training.train import train as train_here
 from vit.weights.convert import convert
-from vit.weights.load_model import from_pretrained, open_source
+from vit.weights.load_model import from_pretrained, open_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
@@ -350,7 +350,7 @@ def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_c
 
 def test_weights_of_a_decoder_are_not_taken_for_other_words(caption_config, tmp_path):
     given = {"vocab_size": 262, "caption_tokens": 100, "epochs": 1, "warmup_epochs": 0}
-    source = open_source(train_here(caption_config(**given), tmp_path / "first").folder)
+    source = open_pretrained(train_here(caption_config(**given), tmp_path / "first").folder)
     assert source.decoder is not None
     texts = [f"quite other words {number % 3}" for number in range(24)]
     other = train_tokenizer(texts, vocab_size=262)

@@ -18,7 +18,7 @@ from vit.training.freezing import counted, freeze_backbone, share_line, trainabl
 from vit.training.lora import LoRALinear, add_lora, lora_line, merged
 from vit.training.optimizers import layer_of, parameter_groups
 from vit.weights.formats.state_dict_names import check_fit
-from vit.weights.saved_model import empty_model
+from vit.weights.saved_model import meta_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 LORA = {"rank": 4, "alpha": 16.0}
@@ -69,7 +69,7 @@ def test_merged_computes_the_same(options):
     network = with_lora(targets, **settings).eval()
     before = build(**settings).eval()(IMAGES)
     state = merged(network.state_dict(), **LORA)
-    plain = empty_model(ModelConfig(**{**SMALL, **settings}))
+    plain = meta_model(ModelConfig(**{**SMALL, **settings}))
     check_fit(state, plain)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     plain.load_state_dict(state, assign=True)

@@ -32,7 +32,7 @@ from vit.training.plan_weights import (
 from vit.training.plan_weights import TINY as AUGREG_TINY
 from vit.weights import hub
 from vit.weights.formats import timm_registry
-from vit.weights.formats.timm_network import describe
+from vit.weights.formats.timm_network import config_from_timm
 
 GPU = dataclasses.replace(PHOTOS, device="cuda", flops=30e12)
 EVERYTHING = {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
@@ -46,10 +46,10 @@ def chosen(facts, given=(), on_disk=(), **options) -> rules.WeightsChoice:
 
 @pytest.mark.parametrize("weights", FOR_STEPS, ids=lambda weights: weights.name)
 def test_the_list_is_permissive_and_true(weights: ListedWeights):
-    entry = timm_registry.find(weights.name)
+    entry = timm_registry.find_entry(weights.name)
     assert entry is not None
     assert (entry.name, entry.hub_id) == (weights.name, weights.repository.name)
-    assert timm_registry.supported(weights.name)
+    assert timm_registry.is_supported(weights.name)
     assert entry.license == weights.license
     assert weights.license in rules.PERMISSIVE
     with torch.device("meta"):
@@ -58,7 +58,7 @@ def test_the_list_is_permissive_and_true(weights: ListedWeights):
     millions = sum(parameter.numel() for parameter in network.parameters()) / 1e6
     if "dinov2" not in weights.name:  # whose positions here are of fewer patches
         assert millions == pytest.approx(weights.parameters, abs=0.06)
-    config = describe(network, weights.name.partition(".")[0], size)
+    config = config_from_timm(network, weights.name.partition(".")[0], size)
     assert (config.dim, config.depth, config.patch_size) == (
         weights.dim,
         weights.depth,
@@ -270,6 +270,6 @@ def test_what_leaves_nothing_to_choose_is_refused(tiny_list, photos, capsys, wor
 
 
 def test_the_size_of_a_download_is_announced():
-    line = hub.announcement(hub.Repository("o/n"), [2_000_000, 500_000])
+    line = hub.download_message(hub.Repository("o/n"), [2_000_000, 500_000])
     assert "/o/n: 2 files, 2.5 MB, to " in line
-    assert "does not say" in hub.announcement(hub.Repository("o/n"), [None])
+    assert "does not say" in hub.download_message(hub.Repository("o/n"), [None])

@@ -14,7 +14,7 @@ from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts, everywhere
 from vit.training.finetuning import complete_for_weights
 from vit.training.train import train
-from vit.weights.adapt_weights import adapt
+from vit.weights.adapt_weights import adapt_weights
 from vit.weights.pretrained import Pretrained
 from vit.weights.saved_model import load_run, read_model_config, save_model
 
@@ -61,7 +61,7 @@ def test_what_fits_the_weights_is_taken(settings, chosen):
     config = completed(weights, **chosen)
     assert {name: flatten(config)[name] for name in chosen} == chosen
     assert type(config.model) is ModelConfig
-    adapt(weights, config.model)
+    adapt_weights(weights, config.model)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_without_a_capacity_nobody_goes_first():
     kept = completed(weights, router_jitter=0.1).model
     assert (kept.capacity_factor, kept.router_priority) == (0.5, "score")
     network = build_classifier(config)
-    network.load_state_dict(adapt(weights, config)[0])
+    network.load_state_dict(adapt_weights(weights, config)[0])
     moe = next(part for part in network.modules() if isinstance(part, MixtureOfExperts))
     assert moe.place is everywhere
 
@@ -192,8 +192,8 @@ def test_another_choice_of_router_weights_is_another_network():
     ):
         weights = source(**EXPERTS, **settings)
         with pytest.raises(VitError, match=message):
-            adapt(weights, completed(weights, **chosen).model)
+            adapt_weights(weights, completed(weights, **chosen).model)
     weights = source(**EXPERTS, top_k=1)
-    adapt(weights, completed(weights, top_k=2, router_weights="softmax").model)
+    adapt_weights(weights, completed(weights, top_k=2, router_weights="softmax").model)
     weights = source(**EXPERTS)
-    adapt(weights, completed(weights, top_k=3, router_weights="renormalised").model)
+    adapt_weights(weights, completed(weights, top_k=3, router_weights="renormalised").model)

@@ -10,14 +10,14 @@ from vit.config.presets import preset
 from vit.model.vision_transformer import VisionTransformer
 from vit.weights.formats.state_dict_names import check_fit
 from vit.weights.formats.timm_weights import from_timm, to_timm
-from vit.weights.saved_model import empty_model
+from vit.weights.saved_model import meta_model
 
 TOLERANCE = 1e-4
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4}
 
 
 def load(state: dict[str, Tensor], **settings) -> VisionTransformer:
-    model = empty_model(ModelConfig(**settings))
+    model = meta_model(ModelConfig(**settings))
     check_fit(state, model)
     model.load_state_dict(state, assign=True)
     return model.eval()
@@ -70,7 +70,7 @@ def test_other_image_sizes_equal_timm(randomise, size):
 
 def test_to_timm_is_the_inverse_of_from_timm(randomise):
     config = ModelConfig(**SMALL, channels=4)
-    state = randomise(empty_model(config).state_dict())
+    state = randomise(meta_model(config).state_dict())
     theirs = to_timm(state, config)
     assert theirs["patch_embed.proj.weight"].shape == (48, 4, 8, 8)
     back = from_timm(theirs)

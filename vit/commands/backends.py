@@ -162,9 +162,9 @@ def model_files(model: str, engine: str) -> list[Path]:
     """The files that the answers come from."""
     path = Path(model)
     if engine == "torch":
-        from vit.weights.resolve_source import locate
+        from vit.weights.resolve_source import locate_weights
 
-        found = locate(model)
+        found = locate_weights(model)
         multilabel = found.weights.suffix == ".json"
         shards = found.folder.glob("*-of-*") if multilabel else ()
         others = (found.config, found.processor, found.folder / "tokenizer.json")

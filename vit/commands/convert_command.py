@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> int:
     import vit.data.sources.builtin_datasets
     from vit.data.image_io import read_image
     from vit.weights.convert import convert
-    from vit.weights.hub import push, require_name
-    from vit.weights.load_model import source_lines
-    from vit.weights.parity_check import measured
+    from vit.weights.hub import check_repository_name, push_to_hub
+    from vit.weights.load_model import describe_source
+    from vit.weights.parity_check import check_parity
 
     if args.push:
-        require_name(args.push)
+        check_repository_name(args.push)
     elif args.private:
         raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
     image = args.image or str(
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         merge_tokens=args.merge_tokens,
     )
-    for line in [*source_lines(args.source, pretrained), *lines]:
+    for line in [*describe_source(args.source, pretrained), *lines]:
         notify(line)
-    for line in measured(pretrained, Path(args.out), args.to, image):
+    for line in check_parity(pretrained, Path(args.out), args.to, image):
         notify(line)
     print(f"written: {printable(args.out)}")
     if args.push:
-        print(f"pushed: {push(Path(args.out), args.push, private=args.private)}")
+        print(f"pushed: {push_to_hub(Path(args.out), args.push, private=args.private)}")
     return 0

@@ -115,7 +115,7 @@ def list_pretrained(pattern: str) -> int:
     """
     from vit.weights.formats import timm_registry
 
-    found = timm_registry.matching(pattern)
+    found = timm_registry.search(pattern)
     width = max(len(entry.name) for entry in found) + len("timm/")
     print(f"{'name':<{width}}  image    license")
     for entry in found:

@@ -91,9 +91,9 @@ def described(model: str, settings: dict[str, object]) -> ModelConfig:
     remote = re.match(r"(~|\.|local-dir:|hf-hub:|hf_hub:)", model.lower())
     if model in PRESETS or not (remote or "/" in model or there(model)):
         return make_config({**settings, "model": model}).model
-    from vit.weights.load_model import settings_of
+    from vit.weights.load_model import read_source_config
 
-    return dataclasses.replace(settings_of(model), **settings)  # type: ignore[arg-type]
+    return dataclasses.replace(read_source_config(model), **settings)  # type: ignore[arg-type]
 
 
 def there(path: str) -> bool:

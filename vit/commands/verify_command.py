@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def is_source(model: str) -> bool:
     """Whether MODEL is a run folder or other weights, and no exported file."""
-    from vit.weights.find_weights import SUFFIXES
+    from vit.weights.resolve_source import SUFFIXES
 
     if os.path.isdir(model) or model.lower().endswith(tuple(EXPORTED)):
         return os.path.isdir(model)

@@ -19,8 +19,8 @@ from vit.export.export_onnx import (
 from vit.export.export_openvino import convert
 from vit.export.export_options import Options
 from vit.export.onnx_graph import difference
-from vit.weights.load_model import load_model, tell
-from vit.weights.safetensors_io import write_safely
+from vit.weights.load_model import load_model, print_to_stderr
+from vit.weights.safetensors_io import atomic_write
 from vit.weights.saved_model import LoadedRun
 
 
@@ -29,7 +29,7 @@ def export_openvino(
     out: PathLike,
     *,
     overwrite: bool = False,
-    notify: Notify | None = tell,
+    notify: Notify | None = print_to_stderr,
     **options: Any,
 ) -> Exported:
     """Write a classifier as OpenVINO's NAME.xml and NAME.bin, by way of the file of ONNX.
@@ -62,7 +62,7 @@ def export_torch(
     out: PathLike,
     *,
     overwrite: bool = False,
-    notify: Notify | None = tell,
+    notify: Notify | None = print_to_stderr,
     **options: Any,
 ) -> Exported:
     """Write a classifier as a program of torch.export, NAME.pt2, for any number of images.
@@ -103,7 +103,7 @@ def export_torch(
         with open(beside, "wb") as file:
             torch.export.save(program, file, extra_files=said)
 
-    write_safely(path, save)
+    atomic_write(path, save)
     return Exported(((path, path.stat().st_size),), largest)
 
 

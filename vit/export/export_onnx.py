@@ -36,8 +36,8 @@ from vit.export.onnx_graph import (
 from vit.export.quantization import quantised
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
 from vit.exported.onnx_session import Session
-from vit.weights.load_model import load_model, tell
-from vit.weights.safetensors_io import naming, write_safely
+from vit.weights.load_model import load_model, print_to_stderr
+from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun
 
 DATA = ".data"
@@ -62,10 +62,10 @@ def staged(path: Path, proto: Any, *, external: bool) -> Iterator[Path]:
         RunError: The disk is full, or the folder cannot be written.
     """
     onnx, size = libraries(), sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    with naming(path, size):
+    with explain_write_errors(path, size):
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        with naming(path, size):
+        with explain_write_errors(path, size):
             onnx.save_model(
                 proto,
                 folder / path.name,
@@ -93,16 +93,16 @@ def publish(checked: Path, path: Path) -> tuple[tuple[Path, int], ...]:
     old, new = data_beside(path), data_beside(checked)
     written = []
     if old.exists() or new.exists():
-        with naming(path):
+        with explain_write_errors(path):
             path.unlink(missing_ok=True)
     if new.exists():
         written.append((old, new.stat().st_size))
-        write_safely(old, new.replace)
+        atomic_write(old, new.replace)
     elif old.exists():
-        with naming(old):
+        with explain_write_errors(old):
             old.unlink()
     written.insert(0, (path, checked.stat().st_size))
-    write_safely(path, checked.replace)
+    atomic_write(path, checked.replace)
     return tuple(written)
 
 
@@ -135,7 +135,7 @@ def export_onnx(
     out: PathLike,
     *,
     overwrite: bool = False,
-    notify: Notify | None = tell,
+    notify: Notify | None = print_to_stderr,
     **options: Any,
 ) -> Exported:
     """Write a run as ONNX: a classifier as one file, a captioner as two.

@@ -18,7 +18,7 @@ from vit.errors import RunError, VitError, WeightsError, printable
 from vit.exported import openvino_session as runtime
 from vit.exported.greedy_numpy import Array
 from vit.exported.onnx_session import Session
-from vit.weights.safetensors_io import write_safely
+from vit.weights.safetensors_io import atomic_write
 
 SUFFIX, WEIGHTS = ".xml", ".bin"
 TOLERANCES = {"fp32": 2e-2, "fp16": 3e-2, "int8": 8e-2}
@@ -68,7 +68,7 @@ def convert(
         for suffix in (WEIGHTS, SUFFIX):
             made = beside.with_suffix(suffix)
             copied = partial(shutil.copyfile, made)
-            write_safely(path.with_suffix(suffix), copied, made.stat().st_size)
+            atomic_write(path.with_suffix(suffix), copied, made.stat().st_size)
     return difference
 
 

@@ -19,7 +19,7 @@ from vit.errors import ConfigError, VitError, printable
 from vit.exported.greedy_numpy import Array
 from vit.exported.onnx_session import LIBRARIES, Session
 from vit.model.attention import masked, mixed
-from vit.weights.safetensors_io import write_safely
+from vit.weights.safetensors_io import atomic_write
 
 
 def attend_plainly(
@@ -220,4 +220,4 @@ def write(path: Path, content: bytes) -> None:
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
-    write_safely(path, lambda beside: beside.write_bytes(content), len(content))
+    atomic_write(path, lambda beside: beside.write_bytes(content), len(content))

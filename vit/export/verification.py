@@ -20,7 +20,7 @@ from vit.export.sample_images import images_for
 from vit.exported.load_exported import EXPORTED, runner_like
 from vit.paths import did_you_mean
 from vit.weights.load_model import load_model
-from vit.weights.resolve_source import locate
+from vit.weights.resolve_source import locate_weights
 
 HAND, PREDICTOR = "by hand", "predictor"
 
@@ -250,7 +250,7 @@ def source_of(exported: PathLike | None, runner: Runner | None) -> str:
     if source is None:
         raise RunError(f"{printable(exported)} names no run; give it with --run RUN")
     try:
-        locate(source)
+        locate_weights(source)
     except VitError:
         raise RunError(
             f"{printable(exported)} was exported from {printable(source)}, which is not here; give "

@@ -34,7 +34,7 @@ from vit.inference.predictor import Answer, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
 from vit.precision import autocast
-from vit.weights.safetensors_io import naming, write_safely, write_text
+from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TILE = 208  # pixels of the longer side of an image in the drawing
 MARGIN = 8
@@ -103,7 +103,7 @@ def explained(
     """
     check_drawable(predictor)
     place = Path(folder)
-    with naming(place):
+    with explain_write_errors(place):
         place.mkdir(exist_ok=True)
     number = 0
     tested: list[Deletion] = []
@@ -149,7 +149,7 @@ def _write_classes(predictor: Predictor, answer: Answer, path: Path) -> Deletion
 
 def _write(path: Path, drawing: Image.Image, record: dict[str, Any]) -> None:
     png = path.with_name(f"{path.name}.png")
-    write_safely(png, lambda beside: drawing.save(beside, format="PNG"))
+    atomic_write(png, lambda beside: drawing.save(beside, format="PNG"))
     write_text(path.with_name(f"{path.name}.json"), to_json(record) + "\n")
 
 

@@ -23,8 +23,8 @@ from vit.inference.precision_autotune import Choice
 from vit.model.captioner import lay_out
 from vit.output.prediction_results import Prediction
 from vit.precision import autocast, may_choose, resolve_device, resolve_precision
-from vit.weights.change_patch_size import with_patches
-from vit.weights.load_model import load_model, tell
+from vit.weights.adapt_weights import change_patches
+from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
 
 __all__ = ["Answer", "PathLike", "Predictor"]
@@ -85,7 +85,7 @@ class Predictor:
         tta: Views | None = None,
         compile: bool = False,  # noqa: A002
         embeddings: bool = False,
-        notify: Callable[[str], object] = tell,
+        notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: must be at least 1")
@@ -97,7 +97,7 @@ class Predictor:
             loaded = run
         else:
             loaded = load_model(run, notify=notify, headless=embeddings)
-        loaded = with_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
+        loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         self.model = loaded.model.eval().to(self.device)

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from vit.errors import DataError, RunError, VitError, printable
 from vit.output.prediction_results import FORMATS, Layout, Prediction
-from vit.weights.safetensors_io import write_safely
+from vit.weights.safetensors_io import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -132,7 +132,7 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
             with open(beside, "wb") as file:
                 _write(file, style, layout, rows)
 
-        write_safely(Path(out), write)
+        atomic_write(Path(out), write)
         return
     import fsspec
 

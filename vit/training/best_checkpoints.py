@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from vit.training.checkpoint_metric import rank
-from vit.weights.safetensors_io import naming, read_tensors, write_tensors
+from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
 BEST = "best"
 
@@ -67,7 +67,7 @@ class BestEpochs:
         """
         if self.keep == 1:
             return
-        with naming(self.folder):
+        with explain_write_errors(self.folder):
             self.folder.mkdir(exist_ok=True)
         write_tensors(self.path(epoch), weights, {"epoch": str(epoch)})
 
@@ -86,7 +86,7 @@ class BestEpochs:
             needed: States of the checkpoints that a run may go back to.
         """
         kept = {self.path(event["epoch"]) for state in needed for event in state}
-        with naming(self.folder):
+        with explain_write_errors(self.folder):
             for path in self.folder.glob("epoch-*.safetensors"):
                 if path not in kept:
                     path.unlink(missing_ok=True)

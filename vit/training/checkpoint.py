@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from vit.errors import RunError, WeightsError, printable
 from vit.training.ema import MovingAverage
 from vit.training.fsdp import copies, forget_gathered, pieces_like
-from vit.weights.safetensors_io import naming, read_tensors, write_tensors
+from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 KEEP = 2
@@ -83,7 +83,7 @@ def write_checkpoint(
     Raises:
         RunError: It cannot be written; the earlier ones are untouched.
     """
-    with naming(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
         {
@@ -98,7 +98,7 @@ def write_checkpoint(
     write_tensors(path, snapshot.tensors, {"state": text})
     found = find_checkpoints(folder)
     kept = [each for each in found if each <= path and (each == path or each not in damaged)][:KEEP]
-    with naming(folder):
+    with explain_write_errors(folder):
         for old in found:
             if old not in kept:
                 old.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from vit.training.finetuning import as_saved
 from vit.training.fsdp import is_sharded
 from vit.training.run_folder import WEIGHTS, Metrics
 from vit.training.training_loop import TrainingState
-from vit.weights.saved_model import Packed, pack
+from vit.weights.saved_model import SerializedModel, serialize_model
 
 
 class Writer:
@@ -136,11 +136,15 @@ class CheckpointManager:
             return
         state = {**state, "metrics_bytes": self.metrics.size(), "best": self.best.state()}
         is_best = epoch is not None and self.best.first["epoch"] == epoch
-        packed = self.pack(snapshot.weights()) if is_best else None
+        packed = self.serialize_model(snapshot.weights()) if is_best else None
         self.writer.submit(lambda: self._write(snapshot, state, epoch, packed))
 
     def _write(
-        self, snapshot: Snapshot, state: Mapping[str, Any], epoch: int | None, packed: Packed | None
+        self,
+        snapshot: Snapshot,
+        state: Mapping[str, Any],
+        epoch: int | None,
+        packed: SerializedModel | None,
     ) -> None:
         assert self.metrics is not None
         if epoch is not None:
@@ -154,12 +158,12 @@ class CheckpointManager:
 
     def save_model(self, weights: Mapping[str, Tensor]) -> None:
         """Make `weights` those that the run answers with."""
-        self.pack(weights).write(self.folder)
+        self.serialize_model(weights).write(self.folder)
 
-    def pack(self, weights: Mapping[str, Tensor]) -> Packed:
+    def serialize_model(self, weights: Mapping[str, Tensor]) -> SerializedModel:
         """`weights` with what predicting needs beside them."""
         run = self.run
-        return pack(
+        return serialize_model(
             as_saved(weights, run.config),
             config=run.config,
             classes=self.classes,

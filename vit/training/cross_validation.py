@@ -27,7 +27,7 @@ from vit.training.plan import with_chosen_weights
 from vit.training.run_folder import FREE, WEIGHTS
 from vit.training.train import train
 from vit.training.training_progress import teller
-from vit.weights.safetensors_io import naming, write_text
+from vit.weights.safetensors_io import explain_write_errors, write_text
 
 FOLDS_FILE = "folds.json"
 LEVEL = 0.95
@@ -141,7 +141,7 @@ def finished(
     if (folder / WEIGHTS).exists():  # of a training without folds
         raise RunError(f"{printable(folder)} is a run folder itself: give another --out")
     if overwrite:
-        with naming(path):
+        with explain_write_errors(path):
             path.unlink(missing_ok=True)
     if not path.is_file():
         return {}
@@ -240,7 +240,7 @@ def write(accelerator: Accelerator, folder: Path, record: Mapping[str, Any]) -> 
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
 
     def leave() -> None:
-        with naming(folder):
+        with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / FOLDS_FILE, text)
 

@@ -46,7 +46,7 @@ from vit.precision import autocast
 from vit.text import plural
 from vit.training.collectives import on_main
 from vit.training.devices import arithmetic, inference_precision
-from vit.weights.safetensors_io import digest, naming, read_tensors, write_tensors
+from vit.weights.safetensors_io import digest, explain_write_errors, read_tensors, write_tensors
 
 KEY_BYTES = 32
 STALE_SECONDS = 24 * 3600
@@ -70,7 +70,7 @@ class FeatureStore:
         text = json.dumps(identity, sort_keys=True)
         self.folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
         self.notify = notify
-        with naming(self.folder):
+        with explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._clean()
 

@@ -18,9 +18,9 @@ from vit.errors import ConfigError
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.freezing import freeze_backbone, share_line
 from vit.training.lora import add_lora, lora_line, merged
-from vit.weights.adapt_weights import following
+from vit.weights.adapt_weights import implied_settings
 from vit.weights.pretrained import Pretrained, PretrainedDecoder
-from vit.weights.sparse_upcycling import becomes_experts, check_feedforward
+from vit.weights.sparse_upcycling import check_feedforward, is_upcycled
 
 # Defaults of a method where nobody chose: those of training from scratch are wrong by far.
 SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.9, "smoothing": 0.0}
@@ -83,9 +83,9 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found["license"] = source.license
     given = [name for name in given if (name, chosen[name]) != ("license", None)]
     kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
-    found |= following(source.config, {**found, **kept})
+    found |= implied_settings(source.config, {**found, **kept})
     completed = make_config({**chosen, **found, **kept}, complete=True)
-    if method != "full" and becomes_experts(source.config, completed.model):
+    if method != "full" and is_upcycled(source.config, completed.model):
         raise ConfigError(
             f"method={method}: experts do not learn by it, and those made of an mlp would stay "
             "equal; use --method full, or leave --feedforward out"

@@ -37,8 +37,7 @@ from vit.training.plan_rules import (
     planned_seconds,
 )
 from vit.weights import hub
-from vit.weights.find_weights import Found
-from vit.weights.resolve_source import locate
+from vit.weights.resolve_source import WeightsLocation, locate_weights
 
 PERMISSIVE = ("apache-2.0", "mit")
 
@@ -154,7 +153,7 @@ def find_on_disk() -> dict[ListedWeights, str]:
 def is_listed(weights: ListedWeights, source: str) -> bool:
     """Whether `source` can be read here and is `weights`, under a permissive licence."""
     try:
-        found: Found = locate(source, offline=True)
+        found: WeightsLocation = locate_weights(source, offline=True)
     except WeightsError:
         return False
     terms = (found.license or weights.license).lower()
@@ -168,7 +167,7 @@ def find_on_hub() -> dict[ListedWeights, str]:
     Raises:
         WeightsError: The hub is not to be asked, or cannot be reached.
     """
-    if why := hub.switched_off(offline=None) or hub.unreachable():
+    if why := hub.offline_reason(offline=None) or hub.unreachable_reason():
         raise WeightsError(why)
     return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
 

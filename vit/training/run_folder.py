@@ -20,7 +20,7 @@ from vit.evaluation.classification_report import REPORT_FILE
 from vit.training.best_checkpoints import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.trackers import TRACKING
-from vit.weights.safetensors_io import naming, write_safely, write_text
+from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 from vit.weights.saved_model import TOKENIZER_FILE
 
 FILES = (
@@ -78,7 +78,7 @@ def claim_folder(folder: Path) -> BinaryIO:
     Raises:
         RunError: Another process is training there, or the folder cannot be written.
     """
-    with naming(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("ab")
     try:
@@ -113,7 +113,7 @@ def clear(folder: Path) -> None:
 
 def clean_leftovers(folder: Path) -> None:
     """Delete what a killed process left half written in a run folder."""
-    with naming(folder):
+    with explain_write_errors(folder):
         for place in (folder, folder / CHECKPOINTS, folder / BEST):
             for path in place.glob(".*.tmp"):
                 path.unlink(missing_ok=True)
@@ -168,12 +168,12 @@ def require_same_settings(config: Config, folder: Path) -> None:
 def write_config(folder: Path, config: Config) -> None:
     """Record the settings that reproduce the run, in one piece."""
     header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
-    write_safely(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
+    atomic_write(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
 
 
 def write_start(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a folder that is ours, and record what reproduces the run: settings, and our split."""
-    with naming(folder):
+    with explain_write_errors(folder):
         clear(folder)
     write_config(folder, config)
     if splits.tokenizer is not None:
@@ -199,7 +199,7 @@ class Metrics:
     """
 
     def __init__(self, path: Path) -> None:
-        with naming(path):
+        with explain_write_errors(path):
             self.file = path.open("ab")
 
     def cut(self, size: int) -> None:
@@ -220,7 +220,7 @@ class Metrics:
     def write(self, event: dict[str, Any]) -> None:
         """Add one line."""
         line = json.dumps(event, allow_nan=False) + "\n"
-        with naming(Path(self.file.name)):
+        with explain_write_errors(Path(self.file.name)):
             self.file.write(line.encode())
             self.file.flush()
 
@@ -230,7 +230,7 @@ class Metrics:
 
     def flush(self) -> None:
         """Bring what was written to the disk; another thread may go on writing."""
-        with naming(Path(self.file.name)):
+        with explain_write_errors(Path(self.file.name)):
             os.fsync(self.file.fileno())
 
     def close(self) -> None:

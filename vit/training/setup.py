@@ -34,7 +34,7 @@ from vit.training.lr_schedule import learning_rate
 from vit.training.multilabel_task import MultiLabel
 from vit.training.optimizers import make_optimizer
 from vit.training.training_loop import TrainingState
-from vit.weights.adapt_weights import adapt
+from vit.weights.adapt_weights import adapt_weights
 from vit.weights.pretrained import Pretrained
 
 Notify = Callable[[str], None]
@@ -75,7 +75,7 @@ def make_network(
         else build_classifier(config.model)
     )
     if source is not None:
-        state, report = adapt(source, config.model, classes=classes or None)
+        state, report = adapt_weights(source, config.model, classes=classes or None)
         for line in report.lines():
             notify(line)
         words = words_of(source, config, tokenizer, notify)

@@ -29,7 +29,7 @@ from vit.training.train import complete_settings, known_words, look_at_weights
 from vit.training.training_loaders import training_loader
 from vit.training.training_loop import TrainingState
 from vit.training.training_progress import teller
-from vit.weights.safetensors_io import write_safely
+from vit.weights.safetensors_io import atomic_write
 
 LEAST_SHARE = 0.005
 """Of a class that is named below an image; less is 0 % there."""
@@ -65,7 +65,7 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
     def draw(run: TrainingState) -> str:
         images, texts = first_batch(run, splits)
         sheet = contact_sheet(images, texts)
-        write_safely(Path(path), lambda beside: save_sheet(sheet, beside, kind))
+        atomic_write(Path(path), lambda beside: save_sheet(sheet, beside, kind))
         shown = min(len(images), MOST)
         of = "" if shown == len(images) else f" of {len(images)}"
         size = "x".join(map(str, images.shape[:1:-1]))

@@ -35,7 +35,7 @@ from accelerate.tracking import (
 
 from vit.errors import ConfigError, printable
 from vit.training.training_progress import notify
-from vit.weights.safetensors_io import naming, write_text
+from vit.weights.safetensors_io import explain_write_errors, write_text
 
 PROJECT = "vit"
 # What these tell their makers of their own accord; whoever has set the variable decides.
@@ -180,7 +180,7 @@ class Tracking:
         self.name = name
         self.metrics = folder / "metrics.jsonl"
         self.kept = folder / TRACKING / f"{name}.json"
-        with naming(self.kept):
+        with explain_write_errors(self.kept):
             self.kept.parent.mkdir(exist_ok=True)
         key = read_key(self.kept)
         self.record = Record(
@@ -289,7 +289,7 @@ class Sent:
         if path.stem == "tensorboard":  # which drops the steps after the checkpoint
             self.last = {kind: min(step, record.step) for kind, step in self.last.items()}
         self.count = 0
-        with naming(path):
+        with explain_write_errors(path):
             self.file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", 0)
             self._write()
 

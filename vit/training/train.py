@@ -45,9 +45,9 @@ from vit.training.trackers import require_tracker
 from vit.training.trainer import Trainer, TrainingResult
 from vit.training.training_loaders import make_schedule
 from vit.training.training_progress import teller
-from vit.weights.load_model import open_source, source_lines
+from vit.weights.load_model import describe_source, open_pretrained
 from vit.weights.pretrained import Pretrained
-from vit.weights.resolve_source import locate
+from vit.weights.resolve_source import locate_weights
 
 ECHO_SECONDS = 3.0
 
@@ -178,14 +178,16 @@ def look_at_weights(
         require(config.data.data)  # a mistake in DATA is told before anything is fetched
     # a preset beside its own dim is a name that some run was given, not the network of a bare file
     model = config.training.model if "model" in given and "dim" not in given else None
-    on_main(accelerator, lambda: locate(where))  # one process downloads, the others find the files
+    on_main(
+        accelerator, lambda: locate_weights(where)
+    )  # one process downloads, the others find the files
     try:
-        source = open_source(where, model=model)
+        source = open_pretrained(where, model=model)
     except VitError as error:
         error.everywhere = accelerator.is_main_process  # what the others alone meet, they tell
         raise
     tell = teller(accelerator)
-    for line in source_lines(where, source):
+    for line in describe_source(where, source):
         tell(line)
     return complete_for_weights(config, source, given), source
 

@@ -60,7 +60,7 @@ from vit.training.time_budget import MOST_SECONDS, REPORT, SHARE, Costs, costs_o
 from vit.training.train import complete_settings, train
 from vit.training.trainer import TrainingResult
 from vit.training.training_progress import redirect_lines, teller, write_line
-from vit.weights.safetensors_io import naming, write_safely, write_text
+from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TUNE_FILE = "tune.json"
 RECIPE_FILE = "best.yaml"
@@ -285,7 +285,7 @@ def claim(
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{where} is a file: give a folder")
     ours = {TUNE_FILE, PAGE_FILE, RECIPE_FILE, BEST_RUN, TRIALS, ".lock"}
-    with naming(folder):
+    with explain_write_errors(folder):
         names = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
     if (folder / "config.yaml").is_file() or (folder / WEIGHTS).exists():
         raise RunError(f"{where} is a run folder itself: give another --out")
@@ -295,7 +295,7 @@ def claim(
     if path.is_file() and not (resume or overwrite):
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     if not path.is_file() or overwrite:
-        with naming(folder):
+        with explain_write_errors(folder):
             delete(folder)
         return None
     record = read_record(path)
@@ -774,7 +774,7 @@ def place_of(folder: Path, trial: int, rung: int) -> Path:
 
 def drop_weights(folder: Path) -> None:
     """Delete what is large in a trial that has been measured; its settings and metrics stay."""
-    with naming(folder):
+    with explain_write_errors(folder):
         for name in (CHECKPOINTS, BEST):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in (WEIGHTS, "config.json"):
@@ -839,7 +839,7 @@ def train_best(
 def leave_search(folder: Path, record: Mapping[str, Any], config: Config) -> None:
     """Write what is known before the best settings are trained: the recipe and the page."""
     path = folder / RECIPE_FILE
-    write_safely(path, lambda beside: write_settings(beside, config, RECIPE))
+    atomic_write(path, lambda beside: write_settings(beside, config, RECIPE))
     leave_page(folder, record)
 
 

@@ -1,16 +1,6 @@
-"""Weights of a trained network made to fit another image size, patch, colour or set of classes.
+"""x"""
 
-Position tables are stretched as the network does it for images of another size; the patch
-projection as in FlexiViT (vit/model/patch_embed.py); relative positions of others as in BEiT
-(vit/weights/adapt_weights.py); the head keeps the classes it knows by name; MLPs become experts by
-copies (vit/weights/sparse_upcycling.py).
-
-The patch projection for images of other channels; relative positions for another grid.
-
-Source: the code of Bao et al., "BEiT", arXiv:2106.08254.
-The head of a network, made to fit other classes; it keeps those that it knows by name.
-"""
-
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +11,8 @@ from einops import rearrange
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.errors import WeightsError, printable
+from vit.config.parser import all_settings, convert
+from vit.errors import ConfigError, WeightsError, printable
 from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patches
 from vit.model.position_embedding import LearnedPositions
@@ -29,14 +20,14 @@ from vit.model.relative_position_bias import PREFIX_ROWS, resize_offsets
 from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
 from vit.weights.formats.timm_config import first_convolution
 from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import empty_model
-from vit.weights.sparse_upcycling import UPCYCLED, becomes_experts, check_feedforward, upcycle
+from vit.weights.saved_model import LoadedRun, meta_model, split_decoder
+from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle
 
 # Between which BEiT's code looks for the ratio of two gaps; the second grows where it must.
-NARROWEST, WIDEST = 1.01, 1.5
+MIN_RATIO, MAX_RATIO = 1.01, 1.5
 
 
-def spread_offsets(
+def resize_offsets_geometric(
     table: Tensor, old: tuple[int, int], new: tuple[int, int], *, extra: int
 ) -> Tensor:
     """Relative positions for another grid, in which near offsets keep nearly what they were.
@@ -53,12 +44,12 @@ def spread_offsets(
     count = len(table) - extra
     across = 2 * old[1] - 1
     plane = rearrange(table[:count].double(), "(rows cols) heads -> heads rows cols", cols=across)
-    rows, cols = (spread_matrix(*sides) for sides in zip(old, new, strict=True))
+    rows, cols = (geometric_interpolation(*sides) for sides in zip(old, new, strict=True))
     spread = rearrange(rows @ plane @ cols.T, "heads rows cols -> (rows cols) heads")
     return torch.cat([spread.to(table), table[count:]])
 
 
-def spread_matrix(old: int, new: int) -> Tensor:
+def geometric_interpolation(old: int, new: int) -> Tensor:
     """What spreads a line of offsets, linearly between places, (2 new - 1, 2 old - 1) in float64.
 
     The old offsets 0, 1, 2, ... come to the places 0, 1, 1 + q, 1 + q + q^2, ... The last comes to
@@ -66,12 +57,12 @@ def spread_matrix(old: int, new: int) -> Tensor:
     """
     if old == 1:
         return torch.ones(2 * new - 1, 1, dtype=torch.float64)
-    low, high = NARROWEST, WIDEST
-    while old > 2 and _last_place(high, old) < new - 1:
+    low, high = MIN_RATIO, MAX_RATIO
+    while old > 2 and _geometric_sum(high, old) < new - 1:
         high *= 2
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (low, middle) if _last_place(middle, old) > new - 1 else (middle, high)
+        low, high = (low, middle) if _geometric_sum(middle, old) > new - 1 else (middle, high)
     side = (low ** torch.arange(old - 1, dtype=torch.float64)).cumsum(0)
     places = torch.cat([-side.flip(0), torch.zeros(1), side])
     wanted = torch.arange(1 - new, new, dtype=torch.float64)
@@ -83,7 +74,7 @@ def spread_matrix(old: int, new: int) -> Tensor:
     return matrix.scatter_(1, right[:, None], share)
 
 
-def _last_place(ratio: float, side: int) -> float:
+def _geometric_sum(ratio: float, side: int) -> float:
     """1 + q + ... + q^(side - 2)"""
     return sum(ratio**power for power in range(side - 1))
 
@@ -114,7 +105,7 @@ def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
 
 State = dict[str, Tensor]
 
-MOST_NAMES = 5
+MAX_NAMES = 5
 HEAD = ("head.weight", "head.bias")
 
 
@@ -143,16 +134,16 @@ def adapt_head(
     """Make the head fit; tells what was made, what was left out, and which classes are kept."""
     had, wanted = pretrained.config.num_classes, config.num_classes
     if classes is not None:
-        _check_names(classes, pretrained.classes, wanted)
+        _check_class_names(classes, pretrained.classes, wanted)
     if not wanted:
         gone = [state.pop(name) for name in HEAD if name in state]
         return (), (f"head ({had} classes)",) if gone else (), ""
-    rows = _rows(pretrained, wanted, classes)
+    rows = _head_rows(pretrained, wanted, classes)
     kept = sum(row is not None for row in rows)
     by_name = "" if classes is None else " by name"
     if kept and rows == list(range(had)):
         return (), (), f"all {wanted} classes kept{by_name}"
-    like = empty_model(config).state_dict()
+    like = meta_model(config).state_dict()
     for name in HEAD:
         tensor = torch.zeros(like[name].shape)
         for new, old in enumerate(rows):
@@ -160,17 +151,17 @@ def adapt_head(
                 tensor[new] = state[name][old]
         state[name] = tensor
     if not kept:
-        left_out = (f"head ({_unused(pretrained, classes)})",) if had else ()
+        left_out = (f"head ({_dropped_head(pretrained, classes)})",) if had else ()
         return (f"head ({wanted} classes, zeros)",), left_out, ""
     left_out = (f"head ({had - kept} of {had} classes)",) if kept < had else ()
     if kept == wanted:
         return (), left_out, f"all {wanted} classes kept by name"
     assert classes is not None
-    new_names = some((c for c, row in zip(classes, rows, strict=True) if row is None), MOST_NAMES)
+    new_names = some((c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES)
     return (), left_out, f"{kept} of {wanted} classes kept by name; new: {new_names}"
 
 
-def _check_names(classes: Sequence[str], known: Sequence[str] | None, wanted: int) -> None:
+def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, wanted: int) -> None:
     """Refuse names that do not belong to the outputs.
 
     Raises:
@@ -185,7 +176,9 @@ def _check_names(classes: Sequence[str], known: Sequence[str] | None, wanted: in
         raise WeightsError(f"two classes have the same name, {some(twice)}: rename one")
 
 
-def _rows(pretrained: Pretrained, wanted: int, classes: Sequence[str] | None) -> list[int | None]:
+def _head_rows(
+    pretrained: Pretrained, wanted: int, classes: Sequence[str] | None
+) -> list[int | None]:
     """For each class, the row of the source's head that knows it."""
     had, known = pretrained.config.num_classes, pretrained.classes
     if classes is None or (had and tuple(classes) == known):
@@ -196,7 +189,7 @@ def _rows(pretrained: Pretrained, wanted: int, classes: Sequence[str] | None) ->
     return [places.get(name) for name in classes]
 
 
-def _unused(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
+def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
     """Why no row of the source's head could be kept."""
     had = f"{pretrained.config.num_classes} classes"
     if classes is None:
@@ -206,15 +199,15 @@ def _unused(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
 
 POSITION_TABLE = "pos_embed"
 # The settings in which a network may differ from the one whose weights it takes.
-ADAPTABLE = ("image_size", "patch_size", "channels", "num_classes")
-WITHOUT_TENSORS = (
+ADAPTABLE_SETTINGS = ("image_size", "patch_size", "channels", "num_classes")
+SETTINGS_WITHOUT_TENSORS = (
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes", "merge_tokens"),
     *("capacity_factor", "router_jitter", "router_priority"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class AdaptationReport:
     """What became of the weights.
 
     Args:
@@ -242,9 +235,9 @@ class Report:
         return [first, *(f"{what}: {words}" for what, words in more.items() if words)]
 
 
-def adapt(
+def adapt_weights(
     pretrained: Pretrained, config: ModelConfig, *, classes: Sequence[str] | None = None
-) -> tuple[State, Report]:
+) -> tuple[State, AdaptationReport]:
     """The tensors of `pretrained`, made to fit the network of `config`.
 
     Args:
@@ -263,19 +256,21 @@ def adapt(
         WeightsError: The networks differ in anything else, the names are not `num_classes` distinct
             ones, or the source is not what its settings say.
     """
-    _require_alike(pretrained, config)
-    check_fit(_shapes(pretrained.state), empty_model(pretrained.config))
+    _check_compatible(pretrained, config)
+    check_fit(_to_meta(pretrained.state), meta_model(pretrained.config))
     state = dict(pretrained.state)
     resized = [
-        *_adapt_patches(state, pretrained.config, config),
-        *_adapt_positions(state, pretrained.config, config, stretches=pretrained.stretches),
+        *_adapt_patch_projection(state, pretrained.config, config),
+        *_adapt_positions(
+            state, pretrained.config, config, linear_offsets=pretrained.linear_offsets
+        ),
     ]
     resized += adapt_pooling(state, pretrained.config, config)
     made, left_out, head = adapt_head(state, pretrained, config, classes)
     routers, upcycled = upcycle(state, pretrained, config)
-    check_fit(state, empty_model(config))
+    check_fit(state, meta_model(config))
     reused = sum(state.get(name) is tensor for name, tensor in pretrained.state.items())
-    return state, Report(
+    return state, AdaptationReport(
         reused=reused,
         resized=tuple(resized),
         made=(*routers, *made),
@@ -285,7 +280,7 @@ def adapt(
     )
 
 
-def following(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def implied_settings(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """What follows for other settings of `source` from those in which a network is to differ.
 
     Args:
@@ -304,7 +299,7 @@ def following(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
+def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     """Refuse a network that is another one than the source.
 
     Raises:
@@ -317,7 +312,11 @@ def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
             f"patch_size={config.patch_size}: the convolutions of {printable(pretrained.origin)} "
             f"make tokens of patch_size={source.patch_size} alone; leave it out"
         )
-    free = ADAPTABLE + WITHOUT_TENSORS + (UPCYCLED if becomes_experts(source, config) else ())
+    free = (
+        ADAPTABLE_SETTINGS
+        + SETTINGS_WITHOUT_TENSORS
+        + (MOE_SETTINGS if is_upcycled(source, config) else ())
+    )
     if "none" in (source.pooling, config.pooling):  # a network for captions begins or ends here
         free += ("pooling", "final_norm")
     # what means something else only because of another setting is not named beside that
@@ -326,11 +325,11 @@ def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
         for name in asdict(config)
         if name not in free
         and getattr(source, name) != getattr(config, name)
-        and _meaning(source, name) != _meaning(config, name)
+        and _resolved_value(source, name) != _resolved_value(config, name)
     ]
     if others:
         mine, theirs = (
-            some((f"{name}={_shown(each, name)}" for name in others), MOST_NAMES)
+            some((f"{name}={_display_value(each, name)}" for name in others), MAX_NAMES)
             for each in (config, source)
         )
         it = "it" if len(others) == 1 else "them"
@@ -340,7 +339,7 @@ def _require_alike(pretrained: Pretrained, config: ModelConfig) -> None:
         )
 
 
-def _meaning(config: ModelConfig, name: str) -> object:
+def _resolved_value(config: ModelConfig, name: str) -> object:
     """What a setting stands for where it is empty or auto."""
     meant = {
         "hidden_dim": config.feedforward_dim,
@@ -352,18 +351,18 @@ def _meaning(config: ModelConfig, name: str) -> object:
     return meant.get(name, getattr(config, name))
 
 
-def _shown(config: ModelConfig, name: str) -> object:
+def _display_value(config: ModelConfig, name: str) -> object:
     """A setting for the user; one that was left empty by what it stands for."""
     value = getattr(config, name)
-    return _meaning(config, name) if value is None else value
+    return _resolved_value(config, name) if value is None else value
 
 
-def _shapes(state: State) -> State:
+def _to_meta(state: State) -> State:
     """Names and shapes alone, which are cheap to check."""
     return {name: tensor.to("meta") for name, tensor in state.items()}
 
 
-def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
     """Make the patch projection fit; tells what was changed."""
     changed = []
     if source.channels != config.channels:
@@ -381,14 +380,14 @@ def _adapt_patches(state: State, source: ModelConfig, config: ModelConfig) -> li
 
 
 def _adapt_positions(
-    state: State, source: ModelConfig, config: ModelConfig, *, stretches: bool
+    state: State, source: ModelConfig, config: ModelConfig, *, linear_offsets: bool
 ) -> list[str]:
     """Make the table of positions fit; tells what was changed."""
     if source.grid == config.grid:
         return []
     (old_rows, old_cols), (rows, cols) = source.grid, config.grid
     sizes = f"{old_rows}x{old_cols} -> {rows}x{cols}"
-    resize = resize_offsets if stretches else spread_offsets
+    resize = resize_offsets if linear_offsets else resize_offsets_geometric
     tables = [name for name in state if name.endswith(BIAS_TABLE)]
     for name in tables:
         extra = PREFIX_ROWS if source.num_prefix_tokens else 0
@@ -401,3 +400,69 @@ def _adapt_positions(
     # what the network does with images of another size: stretch, or compute again
     state[POSITION_TABLE] = positions.at(state[POSITION_TABLE], config.grid)
     return [f"{POSITION_TABLE} {sizes}"]
+
+
+def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
+    """`config` with what is `changed`, and with what follows from it."""
+    return dataclasses.replace(config, **{**implied_settings(config, changed), **changed})
+
+
+def change_patches(
+    run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
+) -> LoadedRun:
+    """`run` with the same weights in a network of other patches; `run` itself where none is given.
+
+    A decoder stays as it is: it looks at the patches that there are.
+
+    Args:
+        run: A network with its classes.
+        merge_tokens: Patches merged in each block.
+        patch_size: Side of a patch in pixels; the projection and the positions are resized.
+
+    Raises:
+        ConfigError: The blocks of its network cannot merge tokens, or its images have no whole
+            number of such patches.
+    """
+    asked = {"merge_tokens": merge_tokens, "patch_size": patch_size}
+    kinds, config = all_settings(), run.config
+    changed = {
+        name: convert(kinds[name].kind, value, name)
+        for name, value in asked.items()
+        if value is not None
+    }
+    if not changed:
+        return run
+    _check_patch_size(config, changed.get("patch_size", config.patch_size))
+    wanted = changed_config(config, changed)
+    encoder, words = split_decoder(run.model.state_dict())
+    pretrained = Pretrained(
+        state=encoder,
+        config=config,
+        classes=run.classes,
+        preprocessing=run.preprocessing,
+        license=None,
+        origin="the network",
+        linear_offsets=run.linear_offsets,
+    )
+    state, _ = adapt_weights(pretrained, wanted)
+    model = meta_model(wanted, run.decoder)
+    model.load_state_dict({**state, **words}, assign=True)
+    return dataclasses.replace(run, model=model.eval(), config=wanted)
+
+
+def _check_patch_size(config: ModelConfig, size: int) -> None:
+    """Refuse patches that do not fill the images of a network, whose size is given.
+
+    Raises:
+        ConfigError: It names the next smaller and the next larger size that do.
+    """
+    side = config.image_size
+    if size > 0 and not side % size:
+        return
+    fit = [number for number in range(1, side + 1) if side % number == 0]
+    smaller, larger = [n for n in fit if n < size], [n for n in fit if n > size]
+    near = [*smaller[-1:], *larger[:1]]
+    raise ConfigError(
+        f"patch_size={size}: does not divide the {side} pixels of an image; choose "
+        f"{' or '.join(map(str, near))}"
+    )

@@ -17,28 +17,32 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import RunError, WeightsError, printable
 from vit.weights.formats.huggingface_processor import processor_notes
-from vit.weights.formats.huggingface_reader import write_huggingface
-from vit.weights.formats.timm_config import timm_config, timm_refusal
+from vit.weights.formats.huggingface_writer import write_huggingface
+from vit.weights.formats.timm_config import remedy, timm_config, timm_incompatibility
 from vit.weights.formats.timm_weights import to_timm
-from vit.weights.load_model import Source, assumed_preprocessing, numbered, open_source
+from vit.weights.load_model import (
+    Source,
+    numbered_classes,
+    open_pretrained,
+    preprocessing_or_default,
+)
 from vit.weights.model_card import CARD_FILE, model_card
 from vit.weights.pretrained import Pretrained
-from vit.weights.safetensors_io import naming, write_tensors, write_text
-from vit.weights.unsupported_export import remedy
+from vit.weights.safetensors_io import explain_write_errors, write_tensors, write_text
 
-Target = Literal["timm", "huggingface"]
+Library = Literal["timm", "huggingface"]
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
 
-THRESHOLDS = {
+THRESHOLD_NOTES = {
     "timm": "images may have several classes: take sigmoids of timm's logits; the thresholds of "
     "the classes have no place in that folder",
     "huggingface": "problem_type is multi_label_classification: take sigmoids of its logits; the "
     "thresholds of the classes have no place in that folder",
 }
 
-NEEDS_VIT = {
+IMPORT_NOTES = {
     "timm": "note: stem=conv: timm opens that folder where vit is imported too (`import vit`), by "
     "the architecture vit_conv_stem",
     "huggingface": "note: stem=conv: transformers opens that folder where vit is imported too "
@@ -50,7 +54,7 @@ FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 def convert(
     source: Source,
-    to: Target,
+    to: Library,
     out: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -59,7 +63,7 @@ def convert(
     """Write the folder `out`: settings, weights, preprocessing, class names and a model card.
 
     Args:
-        source: As for `open_source`.
+        source: As for `open_pretrained`.
         to: Whose folder it becomes.
         out: The folder, which must not exist.
         overwrite: Delete what is there first.
@@ -72,25 +76,25 @@ def convert(
         WeightsError: `source` cannot be opened, or the target cannot express it.
         RunError: `out` exists or cannot be written.
     """
-    pretrained = open_source(source)
+    pretrained = open_pretrained(source)
     config = pretrained.config
     if merge_tokens is not None:
         config = dataclasses.replace(config, merge_tokens=merge_tokens)
-    config = as_theirs(config, to)
+    config = as_exported(config, to)
     same = config == pretrained.config
-    lines = notes_of_patches(pretrained.config, config, to)
+    lines = conversion_notes(pretrained.config, config, to)
     pretrained = dataclasses.replace(pretrained, config=config)
-    preprocessing, assumed = assumed_preprocessing(pretrained)
+    preprocessing, assumed = preprocessing_or_default(pretrained)
     lines += [assumed] * bool(assumed)
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
-    lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLDS[to]}"]
+    lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
-    files = contents(pretrained, to)
+    files = folder_contents(pretrained, to)
     place = Path(out).absolute()
     card = model_card(source, pretrained, to, name=place.name, scored=same)
-    with whole_folder(place, overwrite=overwrite) as folder:
+    with atomic_folder(place, overwrite=overwrite) as folder:
         for name, content in files.items():
             if isinstance(content, str):
                 write_text(folder / name, content)
@@ -100,14 +104,14 @@ def convert(
     return pretrained, lines
 
 
-def as_theirs(config: ModelConfig, to: Target) -> ModelConfig:
+def as_exported(config: ModelConfig, to: Library) -> ModelConfig:
     """The encoder of a captioner as transformers sees it: the class token is its pooled output."""
     if to == "huggingface" and config.pooling == "none" and config.class_token:
         return dataclasses.replace(config, pooling="class_token")
     return config
 
 
-def notes_of_patches(source: ModelConfig, config: ModelConfig, to: Target) -> list[str]:
+def conversion_notes(source: ModelConfig, config: ModelConfig, to: Library) -> list[str]:
     """What the folder of `config` does not do with patches that the `source` did, or needs."""
     dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
     lines = [
@@ -115,7 +119,7 @@ def notes_of_patches(source: ModelConfig, config: ModelConfig, to: Target) -> li
         "library trains without it"
         for name in dropped
     ]
-    lines += [NEEDS_VIT[to]] if config.stem == "conv" else []
+    lines += [IMPORT_NOTES[to]] if config.stem == "conv" else []
     if source.merge_tokens != config.merge_tokens:
         lines.append(
             f"note: without the merge_tokens={source.merge_tokens} of its training the network "
@@ -124,22 +128,22 @@ def notes_of_patches(source: ModelConfig, config: ModelConfig, to: Target) -> li
     return lines
 
 
-def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str, Tensor]]:
+def folder_contents(pretrained: Pretrained, to: Library) -> dict[str, str | Mapping[str, Tensor]]:
     """Files of the folder by name: texts, and tensors.
 
     Raises:
         WeightsError: The target cannot express the network; the message says what.
     """
-    preprocessing, _ = assumed_preprocessing(pretrained)
-    config, classes = pretrained.config, pretrained.classes or numbered(pretrained)
+    preprocessing, _ = preprocessing_or_default(pretrained)
+    config, classes = pretrained.config, pretrained.classes or numbered_classes(pretrained)
     if to == "timm":
-        if (refusal := timm_refusal(config)) is not None:
+        if (refusal := timm_incompatibility(config)) is not None:
             raise WeightsError(f"timm cannot express this network: {refusal}{remedy(refusal)}")
         settings = timm_config(config, classes, preprocessing)
         if pretrained.license:
             settings["pretrained_cfg"]["license"] = pretrained.license
         tensors = to_timm(pretrained.state, config)
-        return {CONFIG_FILE: as_json(settings), WEIGHTS_FILE: tensors}
+        return {CONFIG_FILE: to_json(settings), WEIGHTS_FILE: tensors}
     settings, processor, tensors = write_huggingface(
         pretrained.state,
         config,
@@ -148,19 +152,19 @@ def contents(pretrained: Pretrained, to: Target) -> dict[str, str | Mapping[str,
         multilabel=pretrained.thresholds is not None,
     )
     return {
-        CONFIG_FILE: as_json(settings),
-        PROCESSOR_FILE: as_json(processor),
+        CONFIG_FILE: to_json(settings),
+        PROCESSOR_FILE: to_json(processor),
         WEIGHTS_FILE: tensors,
     }
 
 
-def as_json(content: Mapping[str, Any]) -> str:
+def to_json(content: Mapping[str, Any]) -> str:
     """`content` as it stands in a file."""
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 @contextlib.contextmanager
-def whole_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+def atomic_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder to fill, which is moved to `out` at the end of the `with`, or deleted on an error.
 
     Raises:
@@ -173,7 +177,7 @@ def whole_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         what = f"has {printable(others[0])}, which is" if others else "is"
         raise RunError(f"{printable(out)} {what} no converted model: give another --out")
     beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with naming(out):
+    with explain_write_errors(out):
         beside.mkdir(parents=True)
         try:
             yield beside

@@ -9,13 +9,13 @@ from typing import Any, BinaryIO, Literal
 
 from vit.errors import WeightsError, printable
 
-Content = Literal["safetensors", "zip", "pickle", "index"]
+FileFormat = Literal["safetensors", "zip", "pickle", "index"]
 
 START = 1024
 """Bytes that are looked at."""
 
 # where, what is there, what it means
-FOREIGN: tuple[tuple[int, bytes, str], ...] = (
+FOREIGN_FORMATS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89PNG", "an image (PNG)"),
     (0, b"\xff\xd8\xff", "an image (JPEG)"),
     (0, b"GIF8", "an image (GIF)"),
@@ -31,7 +31,7 @@ FOREIGN: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x28\xb5\x2f\xfd", "a zstandard archive"),
     (257, b"ustar", "a tar archive, or a file of the oldest torch, which could run code"),
 )
-MOST_TEXT = 50_000_000
+MAX_JSON_BYTES = 50_000_000
 WANTED = "give a .safetensors, .pth, .bin or .npz file"
 NO_CODE = "ask for a .safetensors file"
 ONNX = (
@@ -40,7 +40,7 @@ ONNX = (
 )
 
 
-def content_of(path: Path) -> Content:
+def detect_format(path: Path) -> FileFormat:
     """What reader the file `path` needs.
 
     Raises:
@@ -60,9 +60,9 @@ def content_of(path: Path) -> Content:
         return "pickle"
     if start.lstrip()[:1] == b"{" and path.name.endswith(".json"):
         return "index"
-    if path.suffix == ".safetensors" and not looks_like(start):
+    if path.suffix == ".safetensors" and not describe_foreign_format(start):
         raise WeightsError(f"{printable(path)} is cut or damaged: it has no header; fetch it again")
-    shape = looks_like(start) or f"nothing known here ({size:,} bytes)"
+    shape = describe_foreign_format(start) or f"nothing known here ({size:,} bytes)"
     remedy = "" if ";" in shape else f"; {WANTED}"
     raise WeightsError(f"{printable(path)} looks like {shape}{remedy}")
 
@@ -95,11 +95,11 @@ def is_safetensors(start: bytes, size: int) -> bool:
     return start[8:9] == b"{" and 8 + length <= size
 
 
-def looks_like(start: bytes) -> str:
+def describe_foreign_format(start: bytes) -> str:
     """What a file that begins with `start` seems to be, with a remedy; empty if unknown."""
     if start.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer and not the file itself; run `git lfs pull` where it came from"
-    for offset, magic, meaning in FOREIGN:
+    for offset, magic, meaning in FOREIGN_FORMATS:
         if start[offset:].startswith(magic):
             return meaning
     if start[:1] == b"\x08" and start[1:2] <= b"\x20" and start[2:3] in b"\x12\x1a\x22\x28\x32\x3a":
@@ -126,9 +126,9 @@ def read_json(path: Path) -> dict[str, Any]:
         WeightsError: It is missing, larger than 50 MB, or no JSON object.
     """
     with open_file(path) as file:
-        raw = file.read(MOST_TEXT + 1)
-    if len(raw) > MOST_TEXT:
-        raise WeightsError(f"{printable(path)} is larger than {MOST_TEXT:,} bytes")
+        raw = file.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise WeightsError(f"{printable(path)} is larger than {MAX_JSON_BYTES:,} bytes")
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:

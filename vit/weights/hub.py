@@ -15,7 +15,7 @@ from vit.errors import ConfigError, WeightsError, printable, quoted
 
 SECONDS = 5.0
 """How long the hub may take for its first answer."""
-FORM = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+NAME_PATTERN = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Repository:
         Raises:
             WeightsError: `text` has another form.
         """
-        match = FORM.fullmatch(text)
+        match = NAME_PATTERN.fullmatch(text)
         if match is None or ".." in text or "--" in match["repo"]:
             raise WeightsError(
                 f"{printable(text)} is no name on the Hugging Face Hub; write OWNER/NAME or "
@@ -78,7 +78,7 @@ def cached(repository: Repository) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def switched_off(*, offline: bool | None) -> str | None:
+def offline_reason(*, offline: bool | None) -> str | None:
     """Why the hub is not to be asked; None where it may be.
 
     Args:
@@ -91,7 +91,7 @@ def switched_off(*, offline: bool | None) -> str | None:
     return "this is an offline run" if offline else None
 
 
-def unreachable() -> str | None:
+def unreachable_reason() -> str | None:
     """Why the hub cannot be asked, found in seconds; None where it answers."""
     from huggingface_hub import constants, get_session
 
@@ -99,7 +99,7 @@ def unreachable() -> str | None:
         # one short question first: huggingface_hub tries each file six times, for half a minute
         answer = get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:  # of requests, httpx or httpx2, as its version has it
-        return f"{constants.ENDPOINT} cannot be reached ({_line(error)})"
+        return f"{constants.ENDPOINT} cannot be reached ({_first_line(error)})"
     if answer.status_code in (407, 502, 503, 504):
         return f"{constants.ENDPOINT} cannot be reached (status {answer.status_code})"
     return None
@@ -133,7 +133,7 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
         wanted = choose([*sizes])
         here = repository.cache / "snapshots" / str(info.sha)
         if missing := [name for name in wanted if not (here / name).exists()]:
-            print(announcement(repository, [sizes[name] for name in missing]), file=sys.stderr)
+            print(download_message(repository, [sizes[name] for name in missing]), file=sys.stderr)
         paths = [
             Path(hf_hub_download(repository.name, name, revision=repository.revision))
             for name in wanted
@@ -146,7 +146,7 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
     return _explained(ask, repository)
 
 
-def announcement(repository: Repository, sizes: Sequence[int | None]) -> str:
+def download_message(repository: Repository, sizes: Sequence[int | None]) -> str:
     """The line before a download: from where, how much, to where.
 
     Args:
@@ -178,16 +178,16 @@ def _explained(ask: Callable[[], Path], repository: Repository) -> Path:
         raise
     except Exception as error:  # network and disk, in the kinds of several libraries
         cause: Any = error.__cause__ or error
-        reason = f"fetching failed ({_line(cause)})"
+        reason = f"fetching failed ({_first_line(cause)})"
     raise WeightsError(reason) from None
 
 
-def _line(error: object) -> str:
+def _first_line(error: object) -> str:
     text = str(error).strip() or type(error).__name__
     return printable(text.splitlines()[0])[:160]
 
 
-def require_name(name: str) -> None:
+def check_repository_name(name: str) -> None:
     """Refuse what is no name of a repository.
 
     Raises:
@@ -197,7 +197,7 @@ def require_name(name: str) -> None:
         raise ConfigError(f"push={name!r}: write OWNER/NAME, such as ada/pets-vit")
 
 
-def push(folder: Path, name: str, *, private: bool = False) -> str:
+def push_to_hub(folder: Path, name: str, *, private: bool = False) -> str:
     """Upload the files of `folder` to the repository `name`, which is made if it is not there.
 
     Returns:
@@ -208,7 +208,7 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
     """
     from huggingface_hub import HfApi, errors
 
-    reason = switched_off(offline=None) or unreachable()
+    reason = offline_reason(offline=None) or unreachable_reason()
     if reason is None:
         try:
             api = HfApi()
@@ -217,7 +217,7 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
         except errors.LocalTokenNotFoundError:
             reason = "nobody is logged in: `hf auth login` first"
         except Exception as error:  # network, rights and quota, in the kinds of several libraries
-            reason = _line(error.__cause__ or error)
+            reason = _first_line(error.__cause__ or error)
         else:
             return str(address)
     raise WeightsError(

@@ -21,7 +21,7 @@ PLUGINS = {
 }
 
 
-class Following(Loader):
+class PluginLoader(Loader):
     """Loads a module as its own loader does, then imports our plug-in.
 
     Args:
@@ -45,8 +45,8 @@ class Following(Loader):
         load(self.plugin)
 
 
-class Finder(MetaPathFinder):
-    """Finds the modules of PLUGINS as all other finders do, with `Following` as their loader."""
+class PluginFinder(MetaPathFinder):
+    """Finds the modules of PLUGINS as all other finders do, with `PluginLoader` as their loader."""
 
     def __init__(self) -> None:
         self.waiting = dict(PLUGINS)
@@ -65,7 +65,7 @@ class Finder(MetaPathFinder):
         if spec is None or spec.loader is None:
             self.waiting[fullname] = plugin
             return None
-        spec.loader = Following(spec.loader, plugin)
+        spec.loader = PluginLoader(spec.loader, plugin)
         return spec
 
 
@@ -79,9 +79,9 @@ def load(plugin: str) -> None:
 
 def register() -> None:
     """Let timm and transformers open our networks, now or as soon as they are imported."""
-    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, PluginFinder) for finder in sys.meta_path):
         return
-    finder = Finder()
+    finder = PluginFinder()
     sys.meta_path.insert(0, finder)
     for name in [name for name in PLUGINS if name in sys.modules]:
         load(finder.waiting.pop(name))

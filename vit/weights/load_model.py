@@ -7,7 +7,7 @@ SOURCE -> files (sources.py) -> tensors (files.py) -> our names and settings (fo
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,36 +17,40 @@ from vit.config.parser import all_settings, convert, nearest
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.adapt_weights import adapt, following
+from vit.weights.adapt_weights import adapt_weights, changed_config
 from vit.weights.file_format import read_json
-from vit.weights.find_weights import Found
-from vit.weights.formats.huggingface_reader import read_huggingface
+from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.jax_weights import read_jax
-from vit.weights.formats.timm_weights import arguments, looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.timm_weights import (
+    looks_like_timm,
+    read_timm,
+    read_timm_bare,
+    read_timm_config,
+)
 from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
 from vit.weights.pretrained import Pretrained, PretrainedDecoder
-from vit.weights.resolve_source import locate
+from vit.weights.resolve_source import WeightsLocation, locate_weights
 from vit.weights.saved_model import (
     DECODER,
     LoadedRun,
-    empty_model,
     load_run,
+    meta_model,
     read_model_config,
     split_decoder,
 )
 from vit.weights.sparse_upcycling import check_feedforward
-from vit.weights.state_dict_readers import StateFile, read_arrays, read_state
+from vit.weights.state_dict_readers import StateFile, read_npz, read_state
 
 Source = str | os.PathLike[str]
 Notify = Callable[[str], object]
 
 
-def tell(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     """Write a line to standard error."""
     print(line, file=sys.stderr)
 
 
-def open_source(source: Source, *, model: str | None = None) -> Pretrained:
+def open_pretrained(source: Source, *, model: str | None = None) -> Pretrained:
     """The weights that `source` names, with all that is known about them.
 
     Args:
@@ -56,25 +60,25 @@ def open_source(source: Source, *, model: str | None = None) -> Pretrained:
     Raises:
         WeightsError: They cannot be found, read, or computed by this network; the message says why.
     """
-    return _opened(locate(source), model)
+    return _read_weights(locate_weights(source), model)
 
 
-def settings_of(source: Source) -> ModelConfig:
+def read_source_config(source: Source) -> ModelConfig:
     """What network `source` is; nothing is downloaded. Of a run only config.json is read.
 
     Raises:
-        RunError, WeightsError: As `open_source`, or it is not on this disk.
+        RunError, WeightsError: As `open_pretrained`, or it is not on this disk.
     """
-    found = locate(source, offline=True)
-    return read_model_config(found.folder) if found.kind == "run" else _opened(found).config
+    found = locate_weights(source, offline=True)
+    return read_model_config(found.folder) if found.kind == "run" else _read_weights(found).config
 
 
-def _opened(found: Found, model: str | None = None) -> Pretrained:
+def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretrained:
     read = {"run": _from_run, "timm": _from_timm, "huggingface": _from_huggingface}
     if found.kind in read:
         pretrained = read[found.kind](found)
     elif found.kind == "npz":
-        pretrained = read_jax(read_arrays(found.weights), str(found.weights))
+        pretrained = read_jax(read_npz(found.weights), str(found.weights))
     else:
         pretrained = _from_file(found, model)
     return dataclasses.replace(
@@ -84,7 +88,7 @@ def _opened(found: Found, model: str | None = None) -> Pretrained:
     )
 
 
-def _from_run(found: Found) -> Pretrained:
+def _from_run(found: WeightsLocation) -> Pretrained:
     run = load_run(found.folder)
     encoder, words = split_decoder(run.model.state_dict())
     decoder = None
@@ -100,19 +104,19 @@ def _from_run(found: Found) -> Pretrained:
         thresholds=run.thresholds,
         license=_license_of_run(found),
         origin=f"run {printable(found.folder)}",
-        stretches=True,
+        linear_offsets=True,
     )
 
 
-def _license_of_run(found: Found) -> str | None:
+def _license_of_run(found: WeightsLocation) -> str | None:
     assert found.config is not None
     noted = read_json(found.config).get("pretrained_cfg", {}).get("license")
     return noted if isinstance(noted, str) else None
 
 
-def _from_timm(found: Found) -> Pretrained:
+def _from_timm(found: WeightsLocation) -> Pretrained:
     file = read_state(found.weights)
-    about = {} if found.config is None else arguments(read_json(found.config))
+    about = {} if found.config is None else read_timm_config(read_json(found.config))
     if architecture(about.get("architecture")) != architecture(found.name):
         # two networks share a repository, whose config.json is the other one's
         about = {"architecture": found.name}
@@ -124,7 +128,7 @@ def architecture(name: str | None) -> str:
     return (name or "").partition(".")[0]
 
 
-def _from_huggingface(found: Found) -> Pretrained:
+def _from_huggingface(found: WeightsLocation) -> Pretrained:
     assert found.config is not None
     file = read_state(found.weights)
     processor = None if found.processor is None else read_json(found.processor)
@@ -134,7 +138,7 @@ def _from_huggingface(found: Found) -> Pretrained:
     return _with_notes(pretrained, file)
 
 
-def _from_file(found: Found, model: str | None) -> Pretrained:
+def _from_file(found: WeightsLocation, model: str | None) -> Pretrained:
     file, where = read_state(found.weights), str(found.weights)
     if looks_like_torchvision(file.tensors):
         return _with_notes(read_torchvision(file.tensors, where), file)
@@ -151,7 +155,7 @@ def _with_notes(pretrained: Pretrained, file: StateFile) -> Pretrained:
     return dataclasses.replace(pretrained, notes=(*file.notes, *pretrained.notes))
 
 
-def source_lines(source: Source, pretrained: Pretrained) -> list[str]:
+def describe_source(source: Source, pretrained: Pretrained) -> list[str]:
     """What a user should know of weights before they are used."""
     terms = printable(pretrained.license) if pretrained.license else "not said; ask who made them"
     lines = [f"weights: {printable(source)} ({pretrained.origin}), license: {terms}"]
@@ -164,13 +168,13 @@ def from_pretrained(
     num_classes: int | None = None,
     classes: Sequence[str] | None = None,
     model: str | None = None,
-    notify: Notify | None = tell,
+    notify: Notify | None = print_to_stderr,
     **settings: Any,
 ) -> VisionTransformer:
     """A network with pretrained weights, in evaluation mode; a Captioner where it writes captions.
 
     Args:
-        source: As for `open_source`.
+        source: As for `open_pretrained`.
         num_classes: Outputs of the head; a new one of zeros where the source has another number.
             As in the source when left out; 0 for none.
         classes: Names of the outputs; rows of the source's head are kept where names match.
@@ -182,24 +186,24 @@ def from_pretrained(
             source's.
 
     Raises:
-        WeightsError: As `open_source`, or the weights cannot be adapted.
+        WeightsError: As `open_pretrained`, or the weights cannot be adapted.
         ConfigError: A setting is unknown or has an impossible value.
     """
-    pretrained = open_source(source, model=model)
-    config = _asked_for(pretrained, num_classes, classes, settings)
-    state, report = adapt(pretrained, config, classes=classes)
+    pretrained = open_pretrained(source, model=model)
+    config = _requested_config(pretrained, num_classes, classes, settings)
+    state, report = adapt_weights(pretrained, config, classes=classes)
     decoder = pretrained.decoder
-    lines = [*source_lines(source, pretrained), *report.lines()]
+    lines = [*describe_source(source, pretrained), *report.lines()]
     if decoder is not None and (num_classes or classes):
         lines.append("left out: the decoder, since classes were asked for")
         decoder = None
     if notify is not None:
         for line in lines:
             notify(line)
-    return filled(config, state, decoder)
+    return build_from_state(config, state, decoder)
 
 
-def _asked_for(
+def _requested_config(
     pretrained: Pretrained,
     num_classes: int | None,
     classes: Sequence[str] | None,
@@ -219,12 +223,7 @@ def _asked_for(
     return changed_config(config, changed)
 
 
-def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
-    """`config` with what is `changed`, and with what follows from it."""
-    return dataclasses.replace(config, **{**following(config, changed), **changed})
-
-
-def filled(
+def build_from_state(
     config: ModelConfig, state: dict[str, Tensor], decoder: PretrainedDecoder | None = None
 ) -> VisionTransformer:
     """The network of `config` with exactly the tensors of `state`, in evaluation mode.
@@ -232,16 +231,16 @@ def filled(
     With a `decoder` it is a Captioner.
     """
     if decoder is None:
-        network = empty_model(config)
+        network = meta_model(config)
     else:
-        network = empty_model(config, decoder.config)
+        network = meta_model(config, decoder.config)
         state = state | {f"{DECODER}{name}": tensor for name, tensor in decoder.state.items()}
     network.load_state_dict(state, assign=True)
     return network.eval()
 
 
 def load_model(
-    source: Source, *, notify: Notify | None = tell, headless: bool = False
+    source: Source, *, notify: Notify | None = print_to_stderr, headless: bool = False
 ) -> LoadedRun:
     """A network that answers for images, with its class names and preprocessing.
 
@@ -253,10 +252,10 @@ def load_model(
     Raises:
         RunError, WeightsError: It cannot be found or read, or has no head.
     """
-    found = locate(source)
+    found = locate_weights(source)
     if found.kind == "run":
         return load_run(found.folder)
-    pretrained = _opened(found)
+    pretrained = _read_weights(found)
     if not pretrained.config.num_classes and not headless:
         raise WeightsError(
             f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
@@ -267,27 +266,27 @@ def load_model(
             f"{printable(source)} ({pretrained.origin}) is for images of "
             f"{pretrained.config.channels} channels, and images are read as RGB"
         )
-    lines = source_lines(source, pretrained)
-    preprocessing, line = assumed_preprocessing(pretrained)
+    lines = describe_source(source, pretrained)
+    preprocessing, line = preprocessing_or_default(pretrained)
     lines += [line] if line else []
     classes = pretrained.classes if pretrained.config.num_classes else ()
     if classes is None:
-        classes = numbered(pretrained)
+        classes = numbered_classes(pretrained)
         lines.append("note: nothing says the names of its classes: they are numbers here")
     if notify is not None:
         for line in lines:
             notify(line)
-    model = filled(pretrained.config, pretrained.state)
-    about = (model, classes, preprocessing, pretrained.config, pretrained.stretches)
+    model = build_from_state(pretrained.config, pretrained.state)
+    about = (model, classes, preprocessing, pretrained.config, pretrained.linear_offsets)
     return LoadedRun(*about, thresholds=pretrained.thresholds)
 
 
-def numbered(pretrained: Pretrained) -> tuple[str, ...]:
+def numbered_classes(pretrained: Pretrained) -> tuple[str, ...]:
     """Numbers as the names of classes that nobody named."""
     return tuple(str(index) for index in range(pretrained.config.num_classes))
 
 
-def assumed_preprocessing(pretrained: Pretrained) -> tuple[Preprocessing, str]:
+def preprocessing_or_default(pretrained: Pretrained) -> tuple[Preprocessing, str]:
     """How images are prepared, and a line about it where the source does not say."""
     if pretrained.preprocessing is not None:
         return pretrained.preprocessing, ""

@@ -13,9 +13,9 @@ from vit.version import __version__
 from vit.weights.pretrained import Pretrained
 
 CARD_FILE = "README.md"
-MOST_CLASSES = 100
+MAX_LISTED_CLASSES = 100
 
-USES = {
+USAGE = {
     "timm": """```python
 import timm
 
@@ -29,7 +29,7 @@ classify = pipeline("image-classification", model="FOLDER")
 classify("image.jpg")
 ```""",
 }
-REGISTERED = """This network has a convolutional stem, which {library} knows once vit is imported:
+STEM_USAGE = """This network has a convolutional stem, which {library} knows once vit is imported:
 `pip install` vit and begin with `import vit`."""
 TASKS = {True: "image-classification", False: "image-feature-extraction"}
 LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
@@ -53,7 +53,7 @@ def model_card(
         scored: Whether the scores of the run are those of this network.
     """
     config, best = pretrained.config, best_event(Path(source))
-    use = USES[to]
+    use = USAGE[to]
     if config.stem == "conv":
         use = use.replace("```python", "```python\nimport vit\n", 1)
     front: dict[str, Any] = {
@@ -68,15 +68,19 @@ def model_card(
         f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
         f"{config.dim}, patches of {config.patch_size} px, images of {config.image_size} px. "
         f"Made from {printable(pretrained.origin)} by vit {__version__}.",
-        *([REGISTERED.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
+        *([STEM_USAGE.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
         use.replace("FOLDER", printable(name)),
     ]
     if scored and best is not None:
-        parts.append(f"## Scores\n\n{told(best)} (loss {best['val_loss']:.4f}).")
+        parts.append(f"## Scores\n\n{describe_score(best)} (loss {best['val_loss']:.4f}).")
     if pretrained.classes:
         names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
-        more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
-        parts.append(f"## Classes\n\n{', '.join(names[:MOST_CLASSES])}{more}")
+        more = (
+            f" and {len(names) - MAX_LISTED_CLASSES} more"
+            if len(names) > MAX_LISTED_CLASSES
+            else ""
+        )
+        parts.append(f"## Classes\n\n{', '.join(names[:MAX_LISTED_CLASSES])}{more}")
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
 
@@ -97,20 +101,20 @@ def best_event(run: Path) -> dict[str, Any] | None:
         soups = [event for event in events if event["event"] == "soup" and event["better"]]
         epochs = [event for event in events if event["event"] == "epoch"]
         best: dict[str, Any] = (
-            soups or [max(epochs, key=lambda event: (score_of(event), -event["val_loss"]))]
+            soups or [max(epochs, key=lambda event: (best_score(event), -event["val_loss"]))]
         )[-1]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return best
 
 
-def score_of(event: dict[str, Any]) -> float:
+def best_score(event: dict[str, Any]) -> float:
     """The score that the best epoch of a run has most of: top-1, or what the event names."""
     return float(event[event.get("chosen_by", "val_top1")])
 
 
-def told(event: dict[str, Any]) -> str:
+def describe_score(event: dict[str, Any]) -> str:
     """The score in words."""
     names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
     name = names.get(event.get("chosen_by", ""), "Top-1")
-    return f"{name} on its validation images: {score_of(event):.2%}"
+    return f"{name} on its validation images: {best_score(event):.2%}"

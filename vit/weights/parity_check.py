@@ -13,15 +13,15 @@ from torch import Tensor
 
 from vit.data.image_io import read_image
 from vit.errors import WeightsError, printable
-from vit.weights.load_model import assumed_preprocessing, filled
+from vit.weights.load_model import build_from_state, preprocessing_or_default
 from vit.weights.pretrained import Pretrained
 
 # The same weights and pixels: rounding alone. Another library's resizing moves a score further.
-SAME_NETWORK = 1e-3
-SAME_SCORE = 0.01
+OUTPUT_TOLERANCE = 1e-3
+SCORE_TOLERANCE = 0.01
 
 
-def measured(
+def check_parity(
     pretrained: Pretrained, folder: Path, to: str, pil_image: str | os.PathLike[str]
 ) -> list[str]:
     """Compare what was converted with the folder it became, and say how far they are apart.
@@ -41,9 +41,9 @@ def measured(
     if pretrained.config.channels != 3:
         return ["note: images are read as RGB, so answers were not compared"]
     image = read_image(os.fspath(pil_image))
-    preprocessing, _ = assumed_preprocessing(pretrained)
+    preprocessing, _ = preprocessing_or_default(pretrained)
     ours = preprocessing.normalise(preprocessing(image).unsqueeze(0))
-    network = filled(pretrained.config, pretrained.state)
+    network = build_from_state(pretrained.config, pretrained.state)
     compare = _timm if to == "timm" else _huggingface
     with torch.inference_mode():
         mine = network(ours)
@@ -56,7 +56,7 @@ def measured(
             ) from None
     spread = float(mine.abs().max()) or 1.0
     apart = float((mine - same).abs().max()) / spread
-    if not apart < SAME_NETWORK:
+    if not apart < OUTPUT_TOLERANCE:
         raise WeightsError(
             f"{printable(folder)} was written, but {to} answers otherwise: outputs differ by "
             f"{apart:.2g} of the largest; please report it"
@@ -68,7 +68,7 @@ def measured(
     gap = float((scores - others).abs().max())
     top = "the same top-1" if scores.argmax() == others.argmax() else "another top-1"
     lines = [f"{line}; with {to}'s own preprocessing {top}, scores differ by at most {gap:.2g}"]
-    if gap > SAME_SCORE or scores.argmax() != others.argmax():
+    if gap > SCORE_TOLERANCE or scores.argmax() != others.argmax():
         lines.append(f"note: {to} resizes images otherwise; compare on your own with --image")
     return lines
 

@@ -48,7 +48,7 @@ class Pretrained:
     preprocessing: Preprocessing | None
     license: str | None
     origin: str
-    stretches: bool = False
+    linear_offsets: bool = False
     decoder: PretrainedDecoder | None = None
     thresholds: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()

@@ -1,26 +1,229 @@
-"""From what a user calls weights to files on this disk.
-
-    a folder, a file                     of ours, timm, Hugging Face, or bare weights
-    timm/NAME[.TAG][@REVISION]           as timm's registry has them
-    hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME and hf-hub:OWNER/NAME
-
-A path is tried first. Then the hub, and its cache where the hub does not answer.
-"""
+"""x"""
 
 import os
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from vit.errors import WeightsError, printable
 from vit.paths import did_you_mean, names_in
 from vit.weights import hub
-from vit.weights.file_format import ONNX
-from vit.weights.find_weights import SUFFIXES, Found, in_file, in_folder, needed
+from vit.weights.file_format import ONNX, detect_format, open_file, read_json
 from vit.weights.formats import timm_registry
 from vit.weights.formats.state_dict_names import some
+from vit.weights.state_dict_readers import is_npz
 
-__all__ = ["Found", "locate"]
+SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
+
+CONFIG = "config.json"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+MODEL_CARD = "README.md"
+INDEX = ".index.json"
+# The order of timm, with the lists of shards behind the files that they replace.
+PREFERRED_FILES = (
+    "model.safetensors",
+    f"model.safetensors{INDEX}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{INDEX}",
+    "pytorch_model.pth",
+    "model.pth",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "open_clip_pytorch_model.pth",
+)
+SUFFIXES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
+# What trainings keep beside the weights.
+TRAINING_STATE_FILES = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*"
+)
+MAX_CARD_BYTES = 65_536
+MAX_LICENSE_LENGTH = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsLocation:
+    """Weights on this disk.
+
+    Args:
+        kind: Who can read them: "run" (a folder of ours), "timm", "huggingface", "file" (tensors
+            and nothing else), "npz" (numpy arrays).
+        folder: Where the files are.
+        weights: The file to read, or the index of several.
+        config: config.json; None for "file", and where a cache has only timm's weights.
+        processor: How images are prepared, for "huggingface"; None where it is not there.
+        name: What they are called. For "timm" its name, ARCHITECTURE or ARCHITECTURE.TAG; where
+            config.json names another architecture, this one is what was asked for.
+        license: Under which terms they are given; None where nothing says so.
+        places: Where they were looked for, the last one with success.
+        notes: Lines for the user.
+    """
+
+    kind: SourceKind
+    folder: Path
+    weights: Path
+    config: Path | None = None
+    processor: Path | None = None
+    name: str
+    license: str | None = None
+    places: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def locate_in_folder(folder: Path) -> WeightsLocation:
+    """The weights in `folder`.
+
+    Raises:
+        WeightsError: There are none, or several that nothing decides between, or config.json is
+            no settings of a network.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    except OSError as error:
+        raise WeightsError(f"{printable(folder)} cannot be read: {error.strerror}") from None
+    if CONFIG in names and _kind(read_json(folder / CONFIG)) == "run":
+        return _describe_files(folder / PREFERRED_FILES[0])
+    try:
+        name, notes = choose(names)
+    except WeightsError as error:
+        raise WeightsError(f"{printable(folder)}: {error}") from None
+    return replace(_describe_files(folder / name), notes=notes)
+
+
+def locate_file(path: Path) -> WeightsLocation:
+    """The weights in the file `path`; a config.json beside it describes them.
+
+    Raises:
+        WeightsError: It holds none that can be read, or config.json is no settings of a network.
+    """
+    if path.name in (CONFIG, *PROCESSORS):
+        raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
+    return _describe_files(path)
+
+
+def choose(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Of the files in a folder, the one with the weights; and notes on those passed over.
+
+    Raises:
+        WeightsError: None has any, or nothing decides between several.
+    """
+    preferred = [name for name in PREFERRED_FILES if name in names]
+    others = [
+        name
+        for suffix in SUFFIXES
+        for name in names
+        if name.endswith(suffix) and not TRAINING_STATE_FILES.fullmatch(name) and not is_shard(name)
+    ]
+    found = list(dict.fromkeys(preferred + others))
+    if not found:
+        onnx = next((name for name in names if name.endswith(".onnx")), None)
+        if onnx is not None:
+            raise WeightsError(f"{printable(onnx)} is {ONNX}")
+        there = f"it has {some(sorted(names))}" if names else "it has no files"
+        raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
+    first = found[0]
+    ending = next((s for s in SUFFIXES if first.endswith(s)), "")
+    rivals = [name for name in found if name.endswith(ending)]
+    if not preferred and len(rivals) > 1:
+        raise WeightsError(f"several files of weights: {some(rivals, most=6)}; give one of them")
+    passed_over = f"took {printable(first)}, not {some(found[1:])}"
+    return first, (passed_over,) if len(found) > 1 else ()
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file has the name of one of several that belong together."""
+    return re.search(r"-\d{5}-of-\d{5}\.(safetensors|bin)$", name) is not None
+
+
+def needed(names: Sequence[str]) -> list[str]:
+    """Of all files of a repository, those that loading reads: one set of weights, settings, card.
+
+    Raises:
+        WeightsError: As `choose`.
+    """
+    top = [name for name in names if "/" not in name]
+    weights, _ = choose(top)
+    small = [name for name in (CONFIG, *PROCESSORS, MODEL_CARD) if name in top]
+    stem, ending = Path(weights.removesuffix(INDEX)).stem, Path(weights.removesuffix(INDEX)).suffix
+    shards = [n for n in top if is_shard(n) and n.startswith(f"{stem}-") and n.endswith(ending)]
+    return [*small, weights, *(shards if weights.endswith(INDEX) else [])]
+
+
+def _describe_files(weights: Path) -> WeightsLocation:
+    folder = weights.parent
+    config = folder / CONFIG if (folder / CONFIG).is_file() else None
+    content = read_json(config) if config else {}
+    kind = _kind(content) if config else "file"
+    if kind == "run" and weights.name != PREFERRED_FILES[0]:
+        kind, config, content = "file", None, {}  # something else that lies in a run folder
+    if kind != "run" and detect_format(weights) == "zip" and is_npz(weights):
+        kind = "npz"
+    processors = (folder / name for name in PROCESSORS)
+    own = weights.name.partition(".")[0] if kind in ("file", "npz") else folder.resolve().name
+    return WeightsLocation(
+        kind=kind,
+        folder=folder,
+        weights=weights,
+        config=config,
+        processor=next((path for path in processors if path.is_file()), None),
+        name=_timm_name(content) if kind == "timm" else own,
+        license=_license(content) or (card_license(folder / MODEL_CARD) if config else None),
+    )
+
+
+def _kind(config: dict[str, Any]) -> SourceKind:
+    if isinstance(config.get("vit"), dict):
+        return "run"
+    # transformers' wrapper of timm writes both; the tensors are timm's
+    if isinstance(config.get("architecture"), str) or "pretrained_cfg" in config:
+        return "timm"
+    if "model_type" in config or "architectures" in config:
+        return "huggingface"
+    raise WeightsError(
+        f"{CONFIG} is of no known library: it has neither architecture (timm) nor model_type "
+        "(Hugging Face); to load the weights alone, copy their file elsewhere"
+    )
+
+
+def _timm_name(config: dict[str, Any]) -> str:
+    nested = _nested(config)
+    architecture = config.get("architecture") or nested.get("architecture")
+    tag = nested.get("tag")
+    if not isinstance(architecture, str):
+        raise WeightsError(f"{CONFIG} names no architecture; timm's files have one")
+    return f"{architecture}.{tag}" if tag and isinstance(tag, str) else architecture
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    nested = config.get("pretrained_cfg", config)  # old files of timm are flat
+    return nested if isinstance(nested, dict) else {}
+
+
+def _license(config: dict[str, Any]) -> str | None:
+    terms = _nested(config).get("license")
+    return printable(terms)[:MAX_LICENSE_LENGTH] if terms and isinstance(terms, str) else None
+
+
+def card_license(card: Path) -> str | None:
+    """The licence in the head of a model card (README.md); None where it names none."""
+    if not card.is_file():
+        return None
+    with open_file(card) as file:
+        text = file.read(MAX_CARD_BYTES).decode("utf-8", errors="replace")
+    head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    if head is None:
+        return None
+    # single lines only: that is all a licence needs of YAML
+    lines = re.findall(r"^(license(?:_name|_link)?):[ \t]*(?:\n- )?([^#\n]*)", head[1], re.M)
+    terms = {key: value.strip().strip("'\"[]") for key, value in lines}
+    name, link = terms.get("license", ""), terms.get("license_link", "")
+    if name == "other" and terms.get("license_name"):
+        name = terms["license_name"]
+    shown = f"{name} ({link})" if name and link else name
+    return printable(shown)[:MAX_LICENSE_LENGTH] or None
+
 
 HUB = ("hf-hub:", "hf_hub:", "hf/")
 LOCAL = "local-dir:"
@@ -28,7 +231,9 @@ TIMM = "timm/"
 FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
 
 
-def locate(source: str | os.PathLike[str], *, offline: bool | None = None) -> Found:
+def locate_weights(
+    source: str | os.PathLike[str], *, offline: bool | None = None
+) -> WeightsLocation:
     """Find the weights called `source`, and fetch them if they are elsewhere.
 
     Args:
@@ -68,12 +273,12 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _from_path(path: Path) -> Found:
+def _from_path(path: Path) -> WeightsLocation:
     if path.is_dir():
-        return replace(in_folder(path), places=(str(path),))
+        return replace(locate_in_folder(path), places=(str(path),))
     if path.suffix.lower() == ".onnx":
         raise WeightsError(f"{printable(path)} is {ONNX}")
-    return replace(in_file(path), places=(str(path),))
+    return replace(locate_file(path), places=(str(path),))
 
 
 def _means_path(text: str) -> bool:
@@ -105,7 +310,7 @@ def _missing(path: Path) -> str:
 
 
 def _bare_word(path: Path, text: str) -> str:
-    if timm_registry.find(text) is not None:
+    if timm_registry.find_entry(text) is not None:
         return f"{printable(text)} is not there; for timm's pretrained weights write timm/{text}"
     missing = _missing(path)
     others = (
@@ -114,13 +319,16 @@ def _bare_word(path: Path, text: str) -> str:
     return missing + others
 
 
-def _from_timm(text: str, offline: bool | None) -> Found:
+def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
     name, _, revision = text.removeprefix(TIMM).partition("@")
-    entry = timm_registry.find(name)
+    entry = timm_registry.find_entry(name)
     if entry is None:
         repository = hub.Repository.parse(text)
         return _from_hub(
-            repository, text, offline, hint=f"; timm has no such name{timm_registry.nearest(name)}"
+            repository,
+            text,
+            offline,
+            hint=f"; timm has no such name{timm_registry.suggest_names(name)}",
         )
     if entry.hub_id is None:
         return _from_torch_cache(entry, text)
@@ -128,7 +336,7 @@ def _from_timm(text: str, offline: bool | None) -> Found:
     return _from_hub(repository, text, offline, entry=entry)
 
 
-def _from_torch_cache(entry: timm_registry.Entry, text: str) -> Found:
+def _from_torch_cache(entry: timm_registry.RegistryEntry, text: str) -> WeightsLocation:
     """Weights that timm knows only by an address of the web, which is not fetched from here."""
     import torch
 
@@ -140,7 +348,7 @@ def _from_torch_cache(entry: timm_registry.Entry, text: str) -> Found:
             f"{printable(text)} is not on the Hugging Face Hub; looked at {' and '.join(places)}; "
             f"fetch {url} by hand and put it at the second place"
         )
-    found = in_file(kept)
+    found = locate_file(kept)
     return replace(found, kind="timm", name=entry.name, license=entry.license, places=places)
 
 
@@ -149,12 +357,12 @@ def _from_hub(
     text: str,
     offline: bool | None,
     *,
-    entry: timm_registry.Entry | None = None,
+    entry: timm_registry.RegistryEntry | None = None,
     hint: str = "",
-) -> Found:
+) -> WeightsLocation:
     places = [f"the path {Path(text).absolute()}"] if ":" not in text else []
-    chosen = hub.switched_off(offline=offline)
-    why = chosen or hub.unreachable()
+    chosen = hub.offline_reason(offline=offline)
+    why = chosen or hub.unreachable_reason()
     notes: tuple[str, ...] = ()
     folder = None
     if why is None:
@@ -168,7 +376,7 @@ def _from_hub(
         folder = hub.cached(repository)
         notes = () if chosen else (f"{printable(text)} is from the cache: {why}",)
     try:
-        found = in_folder(folder) if folder else None
+        found = locate_in_folder(folder) if folder else None
     except WeightsError as error:
         if why is None or _has_weights(folder):
             raise
@@ -183,12 +391,14 @@ def _has_weights(folder: Path | None) -> bool:
     return folder is not None and any(p.name.endswith(SUFFIXES) for p in folder.iterdir())
 
 
-def _named(found: Found, repository: hub.Repository, entry: timm_registry.Entry | None) -> Found:
+def _named(
+    found: WeightsLocation, repository: hub.Repository, entry: timm_registry.RegistryEntry | None
+) -> WeightsLocation:
     """`found` under the name that was asked for, not that of the cache's folder."""
     if found.kind == "file":
         # timm itself fetches its weights without config.json: the registry has what it says
         owner, _, name = repository.name.partition("/")
-        entry = entry or (timm_registry.find(name) if owner == "timm" else None)
+        entry = entry or (timm_registry.find_entry(name) if owner == "timm" else None)
         found = replace(found, kind="timm") if entry else found
     if entry is not None and found.kind in ("timm", "npz"):
         return replace(found, name=entry.name, license=found.license or entry.license)

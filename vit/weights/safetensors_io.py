@@ -33,7 +33,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     notes = {**metadata, DIGEST: digest(on_cpu, metadata)}
     needed = sum(tensor.nbytes for tensor in on_cpu.values())
-    write_safely(path, lambda beside: _write_in_order(beside, on_cpu, notes), needed)
+    atomic_write(path, lambda beside: _write_in_order(beside, on_cpu, notes), needed)
 
 
 def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -100,13 +100,13 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
-    write_safely(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    atomic_write(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
-def write_safely(path: Path, write: Callable[[Path], object], needed: int = 0) -> None:
+def atomic_write(path: Path, write: Callable[[Path], object], needed: int = 0) -> None:
     """Call `write` on a temporary name, flush it to the disk, and rename it to `path`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming(path, needed):
+    with explain_write_errors(path, needed):
         try:
             write(beside)
             with contextlib.suppress(PermissionError):  # some network disks know no modes
@@ -119,7 +119,7 @@ def write_safely(path: Path, write: Callable[[Path], object], needed: int = 0) -
 
 
 @contextlib.contextmanager
-def naming(path: Path, needed: int = 0) -> Iterator[None]:
+def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
     """Turn a failed write inside the `with` into one line that names `path` and the cause.
 
     Args:

@@ -27,7 +27,7 @@ from vit.model.build import assemble, assemble_captioner
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.weights.formats.state_dict_names import check_fit
-from vit.weights.formats.timm_config import UNKNOWN, timm_config
+from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.formats.timm_weights import from_timm, to_timm
 from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
 
@@ -36,8 +36,8 @@ WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_DIGEST = "config_sha256"
 VERSION = 1
-MOST_BYTES = 50_000_000
-USUAL = 0.5
+MAX_CONFIG_BYTES = 50_000_000
+DEFAULT_THRESHOLD = 0.5
 """Threshold of a class while nobody has chosen one."""
 
 
@@ -55,8 +55,8 @@ def read_config(folder: Path) -> bytes:
             hint = "" if folder.exists() else did_you_mean(folder)
             remedy = hint or "; give the run folder of a training"
             raise RunError(f"{printable(folder)} {there}{remedy}")
-        if path.stat().st_size > MOST_BYTES:
-            raise WeightsError(f"{printable(path)} is larger than {MOST_BYTES:,} bytes")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise WeightsError(f"{printable(path)} is larger than {MAX_CONFIG_BYTES:,} bytes")
         return path.read_bytes()
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError):
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> bytes:
         raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
 
 
-def own_part(content: Any) -> dict[str, Any]:
+def vit_section(content: Any) -> dict[str, Any]:
     """What config.json says to us; timm reads the rest.
 
     Raises:
@@ -96,8 +96,8 @@ def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) 
     raw = read_config(where)
     content = json.loads(raw)
     texts = []
-    for values in ([USUAL] * len(thresholds), list(thresholds)):
-        own_part(content)["thresholds"] = values
+    for values in ([DEFAULT_THRESHOLD] * len(thresholds), list(thresholds)):
+        vit_section(content)["thresholds"] = values
         texts.append(json.dumps(content, indent=2, allow_nan=False) + "\n")
     tensors, notes = read_tensors(where / WEIGHTS_FILE)
     known = dict.fromkeys([*(sha256(text.encode()) for text in texts), sha256(raw)])
@@ -134,7 +134,7 @@ def sha256(content: bytes) -> str:
 
 
 # settings that every run folder has; what came later has a default that changes nothing
-FIRST_SETTINGS = {
+REQUIRED_SETTINGS = {
     *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
     *("hidden_dim", "class_token", "registers", "position", "norm", "norm_order", "qk_norm"),
     *("feedforward", "activation", "layer_scale", "pooling"),
@@ -142,19 +142,19 @@ FIRST_SETTINGS = {
 }
 
 
-def model_config(values: Any) -> ModelConfig:
+def parse_model_config(values: Any) -> ModelConfig:
     """The inverse of `asdict`, with every name and type checked.
 
     Raises:
         ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
     """
     known = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
-    if not isinstance(values, dict) or not FIRST_SETTINGS <= values.keys() <= known.keys():
+    if not isinstance(values, dict) or not REQUIRED_SETTINGS <= values.keys() <= known.keys():
         raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
     return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
 
 
-def decoder_config(values: Any) -> DecoderConfig:
+def parse_decoder_config(values: Any) -> DecoderConfig:
     """The inverse of `asdict`, with every name and type checked.
 
     Raises:
@@ -223,14 +223,14 @@ class LoadedRun:
     classes: tuple[str, ...]
     preprocessing: Preprocessing
     config: ModelConfig
-    stretches: bool = True
+    linear_offsets: bool = True
     decoder: DecoderConfig | None = None
     tokenizer: Tokenizer | None = None
     thresholds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Packed:
+class SerializedModel:
     """A network ready to be written, checked: nothing is left but bytes and a disk."""
 
     config: str
@@ -271,13 +271,13 @@ def save_model(
         RunError: The disk is full, or the folder cannot be written.
     """
     state = model.state_dict()
-    packed = pack(
+    packed = serialize_model(
         state, config=config, classes=classes, preprocessing=preprocessing, tokenizer=tokenizer
     )
     packed.write(Path(folder))
 
 
-def pack(
+def serialize_model(
     weights: Mapping[str, Tensor],
     *,
     config: Config,
@@ -285,7 +285,7 @@ def pack(
     preprocessing: Preprocessing,
     terms: str | None = None,
     tokenizer: Tokenizer | None = None,
-) -> Packed:
+) -> SerializedModel:
     """Make a network ready to be written.
 
     Args:
@@ -303,7 +303,7 @@ def pack(
     check_classes(classes, settings)
     decoder = None if tokenizer is None else config.decoder
     state = {name: tensor.detach().float() for name, tensor in weights.items()}
-    check_fit(state, empty_model(settings, decoder))
+    check_fit(state, meta_model(settings, decoder))
     own: dict[str, Any] = {
         "version": VERSION,
         "config": asdict(settings),
@@ -313,16 +313,16 @@ def pack(
     theirs = timm_config(settings, classes, preprocessing)
     if decoder is not None:
         own["decoder"] = asdict(decoder)
-        theirs["architecture"] = UNKNOWN  # timm has no network with a decoder
+        theirs["architecture"] = UNKNOWN_ARCHITECTURE  # timm has no network with a decoder
     content = {**theirs, "vit": own}
     if config.training.multilabel:
-        own["thresholds"] = [USUAL] * len(classes)
+        own["thresholds"] = [DEFAULT_THRESHOLD] * len(classes)
     if terms is not None:
         content["pretrained_cfg"]["license"] = terms
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     encoder, words = split_decoder(state)
     tensors = {**to_timm(encoder, settings), **words}
-    return Packed(
+    return SerializedModel(
         text,
         {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
         None if tokenizer is None else tokenizer.to_json(),
@@ -359,9 +359,9 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
     try:
         content = json.loads(raw)
         tokenizer = None
-        if "decoder" in own_part(content):
+        if "decoder" in vit_section(content):
             tokenizer = read_tokenizer(where, notes.get(TOKENIZER_DIGEST))
-        return _assemble(content, state, tokenizer)
+        return _build_run(content, state, tokenizer)
     except WeightsError as error:
         told = printable(error)
         there = "" if told.startswith(printable(where)) else f"{printable(where)}: "
@@ -379,26 +379,26 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """
     raw = read_config(Path(folder))
     try:
-        return model_config(own_part(json.loads(raw))["config"])
+        return parse_model_config(vit_section(json.loads(raw))["config"])
     except (ValueError, RecursionError) as error:  # also of JSON
         raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
 
 
-def _assemble(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | None) -> LoadedRun:
-    own = own_part(content)
-    config = model_config(own["config"])
+def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | None) -> LoadedRun:
+    own = vit_section(content)
+    config = parse_model_config(own["config"])
     classes = check_classes(own["classes"], config)
     preprocessing = Preprocessing.from_dict(own["preprocessing"])
     if config.depth > len(state):
         raise WeightsError(f"depth={config.depth}, but there are only {len(state)} tensors")
-    decoder = None if tokenizer is None else decoder_config(own["decoder"])
+    decoder = None if tokenizer is None else parse_decoder_config(own["decoder"])
     if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
         raise WeightsError(
             f"vocab_size={decoder.vocab_size}, but {TOKENIZER_FILE} has {tokenizer.size} tokens"
         )
     thresholds = check_thresholds(own["thresholds"], classes) if "thresholds" in own else None
     encoder, words = split_decoder(state)
-    model = empty_model(config, decoder)
+    model = meta_model(config, decoder)
     renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
     state = {name: tensor.float() for name, tensor in {**renamed, **words}.items()}
     check_fit(state, model)
@@ -414,7 +414,7 @@ def _assemble(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | Non
     )
 
 
-def empty_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
+def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
     """The network of `config` with shapes but without values; costs no memory."""
     with torch.device("meta"):
         return assemble(config) if decoder is None else assemble_captioner(config, decoder)

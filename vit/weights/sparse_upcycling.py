@@ -17,16 +17,19 @@ from vit.errors import WeightsError, printable
 from vit.model.initialization import initialise
 from vit.weights.formats.state_dict_names import some
 from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import empty_model
+from vit.weights.saved_model import meta_model
 
 State = dict[str, Tensor]
 
 # The settings that a network with experts has, and one without has not.
-UPCYCLED = ("feedforward", *(name for name, (_, kinds) in BELONGS_TO.items() if kinds == ("moe",)))
-MOST_BLOCKS = 12
+MOE_SETTINGS = (
+    "feedforward",
+    *(name for name, (_, kinds) in BELONGS_TO.items() if kinds == ("moe",)),
+)
+MAX_BLOCKS = 12
 
 
-def becomes_experts(source: ModelConfig, config: ModelConfig) -> bool:
+def is_upcycled(source: ModelConfig, config: ModelConfig) -> bool:
     """Whether MLPs of `source` are experts in `config`."""
     return source.feedforward == "mlp" and config.feedforward == "moe"
 
@@ -62,24 +65,24 @@ def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tupl
     Raises:
         WeightsError: The experts' weights do not sum to one.
     """
-    if not becomes_experts(source.config, config):
+    if not is_upcycled(source.config, config):
         return (), ""
-    _check_weights(source, config)
+    _check_router_weights(source, config)
     blocks = [n for n in range(1, config.depth + 1) if config.feedforward_of(n) == "moe"]
     parts = [f"blocks.{number - 1}.mlp" for number in blocks]
-    network = empty_model(config)
+    network = meta_model(config)
     for part in parts:
         network.get_submodule(f"{part}.router").to_empty(device="cpu")
     initialise(network)  # of what has no values it draws none
     for part in parts:
         router = f"{part}.router.weight"
         state[router] = network.get_parameter(router).detach()
-        _copy(state, part, config)
+        _copy_mlp(state, part, config)
     routers = "1 router" if len(blocks) == 1 else f"{len(blocks)} routers"
-    return (routers,), _line(blocks, config)
+    return (routers,), _describe_blocks(blocks, config)
 
 
-def _copy(state: State, part: str, config: ModelConfig) -> None:
+def _copy_mlp(state: State, part: str, config: ModelConfig) -> None:
     """The tensors of one MLP, as those of experts."""
     for name in [name for name in state if name.startswith(f"{part}.fc")]:
         tensor, (layer, kind) = state.pop(name), name.removeprefix(f"{part}.").split(".")
@@ -89,7 +92,7 @@ def _copy(state: State, part: str, config: ModelConfig) -> None:
             state[f"{part}.shared.{layer}.{kind}"] = shared
 
 
-def _check_weights(source: Pretrained, config: ModelConfig) -> None:
+def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
     """Refuse weights of less than one in all, by which copies of an MLP answer less than it did.
 
     Raises:
@@ -107,9 +110,9 @@ def _check_weights(source: Pretrained, config: ModelConfig) -> None:
     )
 
 
-def _line(blocks: list[int], config: ModelConfig) -> str:
+def _describe_blocks(blocks: list[int], config: ModelConfig) -> str:
     """Which blocks became what, for the user."""
-    numbers = some(map(str, blocks), MOST_BLOCKS)
+    numbers = some(map(str, blocks), MAX_BLOCKS)
     where = f"block {numbers}" if len(blocks) == 1 else f"each of blocks {numbers}"
     shared = ", and a shared one that adds nothing yet" if config.shared_expert else ""
     line = f"the mlp of {where} into {config.num_experts} equal experts{shared}"

@@ -31,21 +31,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.errors import WeightsError, printable
-from vit.weights.file_format import NO_CODE, WANTED, content_of, open_file, read_json
+from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
 from vit.weights.formats.state_dict_names import some
 from vit.weights.safetensors_io import read_any_tensors
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, protocol, sizes of types, the object, keys of its storages
-SWELL = 4
-SPARE = 16_000_000
+MAX_EXPANSION = 4
+EXPANSION_ALLOWANCE = 16_000_000
 """A file may declare SWELL times its size and SPARE bytes more: real ones are never above 2."""
-MOST_ENTRIES = 50_000
-MOST_STEPS = 5_000_000
+MAX_ENTRIES = 50_000
+MAX_OPCODES = 5_000_000
 """Of a pickle's program; the checkpoint of a large network has a tenth of them."""
 
 # What a name in a pickle may be. torch allows more: bytearray and encode could ask for all memory.
-HARMLESS = re.compile(
+ALLOWED_GLOBALS = re.compile(
     r"collections (OrderedDict|Counter)"
     r"|argparse Namespace"
     r"|(builtins|__builtin__) (set|complex)"
@@ -55,7 +55,7 @@ HARMLESS = re.compile(
     r"|torch\.nn\.parameter Parameter"
     r"|torch\.storage (Untyped|Typed)Storage"
 )
-NAMING = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
+OTHER_GLOBAL_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
 """Other ways to name an object; torch.save has never used them."""
 
 
@@ -73,7 +73,7 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
     try:
         if zipped:
             with zipfile.ZipFile(path) as archive:
-                _check_program(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
+                _check_pickle(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
         else:
             with open_file(path) as file:
                 _check_legacy(file, path)
@@ -107,13 +107,13 @@ def check_archive(archive: zipfile.ZipFile, path: Path) -> None:
         WeightsError: It would, or it has too many entries.
     """
     size, declared = path.stat().st_size, sum(entry.file_size for entry in archive.infolist())
-    if declared > SWELL * size + SPARE:
+    if declared > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
         raise WeightsError(
             f"{printable(path)} declares {declared:,} bytes in a file of {size:,}: it is no honest "
             "file of weights"
         )
-    if len(archive.infolist()) > MOST_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MOST_ENTRIES:,} entries")
+    if len(archive.infolist()) > MAX_ENTRIES:
+        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} entries")
 
 
 def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
@@ -132,23 +132,23 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
 
 
 def _check_legacy(file: IO[bytes], path: Path) -> None:
-    magic = _check_program(file, path)
+    magic = _check_pickle(file, path)
     if magic != LEGACY_MAGIC:
         raise WeightsError(f"{printable(path)} is a Python pickle, but not of torch; {NO_CODE}")
     for _ in range(LEGACY_PICKLES - 1):
-        _check_program(file, path)
+        _check_pickle(file, path)
 
 
-def _check_program(file: IO[bytes], path: Path) -> object:
+def _check_pickle(file: IO[bytes], path: Path) -> object:
     """Read one pickle without running it; returns the last number in it."""
     foreign: dict[str, None] = {}
     number: object = None
     for step, (code, value, _) in enumerate(pickletools.genops(file)):
-        if step == MOST_STEPS:
+        if step == MAX_OPCODES:
             raise WeightsError(f"{printable(path)} is a program too long for weights; {NO_CODE}")
-        if code.name == "GLOBAL" and not HARMLESS.fullmatch(str(value)):
+        if code.name == "GLOBAL" and not ALLOWED_GLOBALS.fullmatch(str(value)):
             foreign[str(value).replace(" ", ".")] = None
-        elif code.name in NAMING:
+        elif code.name in OTHER_GLOBAL_OPCODES:
             foreign[f"an object named by {code.name}"] = None
         elif isinstance(value, int):
             number = value
@@ -162,7 +162,7 @@ def _check_program(file: IO[bytes], path: Path) -> object:
     return number
 
 
-def is_numpy(path: Path) -> bool:
+def is_npz(path: Path) -> bool:
     """Whether the zip archive `path` holds numpy arrays and nothing else."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -172,14 +172,14 @@ def is_numpy(path: Path) -> bool:
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 
-def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Arrays of a .npz file by name: numbers with a fraction as float32, whole ones as they are.
 
     Raises:
         WeightsError: The file is missing, damaged, of another kind, or holds something else than
             finite numbers.
     """
-    if content_of(path) != "zip":
+    if detect_format(path) != "zip":
         raise WeightsError(f"{printable(path)} is no .npz file")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -228,13 +228,11 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) ->
     return array
 
 
-__all__ = ["StateFile", "read_arrays", "read_state", "shard_map"]
-
-KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
+CHECKPOINT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
 """Where a training's checkpoint keeps its weights; the first one there is taken, as in timm."""
 WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -261,20 +259,20 @@ def read_state(path: Path) -> StateFile:
         WeightsError: The file is missing, damaged, of another kind, could run code, or holds
             something else than finite numbers.
     """
-    found = _read_shards(path) if content_of(path) == "index" else _read_one(path)
-    return _unwrapped(found)
+    found = _read_shards(path) if detect_format(path) == "index" else _read_one(path)
+    return _strip_wrappers(found)
 
 
 def _read_one(path: Path) -> StateFile:
-    content = content_of(path)
+    content = detect_format(path)
     if content == "safetensors":
         _check_header(path)
         try:
             tensors, _ = read_any_tensors(path)
         except WeightsError as error:
             raise WeightsError(f"{error}; fetch it again") from None
-        return _sorted_out(tensors, path)
-    if content == "zip" and is_numpy(path):
+        return _classify_entries(tensors, path)
+    if content == "zip" and is_npz(path):
         raise WeightsError(f"{printable(path)} holds numpy arrays and no torch tensors")
     return _read_pickle(path, zipped=content == "zip")
 
@@ -283,8 +281,8 @@ def _check_header(path: Path) -> None:
     """Refuse what safetensors would spend minutes on, or would read only half of."""
     with open_file(path) as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
-    if header.count(b"data_offsets") > MOST_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MOST_ENTRIES:,} tensors")
+    if header.count(b"data_offsets") > MAX_ENTRIES:
+        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} tensors")
     try:
         json.loads(header, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
@@ -308,7 +306,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
             f"{printable(path)} holds one {type(checkpoint).__name__} and no named tensors; "
             "give the file of a state_dict"
         )
-    key = next((key for key in KEYS if _has_tensors(checkpoint.get(key))), None)
+    key = next((key for key in CHECKPOINT_KEYS if _has_tensors(checkpoint.get(key))), None)
     notes: tuple[str, ...] = ()
     if key is not None:
         others = [str(name) for name in checkpoint if name != key]
@@ -319,7 +317,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
         entries = f"; it has {some(map(str, state))}" if state else ""
         raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
     _check_extent(state, path)
-    return _sorted_out(state, path, key, notes)
+    return _classify_entries(state, path, key, notes)
 
 
 def _has_tensors(value: object) -> bool:
@@ -336,14 +334,14 @@ def _check_extent(state: Mapping[Any, object], path: Path) -> None:
                 "plain ones"
             )
     needed, size = sum(tensor.nbytes for tensor in tensors), path.stat().st_size
-    if needed > SWELL * size + SPARE:
+    if needed > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
         raise WeightsError(
             f"{printable(path)} declares tensors of {needed:,} bytes in a file of {size:,}: it is "
             "no honest file of weights"
         )
 
 
-def _sorted_out(
+def _classify_entries(
     state: Mapping[Any, Any], path: Path, key: str | None = None, notes: tuple[str, ...] = ()
 ) -> StateFile:
     tensors: dict[str, Tensor] = {}
@@ -354,9 +352,9 @@ def _sorted_out(
             raise WeightsError(f"{printable(path)} names a tensor {printable(name)[:80]}, not text")
         if not isinstance(value, Tensor):
             others.append(name)
-        elif value.dtype in FLOATS:
+        elif value.dtype in FLOAT_TYPES:
             tensors[name] = _finite(value.detach().float().contiguous(), name, path)
-        elif value.dtype in WHOLE:
+        elif value.dtype in INTEGER_TYPES:
             integers[name] = value.contiguous()
         else:
             kind = str(value.dtype).removeprefix("torch.")
@@ -380,7 +378,7 @@ def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
     return tensor
 
 
-def _unwrapped(file: StateFile) -> StateFile:
+def _strip_wrappers(file: StateFile) -> StateFile:
     """Without the prefixes that all weights have from being wrapped for training."""
     tensors, integers = file.tensors, file.integers
     while prefix := next((p for p in WRAPPERS if all(n.startswith(p) for n in tensors)), ""):

@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageC
 from vit.model.blocks import ParallelBlock
 from vit.model.build import BLOCKS, assemble
 from vit.model.initialization import initialise
-from vit.weights.formats.huggingface_custom import MODEL_TYPE
-from vit.weights.saved_model import model_config
+from vit.weights.formats.huggingface_config import MODEL_TYPE
+from vit.weights.saved_model import parse_model_config
 
 
 class VitToolkitConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class _Base(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def __init__(self, config: VitToolkitConfig) -> None:
         super().__init__(config)
-        self.network = assemble(model_config(config.network))
+        self.network = assemble(parse_model_config(config.network))
         if not next(self.network.parameters()).is_meta:
             initialise(self.network)
         self.post_init()  # type: ignore[no-untyped-call]

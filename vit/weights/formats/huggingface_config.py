@@ -1,16 +1,19 @@
-"""config.json of transformers, as settings of our network.
-
-Every value that changes what the network computes is read or refused. A value that the file leaves
-out is the default of its family, as in transformers.
-"""
+"""x"""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from vit.errors import WeightsError, printable
+from torch import Tensor
 
+from vit.config import ModelConfig
+from vit.errors import WeightsError, printable
+from vit.weights.formats.state_dict_names import State
+from vit.weights.saved_model import parse_model_config
+
+MULTILABEL = "multi_label_classification"
+"""problem_type of a classifier that gives an image any number of classes."""
 TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
 ACTIVATIONS = dict.fromkeys(TANH, "gelu_tanh")
 ACTIVATIONS |= {"gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"}
@@ -23,7 +26,7 @@ WITH_TEXT = ("clip", "siglip")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConfigValues:
     """Values of config.json, each checked when it is asked for.
 
     Args:
@@ -34,15 +37,15 @@ class Settings:
     model_type: str
     values: Mapping[str, Any]
 
-    def refuse(self, name: str, why: str) -> WeightsError:
+    def invalid(self, name: str, why: str) -> WeightsError:
         """The error for the value called `name`."""
         return WeightsError(f"config.json: {name}={printable(repr(self.values.get(name)))}: {why}")
 
-    def whole(self, name: str, least: int = 1) -> int:
+    def integer(self, name: str, least: int = 1) -> int:
         """A whole number of at least `least`."""
         value = self.values.get(name)
         if type(value) is not int or value < least:
-            raise self.refuse(name, f"expected a whole number of at least {least}")
+            raise self.invalid(name, f"expected a whole number of at least {least}")
         return value
 
     def number(self, name: str) -> float:
@@ -50,25 +53,25 @@ class Settings:
         value: Any = self.values.get(name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
-            raise self.refuse(name, "expected a number of at least 0")
+            raise self.invalid(name, "expected a number of at least 0")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """True or false."""
         value = self.values.get(name)
         if type(value) is not bool:
-            raise self.refuse(name, "expected true or false")
+            raise self.invalid(name, "expected true or false")
         return value
 
-    def side(self, name: str) -> int:
+    def square_side(self, name: str) -> int:
         """The side of a square, given as one number or two equal ones."""
         value = self.values.get(name)
         if isinstance(value, list | tuple):
             if len(value) != 2 or value[0] != value[1]:
-                raise self.refuse(name, "this network needs squares")
+                raise self.invalid(name, "this network needs squares")
             value = value[0]
         if type(value) is not int or value < 1:
-            raise self.refuse(name, "expected a whole number")
+            raise self.invalid(name, "expected a whole number")
         return value
 
     def activation(self) -> str:
@@ -76,11 +79,11 @@ class Settings:
         value = self.values.get("hidden_act")
         if not isinstance(value, str) or value not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise self.refuse("hidden_act", f"this network has {known} only")
+            raise self.invalid("hidden_act", f"this network has {known} only")
         return ACTIVATIONS[value]
 
 
-def vision_settings(config: Mapping[str, Any]) -> Settings:
+def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
     """The settings of the image's encoder in `config`.
 
     Raises:
@@ -96,7 +99,7 @@ def vision_settings(config: Mapping[str, Any]) -> Settings:
         raise WeightsError("the weights are quantised; take the ones they were made from")
     defaults = FAMILIES[model_type].defaults
     if model_type not in WITH_TEXT:
-        return Settings(model_type, {**defaults, **config})
+        return ConfigValues(model_type, {**defaults, **config})
     values = dict(defaults)
     for name in ("vision_config", "vision_config_dict"):
         part = config.get(name)
@@ -108,35 +111,37 @@ def vision_settings(config: Mapping[str, Any]) -> Settings:
             raise WeightsError(f"config.json: {name} is not that of a {model_type} (transformers)")
         # transformers fills the older `vision_config_dict` up with defaults before it wins
         values |= {**defaults, **part}
-    return Settings(model_type, values)
+    return ConfigValues(model_type, values)
 
 
-def model_fields(settings: Settings, *, classifies: bool) -> dict[str, Any]:
+def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
     """The fields of ModelConfig, all but the number of classes.
 
     Args:
-        settings: From `vision_settings`.
+        settings: From `read_vision_config`.
         classifies: Whether there is a head, which some families pool for in another way.
 
     Raises:
         WeightsError: A value is of the wrong type, or this network cannot express it.
     """
-    dim, heads = settings.whole("hidden_size"), settings.whole("num_attention_heads")
+    dim, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     if "head_dim" in settings.values and settings.values["head_dim"] != dim / heads:
-        raise settings.refuse("head_dim", f"this network has hidden_size / heads = {dim / heads:g}")
+        raise settings.invalid(
+            "head_dim", f"this network has hidden_size / heads = {dim / heads:g}"
+        )
     return {
-        "image_size": settings.side("image_size"),
-        "patch_size": settings.side("patch_size"),
-        "channels": settings.whole("num_channels"),
+        "image_size": settings.square_side("image_size"),
+        "patch_size": settings.square_side("patch_size"),
+        "channels": settings.integer("num_channels"),
         "dim": dim,
-        "depth": settings.whole("num_hidden_layers"),
+        "depth": settings.integer("num_hidden_layers"),
         "num_heads": heads,
         "norm_eps": settings.number("layer_norm_eps"),
         **FAMILIES[settings.model_type].fields(settings, classifies),
     }
 
 
-def biases_left_out(settings: Settings) -> tuple[str, ...]:
+def missing_biases(settings: ConfigValues) -> tuple[str, ...]:
     """Parts of a block that have no bias here, though other parts of their kind have one."""
     if settings.model_type in ("beit", "data2vec-vision"):
         return ("attn.key", "attn.k")
@@ -156,26 +161,26 @@ def biases_left_out(settings: Settings) -> tuple[str, ...]:
     )
 
 
-def _vit(settings: Settings, _classifies: bool) -> dict[str, Any]:
+def _vit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
     return {
-        "hidden_dim": settings.whole("intermediate_size"),
+        "hidden_dim": settings.integer("intermediate_size"),
         "activation": settings.activation(),
         "qkv_bias": settings.flag("qkv_bias"),
     }
 
 
-def _deit(settings: Settings, classifies: bool) -> dict[str, Any]:
+def _deit(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     return {**_vit(settings, classifies), "registers": 1, "prefix_positions": "all"}
 
 
-def _beit(settings: Settings, _classifies: bool) -> dict[str, Any]:
+def _beit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
     absolute = settings.flag("use_absolute_position_embeddings")
     relative = [name for name in RELATIVE if settings.flag(f"use_{name}")]
     if absolute and relative:
-        raise settings.refuse(f"use_{relative[0]}", "this network has one kind of positions")
+        raise settings.invalid(f"use_{relative[0]}", "this network has one kind of positions")
     mean = settings.flag("use_mean_pooling")
     return {
-        "hidden_dim": settings.whole("intermediate_size"),
+        "hidden_dim": settings.integer("intermediate_size"),
         "activation": settings.activation(),
         "position": "relative" if relative else "learned" if absolute else "none",
         "layer_scale": settings.number("layer_scale_init_value"),
@@ -184,47 +189,47 @@ def _beit(settings: Settings, _classifies: bool) -> dict[str, Any]:
     }
 
 
-def _dinov2(settings: Settings, classifies: bool) -> dict[str, Any]:
-    hidden = int(settings.whole("hidden_size") * settings.number("mlp_ratio"))
+def _dinov2(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
+    hidden = int(settings.integer("hidden_size") * settings.number("mlp_ratio"))
     gated = settings.flag("use_swiglu_ffn")
     return {
-        "hidden_dim": gated_width(hidden) if gated else hidden,
+        "hidden_dim": swiglu_width(hidden) if gated else hidden,
         "feedforward": "swiglu" if gated else "mlp",
         "activation": "gelu" if gated else settings.activation(),
         "qkv_bias": settings.flag("qkv_bias"),
         "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
         "pooling": "class_token_mean" if classifies else "class_token",
-        "registers": settings.whole("num_register_tokens", 0),
+        "registers": settings.integer("num_register_tokens", 0),
     }
 
 
-def gated_width(hidden: int) -> int:
+def swiglu_width(hidden: int) -> int:
     """Two thirds of `hidden`, rounded up to a multiple of 8, as DINOv2 does."""
     return (int(hidden * 2 / 3) + 7) // 8 * 8
 
 
-def _dinov3(settings: Settings, _classifies: bool) -> dict[str, Any]:
+def _dinov3(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
     gated = settings.flag("use_gated_mlp")
     if gated and settings.values["hidden_act"] not in SILU:
-        raise settings.refuse("hidden_act", "a gated feed-forward part has silu only")
+        raise settings.invalid("hidden_act", "a gated feed-forward part has silu only")
     biases = [settings.flag(f"{name}_bias") for name in ("query", "key", "value")]
     return {
-        "hidden_dim": settings.whole("intermediate_size"),
+        "hidden_dim": settings.integer("intermediate_size"),
         "feedforward": "swiglu" if gated else "mlp",
         "activation": "gelu" if gated else settings.activation(),
         "qkv_bias": any(biases),
         "proj_bias": settings.flag("proj_bias") or settings.flag("mlp_bias"),
         "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
-        "registers": settings.whole("num_register_tokens", 0),
+        "registers": settings.integer("num_register_tokens", 0),
         "position": "rotary",
         "rotary_grid": "centred",
         "rotary_temperature": settings.number("rope_theta"),
     }
 
 
-def _clip(settings: Settings, classifies: bool) -> dict[str, Any]:
+def _clip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     return {
-        "hidden_dim": settings.whole("intermediate_size"),
+        "hidden_dim": settings.integer("intermediate_size"),
         "activation": settings.activation(),
         "patch_bias": False,
         "norm_pre": True,
@@ -234,10 +239,10 @@ def _clip(settings: Settings, classifies: bool) -> dict[str, Any]:
     }
 
 
-def _siglip(settings: Settings, classifies: bool) -> dict[str, Any]:
+def _siglip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     attends = settings.flag("vision_use_head") and not classifies
     return {
-        "hidden_dim": settings.whole("intermediate_size"),
+        "hidden_dim": settings.integer("intermediate_size"),
         "activation": settings.activation(),
         "class_token": False,
         "pooling": "attention" if attends else "mean",
@@ -254,7 +259,7 @@ class Family:
         defaults: What config.json may leave out.
     """
 
-    fields: Callable[[Settings, bool], dict[str, Any]]
+    fields: Callable[[ConfigValues, bool], dict[str, Any]]
     defaults: Mapping[str, Any]
 
 
@@ -295,3 +300,50 @@ FAMILIES = {
     "siglip": Family(_siglip, SIGLIP),
     "siglip_vision_model": Family(_siglip, SIGLIP),
 }
+
+
+MODEL_TYPE = "vit_toolkit"
+PREFIX = "network."
+CLASSES = {True: "VitToolkitForImageClassification", False: "VitToolkitModel"}
+
+
+def write_custom_model(
+    state: Mapping[str, Tensor], config: ModelConfig, classes: Sequence[str]
+) -> tuple[dict[str, Any], State]:
+    """config.json, and the tensors of the class that we register.
+
+    Args:
+        state: Tensors by our names.
+        config: The network.
+        classes: Names by output.
+    """
+    labels = {
+        "id2label": {str(index): name for index, name in enumerate(classes)},
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
+    settings = {
+        "architectures": [CLASSES[config.num_classes > 0]],
+        "model_type": MODEL_TYPE,
+        "image_size": config.image_size,
+        "num_channels": config.channels,
+        **(labels if classes else {}),
+        "network": asdict(config),
+    }
+    # safetensors wants tensors that share no memory
+    tensors = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in state.items()}
+    return settings, tensors
+
+
+def read_custom_model(
+    content: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[ModelConfig, State]:
+    """The inverse of `write_custom_model`.
+
+    Raises:
+        WeightsError: The settings or the names of tensors are others.
+    """
+    strange = [name for name in state if not name.startswith(PREFIX)]
+    if strange:
+        raise WeightsError(f"{printable(strange[0])} is no tensor of model_type={MODEL_TYPE}")
+    config = parse_model_config(content.get("network"))
+    return config, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}

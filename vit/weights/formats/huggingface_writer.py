@@ -21,20 +21,19 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.huggingface_config import gated_width
-from vit.weights.formats.huggingface_custom import write_own
-from vit.weights.formats.huggingface_names import Names, names_of
+from vit.weights.formats.huggingface_config import MULTILABEL, swiglu_width, write_custom_model
 from vit.weights.formats.huggingface_processor import write_processor
+from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit
-from vit.weights.unsupported_export import only_ours, remedy
+from vit.weights.formats.timm_config import remedy, unsupported_setting
 
-WIDEST = 64
+MAX_MLP_RATIO = 64
 
 Traits = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Target:
+class TransformersClass:
     """A class of transformers that our network may become.
 
     Args:
@@ -47,7 +46,7 @@ class Target:
     model_type: str
     needs: Mapping[str, tuple[Any, ...]]
 
-    def obstacles(self, traits: Traits) -> list[str]:
+    def mismatches(self, traits: Traits) -> list[str]:
         """Which traits are other than this class needs them, with what it needs."""
         return [
             f"{' or '.join(_phrase(name, value) for value in allowed)}, not {traits[name]}"
@@ -89,33 +88,33 @@ BEIT = {
     "final_norm": ("pooled",),
 }
 DINOV2 = {**BASE, **SCALED, "width": (MULTIPLE,)}
-TARGETS = (
-    Target("ViTForImageClassification", "vit", BASE),
-    Target(
+TRANSFORMERS_CLASSES = (
+    TransformersClass("ViTForImageClassification", "vit", BASE),
+    TransformersClass(
         "DeiTForImageClassification",
         "deit",
         {**BASE, "registers": (1,), "prefix_positions": ("all",)},
     ),
-    Target("BeitForImageClassification", "beit", BEIT),
-    Target("BeitModel", "beit", {**BEIT, **NO_HEAD}),
-    Target("Dinov2ForImageClassification", "dinov2", {**DINOV2, **DINO_HEAD}),
-    Target("Dinov2Model", "dinov2", {**DINOV2, **NO_HEAD}),
-    Target(
+    TransformersClass("BeitForImageClassification", "beit", BEIT),
+    TransformersClass("BeitModel", "beit", {**BEIT, **NO_HEAD}),
+    TransformersClass("Dinov2ForImageClassification", "dinov2", {**DINOV2, **DINO_HEAD}),
+    TransformersClass("Dinov2Model", "dinov2", {**DINOV2, **NO_HEAD}),
+    TransformersClass(
         "Dinov2WithRegistersForImageClassification",
         "dinov2_with_registers",
         {**DINOV2, **DINO_HEAD, "registers": MANY},
     ),
-    Target(
+    TransformersClass(
         "Dinov2WithRegistersModel",
         "dinov2_with_registers",
         {**DINOV2, **NO_HEAD, "registers": MANY},
     ),
-    Target(
+    TransformersClass(
         "DINOv3ViTModel",
         "dinov3_vit",
         {**BASE, **SCALED, **NO_HEAD, "position": ("rotary (centred)",), "registers": (0, *MANY)},
     ),
-    Target(
+    TransformersClass(
         "CLIPForImageClassification",
         "clip",
         {
@@ -126,17 +125,17 @@ TARGETS = (
             "final_norm": ("none",),
         },
     ),
-    Target(
+    TransformersClass(
         "CLIPVisionModel",
         "clip_vision_model",
         {**BASE, **NO_HEAD, "norm_pre": (True,), "patch_bias": (False,)},
     ),
-    Target(
+    TransformersClass(
         "SiglipForImageClassification",
         "siglip",
         {**BASE, "class_token": (False,), "pooling": ("mean",)},
     ),
-    Target(
+    TransformersClass(
         "SiglipVisionModel",
         "siglip_vision_model",
         {**BASE, **NO_HEAD, "class_token": (False,), "pooling": ("attention",)},
@@ -144,26 +143,26 @@ TARGETS = (
 )
 
 
-def huggingface_refusal(config: ModelConfig) -> str | None:
+def huggingface_incompatibility(config: ModelConfig) -> str | None:
     """Why no class of transformers computes what `config` does; None where one does."""
     if config.num_classes == 1:
         return "it takes a single output for yes or no, not for a class"
-    alone = only_ours(config)
+    alone = unsupported_setting(config)
     if config.stem == "conv":
         return None  # of a class that we register
     if alone is not None:
         return f"none has {alone}"
-    target = target_of(config)
-    obstacles = target.obstacles(traits_of(config))
-    if not obstacles:
+    target = nearest_class(config)
+    mismatches = target.mismatches(traits_of(config))
+    if not mismatches:
         return None
-    return f"its nearest class, {target.architecture}, needs {'; '.join(obstacles)}"
+    return f"its nearest class, {target.architecture}, needs {'; '.join(mismatches)}"
 
 
-def target_of(config: ModelConfig) -> Target:
+def nearest_class(config: ModelConfig) -> TransformersClass:
     """The class of transformers that `config` is, or else the one that it is nearest to."""
     traits = traits_of(config)
-    return min(TARGETS, key=lambda target: len(target.obstacles(traits)))
+    return min(TRANSFORMERS_CLASSES, key=lambda target: len(target.mismatches(traits)))
 
 
 def traits_of(config: ModelConfig) -> Traits:
@@ -189,10 +188,10 @@ def _all_placed(config: ModelConfig) -> bool:
 
 def mlp_ratio(config: ModelConfig) -> int | None:
     """The whole number by which DINOv2 makes the feed-forward part this wide, if there is one."""
-    for ratio in range(1, WIDEST + 1):
+    for ratio in range(1, MAX_MLP_RATIO + 1):
         width = config.dim * ratio
         if config.feedforward_dim == (
-            gated_width(width) if config.feedforward == "swiglu" else width
+            swiglu_width(width) if config.feedforward == "swiglu" else width
         ):
             return ratio
     return None
@@ -200,8 +199,6 @@ def mlp_ratio(config: ModelConfig) -> int | None:
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Theirs by ours; the others have the same names."""
-SEVERAL = "multi_label_classification"
-"""Their problem_type of an image that may have several classes, or none."""
 
 
 def write_huggingface(
@@ -228,7 +225,7 @@ def write_huggingface(
     Raises:
         WeightsError: No class of transformers computes the same, or the arguments do not fit.
     """
-    refusal = huggingface_refusal(config)
+    refusal = huggingface_incompatibility(config)
     if refusal is not None:
         raise WeightsError(f"transformers cannot express this network: {refusal}{remedy(refusal)}")
     if len(classes or ()) != config.num_classes:
@@ -239,17 +236,19 @@ def write_huggingface(
     check_fit(state, model)
     on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
     if config.stem == "conv":
-        settings, tensors = write_own(on_cpu, config, classes or ())
+        settings, tensors = write_custom_model(on_cpu, config, classes or ())
     else:
-        target = target_of(config)
+        target = nearest_class(config)
         tensors = _tensors(on_cpu, config, target)
         settings = _config(config, target, classes or ())
     if multilabel:
-        settings["problem_type"] = SEVERAL
+        settings["problem_type"] = MULTILABEL
     return settings, processor, tensors
 
 
-def _config(config: ModelConfig, target: Target, classes: Sequence[str]) -> dict[str, Any]:
+def _config(
+    config: ModelConfig, target: TransformersClass, classes: Sequence[str]
+) -> dict[str, Any]:
     encoder: dict[str, Any] = {
         "hidden_size": config.dim,
         "num_hidden_layers": config.depth,
@@ -298,14 +297,14 @@ def _config(config: ModelConfig, target: Target, classes: Sequence[str]) -> dict
     }
 
 
-def _tensors(state: State, config: ModelConfig, target: Target) -> State:
+def _tensors(state: State, config: ModelConfig, target: TransformersClass) -> State:
     """The tensors of their class, by the names of its files."""
     family = target.model_type
-    names = names_of(family, gated=config.feedforward == "swiglu")
+    names = tensor_names(family, gated=config.feedforward == "swiglu")
     ours = {**state, **_biases(state, family), **_scales(config, family)}
     ours.update(_positions(ours, config, family))
     if family.startswith("dinov2") and config.num_classes:
-        ours["head.weight"] = _widened(ours["head.weight"], config)
+        ours["head.weight"] = _pad_head(ours["head.weight"], config)
     if target.architecture == "CLIPForImageClassification":
         ours |= {"norm.weight": torch.ones(config.dim), "norm.bias": torch.zeros(config.dim)}
     packed = _packed(ours, config, names, family)
@@ -364,14 +363,14 @@ def _positions(state: State, config: ModelConfig, family: str) -> State:
     return {**changed, "pos_embed": F.pad(table, (0, 0, missing, 0)) if missing else table}
 
 
-def _widened(head: Tensor, config: ModelConfig) -> Tensor:
+def _pad_head(head: Tensor, config: ModelConfig) -> Tensor:
     """DINOv2's head reads class token and mean: zeros for the one that ours does not read."""
     nothing = torch.zeros_like(head)
     halves = {"class_token": (head, nothing), "mean": (nothing, head)}.get(config.pooling, (head,))
     return torch.cat(halves, dim=1)
 
 
-def _packed(state: State, config: ModelConfig, names: Names, family: str) -> State:
+def _packed(state: State, config: ModelConfig, names: TensorNames, family: str) -> State:
     """Tensors in the shapes of transformers: the inverse of what reading does."""
     packed: State = {}
     for name, tensor in state.items():

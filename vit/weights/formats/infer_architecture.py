@@ -14,7 +14,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.weights.formats.original_checkpoints import PERIODS
-from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, side_of_biases
+from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, bias_table_side
 
 REMEDY = "say which network it is: model=NAME, one of timm's"
 HEAD_DIM = 64
@@ -22,13 +22,13 @@ USUAL_SIDE = 224
 OPENAI = "input_resolution"  # a number that only OpenAI's own files of CLIP hold
 
 
-def looks_like_vit(state: Mapping[str, Tensor]) -> bool:
+def is_vision_transformer(state: Mapping[str, Tensor]) -> bool:
     """Whether `state` has the parts of a Vision Transformer under timm's names."""
     parts = ("norm1", "attn.proj", "norm2", "mlp.fc2")
     return {PATCH_WEIGHT, *(f"blocks.0.{part}.weight" for part in parts)} <= state.keys()
 
 
-def guess(
+def infer_config(
     state: Mapping[str, Tensor], original: Collection[str] = ()
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """Settings that fit `state`, and what was assumed.
@@ -40,7 +40,7 @@ def guess(
     Raises:
         WeightsError: It is no Vision Transformer, or several networks fit.
     """
-    if not looks_like_vit(state):
+    if not is_vision_transformer(state):
         raise WeightsError("these are not a Vision Transformer's weights in timm's names")
     notes: list[str] = []
     settings = {**_sizes(state), **_parts(state)}
@@ -109,13 +109,13 @@ def _position(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str
         if table is not None:
             raise WeightsError(f"there are both pos_embed and {PERIODS}; {REMEDY}")
         whole = USUAL_SIDE // settings["patch_size"] * settings["patch_size"]
-        return {"position": "rotary", "image_size": whole, **_waves(periods)}
+        return {"position": "rotary", "image_size": whole, **_rotary_temperature(periods)}
     biases = _bias_table(state)
     if biases is not None:
         if table is not None:
             raise WeightsError(f"there are both pos_embed and {biases}; {REMEDY}")
         prefix = settings["class_token"] or settings["registers"] > 0
-        side = side_of_biases(biases, state[biases], prefix=prefix)
+        side = bias_table_side(biases, state[biases], prefix=prefix)
         return {"position": "relative", "image_size": side * settings["patch_size"]}
     if table is None:
         raise WeightsError(f"there is no pos_embed: positions may be rotary; {REMEDY}")
@@ -147,7 +147,7 @@ def _bias_table(state: Mapping[str, Tensor]) -> str | None:
     return next((name for name in sorted(state) if name.endswith(BIAS_TABLE)), None)
 
 
-def _waves(periods: Tensor) -> dict[str, Any]:
+def _rotary_temperature(periods: Tensor) -> dict[str, Any]:
     """DINOv3 keeps its periods, temperature^(j / waves), rounded to eight bits."""
     waves = len(periods)
     if waves < 2:

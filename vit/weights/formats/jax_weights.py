@@ -32,14 +32,14 @@ Arrays = dict[str, Array]
 
 PREFIXES = ("opt/target/", "params/img/", "params/", "")
 KERNEL = "embedding/kernel"
-PLACES = "Transformer/posembed_input/pos_embedding"
+POSITION_TABLE = "Transformer/posembed_input/pos_embedding"
 # What arrays of odd shapes end in.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError)
 NOTE = "activation=gelu, as timm runs these weights; the JAX code approximates it by gelu_tanh"
 
 
 @dataclass(frozen=True)
-class Names:
+class BlockNames:
     """What the parts of a block are called.
 
     Args:
@@ -53,8 +53,8 @@ class Names:
     mlp: int
 
 
-FIRST = Names(attention=1, norm2=2, mlp=3)
-BIG_VISION = Names(attention=0, norm2=1, mlp=0)
+FIRST = BlockNames(attention=1, norm2=2, mlp=3)
+BIG_VISION = BlockNames(attention=0, norm2=1, mlp=0)
 
 
 def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
@@ -127,8 +127,8 @@ def _tensors(left: Arrays, depth: int) -> tuple[State, int, int]:
     state["patch_embed.proj.bias"] = _take(left, "embedding/bias")
     if "cls" in left:
         state["cls_token"] = _take(left, "cls")
-    big = PLACES not in left
-    state["pos_embed"] = _take(left, "pos_embedding" if big else PLACES)
+    big = POSITION_TABLE not in left
+    state["pos_embed"] = _take(left, "pos_embedding" if big else POSITION_TABLE)
     names, heads = BIG_VISION if big else FIRST, 0
     for number in range(depth):
         heads = _block(left, state, number, names)
@@ -141,7 +141,7 @@ def _tensors(left: Arrays, depth: int) -> tuple[State, int, int]:
     return {name: tensor.contiguous() for name, tensor in state.items()}, heads, placed
 
 
-def _block(left: Arrays, state: State, number: int, names: Names) -> int:
+def _block(left: Arrays, state: State, number: int, names: BlockNames) -> int:
     """Read one block; the number of its heads."""
     theirs, ours = f"Transformer/encoderblock_{number}", f"blocks.{number}"
     attention = f"{theirs}/MultiHeadDotProductAttention_{names.attention}"

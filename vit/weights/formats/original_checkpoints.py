@@ -55,14 +55,14 @@ ROTARY_FREQUENCIES = "rope.freqs"
 PERIODS = "rope_embed.periods"
 
 
-def as_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
+def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     """`state` under the names of timm's VisionTransformer, and what was left out, as notes.
 
     Raises:
         WeightsError: Two tensors get the same name, or a part cannot be left out.
     """
     notes: list[str] = []
-    plain = _trunk(_unwrapped(state), notes)
+    plain = _image_tower(_strip_wrappers(state), notes)
     plain = _from_clip(plain, notes) if "class_embedding" in plain else plain
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
@@ -73,14 +73,14 @@ def as_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     if indices:
         notes.append(f"left out: {some(indices)} (they follow from the grid)")
         plain = {name: tensor for name, tensor in plain.items() if name not in indices}
-    plain = _with_masked_biases(_without_old_head(plain, notes))
+    plain = _apply_bias_masks(_drop_two_layer_head(plain, notes))
     renamed: State = {}
     for name, tensor in plain.items():
         ours = _renamed(name, SIMPLE)
         if ours in renamed:
             raise WeightsError(f"two tensors are both {ours}")
         renamed[ours] = tensor
-    return _with_registers(renamed), tuple(notes)
+    return _fold_class_position(renamed), tuple(notes)
 
 
 def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
@@ -89,7 +89,7 @@ def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-def _unwrapped(state: Mapping[str, Tensor]) -> State:
+def _strip_wrappers(state: Mapping[str, Tensor]) -> State:
     plain = dict(state)
     while plain:
         start = next((w for w in WRAPPERS if all(name.startswith(w) for name in plain)), None)
@@ -99,7 +99,7 @@ def _unwrapped(state: Mapping[str, Tensor]) -> State:
     return plain
 
 
-def _trunk(state: State, notes: list[str]) -> State:
+def _image_tower(state: State, notes: list[str]) -> State:
     """Of a model of images and texts, the tower of images."""
     for start in TRUNKS:
         inside = {name: t for name, t in state.items() if name.startswith(start)}
@@ -121,7 +121,7 @@ def _from_clip(state: State, notes: list[str]) -> State:
     return plain
 
 
-def _without_old_head(state: State, notes: list[str]) -> State:
+def _drop_two_layer_head(state: State, notes: list[str]) -> State:
     """Without the layer before the head that the first ViT of ImageNet-21k had."""
     old = [name for name in state if name.startswith("pre_logits.")]
     if not old:
@@ -131,7 +131,7 @@ def _without_old_head(state: State, notes: list[str]) -> State:
     return {name: tensor for name, tensor in state.items() if name not in old}
 
 
-def _with_masked_biases(state: State) -> State:
+def _apply_bias_masks(state: State) -> State:
     """DINOv3 multiplies the biases of queries, keys and values by a mask of ones and zeros."""
     masked = dict(state)
     for name in [name for name in state if name.endswith(".bias_mask")]:
@@ -142,7 +142,7 @@ def _with_masked_biases(state: State) -> State:
     return masked
 
 
-def _with_registers(state: State) -> State:
+def _fold_class_position(state: State) -> State:
     """DINOv2 gives the class token a position but its registers none; timm adds it in advance."""
     if "register_tokens" not in state:
         return state

@@ -25,7 +25,7 @@ BIAS_TABLE = "relative_position_bias_table"
 SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of one that all blocks have
 
 # What the words in braces of a table match: {b} is the number of a block, {p} weight or bias.
-WORDS = {
+PLACEHOLDERS = {
     "{p}": r"(?P<p>weight|bias)",
     "{b}": r"(?P<b>\d+)",
     "{qkv}": r"(?P<qkv>query|key|value|q|k|v)",
@@ -75,7 +75,7 @@ def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
 
 def _compile(theirs: str) -> re.Pattern[str]:
     pattern = theirs.replace(".", r"\.")
-    for word, meaning in WORDS.items():
+    for word, meaning in PLACEHOLDERS.items():
         pattern = pattern.replace(word, meaning)
     return re.compile(pattern)
 
@@ -107,7 +107,7 @@ def _either(state: Mapping[str, Tensor], prefix: str, suffix: str, word: str) ->
     raise WeightsError(f"{prefix}{word}.{suffix} is missing")
 
 
-def spread_shared_bias(state: Mapping[str, Tensor]) -> State:
+def expand_shared_bias(state: Mapping[str, Tensor]) -> State:
     """A table of relative positions for each block, where there is one for all of them.
 
     Blocks that have their own too add both to the scores, so their sum does the same.
@@ -125,7 +125,7 @@ def spread_shared_bias(state: Mapping[str, Tensor]) -> State:
     return spread
 
 
-def side_of_biases(name: str, table: Tensor, *, prefix: bool) -> int:
+def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
     """Patches on a side of the square grid whose offsets `table` has a row for.
 
     Raises:
@@ -173,7 +173,7 @@ def some(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(known[:most]) + more
 
 
-def distinct(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def deduplicate_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """`names` without repetitions, and a line for the user where there were any.
 
     ImageNet has two cranes, a bird and a machine: the number of the output tells them apart.

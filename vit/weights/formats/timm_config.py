@@ -1,17 +1,13 @@
-"""config.json of a run folder: timm's schema, so that timm opens the folder as `local-dir:`.
-
-What timm cannot build must not open there as something else: such a run names an architecture
-that timm does not have. Our own part of the file is the key "vit", which timm ignores.
-"""
+"""x"""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from vit.config import ModelConfig
 from vit.config.presets import PRESETS
 from vit.data.preprocessing import Preprocessing
-from vit.weights.unsupported_export import only_ours
 
 # Settings that JSON cannot hold, classes and epsilons among them, come from an architecture that
 # has them; all others are arguments. By norm, epsilon and feed-forward part:
@@ -45,7 +41,7 @@ RELATIVE_NEEDS: dict[str, tuple[object, ...]] = {
 }
 NAMED_EPSILON = 1e-6
 """That of a norm which timm knows by name."""
-UNKNOWN = "vit_toolkit"
+UNKNOWN_ARCHITECTURE = "vit_toolkit"
 CONV_STEM = "vit_conv_stem"
 """What vit registers with timm."""
 
@@ -128,10 +124,10 @@ def timm_config(
     }
 
 
-def timm_refusal(config: ModelConfig) -> str | None:
+def timm_incompatibility(config: ModelConfig) -> str | None:
     """The settings of which timm has no network; None where it has one."""
     found = (text.format(c=config) for text, impossible in REFUSALS if impossible(config))
-    return only_ours(config) or _unfit_for_relative(config) or next(found, None)
+    return unsupported_setting(config) or _unfit_for_relative(config) or next(found, None)
 
 
 def _unfit_for_relative(config: ModelConfig) -> str | None:
@@ -148,8 +144,8 @@ def architecture(config: ModelConfig) -> str:
 
     That of a convolutional stem is known to timm once vit is imported.
     """
-    if timm_refusal(config) is not None:
-        return UNKNOWN
+    if timm_incompatibility(config) is not None:
+        return UNKNOWN_ARCHITECTURE
     return CONV_STEM if config.stem == "conv" else _base(config)
 
 
@@ -211,7 +207,7 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
 def _stem_args(config: ModelConfig) -> dict[str, Any]:
     """Arguments of vit/weights/formats/timm_conv_stem.py."""
     return {
-        **({"base": _base(config)} if timm_refusal(config) is None else {}),
+        **({"base": _base(config)} if timm_incompatibility(config) is None else {}),
         "stem_depth": config.stem_depth,
         "stem_width": config.stem_width,
         "stem_stride": config.stem_stride,
@@ -278,3 +274,21 @@ def mlp_ratio(dim: int, hidden_dim: int) -> float:
     while int(dim * ratio) < hidden_dim:
         ratio = math.nextafter(ratio, math.inf)
     return ratio
+
+
+REMEDY = "; --merge-tokens 0 leaves merging out, with slightly other answers"
+UNSUPPORTED_SETTINGS = ("parallel_blocks", "repeat_blocks", "num_kv_heads", "merge_tokens")
+
+
+def unsupported_setting(config: ModelConfig) -> str | None:
+    """The first setting that only our network knows, with its value; None where there is none."""
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    if config.feedforward == "moe":
+        return "feedforward=moe"
+    changed = (name for name in UNSUPPORTED_SETTINGS if getattr(config, name) != defaults[name])
+    return next((f"{name}={getattr(config, name)}" for name in changed), None)
+
+
+def remedy(refusal: str) -> str:
+    """What can be done about a `refusal` to convert, to be put behind it; often nothing."""
+    return REMEDY if "merge_tokens=" in refusal else ""

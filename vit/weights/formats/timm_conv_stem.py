@@ -17,7 +17,7 @@ from vit.config import ModelConfig
 from vit.model.build import STEM_NORMS
 from vit.model.conv_stem import ConvStem
 from vit.model.initialization import patch_projection
-from vit.weights.formats.timm_builder import STEM_ARGUMENTS
+from vit.weights.formats.timm_network import STEM_ARGUMENTS
 
 
 class TimmConvStem(ConvStem):

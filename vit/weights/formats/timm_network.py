@@ -1,20 +1,178 @@
-"""A network of timm, read module by module into our settings.
+"""x"""
 
-Which modules and attributes of timm's networks are known; anything else is refused.
-
-A name in TABLES is one that `timm_network` reads, or that changes nothing in evaluation. Any other
-module, and any other attribute that is switched on, means another network than ours.
-"""
-
-from math import isclose
+import difflib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isclose, isqrt
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.conv_stem import ConvStem
-from vit.weights.formats.rotary_layout import Rotation
+from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, bias_table_side, some
+
+MODULES = (
+    *("vision_transformer", "deit", "eva", "beit"),
+    *("vision_transformer_relpos", "timm_conv_stem"),
+)
+"""Files of timm whose networks are read, and ours."""
+FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
+STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_stride", "stem_norm", "stem_eps")
+# Arguments that the tensors decide, or that have no place in a file.
+DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
+REFUSALS = (TypeError, ValueError, AssertionError, RuntimeError, KeyError, ArithmeticError)
+
+
+def build_timm_model(
+    name: str,
+    model_args: Mapping[str, Any],
+    about: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+) -> tuple[Any, int, tuple[str, ...]]:
+    """timm's network for `state`, the side of its images in pixels, and notes.
+
+    Args:
+        name: timm's, with or without a tag.
+        model_args: Arguments of the network, as they stand in a file.
+        about: timm's `pretrained_cfg`.
+        state: Tensors by timm's names.
+
+    Raises:
+        WeightsError: timm has no such network, or it cannot be that of `state`.
+    """
+    patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
+    if patch is None:
+        raise WeightsError(f"{PATCH_WEIGHT} is missing: not a Vision Transformer's weights")
+    args = {key: value for key, value in model_args.items() if key not in DECIDED}
+    if about.get("global_pool"):
+        args.setdefault("global_pool", about["global_pool"])
+    args["num_classes"] = 0 if head is None else len(head)
+    first = state.get(FIRST_CONVOLUTION, patch)
+    args["in_chans"] = first.shape[1] if first.ndim == 4 else 3
+    size = model_args.get("img_size") or (about.get("input_size") or (None,))[-1]
+    if size is not None:
+        args["img_size"] = size
+    model = _create(name, args, most_blocks=len(state))
+    return model, *_image_size(model, name, state)
+
+
+def known_pretrained_cfg(name: str) -> dict[str, Any]:
+    """timm's `pretrained_cfg` for a name with a tag; nothing for one without."""
+    import timm
+
+    known = timm.models.get_arch_pretrained_cfgs(name.partition(".")[0])
+    return dict(known[name].to_dict()) if name in known else {}
+
+
+def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
+    import timm
+
+    base = name.partition(".")[0]
+    if not timm.is_model(base):
+        near = difflib.get_close_matches(base, timm.list_models(module=list(MODULES)), n=3)
+        hint = f"; the nearest are {', '.join(near)}" if near else ""
+        raise WeightsError(f"{printable(name)!r} is no network of timm {timm.__version__}{hint}")
+    if not timm.models.is_model_in_modules(base, MODULES):
+        raise WeightsError(
+            f"{printable(name)} (timm) is not one of its plain Vision Transformers, "
+            f"which are in {', '.join(MODULES)}"
+        )
+    unknown = [key for key in args if key not in _arguments()]
+    if unknown:
+        raise WeightsError(f"{printable(name)} (timm) takes no argument {some(unknown)}")
+    try:
+        if args.get("depth", 0) > most_blocks:
+            raise ValueError(f"depth={args['depth']}, but there are only {most_blocks} tensors")
+        with torch.device("meta"):
+            return timm.create_model(base, pretrained=False, **args)
+    except REFUSALS as error:
+        raise WeightsError(
+            f"{printable(name)} (timm) cannot be built: {printable(error)}"
+        ) from None
+
+
+def _arguments() -> set[str]:
+    from timm.models import Beit, Eva, VisionTransformer, VisionTransformerRelPos
+
+    kinds = (VisionTransformer, Eva, Beit, VisionTransformerRelPos)
+    known = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    return {*known, "base", *STEM_ARGUMENTS}
+
+
+def _image_size(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
+    """Side of the images whose patches are placed, a multiple of the patch, and notes."""
+    side, asked = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
+    whole = asked // side * side
+    placing, patches = _patch_grid(model, name, state)
+    size = patches * side or whole
+    if size == asked:
+        return size, ()
+    if size == whole:
+        return size, (f"image_size={size}: of {asked} pixels timm reads only whole patches",)
+    return size, (f"image_size={size}, which {placing} is for; {asked} is usual",)
+
+
+def _patch_grid(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[str, int]:
+    """The tensor that places patches, and how many on a side; 0 where none says it."""
+    tables = {key for key in model.state_dict() if key.endswith(BIAS_TABLE)} & state.keys()
+    for key in sorted(tables):
+        return key, bias_table_side(key, state[key], prefix=model.num_prefix_tokens > 0)
+    table, model_table = state.get("pos_embed"), getattr(model, "pos_embed", None)
+    if table is None or model_table is None:
+        return "", 0
+    prefix = model_table.shape[1] - model.patch_embed.num_patches
+    patches = table.shape[1] - prefix
+    if patches < 1 or isqrt(patches) ** 2 != patches:
+        raise WeightsError(
+            f"pos_embed has {table.shape[1]} rows, which are no square and the {prefix} that "
+            f"{printable(name)} (timm) has for other tokens"
+        )
+    return "pos_embed", isqrt(patches)
+
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RotaryOrder:
+    """How a network of timm orders the rotated channels of a head.
+
+    Args:
+        interleaved: Pairs are neighbours; otherwise a half apart.
+        columns_first: The angles of columns come before those of rows.
+    """
+
+    interleaved: bool
+    columns_first: bool
+
+    def order(self, head_dim: int) -> Tensor:
+        """Their channel for each of ours, (head_dim,)."""
+        theirs = torch.arange(head_dim)
+        pairs = theirs.view(-1, 2).T if self.interleaved else theirs.view(2, -1)
+        by_axis = pairs.reshape(2, 2, -1)
+        return (by_axis.flip(1) if self.columns_first else by_axis).flatten()
+
+
+def reorder_rotary_channels(
+    state: Mapping[str, Tensor], rotary_order: RotaryOrder, num_heads: int
+) -> State:
+    """`state`, by our names, with the queries and keys of each head in our order."""
+    ordered = dict(state)
+    for name, tensor in state.items():
+        if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.(weight|bias)", name):
+            parts = tensor.reshape(3, num_heads, -1, *tensor.shape[1:])
+            order = rotary_order.order(parts.shape[2]).to(tensor.device)
+            turned = parts[:2].index_select(2, order)
+            ordered[name] = torch.cat([turned, parts[2:]]).flatten(0, 2)
+        elif re.fullmatch(r"blocks\.\d+\.attn\.[qk]_norm\.(weight|bias)", name):
+            ordered[name] = tensor[rotary_order.order(len(tensor)).to(tensor.device)]
+    return ordered
+
 
 VIT = """num_classes in_chans num_features head_hidden_size embed_dim feature_info pretrained_cfg
     pretrained_model_args default_cfg num_prefix_tokens dynamic_img_size no_embed_class
@@ -77,7 +235,7 @@ TABLES: dict[str, str] = {
     "DropPath": "drop_prob scale_by_keep",
 }
 KNOWN = {kind: frozenset(names.split()) for kind, names in TABLES.items()}
-INERT = (nn.Identity, nn.Dropout)
+INERT_MODULES = (nn.Identity, nn.Dropout)
 
 # What a kind of module is, for those whose name does not say it.
 MEANINGS = {
@@ -90,27 +248,27 @@ MEANINGS = {
 }
 
 
-class Foreign(Exception):
+class UnsupportedNetwork(Exception):
     """What our network does not have; the text goes on after the name of the network."""
 
 
-def check_known(path: str, module: nn.Module) -> None:
+def check_module(path: str, module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, nn.Sequential | nn.ModuleList):
         return
     if kind not in KNOWN:
-        raise Foreign(MEANINGS.get(kind, f"uses {kind}"))
+        raise UnsupportedNetwork(MEANINGS.get(kind, f"uses {kind}"))
     here = {name: value for name, value in vars(module).items() if name[0] != "_"}
     parts = (module._modules, module._parameters, module._buffers, here)
     for name, value in [item for part in parts for item in part.items()]:
-        if name not in KNOWN[kind] and name != "training" and switched_on(value):
+        if name not in KNOWN[kind] and name != "training" and is_active(value):
             shown = "" if isinstance(value, nn.Module | Tensor) else f"={value!r}"
-            raise Foreign(f"has {path}{'.' * bool(path)}{name}{shown}")
+            raise UnsupportedNetwork(f"has {path}{'.' * bool(path)}{name}{shown}")
 
 
-def switched_on(value: object) -> bool:
+def is_active(value: object) -> bool:
     if isinstance(value, nn.Module):
-        return not isinstance(value, INERT)
+        return not isinstance(value, INERT_MODULES)
     return isinstance(value, Tensor) or bool(value)
 
 
@@ -130,7 +288,7 @@ SMALL_SCALE = 1e-5
 NORMED = ("q_norm", "k_norm")
 
 
-def describe(model: nn.Module, name: str, image_size: int) -> ModelConfig:
+def config_from_timm(model: nn.Module, name: str, image_size: int) -> ModelConfig:
     """Our settings of timm's network `model`.
 
     Args:
@@ -143,31 +301,33 @@ def describe(model: nn.Module, name: str, image_size: int) -> ModelConfig:
     """
     try:
         for path, module in model.named_modules():
-            check_known(path, module)
+            check_module(path, module)
         return ModelConfig(**_settings(model), image_size=image_size)
-    except (Foreign, ConfigError) as error:
-        lacking = ", which this network does not have" if isinstance(error, Foreign) else ""
+    except (UnsupportedNetwork, ConfigError) as error:
+        lacking = (
+            ", which this network does not have" if isinstance(error, UnsupportedNetwork) else ""
+        )
         raise WeightsError(f"{printable(name)} (timm) {error}{lacking}") from None
 
 
-def rotation(model: nn.Module) -> Rotation | None:
-    """The order of rotated channels in `model`, which `describe` has taken; None without any."""
+def rotary_order(model: nn.Module) -> RotaryOrder | None:
+    """Channel order of the rotary embedding of `model`; None without one."""
     rope: Any = getattr(model, "rope", None)
     if rope is None:
         return None
-    return Rotation(not rope.rotate_half, rope.grid_indexing == "xy")
+    return RotaryOrder(not rope.rotate_half, rope.grid_indexing == "xy")
 
 
 def _settings(model: Any) -> dict[str, Any]:
     blocks = [_block(block) for block in model.blocks]
     if any(block != blocks[0] for block in blocks):
-        raise Foreign("has blocks that differ from each other")
+        raise UnsupportedNetwork("has blocks that differ from each other")
     if model.global_pool not in POOLINGS:
-        raise Foreign(f"pools by global_pool={model.global_pool!r}")
+        raise UnsupportedNetwork(f"pools by global_pool={model.global_pool!r}")
     norm, norm_eps = _one_norm(model)
     stem_eps = getattr(model.patch_embed, "stem_eps", norm_eps)
     if stem_eps != norm_eps:
-        raise Foreign(f"has eps={stem_eps:g} in its stem and {norm_eps:g} elsewhere")
+        raise UnsupportedNetwork(f"has eps={stem_eps:g} in its stem and {norm_eps:g} elsewhere")
     settings = {
         **_patches(model),
         **blocks[0],
@@ -179,13 +339,13 @@ def _settings(model: Any) -> dict[str, Any]:
         "registers": _registers(model),
         "norm": norm,
         "norm_eps": norm_eps,
-        "norm_pre": switched_on(getattr(model, "norm_pre", None)),
+        "norm_pre": is_active(getattr(model, "norm_pre", None)),
         "pooling": POOLINGS[model.global_pool],
     }
     if settings["pooling"] == "attention":
         _check_pool(model, settings)
     elif getattr(model, "attn_pool", None) is not None:
-        raise Foreign("has an attention pool that it does not use")
+        raise UnsupportedNetwork("has an attention pool that it does not use")
     return {**settings, "final_norm": _final_norm(model, settings["pooling"])}
 
 
@@ -202,10 +362,10 @@ def _patches(model: Any) -> dict[str, Any]:
     side = patches.patch_size[0]
     square = (side, side)
     if {square} != {tuple(patches.patch_size), projection.kernel_size, projection.stride}:
-        raise Foreign(f"has patches of {patches.patch_size} pixels")
+        raise UnsupportedNetwork(f"has patches of {patches.patch_size} pixels")
     rows, columns = patches.img_size
     if rows != columns:
-        raise Foreign(f"has images of {rows} x {columns} pixels")
+        raise UnsupportedNetwork(f"has images of {rows} x {columns} pixels")
     return {
         "patch_size": side,
         "channels": projection.in_channels,
@@ -217,17 +377,17 @@ def _stem(stem: Any) -> dict[str, Any]:
     """Settings of what vit/weights/formats/timm_conv_stem.py makes."""
     rows, columns = stem.img_size
     if rows != columns:
-        raise Foreign(f"has images of {rows} x {columns} pixels")
+        raise UnsupportedNetwork(f"has images of {rows} x {columns} pixels")
     return {"stem": "conv", "patch_size": stem.side, "channels": stem.channels, **stem.stem}
 
 
 def _block(block: Any) -> dict[str, Any]:
     if not (is_norm(block.norm1) and is_norm(block.norm2)):
-        raise Foreign("has blocks without a norm")
+        raise UnsupportedNetwork("has blocks without a norm")
     attention = _attention(block.attn, block.norm1.normalized_shape[0])
     feedforward, bias = _feedforward(block.mlp)
     if bias != (block.attn.proj.bias is not None):
-        raise Foreign("has biases in only one of attention and feed-forward")
+        raise UnsupportedNetwork("has biases in only one of attention and feed-forward")
     return {**attention, **feedforward, "proj_bias": bias, "layer_scale": _scale(block)}
 
 
@@ -235,13 +395,15 @@ def _attention(attn: Any, dim: int) -> dict[str, Any]:
     heads = attn.num_heads
     head_dim = getattr(attn, "head_dim", None) or attn.qkv.out_features // (3 * heads)
     if heads * head_dim != dim or getattr(attn, "num_kv_heads", heads) != heads:
-        raise Foreign("has heads that do not share the width equally, or keys that heads share")
+        raise UnsupportedNetwork(
+            "has heads that do not share the width equally, or keys that heads share"
+        )
     if not isclose(attn.scale, head_dim**-0.5):
-        raise Foreign(f"scales its scores by {attn.scale}")
+        raise UnsupportedNetwork(f"scales its scores by {attn.scale}")
     first = attn.qkv if attn.qkv is not None else attn.q_proj
     normed, key_normed = (is_norm(getattr(attn, name, nn.Identity())) for name in NORMED)
     if normed != key_normed:
-        raise Foreign("normalises queries but not keys, or keys but not queries")
+        raise UnsupportedNetwork("normalises queries but not keys, or keys but not queries")
     bias = first.bias is not None or getattr(attn, "q_bias", None) is not None
     return {"num_heads": heads, "qkv_bias": bias, "qk_norm": normed}
 
@@ -251,10 +413,10 @@ def _feedforward(mlp: Any) -> tuple[dict[str, Any], bool]:
     kind, activation = type(mlp).__name__, _activation(mlp.act)
     first = mlp.fc1_g if kind == "SwiGLU" else mlp.fc1
     if (first.bias is None) != (mlp.fc2.bias is None):
-        raise Foreign("has a bias in only one matrix of its feed-forward part")
+        raise UnsupportedNetwork("has a bias in only one matrix of its feed-forward part")
     gated = kind != "Mlp"
     if gated != (activation == "silu"):
-        raise Foreign(f"uses {activation} in {kind}")
+        raise UnsupportedNetwork(f"uses {activation} in {kind}")
     settings = {
         "hidden_dim": mlp.fc2.in_features,
         "feedforward": "swiglu" if gated else "mlp",
@@ -268,7 +430,7 @@ def _activation(module: nn.Module) -> str:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     kind = type(module).__name__
     if kind not in ACTIVATIONS:
-        raise Foreign(f"uses {kind} as an activation")
+        raise UnsupportedNetwork(f"uses {kind} as an activation")
     return ACTIVATIONS[kind]
 
 
@@ -281,7 +443,7 @@ def _scale(block: Any) -> float:
         start = getattr(block.ls1, "init_values", None)
     absent = [scale is None for scale in scales]
     if any(absent) != all(absent):
-        raise Foreign("has a layer scale on only one branch of a block")
+        raise UnsupportedNetwork("has a layer scale on only one branch of a block")
     return 0.0 if all(absent) else float(start or SMALL_SCALE)
 
 
@@ -289,7 +451,7 @@ def _position(model: Any) -> dict[str, Any]:
     rope, table = getattr(model, "rope", None), getattr(model, "pos_embed", None) is not None
     if _relative(model):
         if table:
-            raise Foreign("has positions of tokens beside relative ones")
+            raise UnsupportedNetwork("has positions of tokens beside relative ones")
         return {"position": "relative"}
     names = {(False, False): "none", (True, False): "learned"}
     names |= {(False, True): "rotary", (True, True): "learned_rotary"}
@@ -298,7 +460,9 @@ def _position(model: Any) -> dict[str, Any]:
     if table:
         all_placed = "all" if registers else "class_token"
         placed = "none" if getattr(model, "no_embed_class", False) else all_placed
-        settings["prefix_positions"] = _unless(placed, "none" if registers else "class_token")
+        settings["prefix_positions"] = _auto_if_default(
+            placed, "none" if registers else "class_token"
+        )
     if model.cls_token is None and not registers:
         settings["prefix_positions"] = "auto"
     return settings | (_rotary(model, rope) if rope is not None else {})
@@ -314,17 +478,19 @@ def _relative(model: Any) -> bool:
 
 def _rotary(model: Any, rope: Any) -> dict[str, Any]:
     if rope.grid_offset and model.num_prefix_tokens:
-        raise Foreign(f"counts rotary places from {rope.grid_offset}")
+        raise UnsupportedNetwork(f"counts rotary places from {rope.grid_offset}")
     halves = {block.attn.rotate_half for block in model.blocks}
     if halves != {rope.rotate_half}:
-        raise Foreign("rotates other channels than its angles are for")
+        raise UnsupportedNetwork("rotates other channels than its angles are for")
     if type(rope).__name__ == "RotaryEmbeddingDinoV3":
         if rope.normalize_coords != "separate" or rope.temperature is None:
-            raise Foreign(f"uses normalize_coords={rope.normalize_coords!r}")
+            raise UnsupportedNetwork(f"uses normalize_coords={rope.normalize_coords!r}")
         return {"rotary_grid": "centred", "rotary_temperature": float(rope.temperature)}
     reference = rope.ref_feat_shape
     if rope.grid_type != "index" or (reference and reference[0] != reference[1]):
-        raise Foreign(f"uses a rotary grid of type {rope.grid_type}, reference {reference}")
+        raise UnsupportedNetwork(
+            f"uses a rotary grid of type {rope.grid_type}, reference {reference}"
+        )
     return {
         "rotary_grid": "index",
         "rotary_temperature": float(rope.temperature),
@@ -335,27 +501,31 @@ def _rotary(model: Any, rope: Any) -> dict[str, Any]:
 def _check_pool(model: Any, settings: dict[str, Any]) -> None:
     pool = model.attn_pool
     if type(model).__name__ == "Eva" and model.num_prefix_tokens:
-        raise Foreign("pools by attention over the class token and registers too")
+        raise UnsupportedNetwork("pools by attention over the class token and registers too")
     feedforward, _ = _feedforward(pool.mlp)
     same = {"num_heads": pool.num_heads, **feedforward}
     other = [name for name, value in same.items() if settings[name] != value]
     if other:
-        raise Foreign(f"has an attention pool whose {', '.join(other)} differ from the blocks'")
+        raise UnsupportedNetwork(
+            f"has an attention pool whose {', '.join(other)} differ from the blocks'"
+        )
     if pool.latent_len != 1 or not is_norm(pool.norm) or pool.q.bias is None:
-        raise Foreign("has an attention pool with several queries, or without norm or biases")
-    if switched_on(pool.q_norm) or switched_on(pool.k_norm) or pool.kv.bias is None:
-        raise Foreign("has an attention pool that normalises queries, or has no biases")
+        raise UnsupportedNetwork(
+            "has an attention pool with several queries, or without norm or biases"
+        )
+    if is_active(pool.q_norm) or is_active(pool.k_norm) or pool.kv.bias is None:
+        raise UnsupportedNetwork("has an attention pool that normalises queries, or has no biases")
 
 
 def _final_norm(model: Any, pooling: str) -> str:
-    before, after = switched_on(model.norm), switched_on(model.fc_norm)
+    before, after = is_active(model.norm), is_active(model.fc_norm)
     if before and after:
-        raise Foreign("normalises both before and after pooling")
+        raise UnsupportedNetwork("normalises both before and after pooling")
     place = "tokens" if before else "pooled" if after else "none"
-    return _unless(place, "pooled" if pooling == "mean" else "tokens")
+    return _auto_if_default(place, "pooled" if pooling == "mean" else "tokens")
 
 
-def _unless(value: str, usual: str) -> str:
+def _auto_if_default(value: str, usual: str) -> str:
     return "auto" if value == usual else value
 
 
@@ -366,11 +536,11 @@ def _one_norm(model: nn.Module) -> tuple[str, float]:
     for module in model.modules():
         if is_norm(module):
             if not isinstance(module.weight, Tensor):
-                raise Foreign("has norms without weights")
+                raise UnsupportedNetwork("has norms without weights")
             rms = "Rms" in type(module).__name__
             if not rms and module.bias is None:
-                raise Foreign("has LayerNorms without a bias")
+                raise UnsupportedNetwork("has LayerNorms without a bias")
             found.add(("rmsnorm" if rms else "layernorm", float(module.eps)))
     if len(found) != 1:
-        raise Foreign(f"mixes norms: {sorted(found)}")
+        raise UnsupportedNetwork(f"mixes norms: {sorted(found)}")
     return found.pop()

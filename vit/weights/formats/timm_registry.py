@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from vit.errors import WeightsError, printable
-from vit.weights.formats.timm_builder import MODULES, REFUSALS
-from vit.weights.formats.timm_network import describe
+from vit.weights.formats.timm_network import MODULES, REFUSALS, config_from_timm
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """One set of pretrained weights.
 
     Args:
@@ -32,20 +31,20 @@ class Entry:
     image_size: tuple[int, int]
 
 
-def names() -> list[str]:
+def pretrained_names() -> list[str]:
     """Every pretrained network in the files of timm that are read, in timm's order."""
     import timm
 
     return [name for m in MODULES for name in timm.list_models(pretrained=True, module=m)]
 
 
-def supported(name: str) -> bool:
+def is_supported(name: str) -> bool:
     """Whether this toolkit can load timm's `name`."""
-    return _expressible(name.partition(".")[0])
+    return _is_expressible(name.partition(".")[0])
 
 
 @cache
-def _expressible(architecture: str) -> bool:
+def _is_expressible(architecture: str) -> bool:
     """Whether our network computes what a block of timm's does, and all around the blocks."""
     import timm
 
@@ -53,33 +52,33 @@ def _expressible(architecture: str) -> bool:
         with torch.device("meta"):
             model = timm.create_model(architecture, pretrained=False, depth=1)
         side, patch_size = model.patch_embed.img_size[0], model.patch_embed.patch_size[0]
-        describe(model, architecture, side - side % patch_size)
+        config_from_timm(model, architecture, side - side % patch_size)
     except (WeightsError, *REFUSALS):
         return False
     return True
 
 
-def matching(pattern: str) -> list[Entry]:
+def search(pattern: str) -> list[RegistryEntry]:
     """Networks with `pattern` in their name, or that fit it as a shell pattern.
 
     Raises:
         WeightsError: There is none; the message has the nearest names.
     """
     word = pattern.lower().removeprefix("timm/")
-    named = [name for name in names() if word in name or fnmatch(name, word)]
-    found = [name for name in named if supported(name)]
+    named = [name for name in pretrained_names() if word in name or fnmatch(name, word)]
+    found = [name for name in named if is_supported(name)]
     if named and not found:
         raise WeightsError(
             f"this network computes none of timm's called like '{printable(pattern)}'"
         )
     if not found:
         raise WeightsError(
-            f"no pretrained model is called like '{printable(pattern)}'{nearest(word)}"
+            f"no pretrained model is called like '{printable(pattern)}'{suggest_names(word)}"
         )
-    return [entry for name in found if (entry := find(name)) is not None]
+    return [entry for name in found if (entry := find_entry(name)) is not None]
 
 
-def find(name: str) -> Entry | None:
+def find_entry(name: str) -> RegistryEntry | None:
     """The entry for `name`, with timm's own choice of training where it names none.
 
     None: timm has no such network, or no weights for it.
@@ -95,7 +94,7 @@ def find(name: str) -> Entry | None:
     if found is None or not (found.hf_hub_id or found.url):
         return None
     full = f"{found.architecture}.{found.tag}" if found.tag else str(found.architecture)
-    return Entry(
+    return RegistryEntry(
         name=full,
         hub_id=found.hf_hub_id or None,
         url=found.url or None,
@@ -104,9 +103,9 @@ def find(name: str) -> Entry | None:
     )
 
 
-def nearest(name: str) -> str:
+def suggest_names(name: str) -> str:
     """The timm names most like `name`, as the end of an error."""
-    known = names()
+    known = pretrained_names()
     near = [other for other in known if other.startswith(name)][:3]
     near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"; the nearest are {', '.join(f'timm/{other}' for other in near)}" if near else ""

@@ -19,28 +19,33 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.build import assemble
-from vit.weights.formats.infer_architecture import guess, looks_like_vit
-from vit.weights.formats.original_checkpoints import PERIODS, as_timm_names
-from vit.weights.formats.rotary_layout import Rotation, reorder
+from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
+from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
     SHARED_BIAS,
     State,
     check_fit,
+    expand_shared_bias,
     flatten_patches,
     fuse_qkv,
     some,
-    spread_shared_bias,
 )
-from vit.weights.formats.timm_builder import build, known_about
-from vit.weights.formats.timm_network import describe, rotation
+from vit.weights.formats.timm_network import (
+    RotaryOrder,
+    build_timm_model,
+    config_from_timm,
+    known_pretrained_cfg,
+    reorder_rotary_channels,
+    rotary_order,
+)
 from vit.weights.pretrained import Pretrained
 
 RESIZES = {"center": "crop", "squash": "squash"}
 
 
-def arguments(content: Mapping[str, Any]) -> dict[str, Any]:
+def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """timm's config.json as the arguments of `read_timm`; older files have one level only.
 
     Raises:
@@ -125,7 +130,7 @@ def imagenet_names(
     base, _, tag = name.partition(".")
     tag = tag or str(about.get("tag") or "")
     subset = infer_imagenet_subset({"num_classes": count})
-    known = known_about(f"{base}.{tag}").get("num_classes") == count
+    known = known_pretrained_cfg(f"{base}.{tag}").get("num_classes") == count
     if subset is None or not known or not re.search(r"(^|_)in\d+k", tag):
         return None, ()
     note = f"class names are the WordNet numbers of {subset}, which the tag {tag} stands for"
@@ -184,7 +189,7 @@ def read_timm_bare(state: Mapping[str, Tensor], where: str, model: str | None = 
 def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
     """Whether `read_timm` knows the names in `state`."""
     try:
-        return looks_like_vit(as_timm_names(state)[0])
+        return is_vision_transformer(to_timm_names(state)[0])
     except WeightsError:
         return False
 
@@ -209,8 +214,8 @@ def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
             raise WeightsError(f"{printable(name)} is there beside a whole qkv")
-    whole = fuse_qkv(spread_shared_bias(_with_key_biases(ours)))
-    return flatten_patches(whole if packed else _unpacked(whole))
+    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(ours)))
+    return flatten_patches(whole if packed else _unpack(whole))
 
 
 def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
@@ -231,16 +236,16 @@ def _read(
     about: dict[str, Any],
     label_names: Sequence[str] | Mapping[Any, str] | None,
 ) -> Pretrained:
-    theirs, notes = as_timm_names(state)
+    theirs, notes = to_timm_names(state)
     turned = None
     if architecture is None:
         if model_args:
             raise WeightsError("model_args need the architecture that they are for")
-        config, said = guess(theirs, original=state.keys())
+        config, said = infer_config(theirs, original=state.keys())
     else:
-        about = about or known_about(architecture)
-        model, size, said = build(architecture, model_args, about, theirs)
-        config, turned = describe(model, architecture, size), rotation(model)
+        about = about or known_pretrained_cfg(architecture)
+        model, size, said = build_timm_model(architecture, model_args, about, theirs)
+        config, turned = config_from_timm(model, architecture, size), rotary_order(model)
     ours, dropped = _ours(theirs, config, turned)
     with torch.device("meta"):
         check_fit(ours, assemble(config))
@@ -267,7 +272,7 @@ def _put(state: State, name: str, tensor: Tensor) -> None:
     state[name] = tensor
 
 
-def _with_key_biases(state: State) -> State:
+def _fill_key_biases(state: State) -> State:
     """Eva and BEiT have biases for queries and values only: those of keys are zeros."""
     whole = dict(state)
     for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q_bias", name)]:
@@ -281,7 +286,7 @@ def _with_key_biases(state: State) -> State:
     return whole
 
 
-def _unpacked(state: State) -> State:
+def _unpack(state: State) -> State:
     """Gate and value of a SwiGLU apart, where one matrix has both, the gate first."""
     apart = dict(state)
     for name in state:
@@ -295,7 +300,7 @@ def _unpacked(state: State) -> State:
 
 
 def _ours(
-    theirs: State, config: ModelConfig, turned: Rotation | None
+    theirs: State, config: ModelConfig, turned: RotaryOrder | None
 ) -> tuple[State, tuple[str, ...]]:
     """Weights by our names for the network `config`, and notes on what was left out."""
     notes = []
@@ -313,5 +318,5 @@ def _ours(
         notes.append(f"left out: {some(biases)} (all zeros, and the network has none)")
         ours = {name: tensor for name, tensor in ours.items() if name not in biases}
     if turned is not None:
-        ours = reorder(ours, turned, config.num_heads)
+        ours = reorder_rotary_channels(ours, turned, config.num_heads)
     return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)

@@ -14,7 +14,7 @@ from vit.errors import WeightsError
 from vit.model.build import ACTIVATIONS as OURS
 from vit.model.build import assemble
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
-from vit.weights.formats.huggingface_reader import read_huggingface
+from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.pretrained import Pretrained
 
 TOLERANCE = 1e-4

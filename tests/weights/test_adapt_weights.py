@@ -15,11 +15,11 @@ from vit.errors import WeightsError
 from vit.model.build import build_classifier
 from vit.model.patch_embed import resize_patches
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.adapt_weights import Report, adapt, change_channels
+from vit.weights.adapt_weights import AdaptationReport, adapt_weights, change_channels
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT
 from vit.weights.formats.timm_weights import from_timm
 from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import empty_model
+from vit.weights.saved_model import meta_model
 
 TOLERANCE = 1e-3
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
@@ -32,7 +32,7 @@ def pretrained(randomise):
 
     def make(classes=NAMES, **options) -> Pretrained:
         config = ModelConfig(**{**SMALL, **options})
-        state = randomise(empty_model(config).state_dict())
+        state = randomise(meta_model(config).state_dict())
         if config.position.startswith("sinusoidal"):
             state["pos_embed"] = build_classifier(config).pos_embed
         return Pretrained(
@@ -52,18 +52,22 @@ def changed(pretrained: Pretrained, **settings) -> ModelConfig:
 
 
 def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
-    model = empty_model(config)
+    model = meta_model(config)
     model.load_state_dict(state, assign=True)
     return model.eval()
 
 
 def test_what_fits_is_taken_as_it_is(pretrained):
     source = pretrained()
-    state, report = adapt(source, changed(source, drop_path=0.2, patch_dropout=0.5, merge_tokens=1))
+    state, report = adapt_weights(
+        source, changed(source, drop_path=0.2, patch_dropout=0.5, merge_tokens=1)
+    )
     assert state.keys() == source.state.keys()
     assert all(state[name] is tensor for name, tensor in source.state.items())
     head = "all 5 classes kept"
-    assert report == Report(reused=len(state), resized=(), made=(), left_out=(), head=head)
+    assert report == AdaptationReport(
+        reused=len(state), resized=(), made=(), left_out=(), head=head
+    )
     assert report.lines() == [f"{len(state)} tensors reused", "head: all 5 classes kept"]
 
 
@@ -83,7 +87,7 @@ def test_what_fits_is_taken_as_it_is(pretrained):
 @pytest.mark.parametrize("size", [16, 24, 56])
 def test_positions_equal_timms(pretrained, size, options, prefix):
     source = pretrained(**options)
-    state, report = adapt(source, changed(source, image_size=size))
+    state, report = adapt_weights(source, changed(source, image_size=size))
     table, side = source.state["pos_embed"], size // 8
     expected = resample_abs_pos_embed(table, [side, side], num_prefix_tokens=prefix)
     assert torch.equal(state["pos_embed"], expected)
@@ -94,14 +98,14 @@ def test_positions_equal_timms(pretrained, size, options, prefix):
 def test_sinusoidal_positions_are_computed_again(pretrained):
     source = pretrained(position="sinusoidal_2d")
     config = changed(source, image_size=48)
-    state, _ = adapt(source, config)
+    state, _ = adapt_weights(source, config)
     assert torch.equal(state["pos_embed"], build_classifier(config).pos_embed)
 
 
 @pytest.mark.parametrize("position", ["none", "rotary"])
 def test_without_a_table_nothing_is_resized(pretrained, position):
     source = pretrained(position=position, pooling="mean", class_token=False)
-    state, report = adapt(source, changed(source, image_size=48))
+    state, report = adapt_weights(source, changed(source, image_size=48))
     assert report.resized == ()
     assert report.reused == len(state)
 
@@ -111,7 +115,7 @@ def test_an_adapted_network_answers_as_the_source_does_at_that_size(pretrained, 
     source = pretrained()
     config = changed(source, image_size=size)
     images = torch.randn(2, 3, size, size)
-    adapted = build(adapt(source, config)[0], config)
+    adapted = build(adapt_weights(source, config)[0], config)
     assert torch.equal(adapted(images), build(source.state, source.config)(images))
 
 
@@ -206,21 +210,21 @@ def test_whole_models_equal_timms_own_loading(
     images = torch.randn(3, settings["channels"], side, side)
     expected = theirs(images)
     assert expected.std() > 0.1, "logits without any spread show nothing"
-    adapted = build(adapt(source, config)[0], config)
+    adapted = build(adapt_weights(source, config)[0], config)
     torch.testing.assert_close(adapted(images), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_everything_that_changes_is_told(pretrained):
     source = pretrained()
     settings = {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10}
-    state, report = adapt(source, changed(source, **settings))
+    state, report = adapt_weights(source, changed(source, **settings))
     assert state[PATCH_WEIGHT].shape == (48, 256)
     weight = "patch_embed.proj.weight"
     assert report.lines() == [
         f"{len(state) - 3} tensors reused; resized: {weight} 3 -> 1 channels, {weight} 8x8 -> "
         "16x16 pixels; new: head (10 classes, zeros); left out: head (5 classes)"
     ]
-    _, report = adapt(source, changed(source, image_size=96, patch_size=16))
+    _, report = adapt_weights(source, changed(source, image_size=96, patch_size=16))
     assert report.resized[1] == "pos_embed 4x4 -> 6x6"
 
 
@@ -271,7 +275,7 @@ def rows(state: dict[str, Tensor], source: Pretrained, places: list[int | None])
 def test_the_head_keeps_the_classes_it_knows(pretrained, known, classes, places, told):
     source = pretrained(classes=known)
     config = changed(source, num_classes=len(places))
-    state, report = adapt(source, config, classes=classes)
+    state, report = adapt_weights(source, config, classes=classes)
     assert rows(state, source, places)
     for words in told:
         assert words in "\n".join(report.lines())
@@ -282,7 +286,7 @@ def test_the_head_keeps_the_classes_it_knows(pretrained, known, classes, places,
 @pytest.mark.parametrize("classes", [None, ("x", "y")])
 def test_a_source_without_a_head_gets_one(pretrained, classes):
     source = pretrained(num_classes=0, classes=None, pooling="class_token_mean")
-    state, report = adapt(source, changed(source, num_classes=2), classes=classes)
+    state, report = adapt_weights(source, changed(source, num_classes=2), classes=classes)
     assert state["head.weight"].shape == (2, 96)
     assert not state["head.weight"].any()
     assert report.lines() == [f"{len(state) - 2} tensors reused; new: head (2 classes, zeros)"]
@@ -290,17 +294,17 @@ def test_a_source_without_a_head_gets_one(pretrained, classes):
 
 def test_a_network_without_a_head_leaves_it_out(pretrained):
     source = pretrained()
-    state, report = adapt(source, changed(source, num_classes=0))
+    state, report = adapt_weights(source, changed(source, num_classes=0))
     assert source.state.keys() - state.keys() == {"head.weight", "head.bias"}
     assert report.lines() == [f"{len(state)} tensors reused; left out: head (5 classes)"]
     neither = pretrained(num_classes=0, classes=None)
-    state, report = adapt(neither, neither.config)
+    state, report = adapt_weights(neither, neither.config)
     assert report.lines() == [f"{len(state)} tensors reused"]
 
 
 def test_another_number_of_classes_starts_from_zeros(pretrained):
     source = pretrained()
-    state, report = adapt(source, changed(source, num_classes=4))
+    state, report = adapt_weights(source, changed(source, num_classes=4))
     assert rows(state, source, [None] * 4)
     assert report.made == ("head (4 classes, zeros)",)
     assert report.left_out == ("head (5 classes)",)
@@ -310,7 +314,9 @@ def test_another_number_of_classes_starts_from_zeros(pretrained):
 def test_new_zeros_are_not_shared(pretrained):
     source = pretrained()
     before = {name: tensor.clone() for name, tensor in source.state.items()}
-    state, _ = adapt(source, changed(source, image_size=48, channels=1), classes=NAMES[::-1])
+    state, _ = adapt_weights(
+        source, changed(source, image_size=48, channels=1), classes=NAMES[::-1]
+    )
     for name in ("head.weight", "head.bias", "pos_embed", PATCH_WEIGHT):
         state[name].zero_()
     assert all(torch.equal(source.state[name], tensor) for name, tensor in before.items())
@@ -351,14 +357,14 @@ def test_new_zeros_are_not_shared(pretrained):
 def test_another_network_is_refused(pretrained, change, message):
     source = pretrained()
     with pytest.raises(WeightsError, match=message) as error:
-        adapt(source, changed(source, **change))
+        adapt_weights(source, changed(source, **change))
     assert "\n" not in str(error.value)
 
 
 def test_a_setting_in_other_words_is_the_same_network(pretrained):
     source = pretrained()
     words = {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"}
-    state, report = adapt(source, changed(source, **words))
+    state, report = adapt_weights(source, changed(source, **words))
     assert report.reused == len(state)
 
 
@@ -372,7 +378,7 @@ def test_a_setting_in_other_words_is_the_same_network(pretrained):
 def test_names_that_are_not_the_outputs_are_refused(pretrained, classes, message):
     source = pretrained()
     with pytest.raises(WeightsError, match=message):
-        adapt(source, changed(source, num_classes=3), classes=classes)
+        adapt_weights(source, changed(source, num_classes=3), classes=classes)
 
 
 @pytest.mark.parametrize(
@@ -388,4 +394,4 @@ def test_weights_that_are_not_what_they_say_are_refused(pretrained, change, mess
     source = pretrained()
     change(source.state)
     with pytest.raises(WeightsError, match=message):
-        adapt(source, changed(source, image_size=48))
+        adapt_weights(source, changed(source, image_size=48))

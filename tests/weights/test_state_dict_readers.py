@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from vit.errors import WeightsError
 from vit.weights import state_dict_readers
 from vit.weights.safetensors_io import write_tensors
-from vit.weights.state_dict_readers import MOST_ENTRIES, read_arrays, read_state
+from vit.weights.state_dict_readers import MAX_ENTRIES, read_npz, read_state
 
 WEIGHT = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE = {"head.weight": WEIGHT, "head.bias": torch.tensor([0.5, -0.25])}
@@ -247,7 +247,7 @@ def test_no_code_is_run(tmp_path, monkeypatch, wrap, name):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     (tmp_path / name).write_bytes(WRAPS[wrap](payload))
     assert "could run code; ask for a .safetensors file" in refusal(tmp_path / name)
-    refusal(tmp_path / name, read_arrays)
+    refusal(tmp_path / name, read_npz)
     assert not canary.exists()
 
 
@@ -267,9 +267,9 @@ def test_an_object_array_is_not_unpickled(tmp_path):
     canary = tmp_path / "CANARY"
     array = np.array([Payload(canary)], dtype=object)
     np.savez(tmp_path / "w.npz", w=array)
-    assert "could run code" in refusal(tmp_path / "w.npz", read_arrays)
+    assert "could run code" in refusal(tmp_path / "w.npz", read_npz)
     np.save(tmp_path / "w.npy", array)
-    refusal(tmp_path / "w.npy", read_arrays)
+    refusal(tmp_path / "w.npy", read_npz)
     refusal(tmp_path / "w.npy")
     assert not canary.exists()
 
@@ -302,7 +302,7 @@ def test_a_pickle_cannot_ask_for_memory(tmp_path, wrap):
 
 @pytest.mark.parametrize("wrap", [zipped, legacy])
 def test_a_pickle_is_not_read_for_ever(tmp_path, monkeypatch, wrap):
-    monkeypatch.setattr(state_dict_readers, "MOST_STEPS", 1000)
+    monkeypatch.setattr(state_dict_readers, "MAX_OPCODES", 1000)
     (tmp_path / "w.pth").write_bytes(wrap(b"\x80\x02" + b"N0" * 1000 + b"}."))
     assert "too long" in refusal(tmp_path / "w.pth")
 
@@ -326,7 +326,7 @@ def test_a_zip_bomb_is_seen_before_it_is_read(tmp_path, name):
         if name != "w.npy":
             archive.writestr("archive/data.pkl", pickle.dumps({}, 2))
         archive.writestr(name, bytes(1 << 26))
-    read = read_arrays if name == "w.npy" else read_state
+    read = read_npz if name == "w.npy" else read_state
     assert "declares 67,108,8" in refusal(tmp_path / "w.pt", read)
 
 
@@ -335,12 +335,12 @@ def test_an_array_longer_than_its_entry(tmp_path):
     with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
         start = b"\x93NUMPY\x01\x00" + struct.pack("<H", 118)
         archive.writestr("w.npy", start + header + b"\n" + bytes(16))
-    assert "shorter than it says" in refusal(tmp_path / "w.npz", read_arrays)
+    assert "shorter than it says" in refusal(tmp_path / "w.npz", read_npz)
 
 
 def test_more_tensors_than_any_network_has(tmp_path):
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    put_safetensors(tmp_path / "w.safetensors", {f"t{i}": entry for i in range(MOST_ENTRIES + 1)})
+    put_safetensors(tmp_path / "w.safetensors", {f"t{i}": entry for i in range(MAX_ENTRIES + 1)})
     assert "more than 50,000 tensors" in refusal(tmp_path / "w.safetensors")
 
 
@@ -396,7 +396,7 @@ def test_a_cut_file_is_noticed_wherever_it_is_cut(tmp_path, kind):
         whole = (tmp_path / "w.npz").read_bytes()
     else:
         whole = save(tmp_path / "whole", kind=kind).read_bytes()
-    read = read_arrays if kind == "npz" else read_state
+    read = read_npz if kind == "npz" else read_state
     cut = tmp_path / "cut.bin"
     for length in {*range(0, len(whole), 1 + len(whole) // 60), len(whole) - 1}:
         cut.write_bytes(whole[:length])
@@ -410,7 +410,7 @@ def test_a_changed_byte_gives_weights_or_one_line(tmp_path, kind):
         whole = bytearray((tmp_path / "w.npz").read_bytes())
     else:
         whole = bytearray(save(tmp_path / "whole", kind=kind).read_bytes())
-    read = read_arrays if kind == "npz" else read_state
+    read = read_npz if kind == "npz" else read_state
     random = np.random.default_rng(0)
     said = []
     for place in random.integers(0, len(whole), size=150):
@@ -434,7 +434,7 @@ def test_values_are_finite(tmp_path, kind, value):
             np.savez(file, **{name: tensor.numpy() for name, tensor in state.items()})
     else:
         save(path, state, kind=kind)
-    line = refusal(path, read_arrays if kind == "npz" else read_state)
+    line = refusal(path, read_npz if kind == "npz" else read_state)
     assert "blocks.0.bad" in line
     assert "not finite" in line
 
@@ -443,7 +443,7 @@ def test_a_double_too_large_for_a_float_is_not_finite(tmp_path):
     torch.save({"w": torch.tensor([1e300], dtype=torch.float64)}, tmp_path / "w.pth")
     assert "not finite" in refusal(tmp_path / "w.pth")
     np.savez(tmp_path / "w.npz", w=np.array([1e300]))
-    assert "not finite" in refusal(tmp_path / "w.npz", read_arrays)
+    assert "not finite" in refusal(tmp_path / "w.npz", read_npz)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_another_zip_is_no_weights(tmp_path):
     with zipfile.ZipFile(tmp_path / "w.zip", "w") as archive:
         archive.writestr("cats/1.jpg", b"x")
     assert "zip archive" in refusal(tmp_path / "w.zip")
-    refusal(tmp_path / "w.zip", read_arrays)
+    refusal(tmp_path / "w.zip", read_npz)
 
 
 def test_a_path_that_is_no_file(tmp_path):
@@ -529,7 +529,7 @@ def test_arrays_are_read(tmp_path):
         "step": np.array(7),
     }
     np.savez(tmp_path / "w.npz", **arrays)
-    found = read_arrays(tmp_path / "w.npz")
+    found = read_npz(tmp_path / "w.npz")
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
@@ -541,10 +541,10 @@ def test_bfloat16_arrays_of_jax_are_read(tmp_path):
     tensor = torch.tensor([1.0, -2.5, 0.15625])
     halves = tensor.to(torch.bfloat16).view(torch.int16).numpy()
     np.savez(tmp_path / "w.npz", w=halves.view("V2"))
-    np.testing.assert_array_equal(read_arrays(tmp_path / "w.npz")["w"], tensor.numpy())
+    np.testing.assert_array_equal(read_npz(tmp_path / "w.npz")["w"], tensor.numpy())
 
 
 @pytest.mark.parametrize("array", [np.ones(2, dtype=complex), np.array(["a"]), np.array([b"a"])])
 def test_arrays_of_something_else(tmp_path, array):
     np.savez(tmp_path / "w.npz", w=array)
-    assert "no weights" in refusal(tmp_path / "w.npz", read_arrays)
+    assert "no weights" in refusal(tmp_path / "w.npz", read_npz)

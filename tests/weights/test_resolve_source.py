@@ -16,10 +16,16 @@ from safetensors.torch import save, save_file
 
 from vit.errors import WeightsError
 from vit.weights import hub
-from vit.weights.find_weights import COMPANIONS, PREFERRED, card_license, choose, needed
 from vit.weights.formats import timm_registry
-from vit.weights.resolve_source import locate
-from vit.weights.state_dict_readers import read_arrays, read_state
+from vit.weights.resolve_source import (
+    PREFERRED_FILES,
+    TRAINING_STATE_FILES,
+    card_license,
+    choose,
+    locate_weights,
+    needed,
+)
+from vit.weights.state_dict_readers import read_npz, read_state
 
 STATE = {"head.weight": torch.ones(2, 3)}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -43,7 +49,7 @@ def make(folder: Path, config: object = None, *, names=("model.safetensors",)) -
 
 def refusal(source, **options) -> str:
     with pytest.raises(WeightsError) as caught:
-        locate(source, **options)
+        locate_weights(source, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -52,18 +58,18 @@ def refusal(source, **options) -> str:
 
 
 def test_a_run_folder(tiny_run):
-    found = locate(tiny_run)
+    found = locate_weights(tiny_run)
     assert (found.kind, found.name) == ("run", "tiny")
     assert found.weights == tiny_run / "model.safetensors"
     assert found.config == tiny_run / "config.json"
     assert found.license is None  # ours does not say whose images they were
-    assert locate(tiny_run / "model.safetensors").kind == "run"
+    assert locate_weights(tiny_run / "model.safetensors").kind == "run"
 
 
 @pytest.mark.parametrize("inside", ["", "model.safetensors"])
 def test_a_folder_of_timm(tmp_path, inside):
     folder = make(tmp_path / "mine", TIMM)
-    found = locate(str(folder / inside))
+    found = locate_weights(str(folder / inside))
     assert (found.kind, found.name) == ("timm", "vit_tiny_patch16_224.mine")
     assert (found.folder, found.weights) == (folder, folder / "model.safetensors")
     assert (found.config, found.processor) == (folder / "config.json", None)
@@ -73,13 +79,13 @@ def test_a_folder_of_timm(tmp_path, inside):
 
 def test_an_old_flat_config_of_timm(tmp_path):
     flat = {"architecture": "vit_tiny_patch16_224", "license": "mit", "num_classes": 3}
-    found = locate(make(tmp_path / "w", flat))
+    found = locate_weights(make(tmp_path / "w", flat))
     assert (found.kind, found.name, found.license) == ("timm", "vit_tiny_patch16_224", "mit")
 
 
 def test_the_wrapper_of_transformers_is_of_timm(tmp_path):
     folder = make(tmp_path / "w", {**TIMM, "model_type": "timm_wrapper"})
-    assert locate(folder).kind == "timm"
+    assert locate_weights(folder).kind == "timm"
 
 
 @pytest.mark.parametrize("processor", ["preprocessor_config.json", "processor_config.json", None])
@@ -88,24 +94,24 @@ def test_a_folder_of_huggingface(tmp_path, processor):
     (folder / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# Pets\n")
     if processor:
         (folder / processor).write_text("{}")
-    found = locate(folder)
+    found = locate_weights(folder)
     assert (found.kind, found.name, found.license) == ("huggingface", "pets", "cc-by-nc-4.0")
     assert found.processor == (folder / processor if processor else None)
 
 
 def test_a_bare_file(tmp_path):
     folder = make(tmp_path, names=["mine.safetensors"])
-    found = locate(folder / "mine.safetensors")
+    found = locate_weights(folder / "mine.safetensors")
     assert (found.kind, found.name, found.config) == ("file", "mine", None)
-    assert locate(f"local-dir:{folder}").weights == folder / "mine.safetensors"
+    assert locate_weights(f"local-dir:{folder}").weights == folder / "mine.safetensors"
 
 
 def test_numpy_weights_are_known_by_their_content(tmp_path):
     with (tmp_path / "S_16.pth").open("wb") as file:
         np.savez(file, cls=np.ones(2))
-    found = locate(tmp_path / "S_16.pth")
+    found = locate_weights(tmp_path / "S_16.pth")
     assert (found.kind, found.name) == ("npz", "S_16")
-    assert set(read_arrays(found.weights)) == {"cls"}
+    assert set(read_npz(found.weights)) == {"cls"}
 
 
 def test_a_list_of_shards(tmp_path):
@@ -114,7 +120,7 @@ def test_a_list_of_shards(tmp_path):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"head.weight": shard}}))
     for source in (folder, index):
-        found = locate(source)
+        found = locate_weights(source)
         assert (found.kind, found.weights, found.notes) == ("huggingface", index, ())
         assert set(read_state(found.weights).tensors) == {"head.weight"}
 
@@ -123,16 +129,16 @@ def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     make(tmp_path / "w", TIMM)
-    assert locate("~/w").folder == tmp_path / "w"
+    assert locate_weights("~/w").folder == tmp_path / "w"
 
 
 # ----------------------------------------------------------------------------- which file
 
 
-@pytest.mark.parametrize("number", range(len(PREFERRED)))
+@pytest.mark.parametrize("number", range(len(PREFERRED_FILES)))
 def test_the_order_of_names_is_that_of_timm(number):
-    name, notes = choose([*PREFERRED[number:], "aaa.safetensors"])
-    assert name == PREFERRED[number]
+    name, notes = choose([*PREFERRED_FILES[number:], "aaa.safetensors"])
+    assert name == PREFERRED_FILES[number]
     assert notes[0].startswith(f"took {name}, not ")
 
 
@@ -140,7 +146,7 @@ def test_our_order_keeps_that_of_timm():
     from timm.models import _hub
 
     theirs = list(_hub._PREFERRED_FILES)
-    assert [name for name in PREFERRED if not name.endswith(".json")] == theirs
+    assert [name for name in PREFERRED_FILES if not name.endswith(".json")] == theirs
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ def test_other_names_follow_their_endings(names, chosen):
 
 
 def test_only_the_companions_of_weights_are_passed_over():
-    assert not any(COMPANIONS.fullmatch(name) for name in PREFERRED)
+    assert not any(TRAINING_STATE_FILES.fullmatch(name) for name in PREFERRED_FILES)
 
 
 def test_nothing_is_guessed_between_two_files(tmp_path):
@@ -167,7 +173,7 @@ def test_nothing_is_guessed_between_two_files(tmp_path):
 
 def test_a_file_passed_over_is_told(tmp_path):
     folder = make(tmp_path, TIMM, names=["model.safetensors", "pytorch_model.bin"])
-    assert locate(folder).notes == ("took model.safetensors, not pytorch_model.bin",)
+    assert locate_weights(folder).notes == ("took model.safetensors, not pytorch_model.bin",)
 
 
 def test_what_is_needed_of_a_repository():
@@ -297,7 +303,7 @@ def files(config: object) -> dict[str, bytes]:
 @pytest.mark.parametrize("source", ["o/n", "hf/o/n", "hf-hub:o/n", "HF-Hub:o/n", "o/n@main"])
 def test_the_cache_is_enough(cache, source):
     snapshot = put(cache, "o/n", files(VIT))
-    found = locate(source)
+    found = locate_weights(source)
     assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
     assert found.places[-1] == f"the cache {cache / 'models--o--n'}"
     assert found.notes == ()
@@ -307,7 +313,7 @@ def test_the_cache_is_enough(cache, source):
 def test_a_revision_of_the_cache(cache):
     put(cache, "o/n", files(VIT), revision="v2")
     for revision in ("v2", COMMIT):
-        assert locate(f"o/n@{revision}").kind == "huggingface"
+        assert locate_weights(f"o/n@{revision}").kind == "huggingface"
     assert "HF_HUB_OFFLINE is set" in refusal("o/n")  # its main branch is not here
     assert "--revision v3" in refusal("o/n@v3")
 
@@ -315,7 +321,7 @@ def test_a_revision_of_the_cache(cache):
 @pytest.mark.parametrize("source", [f"timm/{SMALL}", "timm/vit_small_patch16_224"])
 def test_the_registry_of_timm_names_the_repository(cache, source):
     put(cache, f"timm/{SMALL}", files(TIMM))
-    found = locate(source)
+    found = locate_weights(source)
     assert (found.kind, found.name) == ("timm", SMALL)  # as asked for, whatever config.json says
     assert found.license == "apache-2.0"
 
@@ -323,22 +329,22 @@ def test_the_registry_of_timm_names_the_repository(cache, source):
 def test_timm_itself_fetches_no_config(cache):
     put(cache, f"timm/{SMALL}", {"model.safetensors": save(STATE)})
     for source in (f"timm/{SMALL}", f"hf-hub:timm/{SMALL}"):
-        found = locate(source)
+        found = locate_weights(source)
         assert (found.kind, found.name, found.config) == ("timm", SMALL, None)
         assert found.license == "apache-2.0"
 
 
 def test_two_networks_may_share_a_repository(cache):
     name = "vit_base_patch32_clip_quickgelu_224.openai"
-    repository = timm_registry.find(name).hub_id
+    repository = timm_registry.find_entry(name).hub_id
     assert repository != f"timm/{name}"
     put(cache, repository, files({**TIMM, "architecture": "vit_base_patch32_clip_224"}))
-    assert locate(f"timm/{name}").name == name
+    assert locate_weights(f"timm/{name}").name == name
 
 
 def test_a_name_that_timm_renamed(cache):
     assert (
-        timm_registry.find("vit_small_patch16_224_in21k").name
+        timm_registry.find_entry("vit_small_patch16_224_in21k").name
         == "vit_small_patch16_224.augreg_in21k"
     )
 
@@ -375,8 +381,8 @@ def test_offline_has_every_place_and_the_command(cache):
 def test_a_path_goes_before_the_hub(cache):
     put(cache, "o/n", files(VIT))
     make(Path("o/n"), TIMM)
-    assert locate("o/n").kind == "timm"
-    assert locate("hf-hub:o/n").kind == "huggingface"
+    assert locate_weights("o/n").kind == "timm"
+    assert locate_weights("hf-hub:o/n").kind == "huggingface"
 
 
 def test_a_name_without_its_prefix(cache):
@@ -391,14 +397,16 @@ def test_an_unknown_name_of_timm_has_the_nearest(cache):
 
 def test_weights_that_timm_knows_by_an_address(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    known = timm_registry.Entry("vit_x.y", None, "https://a.b/c/x.pth", "cc-by-nc-4.0", (224, 224))
-    monkeypatch.setattr(timm_registry, "find", lambda _: known)
+    known = timm_registry.RegistryEntry(
+        "vit_x.y", None, "https://a.b/c/x.pth", "cc-by-nc-4.0", (224, 224)
+    )
+    monkeypatch.setattr(timm_registry, "find_entry", lambda _: known)
     line = refusal("timm/vit_x.y")
     assert "fetch https://a.b/c/x.pth by hand" in line
     assert str(tmp_path / "checkpoints" / "x.pth") in line
     (tmp_path / "checkpoints").mkdir()
     torch.save(STATE, tmp_path / "checkpoints" / "x.pth")
-    found = locate("timm/vit_x.y")
+    found = locate_weights("timm/vit_x.y")
     assert (found.kind, found.name, found.license) == ("timm", "vit_x.y", "cc-by-nc-4.0")
 
 
@@ -489,7 +497,7 @@ def server(cache, monkeypatch):
 
 
 def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch, capsys):
-    found = locate("o/n")
+    found = locate_weights("o/n")
     said = capsys.readouterr().err
     assert said.startswith("downloading http://127.0.0.1:")
     assert "/o/n: 3 files, 0.0 MB, to " in said
@@ -498,15 +506,15 @@ def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch, cap
     assert set(read_state(found.weights).tensors) == {"head.weight"}
     wanted = ["o/n/README.md", "o/n/config.json", "o/n/model.safetensors"]
     assert sorted(server.fetched) == wanted
-    assert locate("o/n").folder == found.folder
+    assert locate_weights("o/n").folder == found.folder
     assert sorted(server.fetched) == wanted
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert locate("o/n").folder == found.folder  # what was fetched is enough afterwards
+    assert locate_weights("o/n").folder == found.folder  # what was fetched is enough afterwards
 
 
 def test_timm_is_fetched_by_its_short_name(server):
-    found = locate("timm/vit_small_patch16_224")
+    found = locate_weights("timm/vit_small_patch16_224")
     assert (found.kind, found.name) == ("timm", SMALL)
 
 
@@ -538,7 +546,7 @@ def test_a_repository_without_weights(server):
 def test_a_hub_that_fails_leaves_the_cache(server, cache):
     put(cache, "o/cached", files(VIT))
     server.refused["o/cached"] = (404, "RepoNotFound")
-    found = locate("o/cached")
+    found = locate_weights("o/cached")
     assert found.kind == "huggingface"
     assert found.notes[0].startswith("o/cached is from the cache: the hub has no such repository")
 

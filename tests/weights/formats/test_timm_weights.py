@@ -8,7 +8,7 @@ import torch
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.weights.formats.timm_weights import arguments, read_timm
+from vit.weights.formats.timm_weights import read_timm, read_timm_config
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 ABOUT = {
@@ -103,15 +103,15 @@ def test_config_json_of_both_forms(state):
         "pretrained_cfg": ABOUT,
         "label_names": ["a", "b", "c"],
     }
-    found = read_timm(state, **arguments(new), where="x")
+    found = read_timm(state, **read_timm_config(new), where="x")
     assert found.classes == ("a", "b", "c")
     old = {"architecture": "vit_tiny_patch16_224", **ABOUT, "labels": ["a", "b", "c"]}
-    assert arguments(old)["pretrained_cfg"]["license"] == "apache-2.0"
-    assert arguments(old)["label_names"] == ["a", "b", "c"]
-    assert arguments(old)["model_args"] == {}
+    assert read_timm_config(old)["pretrained_cfg"]["license"] == "apache-2.0"
+    assert read_timm_config(old)["label_names"] == ["a", "b", "c"]
+    assert read_timm_config(old)["model_args"] == {}
     for broken in ({}, {"architecture": 3}, {**new, "model_args": [1]}):
         with pytest.raises(WeightsError, match="names no architecture"):
-            arguments(broken)
+            read_timm_config(broken)
 
 
 def test_imagenet_is_known_by_the_tag():

@@ -13,12 +13,12 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.huggingface_reader import (
-    huggingface_refusal,
+from vit.weights.formats.huggingface_writer import (
+    huggingface_incompatibility,
     read_huggingface,
     write_huggingface,
 )
-from vit.weights.saved_model import empty_model
+from vit.weights.saved_model import meta_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}
 CLASSES = ("apple", "class10", "class2")
@@ -140,8 +140,8 @@ def answers(folder: Path, config: ModelConfig, images: Tensor) -> Tensor:
 def test_transformers_opens_what_is_written(name, randomise, tmp_path):
     changes, architecture = {**SAME, **EQUAL}[name]
     config = ModelConfig(**{**SMALL, **changes})
-    state = randomise(empty_model(config).state_dict())
-    assert huggingface_refusal(config) is None
+    state = randomise(meta_model(config).state_dict())
+    assert huggingface_incompatibility(config) is None
     assert written(tmp_path, state, config)["architectures"] == [architecture]
 
     images = torch.randn(3, config.channels, 32, 32)
@@ -186,7 +186,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_no_class_computes_is_refused_by_name(reason):
     config = ModelConfig(**{**SMALL, **REFUSED[reason]})
-    refusal = huggingface_refusal(config)
+    refusal = huggingface_incompatibility(config)
     assert refusal is not None
     assert reason in refusal
     assert "\n" not in refusal

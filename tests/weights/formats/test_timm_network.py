@@ -11,9 +11,13 @@ from torch import nn
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.adapt_weights import adapt, spread_matrix, spread_offsets
+from vit.weights.adapt_weights import (
+    adapt_weights,
+    geometric_interpolation,
+    resize_offsets_geometric,
+)
 from vit.weights.formats.state_dict_names import check_fit
-from vit.weights.formats.timm_builder import MODULES
+from vit.weights.formats.timm_network import MODULES
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm, read_timm_bare
 from vit.weights.pretrained import Pretrained
 
@@ -145,7 +149,7 @@ def test_relative_positions_equal_timms_at_other_sizes(name, args, size, randomi
         for block in model.blocks:
             block.attn.rel_pos.set_window_size((size // 4, size // 4))
     config = replace(found.config, image_size=size)
-    state, report = adapt(found, config)
+    state, report = adapt_weights(found, config)
     side = size // 4
     assert report.resized == (f"2 relative_position_bias_table 8x8 -> {side}x{side}",)
     compare(ours(replace(found, state=state, config=config)), model, config)
@@ -157,14 +161,14 @@ def test_spread_offsets_equal_timms(new):
     table = torch.randn(13 * 13 + 3, 4)
     shape = ((2 * new[0] - 1) * (2 * new[1] - 1) + 3, 4)
     expected = resize_rel_pos_bias_table(table, new, shape)
-    spread = spread_offsets(table, (7, 7), new, extra=3)
+    spread = resize_offsets_geometric(table, (7, 7), new, extra=3)
     torch.testing.assert_close(spread, expected, atol=1e-3, rtol=0)  # its search stops at 1e-6
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 4), (2, 5), (3, 20), (5, 3)])
 def test_near_offsets_keep_their_numbers_and_far_ones_come_to_the_border(old, new):
     line = torch.arange(1 - old, old, dtype=torch.float64)
-    spread = spread_matrix(old, new) @ line
+    spread = geometric_interpolation(old, new) @ line
     assert spread.shape == (2 * new - 1,)
     torch.testing.assert_close(spread, -spread.flip(0))
     assert (spread.diff() >= 0).all()

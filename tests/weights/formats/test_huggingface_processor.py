@@ -20,8 +20,8 @@ from vit.weights.formats.huggingface_processor import (
     read_processor,
     write_processor,
 )
-from vit.weights.formats.huggingface_reader import write_huggingface
-from vit.weights.saved_model import LoadedRun, empty_model
+from vit.weights.formats.huggingface_writer import write_huggingface
+from vit.weights.saved_model import LoadedRun, meta_model
 
 CLASSES = ("apple", "class10", "class2")
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -82,7 +82,7 @@ def bytes_of(processor, path: str, preprocessing: Preprocessing) -> torch.Tensor
 @pytest.mark.parametrize("name", PREPARED)
 def test_pipeline_answers_as_predict_does(name, settings, photographs, randomise, tmp_path):
     config, preprocessing = ModelConfig(**{**SMALL, **settings}), PREPARED[name]
-    state = randomise(empty_model(config).state_dict())
+    state = randomise(meta_model(config).state_dict())
     content, processor, tensors = write_huggingface(state, config, CLASSES, preprocessing)
     (tmp_path / "config.json").write_text(json.dumps(content))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))

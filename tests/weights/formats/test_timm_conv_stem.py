@@ -16,10 +16,10 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import build_classifier
 from vit.weights import library_registration
-from vit.weights.change_patch_size import with_patches
+from vit.weights.adapt_weights import change_patches
 from vit.weights.convert import convert
-from vit.weights.load_model import open_source
-from vit.weights.parity_check import measured
+from vit.weights.load_model import open_pretrained
+from vit.weights.parity_check import check_parity
 from vit.weights.saved_model import load_run, save_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -68,7 +68,7 @@ def test_timm_opens_a_run(tmp_path, options):
     convert(run, "timm", tmp_path / "timm")
     again = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     assert torch.equal(again(images), theirs(images))
-    read = open_source(tmp_path / "timm")
+    read = open_pretrained(tmp_path / "timm")
     expected = model.state_dict()
     assert read.state.keys() == expected.keys()
     assert all(torch.equal(read.state[name], tensor) for name, tensor in expected.items())
@@ -104,7 +104,7 @@ def test_transformers_opens_what_was_converted(tmp_path, options):
     assert torch.isfinite(theirs(images, labels=torch.tensor([0, 2])).loss)
     AutoImageProcessor.from_pretrained(tmp_path / "theirs")
     theirs.save_pretrained(tmp_path / "again")
-    read = open_source(tmp_path / "again")
+    read = open_pretrained(tmp_path / "again")
     assert read.classes == ("a", "b", "c")
     assert all(torch.equal(read.state[name], t) for name, t in model.state_dict().items())
 
@@ -141,7 +141,7 @@ def test_weights_are_adapted_to_other_images(tmp_path):
     ):
         vit.from_pretrained(run, patch_size=16)
     with pytest.raises(WeightsError, match="make tokens of patch_size=8 alone; leave it out"):
-        with_patches(load_run(run), patch_size=4)
+        change_patches(load_run(run), patch_size=4)
     with pytest.raises(WeightsError, match=r"stem_depth=4: .* has stem_depth=3; leave it out"):
         vit.from_pretrained(run, stem_depth=4)
 
@@ -152,7 +152,7 @@ def test_convert_compares_the_answers(tmp_path, to):
     pretrained, _ = convert(run, to, tmp_path / "out")
     pil_image = tmp_path / "noise.png"
     Image.effect_noise((40, 40), 90).convert("RGB").save(pil_image)
-    assert "outputs differ by" in measured(pretrained, tmp_path / "out", to, pil_image)[0]
+    assert "outputs differ by" in check_parity(pretrained, tmp_path / "out", to, pil_image)[0]
     assert "import vit\n" in (tmp_path / "out/README.md").read_text()
 
 

@@ -7,9 +7,15 @@ import torch
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
-from vit.weights.formats.state_dict_names import check_fit, distinct, fuse_qkv, rename, some
+from vit.weights.formats.state_dict_names import (
+    check_fit,
+    deduplicate_names,
+    fuse_qkv,
+    rename,
+    some,
+)
 from vit.weights.formats.timm_weights import from_timm
-from vit.weights.saved_model import empty_model
+from vit.weights.saved_model import meta_model
 
 CONFIG = ModelConfig(image_size=16, patch_size=8, dim=32, depth=1, num_heads=4, num_classes=3)
 ONE = torch.zeros(1)
@@ -22,11 +28,11 @@ TABLE = (
 
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(t.shape) for name, t in empty_model(CONFIG).state_dict().items()}
+    return {name: torch.zeros(t.shape) for name, t in meta_model(CONFIG).state_dict().items()}
 
 
 def test_a_fitting_state_is_taken(state):
-    check_fit(state, empty_model(CONFIG))
+    check_fit(state, meta_model(CONFIG))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ def test_a_fitting_state_is_taken(state):
 def test_what_does_not_fit_is_named(state, change, message):
     change(state)
     with pytest.raises(WeightsError, match=message):
-        check_fit(state, empty_model(CONFIG))
+        check_fit(state, meta_model(CONFIG))
 
 
 def test_names_follow_the_table():
@@ -72,8 +78,8 @@ def test_two_spellings_of_one_tensor_are_refused():
 
 
 def test_names_of_classes_are_told_apart():
-    assert distinct(["cat", "dog"]) == (("cat", "dog"), ())
-    names, (note,) = distinct(["crane", "owl", "crane", "crane (0)"])
+    assert deduplicate_names(["cat", "dog"]) == (("cat", "dog"), ())
+    names, (note,) = deduplicate_names(["crane", "owl", "crane", "crane (0)"])
     assert names == ("crane (0)", "owl", "crane (2)", "crane (0) (3)")
     assert "crane" in note
 

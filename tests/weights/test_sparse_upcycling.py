@@ -15,9 +15,9 @@ from vit.errors import VitError, WeightsError
 from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.adapt_weights import adapt
+from vit.weights.adapt_weights import adapt_weights
 from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import empty_model, load_run, save_model
+from vit.weights.saved_model import load_run, meta_model, save_model
 
 DENSE = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -30,7 +30,7 @@ def pretrained(randomise):
     def make(**options) -> Pretrained:
         config = ModelConfig(**{**DENSE, **options})
         return Pretrained(
-            state=randomise(empty_model(config).state_dict()),
+            state=randomise(meta_model(config).state_dict()),
             config=config,
             classes=None,
             preprocessing=None,
@@ -46,7 +46,7 @@ def experts(source: Pretrained, **settings) -> ModelConfig:
 
 
 def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
-    model = empty_model(config)
+    model = meta_model(config)
     model.load_state_dict(state, assign=True)
     return model.eval()
 
@@ -56,7 +56,7 @@ def difference(source: Pretrained, config: ModelConfig, dtype: torch.dtype) -> f
     """Largest difference of logits between the source and what it was upcycled to."""
     images = torch.randn(4, 3, config.image_size, config.image_size, dtype=dtype)
     expected = build(dict(source.state), source.config).to(dtype)(images)
-    found = build(adapt(source, config)[0], config).to(dtype)(images)
+    found = build(adapt_weights(source, config)[0], config).to(dtype)(images)
     assert expected.std() > 0.1, "logits without any spread show nothing"
     return (found - expected).abs().max().item()
 
@@ -100,7 +100,7 @@ def test_the_router_reaches_different_experts(pretrained):
     source = pretrained()
     config = experts(source, num_experts=4, moe_every=1)
     torch.manual_seed(0)
-    state, _ = adapt(source, config)
+    state, _ = adapt_weights(source, config)
     images = torch.randn(16, 3, 16, 16)
     before = build(state, config)(images)
     name = "blocks.0.mlp.experts.fc2_weight"
@@ -114,7 +114,7 @@ def test_tensors_are_copies_and_routers_are_fresh(pretrained):
     source = pretrained()
     config = experts(source, num_experts=4, moe_every=1, shared_expert=True)
     torch.manual_seed(7)
-    state, report = adapt(source, config)
+    state, report = adapt_weights(source, config)
     torch.manual_seed(7)
     for block in range(3):
         part = f"blocks.{block}.mlp"
@@ -138,8 +138,8 @@ def test_the_rest_is_adapted_too(pretrained):
     source = pretrained()
     change = {"image_size": 32, "channels": 1, "num_classes": 2}
     wanted = dataclasses.replace(source.config, **change)
-    state, dense = adapt(source, wanted)
-    both, report = adapt(source, experts(source, num_experts=4, **change))
+    state, dense = adapt_weights(source, wanted)
+    both, report = adapt_weights(source, experts(source, num_experts=4, **change))
     assert all(torch.equal(both[name], state[name]) for name in both.keys() & state.keys())
     assert report.resized == dense.resized
     assert report.made == ("1 router", "head (2 classes, zeros)")
@@ -187,7 +187,7 @@ def test_the_rest_is_adapted_too(pretrained):
 )
 def test_the_report_says_which_blocks(pretrained, settings, lines):
     source = pretrained()
-    assert adapt(source, experts(source, **settings))[1].lines() == lines
+    assert adapt_weights(source, experts(source, **settings))[1].lines() == lines
 
 
 def test_a_capacity_that_drops_is_what_the_report_says(pretrained):
@@ -231,7 +231,7 @@ LESS = "sum to less than one, so copies of the mlp of run dense would answer les
 def test_what_would_answer_otherwise_is_refused(pretrained, options, settings, message):
     source = pretrained(**options)
     with pytest.raises(WeightsError, match=message) as error:
-        adapt(source, experts(source, **settings))
+        adapt_weights(source, experts(source, **settings))
     assert "\n" not in str(error.value)
 
 
@@ -313,7 +313,7 @@ def test_experts_part_when_they_learn(pretrained):
     source = pretrained()
     config = experts(source, num_experts=4, moe_every=1)
     torch.manual_seed(0)
-    model = build(adapt(source, config)[0], config).train().double()
+    model = build(adapt_weights(source, config)[0], config).train().double()
     moe, images = model.blocks[0].mlp, torch.randn(8, 3, 16, 16, dtype=torch.float64)
     optimizer, labels = torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(8) % 5
     gradients = []

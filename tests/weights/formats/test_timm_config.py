@@ -10,10 +10,10 @@ from timm.data import resolve_model_data_config
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.weights.adapt_weights import WITHOUT_TENSORS
-from vit.weights.formats.timm_config import mlp_ratio, timm_config, timm_refusal
+from vit.weights.adapt_weights import SETTINGS_WITHOUT_TENSORS
+from vit.weights.formats.timm_config import mlp_ratio, timm_config, timm_incompatibility
 from vit.weights.formats.timm_weights import read_timm, to_timm
-from vit.weights.saved_model import empty_model, save_model
+from vit.weights.saved_model import meta_model, save_model
 
 SMALL = {
     "image_size": 32,
@@ -178,7 +178,7 @@ def test_timm_takes_our_preprocessing(tmp_path):
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=str)
 def test_timm_refuses_what_it_cannot_build(options, reason, tmp_path):
     settings = ModelConfig(**{**SMALL, **options})
-    assert timm_refusal(settings) == reason
+    assert timm_incompatibility(settings) == reason
     save_model(
         tmp_path,
         build_classifier(settings),
@@ -193,8 +193,8 @@ def test_timm_refuses_what_it_cannot_build(options, reason, tmp_path):
 @pytest.mark.parametrize("options", OPENS, ids=str)
 def test_what_timm_gets_comes_back(options, randomise):
     settings = ModelConfig(**{**SMALL, **options})
-    assert timm_refusal(settings) is None
-    state = randomise(empty_model(settings).state_dict())
+    assert timm_incompatibility(settings) is None
+    state = randomise(meta_model(settings).state_dict())
     written = timm_config(settings, CLASSES, PREPROCESSING)
     found = read_timm(
         to_timm(state, settings),
@@ -213,13 +213,13 @@ def test_what_timm_gets_comes_back(options, randomise):
 
 def test_a_network_without_a_head_goes_to_timm(randomise):
     settings = ModelConfig(**{**SMALL, "num_classes": 0})
-    state = randomise(empty_model(settings).state_dict())
+    state = randomise(meta_model(settings).state_dict())
     written = timm_config(settings, (), PREPROCESSING)
     theirs = timm.create_model(
         written["architecture"], num_classes=written["num_classes"], **written["model_args"]
     ).eval()
     theirs.load_state_dict(to_timm(state, settings))
-    ours = empty_model(settings)
+    ours = meta_model(settings)
     ours.load_state_dict(state, assign=True)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_a_network_without_a_head_goes_to_timm(randomise):
 def plain(config: ModelConfig) -> dict[str, object]:
     """What `config` computes, whatever it is called."""
     named = asdict(config)
-    for name in (*WITHOUT_TENSORS, "prefix_positions", "final_norm"):
+    for name in (*SETTINGS_WITHOUT_TENSORS, "prefix_positions", "final_norm"):
         del named[name]
     named["hidden_dim"] = config.feedforward_dim
     named["last_norm"] = config.last_norm

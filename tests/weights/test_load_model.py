@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import vit
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.inference.predictor import Predictor
-from vit.weights.load_model import load_model, open_source
+from vit.weights.load_model import load_model, open_pretrained
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1}
 NAMES = ["ant", "bee", "cat"]
@@ -68,7 +68,7 @@ def test_a_folder_of_timm(theirs, timm_folder, capsys):
     require_equal(vit.from_pretrained(timm_folder), theirs)
     said = capsys.readouterr().err
     assert "license: cc-by-4.0" in said
-    assert open_source(timm_folder).classes == tuple(NAMES)
+    assert open_pretrained(timm_folder).classes == tuple(NAMES)
 
 
 def test_a_bare_file_of_tensors_says_what_it_assumed(theirs, tmp_path, capsys):
@@ -92,7 +92,7 @@ def test_a_folder_of_hugging_face(randomise, tmp_path):
     theirs.load_state_dict(randomise(theirs.state_dict()))
     theirs.save_pretrained(tmp_path)
     require_equal(vit.from_pretrained(tmp_path), theirs)
-    assert open_source(tmp_path).classes == tuple(NAMES)
+    assert open_pretrained(tmp_path).classes == tuple(NAMES)
 
 
 def test_a_file_of_torchvision(randomise, tmp_path):
