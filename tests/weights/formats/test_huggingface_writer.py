@@ -13,11 +13,8 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.huggingface_writer import (
-    huggingface_incompatibility,
-    read_huggingface,
-    write_huggingface,
-)
+from vit.weights.formats.huggingface_weights import read_huggingface
+from vit.weights.formats.huggingface_writer import huggingface_incompatibility, write_huggingface
 from vit.weights.saved_model import meta_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}

@@ -17,7 +17,7 @@ WIDTHS = {"b_16": (768, 12, 3072, 16), "b_32": (768, 12, 3072, 32)}
 WIDTHS |= {"l_16": (1024, 16, 4096, 16), "l_32": (1024, 16, 4096, 32), "h_14": (1280, 16, 5120, 14)}
 
 
-def build_from_state(model: nn.Module, randomise) -> dict[str, Tensor]:
+def randomised_state(model: nn.Module, randomise) -> dict[str, Tensor]:
     """Random weights, also in `model`, which may be on the meta device."""
     state = randomise(model.state_dict())
     model.load_state_dict(state, assign=True)
@@ -41,7 +41,7 @@ def compare(state: dict[str, Tensor], theirs: nn.Module, *, batch: int = 1):
 def test_full_size_equals_torchvision(name, randomise):
     with torch.device("meta"):
         theirs = getattr(vision_transformer, name)()
-    found = compare(build_from_state(theirs, randomise), theirs)
+    found = compare(randomised_state(theirs, randomise), theirs)
     assert found.classes == tuple(ViT_B_16_Weights.IMAGENET1K_V1.meta["categories"])
     assert found.classes[0] == "tench"
     assert found.preprocessing is None
@@ -76,14 +76,14 @@ def test_heads_that_people_put_there(kind, randomise):
     linear = nn.Linear(768, 3)
     heads = {"linear": linear, "sequential": nn.Sequential(linear), "none": nn.Identity()}
     theirs.heads = heads.get(kind, theirs.heads)
-    found = compare(build_from_state(theirs, randomise), theirs, batch=3)
+    found = compare(randomised_state(theirs, randomise), theirs, batch=3)
     assert found.config.num_classes == (0 if kind == "none" else 3)
     assert found.classes is None
 
 
 def test_older_names_of_the_mlp(randomise):
     theirs = VisionTransformer(**SMALL)
-    state = build_from_state(theirs, randomise)
+    state = randomised_state(theirs, randomise)
     older = {
         name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): tensor
         for name, tensor in state.items()
@@ -93,7 +93,7 @@ def test_older_names_of_the_mlp(randomise):
 
 
 def test_half_precision_becomes_float32(randomise):
-    state = build_from_state(VisionTransformer(**SMALL), randomise)
+    state = randomised_state(VisionTransformer(**SMALL), randomise)
     found = read_torchvision({name: t.half() for name, t in state.items()}, "vit.pth")
     assert {tensor.dtype for tensor in found.state.values()} == {torch.float32}
 

@@ -342,7 +342,7 @@ def _network(
 
 def _fill_biases(state: State, without: tuple[str, ...]) -> State:
     """Zeros for biases that this architecture leaves out and ours has (DINOv3's keys)."""
-    build_from_state = dict(state)
+    filled = dict(state)
     for name, tensor in state.items():
         match = re.fullmatch(r"(blocks\.\d+\.([\w.]+)\.)weight", name)
         if match is None or match[2] not in without:
@@ -350,8 +350,8 @@ def _fill_biases(state: State, without: tuple[str, ...]) -> State:
         bias = f"{match[1]}bias"
         if bias in state:
             raise WeightsError(f"config.json says that there is no {bias}")
-        build_from_state[bias] = tensor.new_zeros(tensor.shape[:1])
-    return build_from_state
+        filled[bias] = tensor.new_zeros(tensor.shape[:1])
+    return filled
 
 
 def _convert_tensors(state: State) -> State:
