@@ -30,7 +30,7 @@ from vit.data.image_io import read_image
 from vit.export.onnx_graph import Part, as_onnx, attend_plainly
 from vit.export.quantization import quantised
 from vit.exported import openvino_session
-from vit.exported.onnx_session import Trainer
+from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run
 
 NAME = "vit_small_patch16_224"
@@ -111,7 +111,7 @@ def paths(batch: int, threads: int) -> Iterator[tuple[str, Callable[[], Path_]]]
         quantize_(own, Int8DynamicActivationInt8WeightConfig())
         return of_torch(torch.compile(own) if compiled else own, floats)
 
-    def of_session(session: Trainer | openvino_session.Trainer) -> Path_:
+    def of_session(session: OnnxSession | openvino_session.OpenVINOSession) -> Path_:
         return lambda: session(given)
 
     def of_onnxruntime(content: bytes) -> Path_:
@@ -123,7 +123,9 @@ def paths(batch: int, threads: int) -> Iterator[tuple[str, Callable[[], Path_]]]
         return lambda: made.run(None, given)
 
     def of_openvino(content: bytes, precision: openvino_session.Precision = "fp32") -> Path_:
-        return of_session(openvino_session.Trainer(content, threads=threads, precision=precision))
+        return of_session(
+            openvino_session.OpenVINOSession(content, threads=threads, precision=precision)
+        )
 
     yield "timm, float32", lambda: of_torch(timm.create_model(NAME).eval(), floats)
     yield "vit, float32", lambda: of_torch(copy(), floats)
@@ -198,19 +200,19 @@ def accuracy(args: argparse.Namespace) -> None:
             ]
         return torch.cat(parts).float().softmax(dim=1).numpy()
 
-    def of(session: Trainer | openvino_session.Trainer) -> np.ndarray:
+    def of(session: OnnxSession | openvino_session.OpenVINOSession) -> np.ndarray:
         parts = np.array_split(images, -(-len(images) // 50))
         return np.concatenate([session({"images": part})[0] for part in parts])
 
     wanted = of_model(run.model, torch.float32)
     found = {
         "torch, float32": wanted,
-        "onnxruntime, float32": of(Trainer(whole)),
-        "onnxruntime, int8 dynamic": of(Trainer(dynamic)),
-        "onnxruntime, int8": of(Trainer(int8)),
-        "OpenVINO, float32": of(openvino_session.Trainer(whole)),
-        "OpenVINO, bf16": of(openvino_session.Trainer(whole, precision="bf16")),
-        "OpenVINO, int8": of(openvino_session.Trainer(int8)),
+        "onnxruntime, float32": of(OnnxSession(whole)),
+        "onnxruntime, int8 dynamic": of(OnnxSession(dynamic)),
+        "onnxruntime, int8": of(OnnxSession(int8)),
+        "OpenVINO, float32": of(openvino_session.OpenVINOSession(whole)),
+        "OpenVINO, bf16": of(openvino_session.OpenVINOSession(whole, precision="bf16")),
+        "OpenVINO, int8": of(openvino_session.OpenVINOSession(int8)),
         "torch, bf16 weights": of_model(run.model, torch.bfloat16),
     }
     print(f"{args.run}: {len(labels)} images, {args.samples} for calibration; {versions()}\n")

@@ -25,7 +25,7 @@ from PIL import Image
 
 from vit.data.image_io import read_image
 from vit.export.reference_outputs import Said, by_hand
-from vit.exported.load_exported import runner_like
+from vit.exported.load_exported import load_exported
 from vit.weights.saved_model import load_run
 
 Saver = Callable[[Image.Image, Path, Image.Exif], Path]
@@ -95,7 +95,7 @@ def table(run: str, files: list[str], photos: list[str], count: int, batches: li
         truth = by_hand(loaded, paths)
         for file in files:
             for batch in batches:
-                runner = runner_like(file, batch_size=batch)
+                runner = load_exported(file, batch_size=batch)
                 precision = runner.metadata.get("precision", "fp32")
                 rows = list(runner.probabilities(paths))
                 apart, same = [], 0

@@ -11,8 +11,8 @@ from vit.commands.main import main
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
 from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.exported.onnx_captioner import CaptionRunner
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_captioner import ExportedCaptioner
+from vit.exported.onnx_session import OnnxSession
 from vit.model.build import build_captioner
 from vit.weights.saved_model import save_model
 
@@ -66,7 +66,7 @@ def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsy
     assert printed.err.splitlines()[-1] == "all agree"
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
     image = str(next(tiny_data.rglob("*.png")))
-    (answer,) = CaptionRunner(out)([image])
+    (answer,) = ExportedCaptioner(out)([image])
     assert answer.caption is not None
     rows = []
     for words in ([run, "--precision", "fp32"], [out]):  # the file is of float32
@@ -99,7 +99,7 @@ def test_a_classifier_becomes_one_file(tiny_run, tmp_path, capsys, tiny_data):
     assert found["files"] == [{"path": str(out), "bytes": out.stat().st_size}]
     assert found["accuracy"]["count"] == 27
     assert found["accuracy"]["agreement"] == 1
-    session = Session(out)
+    session = OnnxSession(out)
     image = np.asarray(Image.open(next(tiny_data.rglob("*.png"))))
     (probabilities,) = session({"images": image[None]})
     assert probabilities.sum() == pytest.approx(1, abs=1e-3)

@@ -80,5 +80,5 @@ def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
 def test_blocks_are_what_a_runner_says():
     runner = argparse.Namespace(batch_size=4)
     assert block_of(runner) == 4
-    runner.block = 6
+    runner.block_size = 6
     assert block_of(runner) == 6

@@ -21,9 +21,8 @@ from vit.export import onnx_graph
 from vit.export.export_captioner import parts_of
 from vit.export.export_onnx import export_onnx
 from vit.export.onnx_graph import Part, as_onnx, check_equal
-from vit.exported.greedy_numpy import greedy
-from vit.exported.load_exported import runner_like
-from vit.exported.onnx_captioner import CaptionRunner
+from vit.exported.load_exported import load_exported
+from vit.exported.onnx_captioner import ExportedCaptioner, greedy_decode
 from vit.generation.generate import generate, generate_captions
 from vit.generation.generation_config import Search
 from vit.model.build import build_captioner
@@ -158,30 +157,30 @@ def test_captions_scores_and_classes_are_those_of_torch(exported, input_images):
     assert len({one.text for one in captions}) > 3
     assert {one.ended for one in captions} == {True, False}
     for size in (16, 5):
-        assert_same(CaptionRunner(path, batch_size=size)(input_images), probabilities, captions)
+        assert_same(ExportedCaptioner(path, batch_size=size)(input_images), probabilities, captions)
 
 
 def test_lengths_are_limited_as_in_torch(exported, input_images):
     run, path = exported
     limits = {"min_tokens": 4, "max_tokens": 5}
     assert_same(
-        CaptionRunner(path, **limits)(input_images),
+        ExportedCaptioner(path, **limits)(input_images),
         *torch_answers(run, input_images, Search(**limits)),
     )
-    like = runner_like(path, search=Search(min_tokens=7), device=None, precision="auto")
+    like = load_exported(path, search=Search(min_tokens=7), device=None, precision="auto")
     assert_same(like(input_images), *torch_answers(run, input_images, Search(min_tokens=7)))
 
 
 def test_a_step_takes_words_one_by_one_or_together(exported):
     """Both by the decoder's graph; the exporter itself has compared it with torch."""
-    runner = CaptionRunner(exported[1])
-    key, value, _ = runner._see({"images": np.full((2, 16, 16, 3), 7, np.uint8)})
+    runner = ExportedCaptioner(exported[1])
+    key, value, _ = runner._encoder({"images": np.full((2, 16, 16, 3), 7, np.uint8)})
     seen = {"memory_key": key, "memory_value": value}
     past = {"past_key": key[..., :0, :], "past_value": value[..., :0, :]}
     ids = np.array([[1, 5, 6, 4], [1, 4, 4, 8]])
-    whole = runner._step({"ids": ids, **past, **seen})
+    whole = runner._decoder({"ids": ids, **past, **seen})
     for word in ids.T:
-        logits, *present = runner._step({"ids": word[:, None], **past, **seen})
+        logits, *present = runner._decoder({"ids": word[:, None], **past, **seen})
         past = dict(zip(past, present, strict=True))
     for found, expected in zip((logits, *present), whole, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -189,8 +188,8 @@ def test_a_step_takes_words_one_by_one_or_together(exported):
 
 def test_torch_is_not_loaded(exported, input_images):
     code = (
-        "import sys; from vit.exported.onnx_captioner import CaptionRunner;"
-        "print(CaptionRunner(sys.argv[1])([sys.argv[2]])[0].caption);"
+        "import sys; from vit.exported.onnx_captioner import ExportedCaptioner;"
+        "print(ExportedCaptioner(sys.argv[1])([sys.argv[2]])[0].caption);"
         "sys.exit(bool({'torch', 'onnx', 'transformers'} & set(sys.modules)))"
     )
     words = [sys.executable, "-W", "error", "-c", code, str(exported[1]), input_images[0]]
@@ -204,7 +203,7 @@ def test_torch_is_not_loaded(exported, input_images):
 
 
 def test_unreadable_images_have_error_rows(exported, input_images, bad_images):
-    runner = CaptionRunner(exported[1], batch_size=3)
+    runner = ExportedCaptioner(exported[1], batch_size=3)
     mixed = [*bad_images[:4], input_images[0], *bad_images[4:], input_images[1]]
     answers = runner(mixed, top_k=1)
     assert [answer.image for answer in answers] == mixed
@@ -256,7 +255,9 @@ def test_files_describe_themselves_and_name_no_path_of_this_machine(exported):
 def test_every_option_is_exported(encoder, decoder, tmp_path, input_images):
     run = random_run(tmp_path / "run", encoder, decoder)
     assert export_onnx(run, tmp_path / "a.onnx").difference < 1e-5
-    assert_same(CaptionRunner(tmp_path / "a.onnx")(input_images), *torch_answers(run, input_images))
+    assert_same(
+        ExportedCaptioner(tmp_path / "a.onnx")(input_images), *torch_answers(run, input_images)
+    )
 
 
 class Table:
@@ -292,7 +293,7 @@ def test_greedy_search_is_that_of_torch(least):
     expected = generate(table, rows=7, begin=0, end=end, search=search)
     memory = np.arange(7, dtype=np.float32).reshape(1, 7, 1, 1, 1)
     limits = {"min_tokens": least, "max_tokens": 6}
-    found = greedy(table.step, memory, memory, begin=0, end=end, **limits)
+    found = greedy_decode(table.step, memory, memory, begin=0, end=end, **limits)
     assert [one.ids for one in found] == [one.ids for (one,) in expected]
     assert [one.ended for one in found] == [one.ended for (one,) in expected]
     scores = [one.score for (one,) in expected]
@@ -304,7 +305,7 @@ def test_logits_that_are_no_numbers_are_said():
     table, memory = Table(), np.zeros((1, 1, 1, 1, 1), np.float32)
     table.logits[:] = np.nan
     with pytest.raises(WeightsError, match="log probability nan"):
-        greedy(table.step, memory, memory, begin=0, end=2, min_tokens=1, max_tokens=3)
+        greedy_decode(table.step, memory, memory, begin=0, end=2, min_tokens=1, max_tokens=3)
 
 
 def test_a_graph_that_differs_is_not_accepted():
@@ -346,28 +347,28 @@ def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypa
     with pytest.raises(VitError, match="the exported encoder differs"):
         export_onnx(run, path, overwrite=True)
     assert not [*tmp_path.glob("*.onnx"), *tmp_path.glob(".*")]
-    CaptionRunner(path)
+    ExportedCaptioner(path)
 
 
 def test_files_that_do_not_go_together_are_refused(exported, tmp_path):
     _, path = exported
     decoder = path.with_name("pets.decoder.onnx")
     with pytest.raises(WeightsError, match="is the decoder of a captioner; give its encoder"):
-        CaptionRunner(decoder, decoder)
+        ExportedCaptioner(decoder, decoder)
     with pytest.raises(WeightsError, match="is missing"):
-        CaptionRunner(path, tmp_path / "none.onnx")
+        ExportedCaptioner(path, tmp_path / "none.onnx")
     (tmp_path / "text.onnx").write_text("no graph")
     with pytest.raises(WeightsError, match="no usable ONNX file"):
-        CaptionRunner(tmp_path / "text.onnx")
+        ExportedCaptioner(tmp_path / "text.onnx")
     other = onnx.load(decoder)
     other.metadata_props[[entry.key for entry in other.metadata_props].index("pair")].value = "x"
     onnx.save(other, tmp_path / "other.onnx")
     with pytest.raises(WeightsError, match="are of two exports"):
-        CaptionRunner(path, tmp_path / "other.onnx")
+        ExportedCaptioner(path, tmp_path / "other.onnx")
     del other.metadata_props[:]
     onnx.save(other, tmp_path / "other.onnx")
     with pytest.raises(WeightsError, match="was not written by vit export"):
-        CaptionRunner(tmp_path / "other.onnx", decoder)
+        ExportedCaptioner(tmp_path / "other.onnx", decoder)
 
 
 @pytest.mark.parametrize(
@@ -381,15 +382,15 @@ def test_files_that_do_not_go_together_are_refused(exported, tmp_path):
 )
 def test_settings_out_of_range_are_refused(exported, settings, message):
     with pytest.raises(ConfigError, match=message):
-        CaptionRunner(exported[1], **settings)
+        ExportedCaptioner(exported[1], **settings)
 
 
 def test_what_an_exported_network_has_not_is_refused_by_name(exported):
     for settings in ({"device": "cuda"}, {"merge_tokens": 2}, {"keep_aspect": True}):
         ((name, _),) = settings.items()
-        with pytest.raises(ConfigError, match=f"^{name}=.*: (an )?exported network"):
-            runner_like(exported[1], **settings)
-    with pytest.raises(ConfigError, match="beams=3: an exported network takes the likeliest"):
-        runner_like(exported[1], search=Search(beams=3))
+        with pytest.raises(ConfigError, match=f"^{name}=.*exported network"):
+            load_exported(exported[1], **settings)
+    with pytest.raises(ConfigError, match="beams=3: an exported network decodes greedily"):
+        load_exported(exported[1], search=Search(beams=3))
     with pytest.raises(ConfigError, match="one path; give a list"):
-        CaptionRunner(exported[1]).stream("a.png")
+        ExportedCaptioner(exported[1]).stream("a.png")

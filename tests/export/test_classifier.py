@@ -19,7 +19,7 @@ from vit.export.export_formats import export
 from vit.export.export_onnx import export_onnx
 from vit.export.export_options import Options
 from vit.export.float16 import halved
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run, save_model
 
 CLASSES = ("apple", "pear", "plum")
@@ -88,7 +88,7 @@ def noise(count, height, width):
 
 
 def assert_agrees(path, run, atol=1e-5):
-    session = Session(path)
+    session = OnnxSession(path)
     assert session.inputs == ["images"]
     for size in [(1, 16, 16), (2, 25, 40), (5, 61, 33)]:
         images = noise(*size)
@@ -112,7 +112,7 @@ def test_every_network_says_what_torch_says(options, tmp_path):
 def test_a_file_tells_what_it_is_and_nothing_of_this_machine(run, tmp_path):
     out = tmp_path / "a.onnx"
     export_onnx(run, out)
-    metadata = Session(out).metadata
+    metadata = OnnxSession(out).metadata
     loaded = load_run(run)
     assert metadata["graph"] == "classifier"
     assert json.loads(metadata["classes"]) == list(CLASSES)
@@ -140,7 +140,7 @@ def test_other_opsets(run, tmp_path, opset):
     out = tmp_path / "a.onnx"
     export_onnx(run, out, opset=opset)
     assert [(x.domain, x.version) for x in onnx.load(out).opset_import] == [("", opset)]
-    assert Session(out).metadata["opset"] == str(opset)
+    assert OnnxSession(out).metadata["opset"] == str(opset)
     assert_agrees(out, run)
 
 
@@ -149,7 +149,7 @@ def test_other_opsets(run, tmp_path, opset):
 def test_tokens_embedding_and_attention(settings, tmp_path):
     run = saved(tmp_path / "run", {"registers": 2, **settings})
     export_onnx(run, tmp_path / "a.onnx", tokens=True)
-    session, images = Session(tmp_path / "a.onnx"), noise(2, 16, 16)
+    session, images = OnnxSession(tmp_path / "a.onnx"), noise(2, 16, 16)
     assert session.outputs == ["probabilities", "tokens", "embedding", "attention"]
     probabilities, tokens, embedding, attention = session({"images": images})
     loaded = load_run(run)
@@ -190,7 +190,7 @@ def test_half_precision(run, tmp_path, tiny_data):
     assert half.files[0][1] < 0.7 * whole.files[0][1]
     assert 0 < half.difference < 0.01
     assert_agrees(out, run, atol=0.01)
-    assert Session(out).metadata["precision"] == "fp16"
+    assert OnnxSession(out).metadata["precision"] == "fp16"
 
 
 def test_weights_that_half_precision_cannot_hold_are_refused(run):
@@ -268,7 +268,7 @@ def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data
     assert not list(tmp_path.iterdir())
     found = export_onnx(tiny_run, tmp_path / "a.onnx", **asked, max_drop=0.7)
     assert found.accuracy.drop == pytest.approx(2 / 3)
-    metadata = Session(tmp_path / "a.onnx").metadata
+    metadata = OnnxSession(tmp_path / "a.onnx").metadata
     assert metadata["precision"] == "int8"
     assert json.loads(metadata["calibration"]) == {"dynamic": True}
 
@@ -297,7 +297,7 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
     export_onnx(tiny_run, tmp_path / "a.onnx", **asked, samples=5)
     assert len(seen) == 5
     assert all(pil_image.shape == (20, 24, 3) for pil_image in seen)
-    calibration = json.loads(Session(tmp_path / "a.onnx").metadata["calibration"])
+    calibration = json.loads(OnnxSession(tmp_path / "a.onnx").metadata["calibration"])
     assert calibration == {"data": str(data), "dynamic": False, "samples": 5}
     with pytest.raises(VitError, match=r"27 images can be calibrated with, .* 28 are needed"):
         export_onnx(tiny_run, tmp_path / "b.onnx", **asked, samples=28)

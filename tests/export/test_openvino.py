@@ -12,7 +12,7 @@ from vit.export import export_openvino as converting
 from vit.export.export_openvino import convert
 from vit.export.quantization import quantised
 from vit.exported import openvino_session as runtime
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import OnnxSession
 
 CPUINFO = Path("/proc/cpuinfo")
 OVERFLOWS = (
@@ -40,7 +40,7 @@ def test_both_engines_say_the_same(graph, whole, noise_of, tmp_path, precision, 
         "net.v1.bin",
         "net.v1.xml",
     ]
-    ours, theirs = runtime.Session(out, threads=1), Session(content)
+    ours, theirs = runtime.OpenVINOSession(out, threads=1), OnnxSession(content)
     assert ours.metadata == theirs.metadata
     assert (ours.inputs, ours.outputs) == (theirs.inputs, theirs.outputs)
     for count in (1, 5, 2):
@@ -71,12 +71,12 @@ def test_weights_that_are_not_its_own_are_noticed(graph, whole, noise_of, tmp_pa
     changed[-1] ^= 1
     weights.write_bytes(changed)
     with pytest.raises(WeightsError, match=r"one\.bin does not belong to .*one\.xml; export both"):
-        runtime.Session(tmp_path / "one.xml")
+        runtime.OpenVINOSession(tmp_path / "one.xml")
     (tmp_path / "two.bin").replace(weights)
     with pytest.raises(WeightsError, match=r"one\.xml"):
-        runtime.Session(tmp_path / "one.xml")
+        runtime.OpenVINOSession(tmp_path / "one.xml")
     with pytest.raises(WeightsError, match=r"two\.bin is missing; export both again$"):
-        runtime.Session(tmp_path / "two.xml")
+        runtime.OpenVINOSession(tmp_path / "two.xml")
 
 
 def test_other_names_and_missing_libraries_are_refused(graph, tmp_path, monkeypatch):

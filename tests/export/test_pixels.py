@@ -9,7 +9,7 @@ from PIL import Image
 from vit.data.preprocessing import Preprocessing
 from vit.export import onnx_preprocessing
 from vit.export.onnx_preprocessing import FITTED, fitting
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import OnnxSession
 
 WAYS = [
     {"image_size": (24, 24)},
@@ -38,7 +38,7 @@ def session(preprocessing):
     opset = onnx.helper.make_opsetid("", 18)
     model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
     onnx.checker.check_model(model, full_check=True)
-    return Session(model.SerializeToString())
+    return OnnxSession(model.SerializeToString())
 
 
 def assert_same(front, preprocessing, height, width, count=2):

@@ -14,7 +14,7 @@ from vit.errors import ConfigError, DataError, VitError
 from vit.export import quantization
 from vit.export.onnx_builder import Graph
 from vit.export.quantization import FEWEST, quantised, take_apart
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import OnnxSession
 
 OPTIONS = [
     {},
@@ -27,7 +27,7 @@ OPTIONS = [
 
 
 def answers(content, images):
-    (found,) = Session(content)({"images": images})
+    (found,) = OnnxSession(content)({"images": images})
     return found
 
 
@@ -51,7 +51,7 @@ def test_answers_are_nearly_those_of_float32(graph, static, noise_of):
 
 def test_onnxruntime_is_told_not_to_overflow(static):
     """Without VNNI the tests here fail without the option; with VNNI they cannot."""
-    options = Session(static)._session.get_session_options()
+    options = OnnxSession(static)._session.get_session_options()
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
 
 
@@ -75,7 +75,7 @@ def test_it_is_the_same_each_time(graph, static, noise_of):
 
 
 def test_metadata_are_kept(graph, static):
-    before, after = Session(graph).metadata, Session(static).metadata
+    before, after = OnnxSession(graph).metadata, OnnxSession(static).metadata
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {"precision", "calibration"}
     assert after["precision"] == "int8"
@@ -87,7 +87,7 @@ def test_metadata_are_kept(graph, static):
 
 def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of, tmp_path):
     ours = quantised(graph, [], dynamic=True)
-    assert json.loads(Session(ours).metadata["calibration"]) == {"dynamic": True}
+    assert json.loads(OnnxSession(ours).metadata["calibration"]) == {"dynamic": True}
     (tmp_path / "float.onnx").write_bytes(graph)
     quantize_dynamic(
         tmp_path / "float.onnx",

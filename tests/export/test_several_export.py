@@ -17,9 +17,9 @@ from vit.export.export_formats import export
 from vit.export.export_onnx import export_onnx
 from vit.export.reference_outputs import Said
 from vit.export.verification import verify
-from vit.exported.load_exported import runner_like
-from vit.exported.onnx_classifier import ClassRunner
-from vit.exported.onnx_session import Session
+from vit.exported.load_exported import load_exported
+from vit.exported.onnx_classifier import ExportedClassifier
+from vit.exported.onnx_session import OnnxSession
 from vit.inference.evaluate import evaluate, labelled
 from vit.inference.predictor import Predictor
 from vit.weights.convert import convert
@@ -51,7 +51,7 @@ def exact(run):
 
 
 def test_the_file_names_what_the_run_names(several_run, exported, images):
-    runner, predictor = ClassRunner(exported), exact(several_run)
+    runner, predictor = ExportedClassifier(exported), exact(several_run)
     assert runner.thresholds == predictor.thresholds == (0.3, 0.5, 0.7)
     assert runner.metadata["activation"] == "sigmoid"
     same(runner(images), predictor(images))
@@ -61,7 +61,7 @@ def test_the_file_names_what_the_run_names(several_run, exported, images):
 
 def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, images):
     found = Predictor(several_run, device="cpu", precision="bf16")(images, threshold=0.0)
-    expected = ClassRunner(exported)(images, threshold=0.0)
+    expected = ExportedClassifier(exported)(images, threshold=0.0)
     for one, other in zip(found, expected, strict=True):
         assert dict(one.predictions) == pytest.approx(dict(other.predictions), abs=0.01)
 
@@ -101,7 +101,7 @@ def test_damaged_thresholds_are_told(exported, tmp_path, thresholds):
     onnx.helper.set_model_props(proto, {**found, "thresholds": thresholds})
     onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(WeightsError, match="metadata are damaged"):
-        ClassRunner(tmp_path / "m.onnx")
+        ExportedClassifier(tmp_path / "m.onnx")
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_what_a_file_loses_is_mean_average_precision(several_run, exported, seve
         print,
         thresholds=run.thresholds,
     )
-    found = compare(run, Session(exported), samples)
+    found = compare(run, OnnxSession(exported), samples)
     scores = evaluate(several_run, str(several_list), device="cpu", precision="fp32")
     assert found.before == pytest.approx(scores["map"], abs=1e-6)
     assert (found.score, found.agreement) == ("mAP", 1.0)
@@ -136,7 +136,7 @@ def test_what_a_file_loses_is_mean_average_precision(several_run, exported, seve
 def test_openvino_and_torch_keep_it(several_run, images, tmp_path):
     pytest.importorskip("openvino")
     export(several_run, tmp_path / "m.xml", to="openvino", notify=None)
-    runner = runner_like(tmp_path / "m.xml", engine="openvino")
+    runner = load_exported(tmp_path / "m.xml", engine="openvino")
     same(runner(images[:8]), exact(several_run)(images[:8]))
     export(several_run, tmp_path / "m.pt2", to="torch", notify=None)
     extra = {"thresholds.json": ""}

@@ -20,7 +20,7 @@ from vit.export.mismatch_diagnosis import _permuted
 from vit.export.reference_outputs import Said, by_hand, by_predictor
 from vit.export.sample_images import SIZES, draw, images_for, scene, spread
 from vit.export.verification import HAND, LIMITS, Compared, compare, verify
-from vit.exported.onnx_classifier import ClassRunner
+from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
 
@@ -73,7 +73,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
 
     def check(images=None, **changes):
         graph = TorchGraph(changes.pop("other", run), **changes)
-        monkeypatch.setattr(verification, "opened", lambda *_: ClassRunner(graph))
+        monkeypatch.setattr(verification, "opened", lambda *_: ExportedClassifier(graph))
         return verify(tiny_run, "fruit.onnx", input_images if images is None else images)
 
     return check
@@ -298,7 +298,7 @@ def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
     with pytest.raises(RunError, match="neither a run nor an exported file"):
         verify(None)
     graph = TorchGraph(load_run(tiny_run))
-    monkeypatch.setattr(verification, "opened", lambda *_: ClassRunner(graph))
+    monkeypatch.setattr(verification, "opened", lambda *_: ExportedClassifier(graph))
     with pytest.raises(RunError, match=r"fruit.onnx names no run; give it with --run RUN"):
         verify(None, "fruit.onnx")
     graph.metadata["source_run"] = "runs/\x1b[31mgone"

@@ -99,15 +99,15 @@ def opened(args: argparse.Namespace, engine: str, device: str | None) -> Answers
         from vit.inference.predictor import Predictor
 
         return Predictor(args.model, **settings)
-    from vit.exported.load_exported import runner_like
+    from vit.exported.load_exported import load_exported
 
-    runner: Answers = runner_like(args.model, engine=engine, explain=args.explain, **settings)
+    runner: Answers = load_exported(args.model, engine=engine, explain=args.explain, **settings)
     return runner
 
 
 def block_of(predictor: Answers) -> int:
     """Images of which the answers depend on each other alone, from the start of a list on."""
-    return int(getattr(predictor, "block", predictor.batch_size))
+    return int(getattr(predictor, "block_size", predictor.batch_size))
 
 
 def width_of(predictor: Any) -> int:

@@ -15,8 +15,7 @@ from vit.data.image_io import read_image
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.errors import BadImage, DataError, VitError, printable
 from vit.evaluation.multilabel_metrics import average_precisions, mean_of_known
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import Array, OnnxSession
 from vit.weights.saved_model import LoadedRun
 
 
@@ -74,7 +73,7 @@ class Accuracy:
         )
 
 
-def compare(run: LoadedRun, session: Session, samples: Sequence[Sample]) -> Accuracy:
+def compare(run: LoadedRun, session: OnnxSession, samples: Sequence[Sample]) -> Accuracy:
     """Top-1 of `run`, and of the file that `session` computes.
 
     Raises:

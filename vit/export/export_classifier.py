@@ -19,8 +19,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.onnx_graph import Part, attend_plainly, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, fitting
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention_maps import Recorder
 from vit.model.vision_transformer import VisionTransformer
 from vit.version import __version__
@@ -150,7 +149,7 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
 
 
 def check_images(
-    part: Part, session: Session, preprocessing: Preprocessing, tolerance: float
+    part: Part, session: OnnxSession, preprocessing: Preprocessing, tolerance: float
 ) -> float:
     """Largest difference of a file to torch and Pillow on noise of several sizes and batches.
 

@@ -35,7 +35,7 @@ from vit.export.onnx_graph import (
 )
 from vit.export.quantization import quantised
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import OnnxSession
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun
@@ -203,7 +203,7 @@ def classifier_file(
     images = calibration_images(asked, run.classes, samples)
     proto = made(part, run, source, asked, images)
     with staged(path, proto, external=external) as checked:
-        session = Session(checked)
+        session = OnnxSession(checked)
         tolerance = TOLERANCES[asked.precision]
         difference = export_classifier.check_images(part, session, run.preprocessing, tolerance)
         accuracy = compare(run, session, samples) if samples else None

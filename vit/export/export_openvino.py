@@ -16,8 +16,7 @@ import numpy as np
 
 from vit.errors import RunError, VitError, WeightsError, printable
 from vit.exported import openvino_session as runtime
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import Array, OnnxSession
 from vit.weights.safetensors_io import atomic_write
 
 SUFFIX, WEIGHTS = ".xml", ".bin"
@@ -58,8 +57,8 @@ def convert(
     path = Path(out)
     if path.suffix != SUFFIX:
         raise RunError(f"{printable(path)}: name it {SUFFIX}, such as model{SUFFIX}")
-    core = runtime.core_of_openvino()
-    model = runtime.read(core, graph)
+    core = runtime.openvino_core()
+    model = runtime.read_model(core, graph)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
         beside = Path(folder) / f"model{SUFFIX}"
         _save(model, beside)
@@ -78,10 +77,10 @@ def _save(model: Any, path: Path) -> None:
 
     weights = path.with_suffix(WEIGHTS)
     openvino.save_model(model, path, compress_to_fp16=False)
-    found = runtime.digest(weights)
-    model.set_rt_info(found, [*runtime.WEIGHTS])
+    found = runtime.file_sha256(weights)
+    model.set_rt_info(found, [*runtime.DIGEST_KEY])
     openvino.save_model(model, path, compress_to_fp16=False)
-    if runtime.digest(weights) != found:
+    if runtime.file_sha256(weights) != found:
         raise VitError("OpenVINO writes the same weights as other bytes; nothing was written")
 
 
@@ -93,7 +92,7 @@ def _difference(
     Raises:
         VitError: It is more than TOLERANCES allow, or a name or shape differs.
     """
-    ours, theirs = runtime.Session(made), Session(graph)
+    ours, theirs = runtime.OpenVINOSession(made), OnnxSession(graph)
     if (ours.inputs, ours.outputs) != (theirs.inputs, theirs.outputs):
         raise VitError("OpenVINO names other inputs or outputs; nothing was written")
     precision = theirs.metadata.get("precision", "fp32")
@@ -103,7 +102,7 @@ def _difference(
         )
     (name,), largest = ours.inputs, 0.0
     batches = (
-        _noise(ours.declared[name][1]) if input_images is None else (x[None] for x in input_images)
+        _noise(ours.signature[name][1]) if input_images is None else (x[None] for x in input_images)
     )
     for images in batches:
         answers = zip(ours({name: images}), theirs({name: images}), strict=True)

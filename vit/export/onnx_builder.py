@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vit.export.onnx_graph import libraries
-from vit.exported.greedy_numpy import Array
+from vit.exported.onnx_session import Array
 
 Number = int | float
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.errors import ConfigError, VitError, printable
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_session import LIBRARIES, Session
+from vit.exported.onnx_session import LIBRARIES, Array, OnnxSession
 from vit.model.attention import masked, mixed
 from vit.weights.safetensors_io import atomic_write
 
@@ -168,7 +167,7 @@ def check_equal(part: Part, content: bytes) -> float:
     Raises:
         VitError: It is more than TOLERANCE, or a shape differs.
     """
-    session, largest = Session(content), 0.0
+    session, largest = OnnxSession(content), 0.0
     for example in part.examples:
         arrays = {name: x.numpy() for name, x in zip(part.inputs, example, strict=True)}
         with torch.no_grad():

@@ -34,8 +34,7 @@ import numpy as np
 from vit.errors import ConfigError, DataError
 from vit.export.onnx_builder import MOVES, Graph, attribute, node
 from vit.export.onnx_graph import libraries
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import Array, OnnxSession
 
 HEADS_FIRST = [0, 2, 1, 3]
 HEADS = 2
@@ -317,7 +316,7 @@ def _calibrate(graph: Graph, spots: Sequence[Spot], images: Sequence[Array]) -> 
             measured.nodes.append(node(f"Reduce{end}", taken, [f"{key}/{end}"], keepdims=0))
             value = libraries().helper.make_tensor_value_info(f"{key}/{end}", 1, [spot.channels])
             measured.proto.graph.output.append(value)
-    session = Session(measured.finish({}))
+    session = OnnxSession(measured.finish({}))
     for image in images:
         found = iter(session({session.inputs[0]: image[None]}))
         for spot in spots:

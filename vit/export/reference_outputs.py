@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vit.data.image_io import read_image
 from vit.errors import BadImage
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_captioner import CaptionRunner
-from vit.exported.onnx_classifier import ClassRunner
+from vit.exported.onnx_captioner import ExportedCaptioner
+from vit.exported.onnx_classifier import ExportedClassifier
+from vit.exported.onnx_session import Array
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor
@@ -20,7 +20,7 @@ from vit.model.captioner import Captioner
 from vit.output.prediction_results import Prediction
 from vit.weights.saved_model import LoadedRun
 
-Runner = ClassRunner | CaptionRunner
+Runner = ExportedClassifier | ExportedCaptioner
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ def by_predictor(run: LoadedRun, images: Sequence[str]) -> Answers:
 def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Answers:
     """What an exported file says of the run's `classes`; nothing of one that it does not know."""
     top_k = max(1, len(runner.classes))
-    if isinstance(runner, CaptionRunner):
+    if isinstance(runner, ExportedCaptioner):
         return _named(runner.stream(images, top_k=top_k), classes, None)
     said = runner.stream(images, top_k=top_k, threshold=0.0)
     return _named(said, classes, thresholds_of(runner, classes))
 
 
-def thresholds_of(runner: ClassRunner, classes: Sequence[str]) -> tuple[float, ...] | None:
+def thresholds_of(runner: ExportedClassifier, classes: Sequence[str]) -> tuple[float, ...] | None:
     """Those of the file for `classes`; 1 for one that it does not know."""
     if runner.thresholds is None:
         return None

@@ -20,7 +20,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import list_images, open_labelled
 from vit.errors import BadImage, DataError, VitError, printable
 from vit.export.export_options import SAMPLES, Options
-from vit.exported.greedy_numpy import Array
+from vit.exported.onnx_session import Array
 from vit.inference.evaluate import captioned, labelled
 from vit.weights.saved_model import LoadedRun
 

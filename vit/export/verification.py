@@ -17,7 +17,7 @@ from vit.errors import DataError, RunError, VitError, WeightsError, printable
 from vit.export.mismatch_diagnosis import causes, metadata_differences
 from vit.export.reference_outputs import Answers, Runner, Said, by_file, by_hand, by_predictor
 from vit.export.sample_images import images_for
-from vit.exported.load_exported import EXPORTED, runner_like
+from vit.exported.load_exported import EXPORTED, load_exported
 from vit.paths import did_you_mean
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import locate_weights
@@ -235,7 +235,7 @@ def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Ru
         raise WeightsError(
             f"{printable(exported)} is no exported file: give X.onnx or X.xml, or a run folder"
         )
-    return runner_like(exported, engine=engine, batch_size=batch_size)
+    return load_exported(exported, engine=engine, batch_size=batch_size)
 
 
 def source_of(exported: PathLike | None, runner: Runner | None) -> str:

@@ -1,20 +1,20 @@
-"""One way to open whatever `vit export` wrote: the file says what it is."""
+"""Loads a network that `vit export` wrote: X.onnx with onnxruntime, X.xml with OpenVINO."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vit.errors import ConfigError, printable
-from vit.exported.onnx_metadata import PathLike, metadata_of
+from vit.exported.onnx_metadata import PathLike, read_metadata
 
 if TYPE_CHECKING:
-    from vit.exported.onnx_captioner import CaptionRunner
-    from vit.exported.onnx_classifier import ClassRunner
+    from vit.exported.onnx_captioner import ExportedCaptioner
+    from vit.exported.onnx_classifier import ExportedClassifier
 
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
-"""Ending of a file -> what computes it, unless another was asked for."""
+"""File suffix -> default engine."""
 
 
-def runner_like(
+def load_exported(
     path: PathLike,
     *,
     engine: str = "onnx",
@@ -23,87 +23,90 @@ def runner_like(
     threads: int | None = None,
     search: Any = None,
     **settings: Any,
-) -> "ClassRunner | CaptionRunner":
-    """A runner for `vit predict`, whose other settings an exported network does not have.
+) -> "ExportedClassifier | ExportedCaptioner":
+    """Load an exported network; settings of the torch Predictor that it lacks are refused.
 
     Args:
         path: X.onnx of a classifier or a captioner; with openvino also X.xml.
-        engine: What computes it: onnx (onnxruntime) or openvino.
-        batch_size, workers: As for ClassRunner and CaptionRunner.
-        threads: As for ClassRunner.
-        search: A vit.generation Search, or None; only its min_tokens and max_tokens can be set.
-        settings: Others of the Predictor; each must be as it is when nobody sets it.
+        engine: onnx (onnxruntime) or openvino.
+        batch_size, workers: As for ExportedClassifier and ExportedCaptioner.
+        threads: As for ExportedClassifier.
+        search: A vit.generation Search, or None; only min_tokens and max_tokens may differ from
+            their defaults.
+        settings: Other settings of the Predictor; each must have its default value.
 
     Raises:
-        ConfigError: A setting has no effect here; the message names it.
+        ConfigError: A setting is not supported; the message names it.
         WeightsError: The file is missing, damaged, or not of vit export.
         VitError: The engine is not installed.
     """
     if engine not in EXPORTED.values():
         raise ConfigError(f"engine={engine!r}: choose one of {', '.join(EXPORTED.values())}")
-    precision = _checked(settings)
-    captions = engine == "onnx" and metadata_of(path).get("graph") in ("encoder", "decoder")
-    if captions:
+    precision = _check_settings(settings)
+    if engine == "onnx" and read_metadata(path).get("graph") in ("encoder", "decoder"):
         _check_precision(precision, "fp32")
-        return _captions(path, batch_size, workers, threads, search)
+        return _load_captioner(path, batch_size, workers, threads, search)
     if search is not None:
-        names = ", ".join(f"{name}={value!r}" for name, value in _chosen(search).items())
+        changed = _changed_settings(search)
+        names = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         raise ConfigError(f"{names or 'search'}: this network writes no captions; leave it out")
-    from vit.exported.onnx_classifier import ClassRunner
+    from vit.exported.onnx_classifier import ExportedClassifier
 
-    runner: ClassRunner
     if engine == "openvino":
-        from vit.exported.openvino_session import Session
+        from vit.exported.openvino_session import OpenVINOSession
 
-        graph = Session(path) if threads is None else Session(path, threads=threads)
-        runner = ClassRunner(graph, batch_size=batch_size, workers=workers)
+        graph = OpenVINOSession(path) if threads is None else OpenVINOSession(path, threads=threads)
+        classifier = ExportedClassifier(graph, batch_size=batch_size, workers=workers)
     else:
-        runner = ClassRunner(path, batch_size=batch_size, workers=workers, threads=threads)
-    _check_precision(precision, runner.precision)
-    return runner
+        classifier = ExportedClassifier(
+            path, batch_size=batch_size, workers=workers, threads=threads
+        )
+    _check_precision(precision, classifier.precision)
+    return classifier
 
 
-def _checked(settings: dict[str, Any]) -> str | None:
-    """The precision that was asked for; refuses what an exported network cannot do."""
+def _check_settings(settings: dict[str, Any]) -> str | None:
+    """Refuse settings that an exported network lacks; return the requested precision."""
     for name, value in settings.items():
         if name == "device" and value not in (None, "cpu"):
             raise ConfigError(
-                f"device={printable(value)!r}: exported networks are computed by the CPU here; "
-                "leave it out, or give the run"
+                f"device={printable(value)!r}: exported networks run on the CPU; leave it out, or "
+                "give the run"
             )
         if name not in ("device", "precision") and value not in (None, False, "auto"):
             raise ConfigError(
-                f"{name}={value!r}: an exported network cannot do that; give the run it was "
+                f"{name}={value!r}: not supported by an exported network; give the run it was "
                 "exported from"
             )
     precision: str | None = settings.get("precision")
     return precision
 
 
-def _check_precision(asked: str | None, own: str) -> None:
-    if asked not in (None, "auto", own):
+def _check_precision(requested: str | None, exported: str) -> None:
+    if requested not in (None, "auto", exported):
         raise ConfigError(
-            f"precision={asked!r}: the exported network computes in {printable(own)}; export it "
-            "again with another --precision"
+            f"precision={requested!r}: the exported network computes in {printable(exported)}; "
+            "export it again with another --precision"
         )
 
 
-def _chosen(search: Any) -> dict[str, Any]:
-    """What was chosen of a Search."""
-    usual = type(search)()
-    return {name: x for name, x in asdict(search).items() if x != getattr(usual, name)}
+def _changed_settings(search: Any) -> dict[str, Any]:
+    """Settings of a Search that differ from their defaults."""
+    default = type(search)()
+    return {name: x for name, x in asdict(search).items() if x != getattr(default, name)}
 
 
-def _captions(
+def _load_captioner(
     path: PathLike, batch_size: int | None, workers: int | None, threads: int | None, search: Any
-) -> "CaptionRunner":
-    from vit.exported.onnx_captioner import CaptionRunner
+) -> "ExportedCaptioner":
+    from vit.exported.onnx_captioner import ExportedCaptioner
 
-    chosen = {} if search is None else _chosen(search)
-    limits = {name: chosen.pop(name) for name in ("min_tokens", "max_tokens") if name in chosen}
-    for name, value in chosen.items():
+    changed = {} if search is None else _changed_settings(search)
+    limits = {name: changed.pop(name) for name in ("min_tokens", "max_tokens") if name in changed}
+    for name, value in changed.items():
         raise ConfigError(
-            f"{name}={value!r}: an exported network takes the likeliest word each time; give the "
-            "run"
+            f"{name}={value!r}: an exported network decodes greedily only; give the run"
         )
-    return CaptionRunner(path, batch_size=batch_size, workers=workers, threads=threads, **limits)
+    return ExportedCaptioner(
+        path, batch_size=batch_size, workers=workers, threads=threads, **limits
+    )

@@ -1,51 +1,62 @@
-"""Captions from the files of `vit export`, without torch: onnxruntime, numpy, Pillow, tokenizers.
+"""Captioning with exported ONNX files: onnxruntime, numpy, Pillow and tokenizers, without torch.
 
-An image is read and resized by the code that training used; sentences are written by taking the
-likeliest word each time.
+Images are decoded and resized by the code that training used. Decoding is greedy.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError, printable
-from vit.exported.greedy_numpy import Array, greedy
-from vit.exported.onnx_session import Session
-from vit.exported.read_ahead import PathLike, check_top_k, named, paths_of, sizes, windows
+from vit.exported.image_prefetch import (
+    PathLike,
+    image_paths,
+    prefetch_images,
+    resolve_batch_and_workers,
+)
+from vit.exported.onnx_classifier import top_k_classes
+from vit.exported.onnx_session import Array, OnnxSession
 from vit.generation.caption import Caption
-from vit.output.prediction_results import Prediction
+from vit.output.prediction_results import Prediction, check_top_k
 
-NUMBERS = ("begin", "end", "max_tokens")
+INTEGER_METADATA = ("begin", "end", "max_tokens")
 
 
-class CaptionRunner:
-    """Says in words what is to be seen in images.
+class ExportedCaptioner:
+    """Generates captions of images with the two ONNX files of an exported captioner.
 
     Args:
-        path: NAME.onnx, which sees.
-        decoder: What writes; NAME.decoder.onnx when left out.
-        providers: What computes both, by onnxruntime's names; the CPU when left out.
-        batch_size: Images in one pass through the networks.
-        workers: Threads that read images; one a core, at most 8, when left out.
-        min_tokens: Tokens before a sentence may end.
-        max_tokens: Tokens after which it stops, unended; as many as the network can write when
-            left out.
-        threads: That compute; one a core when left out.
+        path: NAME.onnx, the image encoder.
+        decoder: The text decoder; default: NAME.decoder.onnx.
+        providers: onnxruntime's execution providers; default: the CPU.
+        batch_size: Images per forward pass.
+        workers: Threads that decode images; default: one per core, at most 8.
+        min_tokens: Minimum length of a caption in tokens.
+        max_tokens: Maximum length in tokens; default: the decoder's maximum.
+        threads: Compute threads; default: one per core.
 
     Attributes:
-        classes: Names, by output of the network; none of a mere captioner.
-        block: Images from the start of a list on whose answers depend on each other alone.
-        metadata: All that the decoder says of itself.
+        classes: Class names; empty if the model has no classification head.
+        block_size: A list gives the same results when it is continued at a multiple of this.
+        metadata: Metadata of the decoder file.
 
     Raises:
-        ConfigError: A setting is out of range, or cannot be used on this machine.
+        ConfigError: A setting is out of range, or not supported on this machine.
         WeightsError: A file is missing, damaged, of another export, or not of vit export.
         VitError: onnxruntime is not installed.
     """
+
+    device = "cpu"
+    precision = "fp32"
+    thresholds = None
+    n_best = 1
+    """Captions per image."""
 
     def __init__(
         self,
@@ -59,75 +70,74 @@ class CaptionRunner:
         max_tokens: int | None = None,
         threads: int | None = None,
     ) -> None:
-        self.batch_size, self.workers = sizes(batch_size, workers)
-        self.block = self.batch_size
-        beside = Path(path).with_suffix(f".decoder{Path(path).suffix}")
-        self._see = _graph(path, "encoder", providers, threads)
-        self._step = _graph(decoder or beside, "decoder", providers, threads)
-        self.metadata = about = self._step.metadata
-        if about.get("pair") != self._see.metadata.get("pair"):
+        self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)
+        self.block_size = self.batch_size
+        decoder = decoder or Path(path).with_suffix(f".decoder{Path(path).suffix}")
+        self._encoder = _open_graph(path, "encoder", providers, threads)
+        self._decoder = _open_graph(decoder, "decoder", providers, threads)
+        self.metadata = metadata = self._decoder.metadata
+        if metadata.get("pair") != self._encoder.metadata.get("pair"):
             raise WeightsError(
-                f"{printable(path)} and {printable(decoder or beside)} are of two exports; give "
-                "the two files of one"
+                f"{printable(path)} and {printable(decoder)} are of two exports; give the two "
+                "files of one"
             )
         try:
-            self.preprocessing = Preprocessing.from_dict(json.loads(about["preprocessing"]))
-            self.classes: tuple[str, ...] = tuple(json.loads(about["classes"]))
-            self.tokenizer = Tokenizer.from_json(about["tokenizer"])
-            self.begin, self.end, most = (int(about[name]) for name in NUMBERS)
+            self.preprocessing = Preprocessing.from_dict(json.loads(metadata["preprocessing"]))
+            self.classes: tuple[str, ...] = tuple(json.loads(metadata["classes"]))
+            self.tokenizer = Tokenizer.from_json(metadata["tokenizer"])
+            self.begin, self.end, longest = (int(metadata[name]) for name in INTEGER_METADATA)
         except (KeyError, ValueError, TypeError) as error:
             raise WeightsError(
-                f"{printable(decoder or beside)}: its metadata are damaged ({printable(error)}); "
-                "export it again"
+                f"{printable(decoder)}: its metadata are damaged ({printable(error)}); export it "
+                "again"
             ) from None
-        self.min_tokens, self.max_tokens = min_tokens, most if max_tokens is None else max_tokens
-        if not 1 <= self.max_tokens <= most:
-            raise ConfigError(f"max_tokens={max_tokens}: this decoder writes 1 to {most}")
+        self.min_tokens, self.max_tokens = min_tokens, longest if max_tokens is None else max_tokens
+        if not 1 <= self.max_tokens <= longest:
+            raise ConfigError(f"max_tokens={max_tokens}: this decoder writes 1 to {longest}")
         if not 1 <= min_tokens <= self.max_tokens:
             raise ConfigError(f"min_tokens={min_tokens}: must be from 1 to {self.max_tokens}")
 
-    n_best = 1
-    """Captions of an image."""
-
     def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
-        """One answer for each path of `images`, in their order; see `stream`."""
+        """Return one prediction per path of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k))
 
     def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[Prediction]:
-        """Answers in the order of `images`, as they are made; memory does not grow.
+        """Yield predictions in the order of `images`, in bounded memory.
 
         Args:
             images: Paths of images.
-            top_k: Most probable classes to name, where the network has classes.
+            top_k: Most probable classes to return, if the model has classes.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
-            WeightsError: The networks cannot be computed, or answer with what is no number.
+            ConfigError: `top_k` is less than 1, or `images` is one path instead of a list.
+            WeightsError: The networks cannot be computed, or return NaN.
         """
         check_top_k(top_k)
-        return self._stream(paths_of(images), top_k)
+        return self._stream(image_paths(images), top_k)
 
     def _stream(self, paths: Iterator[str], top_k: int) -> Iterator[Prediction]:
-        batches = windows(paths, self.preprocessing.fit, workers=self.workers, most=self.batch_size)
+        batches = prefetch_images(
+            paths, self.preprocessing.fit, workers=self.workers, window_size=self.batch_size
+        )
         for batch in batches:
-            good = [image for _, image in batch if not isinstance(image, BadImage)]
-            answers = self._answers(good, top_k)
+            decoded = [image for _, image in batch if not isinstance(image, BadImage)]
+            results = self._caption(decoded, top_k)
             for path, image in batch:
                 if isinstance(image, BadImage):
                     yield Prediction(path, error=image.reason)
                 else:
-                    sentence, classes = next(answers)
-                    yield Prediction(path, classes, captions=(sentence,))
+                    caption, classes = next(results)
+                    yield Prediction(path, classes, captions=(caption,))
 
-    def _answers(
-        self, pixels: list[Array], top_k: int
+    def _caption(
+        self, images: list[Array], top_k: int
     ) -> Iterator[tuple[Caption, tuple[tuple[str, float], ...]]]:
-        """A sentence and the named classes of each prepared image."""
-        if not pixels:
+        """Yield the caption and the top classes of each preprocessed image."""
+        if not images:
             return
-        key, value, *rest = self._see({"images": np.stack(pixels)})
-        sentences = greedy(
-            self._step,
+        key, value, *heads = self._encoder({"images": np.stack(images)})
+        sequences = greedy_decode(
+            self._decoder,
             key,
             value,
             begin=self.begin,
@@ -135,24 +145,111 @@ class CaptionRunner:
             min_tokens=self.min_tokens,
             max_tokens=self.max_tokens,
         )
-        rows = rest[0] if rest else [None] * len(pixels)
-        for one, row in zip(sentences, rows, strict=True):
-            text = self.tokenizer.decode(one.ids)
-            classes = () if row is None else named(self.classes, row, top_k)
-            yield Caption(text, one.score, one.ids, one.ended), classes
+        probabilities = heads[0] if heads else [None] * len(images)
+        for sequence, row in zip(sequences, probabilities, strict=True):
+            text = self.tokenizer.decode(sequence.ids)
+            classes = () if row is None else top_k_classes(self.classes, row, top_k)
+            yield Caption(text, sequence.score, sequence.ids, sequence.ended), classes
 
 
-def _graph(
+def _open_graph(
     path: PathLike, kind: str, providers: Sequence[str] | None, threads: int | None
-) -> Session:
-    """The file `path`, which must be the `kind` of a captioner."""
-    session = Session(path, providers, threads=threads)
+) -> OnnxSession:
+    """Open `path`, which must be the captioner's `kind`: encoder or decoder."""
+    session = OnnxSession(path, providers, threads=threads)
     found = session.metadata.get("graph")
     if found == "classifier":
-        raise WeightsError(f"{printable(path)} is a classifier; open it with ClassRunner")
+        raise WeightsError(f"{printable(path)} is a classifier; open it with ExportedClassifier")
     if found != kind:
-        what = f"is the {printable(found)} of a captioner"
+        problem = f"is the {printable(found)} of a captioner"
         if found is None:
-            what = "was not written by vit export"
-        raise WeightsError(f"{printable(path)} {what}; give its {kind} here")
+            problem = "was not written by vit export"
+        raise WeightsError(f"{printable(path)} {problem}; give its {kind} here")
     return session
+
+
+class GeneratedSequence(NamedTuple):
+    """One generated caption as token ids."""
+
+    ids: tuple[int, ...]
+    """Without the begin and end tokens."""
+    score: float
+    """Sum of the tokens' log probabilities, including the end token's if it was generated."""
+    ended: bool
+    """Whether the end token was generated before `max_tokens`."""
+
+
+DecoderStep = Callable[[dict[str, Array]], list[Array]]
+
+
+def greedy_decode(
+    step: DecoderStep,
+    memory_key: Array,
+    memory_value: Array,
+    *,
+    begin: int,
+    end: int,
+    min_tokens: int,
+    max_tokens: int,
+) -> list[GeneratedSequence]:
+    """Greedy decoding with a KV cache, as vit/generation does it in torch.
+
+    Of equal logits the lower id is taken. Finished sequences leave the batch.
+
+    Args:
+        step: The decoder graph.
+        memory_key, memory_value: Cross-attention keys and values of the images,
+            (layers, batch, kv_heads, tokens, head_dim).
+        begin, end: Ids of the begin and end tokens.
+        min_tokens: The end token is not generated before this many tokens.
+        max_tokens: Maximum length.
+
+    Returns:
+        One sequence per image.
+
+    Raises:
+        WeightsError: A log probability is not finite.
+    """
+    active = np.arange(memory_key.shape[1])
+    tokens: list[list[int]] = [[] for _ in active]
+    scores: list[list[float]] = [[] for _ in active]
+    memory = {"memory_key": memory_key, "memory_value": memory_value}
+    past = {"past_key": memory_key[..., :0, :], "past_value": memory_value[..., :0, :]}
+    ids = np.full((len(active), 1), begin, dtype=np.int64)
+    for index in range(max_tokens):
+        logits, *present = step({"ids": ids, **past, **memory})
+        allowed = logits.copy()
+        if index < min_tokens:
+            allowed[:, end] = -np.inf
+        ids = allowed.argmax(axis=1)[:, None]
+        log_probabilities = _log_probabilities(logits, ids)
+        for row, token, score in zip(active, ids[:, 0], log_probabilities, strict=True):
+            scores[row].append(float(score))
+            if token != end:
+                tokens[row].append(int(token))
+        unfinished = np.flatnonzero(ids[:, 0] != end)
+        if not len(unfinished):
+            break
+        active, ids = active[unfinished], ids[unfinished]
+        past = {name: x[:, unfinished] for name, x in zip(past, present, strict=True)}
+        memory = {name: x[:, unfinished] for name, x in memory.items()}
+    return [_sequence(*pair) for pair in zip(tokens, scores, strict=True)]
+
+
+def _log_probabilities(logits: Array, ids: Array) -> Array:
+    """Log softmax of one id per row in float64, (rows, vocab), (rows, 1) -> (rows,)."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    chosen = np.take_along_axis(shifted, ids, axis=1)[:, 0]
+    result: Array = chosen - np.log(np.exp(shifted).sum(axis=1))
+    return result
+
+
+def _sequence(tokens: list[int], scores: list[float]) -> GeneratedSequence:
+    score = math.fsum(scores)
+    if not math.isfinite(score):
+        raise WeightsError(
+            f"a caption has the log probability {score}: the network's logits are not finite; "
+            "check the weights that were exported"
+        )
+    return GeneratedSequence(tuple(tokens), score, len(scores) > len(tokens))

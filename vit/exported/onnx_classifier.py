@@ -1,7 +1,7 @@
-"""Classes of images from the file of `vit export`, without torch: onnxruntime, numpy, Pillow.
+"""Classification with an exported file: onnxruntime or OpenVINO, numpy and Pillow, without torch.
 
-The graph takes the bytes of an image of any size and does everything else: it resizes, normalises
-and gives probabilities. Here images are read, by the code that training used, and put together.
+The graph takes the bytes of images of any size; resizing, normalisation and softmax or sigmoid are
+inside. This module decodes images, by the code that training used, and batches those of one size.
 """
 
 import json
@@ -14,121 +14,118 @@ import numpy as np
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError, printable
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_session import Graph, Session
-from vit.exported.read_ahead import (
+from vit.exported.image_prefetch import (
+    DecodedImage,
     PathLike,
-    Read,
-    check_top_k,
-    how_many,
-    named,
-    paths_of,
-    sizes,
-    windows,
+    image_paths,
+    prefetch_images,
+    resolve_batch_and_workers,
 )
-from vit.output.prediction_results import Prediction
+from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
+from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 
 INPUT, OUTPUT = "images", "probabilities"
-WINDOW = 8
-"""Batches among which images of one size are looked for."""
+WINDOW_BATCHES = 8
+"""Batches among which images of one size are grouped."""
 BATCH_PIXELS = 2**22
-"""In one pass: the graph needs 12 bytes and more for each."""
-Row = dict[str, Array]
+"""Maximum pixels of one forward pass: the graph needs 12 bytes and more for each."""
+OutputRow = dict[str, Array]
+"""Outputs of one image by name, without the batch axis."""
 
 
-class ClassRunner:
-    """Labels images with an exported classifier.
+class ExportedClassifier:
+    """Classifies images with an exported network.
 
-    Images of one height and width go through the graph together, where they are near each other
-    in the list. A list gives the same numbers every time; the last digits depend on `batch_size`
-    and on the other images.
+    Images of the same height and width that are near each other in the list share a batch. A list
+    gives the same numbers every time; the last digits depend on `batch_size` and on the other
+    images.
 
     Args:
-        path: X.onnx, or a graph that another engine has opened.
-        providers: What computes it, by onnxruntime's names; the CPU when left out.
-        batch_size: Images in one pass at most.
-        workers: Threads that read images; one a core, at most 8, when left out.
-        threads: That compute; one a core when left out.
+        path: X.onnx, or a session that another engine has opened.
+        providers: onnxruntime's execution providers; default: the CPU.
+        batch_size: Maximum images per forward pass.
+        workers: Threads that decode images; default: one per core, at most 8.
+        threads: Compute threads; default: one per core.
 
     Attributes:
-        classes: Names, by output of the network.
-        preprocessing: What the graph does with an image before the network sees it.
-        precision: fp32, fp16 or int8: the arithmetic of the graph.
-        thresholds: Of each class, from which on it is named, where an image may have several and
-            the graph ends in sigmoids; None where it has one.
-        block: Images from the start of a list on whose answers depend on each other alone.
-        metadata: All that the file says of itself.
+        classes: Class names, by output of the network.
+        preprocessing: Preprocessing inside the graph.
+        precision: fp32, fp16 or int8.
+        thresholds: Decision threshold per class of a multi-label network; None for softmax.
+        block_size: A list gives the same results when it is continued at a multiple of this.
+        metadata: Metadata of the file.
 
     Raises:
-        ConfigError: A setting is out of range, or cannot be used on this machine.
+        ConfigError: A setting is out of range, or not supported on this machine.
         WeightsError: The file is missing, damaged, or not of vit export.
         VitError: onnxruntime is not installed.
     """
 
+    device = "cpu"
     n_best = 0
-    """Captions of an image."""
+    """Captions per image."""
 
     def __init__(
         self,
-        path: PathLike | Graph,
+        path: PathLike | InferenceSession,
         providers: Sequence[str] | None = None,
         *,
         batch_size: int | None = None,
         workers: int | None = None,
         threads: int | None = None,
     ) -> None:
-        self.batch_size, self.workers = sizes(batch_size, workers)
-        self.block = WINDOW * self.batch_size
+        self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)
+        self.block_size = WINDOW_BATCHES * self.batch_size
         if isinstance(path, str | os.PathLike):
             self._name = printable(path)
-            self._graph: Graph = Session(path, providers, threads=threads)
+            self._session: InferenceSession = OnnxSession(path, providers, threads=threads)
         elif providers is None and threads is None:
-            self._name, self._graph = "the graph", path
+            self._name, self._session = "the graph", path
         else:
-            raise ConfigError("providers and threads are those of the graph that was given")
-        self.metadata = self._graph.metadata
-        self._check_kind()
+            raise ConfigError("providers and threads belong to the session that was given")
+        self.metadata = self._session.metadata
+        self._check_graph()
         try:
-            self.classes = _class_names(self.metadata["classes"])
+            self.classes = _parse_classes(self.metadata["classes"])
             self.preprocessing = Preprocessing.from_dict(json.loads(self.metadata["preprocessing"]))
             self.precision = self.metadata["precision"]
-            self.thresholds = _thresholds(self.metadata, self.classes)
+            self.thresholds = _parse_thresholds(self.metadata, self.classes)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
             ) from None
-        self._check_declared(getattr(self._graph, "declared", {}))
+        self._check_signature(getattr(self._session, "signature", {}))
 
-    def _check_kind(self) -> None:
-        """Refuse what is no classifier of vit export."""
+    def _check_graph(self) -> None:
+        """Refuse a graph that is not a classifier of vit export."""
         kind = self.metadata.get("graph")
         if kind is None:
             raise WeightsError(f"{self._name} was not written by vit export; give a file that was")
         if kind != "classifier":
             raise WeightsError(
                 f"{self._name} is the {printable(kind)} of a captioner, not a classifier; open it "
-                "with CaptionRunner"
+                "with ExportedCaptioner"
             )
-        if self._graph.inputs != [INPUT] or OUTPUT not in self._graph.outputs:
-            names = f"{self._graph.inputs} -> {self._graph.outputs}"
+        if self._session.inputs != [INPUT] or OUTPUT not in self._session.outputs:
+            names = f"{self._session.inputs} -> {self._session.outputs}"
             raise WeightsError(
                 f"{self._name}: computes {printable(names)}, expected {INPUT} -> {OUTPUT}; "
                 "export it again"
             )
 
-    def _check_declared(self, declared: dict[str, tuple[str, tuple[Any, ...]]]) -> None:
-        """Compare what the graph says of its input and output with what is going to be used."""
-        kind, shape = declared.get(INPUT, ("tensor(uint8)", (None, None, None, 3)))
-        free = len(shape) == 4 and not any(isinstance(side, int) for side in shape[:3])
-        if kind != "tensor(uint8)" or not free or shape[3] != 3:
+    def _check_signature(self, signature: dict[str, tuple[str, tuple[Any, ...]]]) -> None:
+        """Compare the graph's declared input and output shapes with the expected ones."""
+        dtype, shape = signature.get(INPUT, ("tensor(uint8)", (None, None, None, 3)))
+        dynamic = len(shape) == 4 and not any(isinstance(side, int) for side in shape[:3])
+        if dtype != "tensor(uint8)" or not dynamic or shape[3] != 3:
             raise WeightsError(
-                f"{self._name}: takes {kind} of shape {printable(list(shape))}, expected bytes of "
+                f"{self._name}: takes {dtype} of shape {printable(list(shape))}, expected bytes of "
                 "any (batch, height, width, 3); export it again"
             )
-        _, shape = declared.get(OUTPUT, ("", (None, len(self.classes))))
+        _, shape = signature.get(OUTPUT, ("", (None, len(self.classes))))
         if len(shape) != 2 or shape[1] != len(self.classes):
             raise WeightsError(
-                f"{self._name}: gives probabilities of shape {printable(list(shape))}, and names "
+                f"{self._name}: returns probabilities of shape {printable(list(shape))}, and names "
                 f"{len(self.classes)} classes; export it again"
             )
 
@@ -139,7 +136,7 @@ class ClassRunner:
         top_k: int | None = None,
         threshold: float | None = None,
     ) -> list[Prediction]:
-        """One answer for each path of `images`, in their order; see `stream`."""
+        """Return one prediction per path of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k, threshold=threshold))
 
     def stream(
@@ -149,99 +146,125 @@ class ClassRunner:
         top_k: int | None = None,
         threshold: float | None = None,
     ) -> Iterator[Prediction]:
-        """Answers in the order of `images`, as they are made; memory does not grow.
+        """Yield predictions in the order of `images`, in bounded memory.
 
         Args:
             images: Paths of images.
-            top_k: Most probable classes to name; all of them where there are fewer. When left out
-                5, and where an image may have several classes all above their thresholds.
-            threshold: Name no class that is less probable, whatever its own threshold is.
+            top_k: Most probable classes to return, at most all. Default: 5; for a multi-label
+                network all classes above their thresholds.
+            threshold: Minimum probability of a class; replaces the network's own thresholds.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
-            WeightsError: The graph gives other shapes than it must.
+            ConfigError: `top_k` is less than 1, or `images` is one path instead of a list.
+            WeightsError: The graph returns unexpected shapes.
         """
         check_top_k(top_k)
-        asked = how_many(self.classes, self.thresholds, top_k, threshold)
-        return (self._told(path, row, *asked) for path, row in self._rows(paths_of(images)))
+        top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
+        return (
+            Prediction(path, error=row.reason)
+            if isinstance(row, BadImage)
+            else Prediction(path, top_k_classes(self.classes, row[OUTPUT], top_k, thresholds))
+            for path, row in self._run(image_paths(images))
+        )
 
     def probabilities(self, images: Iterable[PathLike]) -> Iterator[Array | BadImage]:
-        """Of each image in order, (classes,) float64, or why there are none."""
-        rows = self._rows(paths_of(images))
+        """Yield the probabilities of each image, (classes,) float64, or its error."""
+        rows = self._run(image_paths(images))
         return (row if isinstance(row, BadImage) else row[OUTPUT] for _, row in rows)
 
-    def outputs(self, images: Iterable[PathLike], names: Sequence[str]) -> Iterator[Row | BadImage]:
-        """Of each image in order the outputs called `names`, without the axis of the batch.
+    def outputs(
+        self, images: Iterable[PathLike], names: Sequence[str]
+    ) -> Iterator[OutputRow | BadImage]:
+        """Yield the outputs `names` of each image, without the batch axis, or its error.
 
         Raises:
-            ConfigError: The graph has no such output, or `images` is one path instead of several.
+            ConfigError: The graph has no such output, or `images` is one path instead of a list.
         """
         for name in names:
-            if name not in self._graph.outputs:
+            if name not in self._session.outputs:
                 raise ConfigError(
-                    f"output={name!r}: {self._name} gives {', '.join(self._graph.outputs)}; export "
+                    f"output={name!r}: {self._name} has {', '.join(self._session.outputs)}; export "
                     "it with --tokens"
                 )
-        return (row for _, row in self._rows(paths_of(images), names))
+        return (row for _, row in self._run(image_paths(images), names))
 
-    def _told(
-        self, path: str, row: Row | BadImage, top_k: int, thresholds: Sequence[float] | None
-    ) -> Prediction:
-        if isinstance(row, BadImage):
-            return Prediction(path, error=row.reason)
-        return Prediction(path, named(self.classes, row[OUTPUT], top_k, thresholds))
-
-    def _rows(
+    def _run(
         self, paths: Iterator[str], names: Sequence[str] = (OUTPUT,)
-    ) -> Iterator[tuple[str, Row | BadImage]]:
-        for window in windows(paths, np.asarray, workers=self.workers, most=self.block):
-            yield from zip([path for path, _ in window], self._window(window, names), strict=True)
+    ) -> Iterator[tuple[str, OutputRow | BadImage]]:
+        windows = prefetch_images(
+            paths, np.asarray, workers=self.workers, window_size=self.block_size
+        )
+        for window in windows:
+            rows = self._run_window(window, names)
+            yield from zip([path for path, _ in window], rows, strict=True)
 
-    def _window(self, window: list[Read], names: Sequence[str]) -> list[Row | BadImage]:
-        """What is said of each image of a window; those of one size are computed together."""
-        said: dict[int, Row | BadImage] = {}
-        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for place, (_, image) in enumerate(window):
+    def _run_window(
+        self, window: list[DecodedImage], names: Sequence[str]
+    ) -> list[OutputRow | BadImage]:
+        """Run a window of images in batches of equal size, and return rows in its order."""
+        rows: dict[int, OutputRow | BadImage] = {}
+        by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, (_, image) in enumerate(window):
             if isinstance(image, BadImage):
-                said[place] = image
+                rows[index] = image
             else:
-                alike[image.shape].append(place)
-        for (height, width, _), places in alike.items():
+                by_shape[image.shape].append(index)
+        for (height, width, _), indices in by_shape.items():
             size = max(1, min(self.batch_size, BATCH_PIXELS // (height * width)))
-            for first in range(0, len(places), size):
-                chosen = places[first : first + size]
-                said |= zip(chosen, self._batch([window[i] for i in chosen], names), strict=True)
-        return [said[place] for place in range(len(window))]
+            for first in range(0, len(indices), size):
+                batch = indices[first : first + size]
+                rows |= zip(batch, self._run_batch([window[i] for i in batch], names), strict=True)
+        return [rows[index] for index in range(len(window))]
 
-    def _batch(self, images: list[Read], names: Sequence[str]) -> list[Row | BadImage]:
-        """What is said of each of some images of one size."""
+    def _run_batch(
+        self, images: list[DecodedImage], names: Sequence[str]
+    ) -> list[OutputRow | BadImage]:
+        """Run images of one height and width in one forward pass."""
         pixels = [np.asarray(image) for _, image in images]
         try:
-            found = self._graph({INPUT: np.stack(pixels) if len(pixels) > 1 else pixels[0][None]})
+            arrays = self._session(
+                {INPUT: np.stack(pixels) if len(pixels) > 1 else pixels[0][None]}
+            )
         except (WeightsError, MemoryError) as error:
             return [BadImage(path, str(error)) for path, _ in images]
-        outputs = dict(zip(self._graph.outputs, found, strict=True))
+        outputs = dict(zip(self._session.outputs, arrays, strict=True))
         outputs[OUTPUT] = outputs[OUTPUT].astype(np.float64)
         if outputs[OUTPUT].shape != (len(images), len(self.classes)):
             raise WeightsError(
-                f"{self._name}: gives probabilities of shape {list(outputs[OUTPUT].shape)} for "
+                f"{self._name}: returns probabilities of shape {list(outputs[OUTPUT].shape)} for "
                 f"{len(images)} images and {len(self.classes)} classes; export it again"
             )
         finite = [bool(np.isfinite(row).all()) for row in outputs[OUTPUT]]
         overflow = f"the network overflowed in {printable(self.precision)}; export it as fp32"
         return [
-            {name: outputs[name][place] for name in names}
-            if finite[place]
+            {name: outputs[name][index] for name in names}
+            if finite[index]
             else BadImage(path, overflow)
-            for place, (path, _) in enumerate(images)
+            for index, (path, _) in enumerate(images)
         ]
 
 
-def _class_names(text: str) -> tuple[str, ...]:
-    """The names in a JSON list.
+def top_k_classes(
+    classes: Sequence[str],
+    probabilities: Array,
+    top_k: int,
+    thresholds: Sequence[float] | None = None,
+) -> tuple[tuple[str, float], ...]:
+    """The most probable classes with their probabilities; the first of equal ones.
+
+    Classes below their threshold in `thresholds` are left out.
+    """
+    best = np.argsort(-probabilities, kind="stable")[:top_k]
+    minimum = [0.0] * len(classes) if thresholds is None else thresholds
+    pairs = ((index, float(probabilities[index])) for index in best)
+    return tuple((classes[index], score) for index, score in pairs if score >= minimum[index])
+
+
+def _parse_classes(text: str) -> tuple[str, ...]:
+    """Parse a JSON list of class names.
 
     Raises:
-        ValueError: It is no list of different names.
+        ValueError: It is not a list of distinct names.
     """
     names = json.loads(text)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -251,21 +274,21 @@ def _class_names(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple[float, ...] | None:
-    """Of each class, where an image may have several; None of softmax, and of older files.
+def _parse_thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple[float, ...] | None:
+    """Decision thresholds of a multi-label network; None for softmax, and for older files.
 
     Raises:
-        ValueError: There are none, or they are no probabilities.
+        ValueError: They are missing, or not probabilities.
     """
-    kind = metadata.get("activation", "softmax")
-    if kind == "softmax":
+    activation = metadata.get("activation", "softmax")
+    if activation == "softmax":
         return None
     values = json.loads(metadata.get("thresholds", "null"))
-    listed = isinstance(values, list) and len(values) == len(classes)
-    if kind != "sigmoid" or not listed or not all(_is_share(value) for value in values):
-        raise ValueError(f"activation {printable(kind)} needs a threshold for each class")
+    complete = isinstance(values, list) and len(values) == len(classes)
+    if activation != "sigmoid" or not complete or not all(map(_is_probability, values)):
+        raise ValueError(f"activation {printable(activation)} needs a threshold for each class")
     return tuple(map(float, values))
 
 
-def _is_share(value: Any) -> bool:
+def _is_probability(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value <= 1

@@ -1,7 +1,7 @@
-"""What an ONNX file says of itself and which files it names, before anything opens it.
+"""Reads the metadata and the external data locations of an ONNX file, without onnx.
 
-Read from its bytes as onnx.proto numbers its fields, so that neither onnx nor onnxruntime is needed
-and names of other files are known before a library follows them. Weights are skipped, not read.
+A minimal protobuf reader by the field numbers of onnx.proto: locations of external data are checked
+before a library follows them. Weights are skipped, not read.
 """
 
 import mmap
@@ -13,10 +13,10 @@ from vit.errors import WeightsError, printable
 from vit.paths import did_you_mean
 
 PathLike = str | os.PathLike[str]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-# message -> its fields in which a tensor may be, and what these are
-INSIDE: dict[str, dict[int, str]] = {
+# message -> its fields that may contain a tensor, and their message types
+NESTED_FIELDS: dict[str, dict[int, str]] = {
     "model": {7: "graph", 20: "training", 25: "function"},
     "training": {1: "graph", 2: "graph"},
     "function": {7: "node", 11: "attribute"},
@@ -31,32 +31,33 @@ KEY, VALUE = 1, 2
 VARINT, EIGHT_BYTES, LENGTH, FOUR_BYTES = 0, 1, 2, 5
 
 
-def metadata_of(path: PathLike) -> dict[str, str]:
-    """What the ONNX file `path` says of itself, by name.
+def read_metadata(path: PathLike) -> dict[str, str]:
+    """Return the metadata of the ONNX file `path`.
 
     Raises:
-        WeightsError: The file is missing, or no ONNX file.
+        WeightsError: The file is missing, or not an ONNX file.
     """
 
-    def find(data: mmap.mmap) -> dict[str, str]:
-        entries = _fields(data, 0, len(data))
-        return dict(_entry(data, *span) for number, *span in entries if number == METADATA)
+    def parse(data: mmap.mmap) -> dict[str, str]:
+        entries = _parse_fields(data, 0, len(data))
+        return dict(_parse_entry(data, *span) for number, *span in entries if number == METADATA)
 
-    return _read(path, find)
+    return _read(path, parse)
 
 
-def check_external(path: PathLike) -> None:
-    """Refuse weights in another file than the one that is called like `path` and ends in .data.
+def check_external_data(path: PathLike) -> None:
+    """Refuse external data anywhere but in the file PATH.data.
 
     Raises:
-        WeightsError: Another file is named, the right one is missing, or `path` is no ONNX file.
+        WeightsError: Another location is named, PATH.data is missing, or `path` is not an ONNX
+            file.
     """
     name = os.fspath(path)
     own = f"{os.path.basename(name)}.data"
-    for location in sorted(_read(path, lambda data: set(_locations(data)))):
+    for location in sorted(_read(path, lambda data: set(_external_locations(data)))):
         if location != own:
             raise WeightsError(
-                f"{printable(path)} wants weights of {printable(location)}, and only "
+                f"{printable(path)} has weights in {printable(location)}, and only "
                 f"{printable(own)} beside it is read; export it again"
             )
         if not os.path.isfile(os.path.join(os.path.dirname(name), own)):
@@ -66,7 +67,7 @@ def check_external(path: PathLike) -> None:
             )
 
 
-def _read(path: PathLike, find: Callable[[mmap.mmap], Found]) -> Found:
+def _read(path: PathLike, parse: Callable[[mmap.mmap], Result]) -> Result:
     name = printable(path)
     if not os.path.isfile(path):
         hint = did_you_mean(path) or "; give the .onnx of vit export"
@@ -78,52 +79,52 @@ def _read(path: PathLike, find: Callable[[mmap.mmap], Found]) -> Found:
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return find(data)
+            return parse(data)
     except (OSError, ValueError, IndexError) as error:
-        words = printable(error)
-        raise WeightsError(f"{name} is no usable ONNX file ({words}); export it again") from None
+        reason = printable(error)
+        raise WeightsError(f"{name} is no usable ONNX file ({reason}); export it again") from None
 
 
-def _locations(data: mmap.mmap) -> Iterator[str]:
-    """Files that tensors anywhere in the model name."""
-    todo = [("model", 0, len(data))]
-    while todo:
-        kind, *span = todo.pop()
-        for number, start, end in _fields(data, *span):
-            inside = INSIDE[kind].get(number)
-            if inside is not None:
-                todo.append((inside, start, end))
+def _external_locations(data: mmap.mmap) -> Iterator[str]:
+    """Yield the external data locations of all tensors in the model."""
+    stack = [("model", 0, len(data))]
+    while stack:
+        kind, *span = stack.pop()
+        for number, start, end in _parse_fields(data, *span):
+            nested = NESTED_FIELDS[kind].get(number)
+            if nested is not None:
+                stack.append((nested, start, end))
             elif kind == "tensor" and number == EXTERNAL:
-                key, value = _entry(data, start, end)
+                key, value = _parse_entry(data, start, end)
                 if key == "location":
                     yield value
 
 
-def _entry(data: mmap.mmap, start: int, end: int) -> tuple[str, str]:
-    """A StringStringEntryProto."""
-    found = {number: data[a:b] for number, a, b in _fields(data, start, end)}
-    # what is not UTF-8 stays different from everything that is
+def _parse_entry(data: mmap.mmap, start: int, end: int) -> tuple[str, str]:
+    """Parse a StringStringEntryProto."""
+    fields = {number: data[a:b] for number, a, b in _parse_fields(data, start, end)}
+    # surrogateescape keeps invalid UTF-8 distinct from any valid name
     key, value = (
-        found.get(place, b"").decode("utf-8", "surrogateescape") for place in (KEY, VALUE)
+        fields.get(number, b"").decode("utf-8", "surrogateescape") for number in (KEY, VALUE)
     )
     return key, value
 
 
-def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, start and end of each field of the message that is text, bytes or a message.
+def _parse_fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, start and end of each length-delimited field of a message.
 
     Raises:
-        ValueError, IndexError: It is no message.
+        ValueError, IndexError: The bytes are not a message.
     """
     while start < end:
-        tag, start = _varint(data, start)
+        tag, start = _parse_varint(data, start)
         kind = tag & 7
         if kind == VARINT:
-            _, start = _varint(data, start)
+            _, start = _parse_varint(data, start)
         elif kind in (EIGHT_BYTES, FOUR_BYTES):
             start += 8 if kind == EIGHT_BYTES else 4
         elif kind == LENGTH:
-            length, start = _varint(data, start)
+            length, start = _parse_varint(data, start)
             if start + length > end:
                 break
             yield tag >> 3, start, start + length
@@ -134,13 +135,13 @@ def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, i
         raise ValueError("damaged or cut short")
 
 
-def _varint(data: mmap.mmap, place: int) -> tuple[int, int]:
-    """A number of up to 64 bits, and the place after it."""
+def _parse_varint(data: mmap.mmap, offset: int) -> tuple[int, int]:
+    """Return an integer of up to 64 bits, and the offset after it."""
     value = 0
     for shift in range(0, 70, 7):
-        byte = data[place]
-        place += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, place
+            return value, offset
     raise ValueError("damaged")

@@ -1,28 +1,29 @@
-"""ONNX files opened with onnxruntime: the one address of that library. Needs no torch."""
+"""Inference sessions of onnxruntime, the only module that imports it. Needs no torch."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from vit.errors import ConfigError, VitError, WeightsError, printable
-from vit.exported.greedy_numpy import Array
-from vit.exported.onnx_metadata import check_external
+from vit.exported.onnx_metadata import check_external_data
 
+Array = npt.NDArray[Any]
 LIBRARIES = "pip install 'vit-toolkit[onnx]'"
-LARGE = 2**24
-"""Bytes of an input from which on memory is given back afterwards; else it is kept for the next."""
+LARGE_INPUT_BYTES = 2**24
+"""From this size on, the memory arena is released after a run; else it is kept for the next."""
 ERRORS_ONLY = 3  # of onnxruntime's levels; its warnings are about its own optimisations
 
 
-class Graph(Protocol):
-    """What a runner asks of an engine that has opened a file.
+class InferenceSession(Protocol):
+    """A graph that an engine has opened, onnxruntime or OpenVINO.
 
     Attributes:
-        inputs: Names of what it takes, in order.
-        outputs: Names of what it gives, in order.
-        metadata: What the file says of itself.
+        inputs: Names of the inputs, in order.
+        outputs: Names of the outputs, in order.
+        metadata: Metadata of the file.
     """
 
     inputs: list[str]
@@ -30,29 +31,27 @@ class Graph(Protocol):
     metadata: dict[str, str]
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """All outputs, in their order.
+        """Run the graph; return all outputs, in order.
 
         Raises:
-            WeightsError: They cannot be computed.
+            WeightsError: The engine fails.
         """
         ...
 
 
-class Session:
-    """A graph that is ready to be computed.
+class OnnxSession:
+    """An ONNX graph in onnxruntime.
 
     Args:
         source: The file, or its bytes.
-        providers: What computes it, by onnxruntime's names, the first choice first; the CPU when
-            left out.
-        threads: That compute one operator; one a core when left out.
+        providers: Execution providers, in order of preference; default: the CPU.
+        threads: Compute threads per operator; default: one per core.
 
     Attributes:
-        inputs: Names of what it takes, in order.
-        outputs: Names of what it gives, in order.
-        metadata: What the file says of itself.
-        declared: Of each input and output the type of its numbers and its shape, where an axis of
-            any length has a name.
+        inputs: Names of the inputs, in order.
+        outputs: Names of the outputs, in order.
+        metadata: Metadata of the file.
+        signature: Type and shape of each input and output; a dynamic axis is a name.
 
     Raises:
         ConfigError: This onnxruntime has no such provider, or `threads` is less than 1.
@@ -70,17 +69,18 @@ class Session:
         if threads is not None and threads < 1:
             raise ConfigError(f"threads={threads}: must be at least 1")
         if not isinstance(source, bytes):
-            check_external(source)
+            check_external_data(source)
         try:
             import onnxruntime  # type: ignore[import-untyped]
         except ImportError:
             raise VitError(f"onnxruntime is not installed: {LIBRARIES}") from None
-        chosen = list(providers or ["CPUExecutionProvider"])
-        here = onnxruntime.get_available_providers()
-        for name in chosen:
-            if name not in here:  # onnxruntime would take the CPU instead
+        requested = list(providers or ["CPUExecutionProvider"])
+        available = onnxruntime.get_available_providers()
+        for name in requested:
+            if name not in available:  # onnxruntime would take the CPU instead
                 raise ConfigError(
-                    f"provider={name!r}: this onnxruntime has {', '.join(here)}; choose among them"
+                    f"provider={name!r}: this onnxruntime has {', '.join(available)}; choose one of "
+                    "them"
                 )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = ERRORS_ONLY
@@ -90,33 +90,35 @@ class Session:
         # x86 without VNNI adds pairs of products of unsigned and signed bytes in 16 bits, which
         # overflow: int8 answers were wrong there. Both unsigned is exact; elsewhere nothing changes
         options.add_session_config_entry("session.x64quantprecision", "1")
-        self._after_large = onnxruntime.RunOptions()
-        if chosen == ["CPUExecutionProvider"]:
-            self._after_large.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        self._session = _opened(onnxruntime, source, options, chosen)
-        takes, gives = self._session.get_inputs(), self._session.get_outputs()
-        self.inputs = [value.name for value in takes]
-        self.outputs = [value.name for value in gives]
-        self.declared = {value.name: (value.type, tuple(value.shape)) for value in (*takes, *gives)}
+        self._shrink_arena = onnxruntime.RunOptions()
+        if requested == ["CPUExecutionProvider"]:
+            self._shrink_arena.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self._session = _create_session(onnxruntime, source, options, requested)
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        self.inputs = [value.name for value in inputs]
+        self.outputs = [value.name for value in outputs]
+        self.signature = {
+            value.name: (value.type, tuple(value.shape)) for value in (*inputs, *outputs)
+        }
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """All outputs, in their order.
+        """Run the graph; return all outputs, in order.
 
         Raises:
-            WeightsError: They cannot be computed.
+            WeightsError: The engine fails.
         """
-        large = max(array.nbytes for array in inputs.values()) >= LARGE
+        large = max(array.nbytes for array in inputs.values()) >= LARGE_INPUT_BYTES
         try:
             outputs: list[Array] = self._session.run(
-                None, dict(inputs), self._after_large if large else None
+                None, dict(inputs), self._shrink_arena if large else None
             )
         except Exception as error:  # the library has no common class of its errors
-            raise WeightsError(f"onnxruntime cannot compute it ({_words(error)})") from None
+            raise WeightsError(f"onnxruntime cannot compute it ({_error_text(error)})") from None
         return [np.asarray(output) for output in outputs]
 
 
-def _opened(
+def _create_session(
     onnxruntime: Any,
     source: str | os.PathLike[str] | bytes,
     options: Any,
@@ -127,9 +129,9 @@ def _opened(
     try:
         return onnxruntime.InferenceSession(given, options, providers=providers)
     except Exception as error:  # the library has no common class of its errors
-        words = _words(error)
-        raise WeightsError(f"{name} is no usable ONNX file ({words}); export it again") from None
+        reason = _error_text(error)
+        raise WeightsError(f"{name} is no usable ONNX file ({reason}); export it again") from None
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return printable(" ".join(str(error).split())[:200])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vit.errors import BadImage, ConfigError, WeightsError
-from vit.exported.read_ahead import check_top_k, how_many
 from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
 from vit.inference.batch_pipeline import Reader, all_of, in_order, lanes, threads_of, usual_batch
@@ -21,7 +20,7 @@ from vit.inference.model_runner import Network, Views
 from vit.inference.outputs import Answer, named
 from vit.inference.precision_autotune import Choice
 from vit.model.captioner import lay_out
-from vit.output.prediction_results import Prediction
+from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, may_choose, resolve_device, resolve_precision
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
@@ -120,6 +119,11 @@ class Predictor:
             use = {"keep_aspect": keep_aspect, "compiled": compile}
             self.choice = Choice(loaded.config, use, usual=self.precision, notify=notify)
             self.precision = self.choice.precision
+
+    @property
+    def block_size(self) -> int:
+        """A list gives the same results when it is continued at a multiple of this."""
+        return self.batch_size
 
     @property
     def n_best(self) -> int:
@@ -282,5 +286,5 @@ class Predictor:
         self, answers: Sequence[Answer], top_k: int | None = None, threshold: float | None = None
     ) -> list[Prediction]:
         """What people are told of each answer of a batch; see `stream`."""
-        most, least = how_many(self.classes, self.thresholds, top_k, threshold)
+        most, least = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
         return named(answers, self.classes, most, least)

@@ -316,14 +316,14 @@ def from_text(image: str, text: str) -> Prediction:
 
 def _opened(model: str, settings: dict[str, Any]) -> Any:
     """A Predictor, or a runner of what vit export wrote."""
-    from vit.exported.load_exported import EXPORTED, runner_like
+    from vit.exported.load_exported import EXPORTED, load_exported
 
     engine = EXPORTED.get(os.path.splitext(model)[1].lower())
     if engine is None:
         from vit.inference.predictor import Predictor
 
         return Predictor(model, **settings)
-    return runner_like(model, engine=engine, **settings)
+    return load_exported(model, engine=engine, **settings)
 
 
 def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:

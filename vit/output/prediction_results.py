@@ -61,6 +61,31 @@ class Prediction:
         return self.captions[0].score if self.captions else None
 
 
+def check_top_k(top_k: int | None) -> None:
+    """Raise ConfigError if `top_k` is less than 1."""
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k={top_k}: must be at least 1")
+
+
+def resolve_top_k(
+    classes: Sequence[str],
+    thresholds: Sequence[float] | None,
+    top_k: int | None,
+    threshold: float | None,
+) -> tuple[int, Sequence[float] | None]:
+    """Return the number of classes to return per image, and the threshold of each class.
+
+    Args:
+        classes: Class names of the network.
+        thresholds: Decision thresholds of a multi-label network; None otherwise.
+        top_k: Requested number; default: 5, or all classes of a multi-label network.
+        threshold: Requested threshold of all classes; default: their own.
+    """
+    if top_k is None:
+        top_k = TOP_K if thresholds is None else max(len(classes), 1)
+    return top_k, thresholds if threshold is None else [threshold] * len(classes)
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a writer knows before the first answer: the columns and the words in them.

@@ -1,4 +1,4 @@
-"""OpenVINO behind the same door as onnxruntime, in the precision that was asked for."""
+"""OpenVINOSession against OnnxSession, and its precision."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vit.errors import ConfigError, WeightsError
 from vit.exported import openvino_session
-from vit.exported.onnx_session import Session
+from vit.exported.onnx_session import OnnxSession
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,10 @@ def path(content, tmp_path_factory):
     return path
 
 
-def test_it_is_onnxruntimes_session(content, path):
-    theirs = Session(content)
+def test_outputs_and_metadata_equal_those_of_onnxruntime(content, path):
+    theirs = OnnxSession(content)
     for source in (content, path, str(path)):
-        ours = openvino_session.Session(source, threads=1)
+        ours = openvino_session.OpenVINOSession(source, threads=1)
         assert (ours.inputs, ours.outputs) == (theirs.inputs, theirs.outputs)
         assert ours.metadata == theirs.metadata
         for rows in (3, 1, 8):
@@ -61,27 +61,29 @@ def test_it_is_onnxruntimes_session(content, path):
             for found, wanted in answers:
                 np.testing.assert_allclose(found, wanted, rtol=1e-5)
                 assert found.dtype == wanted.dtype
-    assert ours.declared == {
+    assert ours.signature == {
         "images": ("tensor(uint8)", (None, 6)),
         "probabilities": ("tensor(float)", (None, 4)),
         "best": ("tensor(float)", (None,)),
     }
 
 
-def test_an_answer_stays_when_the_next_one_is_computed(content):
-    session = openvino_session.Session(content)
+def test_outputs_are_copies_that_a_later_run_does_not_overwrite(content):
+    session = openvino_session.OpenVINOSession(content)
     first, _ = session({"images": np.full((2, 6), 7, np.uint8)})
     kept = first.copy()
     session({"images": np.eye(2, 6, dtype=np.uint8) * 200})
     np.testing.assert_array_equal(first, kept)
 
 
-def test_bf16_is_taken_when_told_and_never_else(content):
-    """OpenVINO itself takes bf16 where the CPU knows it."""
+def test_bf16_is_used_only_when_requested(content):
+    """OpenVINO alone would choose bf16 where the CPU supports it."""
     import openvino as library
 
     def hint(**settings):
-        compiled = openvino_session.Session(content, **settings)._request.get_compiled_model()
+        compiled = openvino_session.OpenVINOSession(
+            content, **settings
+        )._request.get_compiled_model()
         return compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
 
     assert hint() == "f32"
@@ -92,40 +94,41 @@ def test_bf16_is_taken_when_told_and_never_else(content):
             hint(precision="bf16")
 
 
-def test_what_cannot_be_opened_is_refused(content, tmp_path):
+def test_invalid_settings_and_files_are_refused(content, tmp_path):
     with pytest.raises(ConfigError, match=r"^precision='int4': choose one of fp32, bf16$"):
-        openvino_session.Session(content, precision="int4")
+        openvino_session.OpenVINOSession(content, precision="int4")
     with pytest.raises(ConfigError, match=r"^threads=0: must be at least 1$"):
-        openvino_session.Session(content, threads=0)
+        openvino_session.OpenVINOSession(content, threads=0)
     with pytest.raises(ConfigError, match=r"^provider='TPU': OpenVINO has .*CPU.* here"):
-        openvino_session.Session(content, ["TPU"])
+        openvino_session.OpenVINOSession(content, ["TPU"])
     with pytest.raises(WeightsError, match=r"no\.onnx is missing"):
-        openvino_session.Session(tmp_path / "no.onnx")
+        openvino_session.OpenVINOSession(tmp_path / "no.onnx")
     (tmp_path / "noise.bin").write_bytes(b"noise")
     for name in ("noise.onnx", "noise.xml"):
         (tmp_path / name).write_bytes(b"\x00\x01 noise" * 99)
         with pytest.raises(WeightsError, match=name):
-            openvino_session.Session(tmp_path / name)
+            openvino_session.OpenVINOSession(tmp_path / name)
     with pytest.raises(WeightsError, match=r"^OpenVINO cannot compute it"):
-        openvino_session.Session(content)({"images": np.zeros((2, 5), np.uint8)})
+        openvino_session.OpenVINOSession(content)({"images": np.zeros((2, 5), np.uint8)})
 
 
-def test_only_files_of_vit_export_are_opened(content, path, tmp_path):
+def test_files_of_other_exporters_are_refused(content, path, tmp_path):
     import openvino as library
 
     library.save_model(library.Core().read_model(path), tmp_path / "net.xml")
     with pytest.raises(WeightsError, match=r"is not of vit export"):
-        openvino_session.Session(tmp_path / "net.xml")
+        openvino_session.OpenVINOSession(tmp_path / "net.xml")
 
 
-def test_torch_is_not_loaded(path):
+def test_openvino_runs_without_importing_torch(path):
     code = (
-        "import sys; from vit.exported.openvino_session import Session; Session(sys.argv[1]);"
+        "import sys; from vit.exported.openvino_session import OpenVINOSession;"
+        "OpenVINOSession(sys.argv[1]);"
         "sys.exit(bool({'torch', 'onnx', 'onnxruntime'} & set(sys.modules)))"
     )
     words = [sys.executable, "-W", "error", "-c", code, str(path)]
     places = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    said = subprocess.run(
+    result = subprocess.run(
         words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": places}
     )
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")

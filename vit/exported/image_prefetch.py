@@ -1,0 +1,140 @@
+"""Decodes images in threads ahead of the network, in order and in bounded memory.
+
+Windows of images depend only on the list, never on the threads' timing, so a list gives the same
+batches, and the same results, every time.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from PIL import Image
+
+from vit.data.image_io import count_pixels, read_image
+from vit.errors import BadImage, ConfigError
+from vit.exported.onnx_session import Array
+
+PathLike = str | os.PathLike[str]
+DecodedImage = tuple[str, Array | BadImage]
+"""A path with its image, uint8 (height, width, 3), or with the error."""
+BATCH_SIZE = 16
+PIXEL_LIMIT = 2**25
+"""Pixels in memory, unless a single image has more: 100 MB as bytes, more while decoding."""
+
+
+def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tuple[int, int]:
+    """Return both with their defaults filled in.
+
+    Raises:
+        ConfigError: One is less than 1.
+    """
+    for name, value in (("batch_size", batch_size), ("workers", workers)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    return batch_size or BATCH_SIZE, workers or min(8, os.cpu_count() or 1)
+
+
+def image_paths(images: Iterable[PathLike]) -> Iterator[str]:
+    """Yield the paths of `images` lazily.
+
+    Raises:
+        ConfigError: `images` is one path instead of a list.
+    """
+    if isinstance(images, str | bytes | os.PathLike):
+        raise ConfigError(f"images={images!r} is one path; give a list of paths")
+    return (os.fspath(path) for path in images)
+
+
+def prefetch_images(
+    paths: Iterator[str],
+    prepare: Callable[[Image.Image], object],
+    *,
+    workers: int,
+    window_size: int,
+) -> Iterator[list[DecodedImage]]:
+    """Yield windows of images in order, while threads decode the next ones.
+
+    Args:
+        paths: Paths of images, read lazily.
+        prepare: Turns an upright RGB image into something that numpy takes for an array.
+        workers: Threads.
+        window_size: Maximum images of a window. A window always ends at a multiple of
+            `window_size` in the list, so that a list can be continued from there; it is shorter
+            where images are large. A window is emptied once the next one is requested.
+    """
+    with ThreadPoolExecutor(workers, thread_name_prefix="read-image") as pool:
+        queue = _PrefetchQueue(paths, lambda path: pool.submit(_decode, path, prepare), window_size)
+        try:
+            while window := queue.next_window():
+                yield window
+                window.clear()  # the caller's loop still has it while the next one is read
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _PrefetchQueue:
+    """Images that are being decoded, and the current window.
+
+    Args:
+        paths: Paths of images.
+        submit: Starts decoding one of them.
+        window_size: Maximum images being decoded, and maximum images of a window.
+    """
+
+    def __init__(
+        self,
+        paths: Iterator[str],
+        submit: Callable[[str], "Future[Array | BadImage]"],
+        window_size: int,
+    ) -> None:
+        self.submit, self.window_size, self.delivered = submit, window_size, 0
+        self.upcoming = ((path, _expected_pixels(path)) for path in paths)
+        self.next = next(self.upcoming, None)
+        self.pending: deque[tuple[str, int, Future[Array | BadImage]]] = deque()
+        self.pixels_in_memory = 0  # of pending images and the window
+
+    def next_window(self) -> list[DecodedImage]:
+        """Return the next images, none after the last; releases the previous window."""
+        self.pixels_in_memory = sum(pixels for _, pixels, _ in self.pending)
+        window: list[DecodedImage] = []
+        pixels, capacity = 0, self.window_size - self.delivered % self.window_size
+        self.fill()
+        while self.pending and len(window) < capacity and 2 * pixels < PIXEL_LIMIT:
+            path, expected, future = self.pending.popleft()
+            image = future.result()
+            size = 0 if isinstance(image, BadImage) else image.shape[0] * image.shape[1]
+            pixels += size
+            self.pixels_in_memory += size - expected
+            window.append((path, image))
+            self.fill()
+        self.delivered += len(window)
+        return window
+
+    def fill(self) -> None:
+        """Submit images as long as the limits allow."""
+        while self.next is not None and len(self.pending) < self.window_size:
+            path, pixels = self.next
+            if self.pixels_in_memory and self.pixels_in_memory + pixels > PIXEL_LIMIT:
+                return
+            self.pending.append((path, pixels, self.submit(path)))
+            self.pixels_in_memory += pixels
+            self.next = next(self.upcoming, None)
+
+
+def _expected_pixels(path: str) -> int:
+    """Pixels by the image's header; 0 for an unreadable one, whose error comes from decoding."""
+    try:
+        return count_pixels(path)
+    except BadImage:
+        return 0
+
+
+def _decode(path: str, prepare: Callable[[Image.Image], object]) -> Array | BadImage:
+    try:
+        return np.asarray(prepare(read_image(path)))
+    except BadImage as error:
+        return error
+    except (ValueError, OSError, MemoryError) as error:
+        return BadImage(path, f"cannot be prepared: {error}")
