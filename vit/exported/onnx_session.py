@@ -79,8 +79,8 @@ class OnnxSession:
         for name in requested:
             if name not in available:  # onnxruntime would take the CPU instead
                 raise ConfigError(
-                    f"provider={name!r}: this onnxruntime has {', '.join(available)}; choose one of "
-                    "them"
+                    f"provider={name!r}: this onnxruntime has {', '.join(available)}; choose "
+                    "one of them"
                 )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = ERRORS_ONLY

@@ -329,16 +329,13 @@ def _opened(model: str, settings: dict[str, Any]) -> Any:
 def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What one worker finds, and all then use."""
     predictor = _opened(model, settings)
-    device = getattr(predictor, "device", None)
-    settings = {"batch_size": predictor.batch_size}
-    if device is not None:  # an exported network has its own precision, which is no setting
-        settings["precision"] = predictor.precision
+    settings = {"batch_size": predictor.batch_size, "precision": predictor.precision}
     return {
         "classes": list(predictor.classes),
-        "several": getattr(predictor, "thresholds", None) is not None,
+        "several": predictor.thresholds is not None,
         "n_best": predictor.n_best,
-        "block": getattr(predictor, "block", predictor.batch_size),
-        "device": str(device or "cpu"),
+        "block": predictor.block_size,
+        "device": str(predictor.device),
         "settings": settings,
     }
 
