@@ -20,7 +20,7 @@ from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
-from vit.inference.evaluate import evaluate, labelled
+from vit.inference.evaluate import evaluate, load_labeled_samples
 from vit.inference.predictor import Predictor
 from vit.weights.convert import convert
 from vit.weights.load_model import load_model
@@ -117,7 +117,7 @@ def test_an_export_says_what_it_loses(several_run, several_list, tmp_path):
 
 def test_what_a_file_loses_is_mean_average_precision(several_run, exported, several_list):
     run = load_run(several_run)
-    samples = labelled(
+    samples = load_labeled_samples(
         several_run,
         DatasetSpec(str(several_list)),
         run.classes,

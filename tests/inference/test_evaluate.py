@@ -10,7 +10,7 @@ from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import DataError, RunError
-from vit.inference.evaluate import as_trained, evaluate, held_out_images
+from vit.inference.evaluate import evaluate, held_out_images, with_training_settings
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
 
@@ -137,7 +137,9 @@ def test_tells_its_progress(tiny_run, tiny_data):
 def test_a_table_is_read_as_training_read_it(tmp_path):
     given = {"data": "hf:photos.parquet", "label_column": "coarse"}
     write_settings(tmp_path / "config.yaml", make_config(given), "")
-    assert as_trained(DatasetSpec("hf:photos.parquet"), tmp_path).label_column == "coarse"
-    assert as_trained(DatasetSpec("hf:other.parquet"), tmp_path).label_column is None
+    assert (
+        with_training_settings(DatasetSpec("hf:photos.parquet"), tmp_path).label_column == "coarse"
+    )
+    assert with_training_settings(DatasetSpec("hf:other.parquet"), tmp_path).label_column is None
     own = DatasetSpec("hf:photos.parquet", label_column="fine")
-    assert as_trained(own, tmp_path).label_column == "fine"
+    assert with_training_settings(own, tmp_path).label_column == "fine"

@@ -15,7 +15,7 @@ from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
 from vit.generation.generation_config import Search
-from vit.inference.evaluate import evaluate, notes_on
+from vit.inference.evaluate import evaluate, score_notes
 from vit.inference.predictor import Predictor
 from vit.training.train import train
 from vit.weights.saved_model import load_run
@@ -173,7 +173,7 @@ def test_a_decoder_that_does_not_look_is_warned_of(run, data):
 )
 def test_other_images_must_be_worse_by_a_hundredth(count, shuffled, warned):
     scores = {"count": count, "loss": 2.0, "loss_shuffled": shuffled}
-    assert len(notes_on(scores, 0)) == warned
+    assert len(score_notes(scores, 0)) == warned
 
 
 @pytest.mark.auto_precision

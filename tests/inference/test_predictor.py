@@ -72,8 +72,8 @@ def test_every_bad_image_has_its_reason_at_its_place(tiny_run, input_images, bad
 @pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
 def test_the_network_sees_few_shapes(tiny_run, input_images, count, rows, precision, monkeypatch):
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
-    quick = predictor.network.quick if precision == "fp32" else None  # packed for float32 alone
-    network = quick or predictor.model
+    prepacked = predictor.runner.prepacked if precision == "fp32" else None
+    network = prepacked or predictor.model
     seen, forward = [], network.forward
     monkeypatch.setattr(
         network, "forward", lambda images: (seen.append(len(images)), forward(images))[1]

@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
             notify=lambda note: notify(f"vit check: {note}"),
         )
     if args.weights is not None:
-        from vit.inference.label_errors import with_features
+        from vit.inference.label_errors import find_label_errors
 
-        report = with_features(
+        report = find_label_errors(
             report,
             args.weights,
             device=args.device,

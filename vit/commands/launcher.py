@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from vit.inference.process_group import Team
+    from vit.inference.process_group import ProcessGroup
 
 
 def processes_asked(environment: Mapping[str, str], parent: Sequence[str]) -> int:
@@ -61,21 +61,21 @@ def start_processes_if_asked() -> None:
 T = TypeVar("T")
 
 
-class Alone:
-    """One process, with the words of a Team."""
+class SingleProcess:
+    """A single process, with the interface of a ProcessGroup."""
 
     rank, processes = 0, 1
 
     def device(self, asked: str | None) -> str | None:
         return asked
 
-    def on_main(self, act: Callable[[], T]) -> T:
+    def run_on_main(self, act: Callable[[], T]) -> T:
         return act()
 
-    def together(self, act: Callable[[], T]) -> T:
+    def run_on_all(self, act: Callable[[], T]) -> T:
         return act()
 
-    def everyones(self, mine: T) -> list[T]:
+    def all_gather(self, mine: T) -> list[T]:
         return [mine]
 
 
@@ -85,10 +85,10 @@ def processes_started() -> int:
     return int(word) if word.isdecimal() else 1
 
 
-def team_here() -> "Alone | Team":
-    """Those that work together."""
+def current_process_group() -> "SingleProcess | ProcessGroup":
+    """The processes of this launch, or this one alone."""
     if processes_started() == 1:
-        return Alone()
-    from vit.inference.process_group import Team
+        return SingleProcess()
+    from vit.inference.process_group import ProcessGroup
 
-    return Team()
+    return ProcessGroup()

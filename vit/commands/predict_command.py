@@ -20,13 +20,18 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import check_folder, check_output, is_device, notify, resolved
 from vit.commands.image_arguments import find_images
-from vit.commands.launcher import Alone, processes_started, start_processes_if_asked, team_here
+from vit.commands.launcher import (
+    SingleProcess,
+    current_process_group,
+    processes_started,
+    start_processes_if_asked,
+)
 from vit.errors import ConfigError, VitError, printable
 from vit.exported.load_exported import EXPORTED
 from vit.output.prediction_results import TOP_K
 
 if TYPE_CHECKING:
-    from vit.inference.process_group import Team
+    from vit.inference.process_group import ProcessGroup
 
 
 STYLES = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
@@ -262,11 +267,11 @@ def run(args: argparse.Namespace) -> int:
     check_together(args, engine)
     start_processes_if_asked()
     check_processes(args, engine, processes_started())
-    team = team_here()
-    images, failed = team.on_main(lambda: look_before(args, style, engine))
+    group = current_process_group()
+    images, failed = group.run_on_main(lambda: look_before(args, style, engine))
     if failed is None:
-        failed = answer(args, team, images, style=style, engine=engine)
-    elif team.rank:
+        failed = answer(args, group, images, style=style, engine=engine)
+    elif group.rank:
         return 0
     if failed:
         notify(
@@ -276,21 +281,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer(
-    args: argparse.Namespace, team: "Alone | Team", images: list[str], *, style: str, engine: str
+    args: argparse.Namespace,
+    group: "SingleProcess | ProcessGroup",
+    images: list[str],
+    *,
+    style: str,
+    engine: str,
 ) -> int:
     """Returns how many of `images` failed."""
     if engine == "ray":
         top_k = args.top_k or TOP_K
         return predict_with_ray(args, images, style=style, top_k=top_k, notify=notify)
-    predictor = opened_alike(args, team, images, engine)
+    predictor = opened_alike(args, group, images, engine)
     from vit.commands.predict_task import Task, kept, shown
 
-    task = Task(args, style, engine, images, predictor, team)
+    task = Task(args, style, engine, images, predictor, group)
     return kept(task) if survives(args) else shown(task)
 
 
 def opened_alike(
-    args: argparse.Namespace, team: "Alone | Team", images: list[str], engine: str
+    args: argparse.Namespace, group: "SingleProcess | ProcessGroup", images: list[str], engine: str
 ) -> Answers:
     """What answers, in the same arithmetic in all processes and after a resume.
 
@@ -301,20 +311,20 @@ def opened_alike(
         from vit.output.resumable_output import begun_with
 
         out = resolved(args.out)
-        args.precision = team.on_main(lambda: begun_with(out).get("precision", "auto"))
+        args.precision = group.run_on_main(lambda: begun_with(out).get("precision", "auto"))
 
     def begin() -> Answers:
-        predictor = opened(args, engine, team.device(args.device))
-        settle = getattr(predictor, "settle", None)
-        if settle is not None:
-            settle(images)
+        predictor = opened(args, engine, group.device(args.device))
+        autotune = getattr(predictor, "autotune_precision", None)
+        if autotune is not None:
+            autotune(images)
         return predictor
 
-    if team.processes == 1:
+    if group.processes == 1:
         return begin()
-    first = team.together(begin if team.rank == 0 else lambda: None)
-    args.precision = team.on_main(lambda: getattr(first, "precision", args.precision))
-    return team.together(lambda: first or begin())
+    first = group.run_on_all(begin if group.rank == 0 else lambda: None)
+    args.precision = group.run_on_main(lambda: getattr(first, "precision", args.precision))
+    return group.run_on_all(lambda: first or begin())
 
 
 def look_before(args: argparse.Namespace, style: str, engine: str) -> tuple[list[str], int | None]:

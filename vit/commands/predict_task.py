@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vit.commands.backends import Answers, asked_for, block_of, width_of
 from vit.commands.command_output import naming, notify, open_output
 from vit.commands.command_progress import Progress, summary
-from vit.commands.launcher import Alone
+from vit.commands.launcher import SingleProcess
 from vit.commands.predict_output import Files, Keeper, Unfinished
 from vit.errors import ConfigError, VitError, printable
 from vit.output.prediction_results import FORMATS, TOP_K, Layout, Prediction, unended_note
@@ -26,7 +26,7 @@ from vit.text import plural
 from vit.training.stop_signals import Interruption
 
 if TYPE_CHECKING:
-    from vit.inference.process_group import Team
+    from vit.inference.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Task:
     engine: str
     images: list[str]
     predictor: Answers
-    team: "Alone | Team" = field(default_factory=Alone)
+    group: "SingleProcess | ProcessGroup" = field(default_factory=SingleProcess)
 
     @property
     def top_k(self) -> int:
@@ -102,20 +102,22 @@ class Task:
     def places(self) -> list[int]:
         """Numbers of the images of this process: the processes take blocks by turns."""
         size, number = self.block, len(self.images)
-        starts = range(self.team.rank * size, number, self.team.processes * size)
+        starts = range(self.group.rank * size, number, self.group.processes * size)
         return [at for start in starts for at in range(start, min(start + size, number))]
 
     def answers(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Of `images`, of which the first has the number `first` in the list."""
         more = {"threshold": self.args.threshold} if self.multilabel else {}
         if self.args.explain is not None:
-            from vit.inference.attribution_plot import check_drawable, explained
+            from vit.inference.attribution_plot import check_explainable, draw_explanations
             from vit.inference.predictor import Predictor
 
             assert isinstance(self.predictor, Predictor), "an exported network explains nothing"
-            check_drawable(self.predictor)
+            check_explainable(self.predictor)
             folder = self.args.explain
-            found = explained(self.predictor, images, folder, top_k=self.top_k, notify=note, **more)
+            found = draw_explanations(
+                self.predictor, images, folder, top_k=self.top_k, notify=note, **more
+            )
         elif first and draws(self.args):
             found = self.predictor.stream(images, top_k=max(self.top_k, 1), first=first)
         else:
@@ -197,28 +199,28 @@ def kept(task: Task) -> int:
         Unfinished: The work ended before its end; the message says what is kept.
         VitError: It cannot begin.
     """
-    args, team = task.args, task.team
-    files = Files.of(args, team.processes)
+    args, group = task.args, task.group
+    files = Files.of(args, group.processes)
     asked = asked_for(args, task.engine, task.predictor, task.images) | {
         "format": task.style,
         "top_k": task.top_k,
-        "processes": team.processes,
+        "processes": group.processes,
     }
-    require_alike(team.everyones(asked))
+    require_alike(group.all_gather(asked))
     with Claim([*files.ends.values()]) as claim:
-        found = team.on_main(
+        found = group.run_on_main(
             lambda: files.begin(claim, asked, resume=args.resume, overwrite=args.overwrite)
         )
-        team.on_main(lambda: claim.take(shared=True))  # or the others could not yet
-        team.together(lambda: claim.take(shared=True))
+        group.run_on_main(lambda: claim.take(shared=True))  # or the others could not yet
+        group.run_on_all(lambda: claim.take(shared=True))
         try:
             outcomes = answered(task, files, asked, found=found)
         except VitError as error:
-            if team.rank:
+            if group.rank:
                 raise
             words = "; ".join(some for some in (str(error), how_to_go_on(files)) if some)
             raise Unfinished(words, error.exit_code) from None
-    if team.rank:
+    if group.rank:
         return 0
     totals: Counter[str] = Counter()
     for tally, _, _ in outcomes:
@@ -231,17 +233,17 @@ def answered(
     task: Task, files: Files, asked: dict[str, Any], *, found: bool
 ) -> list[tuple[dict[str, int], int, float]]:
     """Of each process what `write` says, when all is finished; `found` is what to go on with."""
-    team = task.team
+    group = task.group
     dim = 0 if files.embeddings is None else width_of(task.predictor)
-    keeper = team.together(lambda: keeper_of(task, files, asked, dim))
-    rows = sum(team.everyones(keeper.rows))
-    if found and team.rank == 0:
+    keeper = group.run_on_all(lambda: keeper_of(task, files, asked, dim))
+    rows = sum(group.all_gather(keeper.rows))
+    if found and group.rank == 0:
         name = printable(part(files.out))
         going_on = f"going on after {rows:,} of {plural(len(task.images), 'image')} in {name}"
         nothing = f"{name} held nothing whole: beginning at the first image"
         notify(f"vit predict: {going_on if rows else nothing}")
-    outcomes = team.everyones(team.together(lambda: write(task, files, keeper)))
-    team.on_main(lambda: finish(files, task.images, dim))
+    outcomes = group.all_gather(group.run_on_all(lambda: write(task, files, keeper)))
+    group.run_on_main(lambda: finish(files, task.images, dim))
     return outcomes
 
 
@@ -276,7 +278,7 @@ def keeper_of(task: Task, files: Files, asked: dict[str, Any], dim: int) -> Keep
     with naming(task.args.out):
         return Keeper(
             files,
-            task.team.rank,
+            task.group.rank,
             asked,
             resume=task.args.resume,
             layout=FORMATS[task.style](task.layout),
@@ -291,7 +293,7 @@ def write(task: Task, files: Files, keeper: Keeper) -> tuple[dict[str, int], int
     Raises:
         VitError: Something ended the work; what is written is kept.
     """
-    echo = ECHO_SECONDS if task.team.processes > 1 else 0.0
+    echo = ECHO_SECONDS if task.group.processes > 1 else 0.0
     with naming(task.args.out), Interruption(echo) as signals:
         try:
             outcome = write_on(task, keeper, lambda: check_going(files, signals))
@@ -315,9 +317,9 @@ def write_on(
     rest, sorter = places[begun:], task.sorter()
     answers = task.answers([task.images[place] for place in rest], rest[0] if rest else 0)
     following = iter(rest)
-    team = task.team
-    share = f" of process 0 of {team.processes}" if team.processes > 1 else ""
-    with Progress(len(places), done=begun, share=share, quiet=team.rank > 0) as progress:
+    group = task.group
+    share = f" of process 0 of {group.processes}" if group.processes > 1 else ""
+    with Progress(len(places), done=begun, share=share, quiet=group.rank > 0) as progress:
         for block in in_blocks(answers, task.block):
             for prediction, place in zip(block, following, strict=False):
                 twice = sorter is not None and sorter(place, prediction)

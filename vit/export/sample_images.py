@@ -21,7 +21,7 @@ from vit.data.sources.open_dataset import list_images, open_labelled
 from vit.errors import BadImage, DataError, VitError, printable
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
-from vit.inference.evaluate import captioned, labelled
+from vit.inference.evaluate import load_captioned_samples, load_labeled_samples
 from vit.weights.saved_model import LoadedRun
 
 
@@ -66,7 +66,9 @@ def validation_samples(
     """
     if data is None:
         return ()
-    return labelled(run, DatasetSpec(data, split="val"), classes, notify, thresholds=thresholds)
+    return load_labeled_samples(
+        run, DatasetSpec(data, split="val"), classes, notify, thresholds=thresholds
+    )
 
 
 def calibration_images(
@@ -158,7 +160,7 @@ def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...],
         VitError: They cannot be found; the message says why.
     """
     data = make_config(read_settings(folder / "config.yaml"), complete=True).data
-    find = labelled if run.tokenizer is None else captioned
+    find = load_labeled_samples if run.tokenizer is None else load_captioned_samples
     asked = DatasetSpec(data.data, data.images, split="val")
     return find(folder, asked, run.classes, lambda _note: None), data.data
 

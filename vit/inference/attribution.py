@@ -37,7 +37,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
-from vit.inference.predictor import Answer, Predictor
+from vit.inference.predictor import ImageOutput, Predictor
 from vit.model.attention_maps import Recorder, record
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
@@ -157,7 +157,7 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class SeenClass:
+class ClassAttribution:
     """What speaks for a class in one image.
 
     Args:
@@ -174,16 +174,16 @@ class SeenClass:
     @property
     def lines(self) -> list[str]:
         """What is written below the drawing."""
-        verdict = "" if self.deletion.better else "not "
+        result = "" if self.deletion.better else "not "
         return [
             f"{self.label} {self.deletion.curve.probabilities[0]:.3f}",
             f"deletion {self.deletion.curve.score:.3f}",
             f"random {self.deletion.chance:.3f}",
-            f"{verdict}better than chance",
+            f"{result}better than chance",
         ]
 
 
-def class_maps(predictor: Predictor, answer: Answer) -> list[SeenClass]:
+def attribute_classes(predictor: Predictor, answer: ImageOutput) -> list[ClassAttribution]:
     """What speaks for the two best classes of `answer`, the best first; one if it has no other.
 
     Where an image may have several classes, for those that are named, at most five; for the best
@@ -194,7 +194,7 @@ def class_maps(predictor: Predictor, answer: Answer) -> list[SeenClass]:
     """
     assert answer.probabilities is not None, "an answer without an error has probabilities"
     assert answer.pixels is not None, "an answer without an error has an image"
-    classes = explained_classes(answer.probabilities, predictor.thresholds)
+    classes = classes_to_explain(answer.probabilities, predictor.thresholds)
     pil_image = answer.pixels.to(predictor.device)
     image = predictor.preprocessing.normalise(pil_image)
     found = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
@@ -210,12 +210,12 @@ def class_maps(predictor: Predictor, answer: Answer) -> list[SeenClass]:
         multilabel=predictor.thresholds is not None,
     )
     return [
-        SeenClass(predictor.classes[index], _shares(weights.cpu()), deletion)
+        ClassAttribution(predictor.classes[index], _shares(weights.cpu()), deletion)
         for index, weights, deletion in zip(classes, found, tested, strict=True)
     ]
 
 
-def explained_classes(probabilities: Tensor, thresholds: Sequence[float] | None) -> list[int]:
+def classes_to_explain(probabilities: Tensor, thresholds: Sequence[float] | None) -> list[int]:
     """The classes of which something is drawn, the best first; at least one."""
     order: list[int] = ranking(probabilities.unsqueeze(0))[0].tolist()
     if thresholds is None:
@@ -230,7 +230,9 @@ def _shares(weights: Tensor) -> Tensor:
     return above / above.sum() if above.any() else above
 
 
-def class_record(predictor: Predictor, answer: Answer, seen: list[SeenClass]) -> dict[str, Any]:
+def class_record(
+    predictor: Predictor, answer: ImageOutput, seen: list[ClassAttribution]
+) -> dict[str, Any]:
     """All of it as JSON has it."""
     preparing = predictor.preprocessing
     return {
@@ -299,7 +301,7 @@ WORD = re.compile(rf"[{LONE}]|[^\s{LONE}]+")
 
 
 @dataclass(frozen=True)
-class SeenWord:
+class WordAttribution:
     """A word, and where the decoder looked when it wrote it.
 
     Args:
@@ -313,14 +315,14 @@ class SeenWord:
 
 
 @torch.inference_mode()
-def word_maps(
+def attribute_words(
     decoder: TextDecoder,
     tokenizer: Tokenizer,
     memory: Tensor,
     ids: Sequence[int],
     *,
     grid: tuple[int, int],
-) -> list[SeenWord]:
+) -> list[WordAttribution]:
     """The words of a caption with their weights, in order.
 
     Words are what white space separates; in scripts without it they are single signs, or as many as
@@ -337,7 +339,7 @@ def word_maps(
         return []
     weights = token_maps(decoder, memory, [tokenizer.begin, *ids[:-1]], grid=grid)
     words = merged_words([tokenizer.decode(ids[: end + 1]) for end in range(len(ids))])
-    return [SeenWord(text, weights[start:end].mean(dim=0)) for text, start, end in words]
+    return [WordAttribution(text, weights[start:end].mean(dim=0)) for text, start, end in words]
 
 
 def token_maps(

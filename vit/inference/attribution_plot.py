@@ -22,15 +22,15 @@ from torch import Tensor
 from vit.data.text_rendering import LINE, draw_line, lines_of
 from vit.errors import ConfigError, RunError, printable
 from vit.inference.attribution import (
-    SeenWord,
-    class_maps,
+    WordAttribution,
+    attribute_classes,
+    attribute_words,
     class_record,
     closing_line,
     seen_lines,
-    word_maps,
 )
 from vit.inference.deletion_metric import Deletion
-from vit.inference.predictor import Answer, PathLike, Predictor
+from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
 from vit.precision import autocast
@@ -46,7 +46,7 @@ DIGITS = 6
 LONGEST_STEM = 40  # characters, of four bytes at most: file names end at 255 bytes
 
 
-def check_drawable(predictor: Predictor) -> None:
+def check_explainable(predictor: Predictor) -> None:
     """Refuse a network whose looks cannot be drawn.
 
     Raises:
@@ -55,16 +55,16 @@ def check_drawable(predictor: Predictor) -> None:
     """
     if any(isinstance(part, MergingBlock) for part in predictor.model.modules()):
         raise ConfigError("explain: patches that are merged have no one place; use merge_tokens=0")
-    if predictor.speaker is not None:
+    if predictor.caption_generator is not None:
         return
     if predictor.keep_aspect:
         raise ConfigError(
             "keep_aspect=True: classes are explained in the square that a network usually sees; "
             "leave one of keep_aspect and explain out"
         )
-    if predictor.network.tta is not None:
+    if predictor.runner.tta is not None:
         raise ConfigError(
-            f"tta={predictor.network.tta}: one view of an image is explained, and answers are the "
+            f"tta={predictor.runner.tta}: one view of an image is explained, and answers are the "
             "mean of several; leave one of tta and explain out"
         )
     kinds = {parameter.dtype for parameter in predictor.model.parameters()}
@@ -75,7 +75,7 @@ def check_drawable(predictor: Predictor) -> None:
         )
 
 
-def explained(
+def draw_explanations(
     predictor: Predictor,
     images: Iterable[PathLike],
     folder: PathLike,
@@ -98,10 +98,10 @@ def explained(
             better than chance. Captions have none.
 
     Raises:
-        ConfigError: As `check_drawable`.
+        ConfigError: As `check_explainable`.
         RunError: A drawing cannot be written.
     """
-    check_drawable(predictor)
+    check_explainable(predictor)
     place = Path(folder)
     with explain_write_errors(place):
         place.mkdir(exist_ok=True)
@@ -113,9 +113,9 @@ def explained(
             path = place / drawing_name(number, answer.image)
             if answer.captions:
                 _write_caption(predictor, answer, path)
-            elif answer.error is None and predictor.speaker is None:
+            elif answer.error is None and predictor.caption_generator is None:
                 tested.append(_write_classes(predictor, answer, path))
-            yield predictor.name(answer, top_k, threshold)
+            yield predictor.to_predictions([answer], top_k, threshold)[0]
     if tested:
         notify(closing_line(tested))
 
@@ -126,7 +126,7 @@ def drawing_name(number: int, image: str) -> str:
     return f"{number:04d}-{stem[:LONGEST_STEM]}"
 
 
-def _write_caption(predictor: Predictor, answer: Answer, path: Path) -> None:
+def _write_caption(predictor: Predictor, answer: ImageOutput, path: Path) -> None:
     words = looks(predictor, answer)
     assert answer.pixels is not None, "an answer with captions has an image"
     record = {
@@ -137,10 +137,10 @@ def _write_caption(predictor: Predictor, answer: Answer, path: Path) -> None:
     _write(path, sheet(answer.pixels, words), record)
 
 
-def _write_classes(predictor: Predictor, answer: Answer, path: Path) -> Deletion:
+def _write_classes(predictor: Predictor, answer: ImageOutput, path: Path) -> Deletion:
     """Draw and tell; returns what deleting says of the map of the best class."""
     assert answer.pixels is not None, "an answer without an error has an image"
-    seen = class_maps(predictor, answer)
+    seen = attribute_classes(predictor, answer)
     texts = [seen_lines(predictor), *(one.lines for one in seen)]
     drawing = laid_out(answer.pixels, [one.weights for one in seen], texts)
     _write(path, drawing, class_record(predictor, answer, seen))
@@ -158,18 +158,18 @@ def rounded(weights: Tensor) -> list[list[float]]:
     return [[round(share, DIGITS) for share in row] for row in weights.tolist()]
 
 
-def looks(predictor: Predictor, answer: Answer) -> list[SeenWord]:
+def looks(predictor: Predictor, answer: ImageOutput) -> list[WordAttribution]:
     """Where the network looked at each word of the best caption of `answer`."""
-    assert predictor.speaker is not None, "an answer with captions is a captioner's"
+    assert predictor.caption_generator is not None, "an answer with captions is a captioner's"
     assert answer.memory is not None, "an answer with captions has a memory"
     assert answer.pixels is not None, "an answer with captions has an image"
     size = predictor.model.patch_embed.patch_size
     _, height, width = answer.pixels.shape
-    speaker = predictor.speaker
+    caption_generator = predictor.caption_generator
     with autocast(predictor.precision, predictor.device):
-        words = word_maps(
-            speaker.decoder,
-            speaker.tokenizer,
+        words = attribute_words(
+            caption_generator.decoder,
+            caption_generator.tokenizer,
             answer.memory,
             answer.captions[0].ids,
             grid=(height // size, width // size),
@@ -182,7 +182,7 @@ def looks(predictor: Predictor, answer: Answer) -> list[SeenWord]:
     return words
 
 
-def sheet(image: Tensor, words: list[SeenWord]) -> Image.Image:
+def sheet(image: Tensor, words: list[WordAttribution]) -> Image.Image:
     """The image, then the image under the weights of each word with the word below, in rows.
 
     Args:

@@ -1,11 +1,8 @@
-"""Batches in the making: begun in order by threads, ended in order, a few at a time.
+"""Reading and predicting batches in threads, in the order of the list.
 
-On a CPU each thread does whole batches from the files to the answers, with its share of the cores.
-Batches wait for no other that way, where threads inside of one product wait for each other at
-every layer (benchmarks/results/prediction_xeon_2026-11-21.md). Elsewhere the threads read, and the
-device computes.
-
-Files become prepared images; few large ones are open at once, whatever the threads.
+On a CPU each thread processes whole batches, from files to outputs, with its share of the cores:
+threads inside one matrix product would wait for each other at every layer
+(benchmarks/results/prediction_xeon_2026-11-21.md). On other devices the threads only read images.
 """
 
 import os
@@ -24,38 +21,43 @@ from vit.data.image_io import MAX_PIXELS, read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
 
+T = TypeVar("T")
+GPU_BATCH_SIZE, CAPTION_BATCH_SIZE = 64, 16
+CPU_TOKENS = 2304
+"""Tokens of a batch on a CPU: more overflow its caches, fewer are dominated by call overhead."""
 
-class Window:
-    """Pixels that may be decoded at the same time; one image always may.
+
+class PixelBudget:
+    """Limits the pixels that are decoded at the same time; a single image is always admitted.
 
     Args:
-        most: Pixels of all images together.
+        limit: Pixels of all images together.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.held = limit, 0
         self.changed = threading.Condition()
 
-    def take(self, pixels: int) -> None:
-        """Wait until there is room for an image; who waits holds none."""
+    def acquire(self, pixels: int) -> None:
+        """Block until `pixels` more are within the limit."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.held or self.held + pixels <= self.most)
+            self.changed.wait_for(lambda: not self.held or self.held + pixels <= self.limit)
             self.held += pixels
 
-    def give(self, pixels: int) -> None:
-        """An image of so many pixels is done with."""
+    def release(self, pixels: int) -> None:
+        """Return `pixels` to the budget."""
         with self.changed:
             self.held -= pixels
             self.changed.notify_all()
 
 
-class Reader:
-    """Reads and prepares one image; any number of threads may ask at once.
+class ImageReader:
+    """Reads and preprocesses one image; thread-safe.
 
     Args:
-        preprocessing: Of the network.
-        patch_size: Side of a patch, where images are shown whole; None for the usual square.
-        crops: Five crops of each image instead of one.
+        preprocessing: Preprocessing of the network.
+        patch_size: Patch side in pixels, to keep the aspect ratio of images; None for squares.
+        crops: Return five crops of each image instead of one.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class Reader:
             self.prepare = preprocessing.crops
         elif patch_size is not None:
             self.prepare = lambda image: preprocessing.whole(image, patch_size)
-        self.window = Window(MAX_PIXELS)
+        self.budget = PixelBudget(MAX_PIXELS)
 
     def __call__(self, path: str) -> Tensor | BadImage:
-        """uint8 (channels, height, width), with crops five of them, or why there is none."""
+        """Image as uint8 (channels, height, width), with `crops` (5, ...), or its error."""
         held: list[int] = []
 
         def admit(pixels: int) -> None:
-            self.window.take(pixels)
+            self.budget.acquire(pixels)
             held.append(pixels)
 
         try:
@@ -84,50 +86,41 @@ class Reader:
             return BadImage(path, f"cannot be resized: {error}")
         finally:
             for pixels in held:
-                self.window.give(pixels)
+                self.budget.release(pixels)
 
 
-T = TypeVar("T")
-Read = TypeVar("Read")
-
-
-GPU_BATCH, CAPTION_BATCH = 64, 16
-CPU_TOKENS = 2304
-"""Tokens of a batch on a CPU: more leave its caches, and few cost more to call than to compute."""
-
-
-def usual_batch(config: ModelConfig, device: torch.device, *, captions: bool) -> int:
-    """Images of a batch where nobody says how many."""
+def default_batch_size(config: ModelConfig, device: torch.device, *, captions: bool) -> int:
+    """Images of a batch: on a CPU a power of two by the tokens of the network."""
     if device.type != "cpu":
-        return GPU_BATCH
+        return GPU_BATCH_SIZE
     if captions:
-        return CAPTION_BATCH
-    fitting = CPU_TOKENS // (config.image_size // config.patch_size) ** 2
-    return 1 << (min(max(fitting, 4), 64).bit_length() - 1)
+        return CAPTION_BATCH_SIZE
+    images = CPU_TOKENS // (config.image_size // config.patch_size) ** 2
+    return 1 << (min(max(images, 4), 64).bit_length() - 1)
 
 
-def threads_of(device: torch.device) -> int:
-    """Threads where nobody says how many: one a core, on a CPU one a thread of torch; at most 8."""
+def default_num_threads(device: torch.device) -> int:
+    """One thread a core, on a CPU one a thread of torch; at most 8."""
     return min(8, torch.get_num_threads() if device.type == "cpu" else os.cpu_count() or 1)
 
 
-def lanes(count: int) -> ThreadPoolExecutor:
-    """`count` threads that share torch's threads; nobody else's products change.
+def make_thread_pool(count: int) -> ThreadPoolExecutor:
+    """`count` threads that divide torch's intra-op threads; other threads keep theirs.
 
-    torch keeps a number of threads for each thread, and one for threads that are still to come.
+    torch keeps a number of threads for each thread, and one for threads still to be started.
     """
     usual = torch.get_num_threads()
     share, ready = max(1, usual // count), threading.Barrier(count + 1)
 
-    def begin() -> None:
-        torch.get_num_threads()  # takes the usual number, which else happens later
+    def initialize() -> None:
+        torch.get_num_threads()  # takes the default number now, which torch else does later
         torch.set_num_threads(share)
         ready.wait()
 
-    pool = ThreadPoolExecutor(count, thread_name_prefix="read-image", initializer=begin)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="read-image", initializer=initialize)
     try:
         for _ in range(count):
-            pool.submit(int)  # a thread is started for each, since none is free yet
+            pool.submit(int)  # starts a thread each time, since none is idle yet
     except RuntimeError:
         ready.abort()
         raise
@@ -136,36 +129,25 @@ def lanes(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def in_order(
-    paths: Iterator[str],
-    size: int,
-    begin: Callable[[int, list[str]], Callable[[], T]],
-    *,
-    ahead: int,
-    first: int = 0,
-) -> Iterator[T]:
-    """What each batch of `size` paths becomes, in order.
+def chunks(
+    paths: Iterable[str], batch_size: int, *, first: int = 0
+) -> Iterator[tuple[int, list[str]]]:
+    """Batches of paths, each with the index of its first path; `first` is that of the first."""
+    remaining = iter(paths)
+    while batch := list(islice(remaining, batch_size)):
+        yield first, batch
+        first += len(batch)
 
-    Args:
-        paths: Taken as they are needed.
-        size: Of a batch.
-        begin: Starts on the batch whose first image has a number; what it returns ends it.
-        ahead: Batches begun before one is ended.
-        first: Number of the first image.
+
+def prefetch(items: Iterable[T], ahead: int) -> Iterator[T]:
+    """Items in order, each produced `ahead` items before it is needed.
+
+    With an iterator that submits work as it advances, `ahead` batches are in flight.
     """
-    begun: deque[Callable[[], T]] = deque()
-    while chunk := list(islice(paths, size)):
-        begun.append(begin(first, chunk))
-        first += len(chunk)
-        if len(begun) > ahead:
-            yield begun.popleft()()
-    while begun:
-        yield begun.popleft()()
-
-
-def all_of(
-    pool: ThreadPoolExecutor, read: Callable[[str], Read], paths: Iterable[str]
-) -> Callable[[], list[Read]]:
-    """Reading that has begun; the result waits for its end."""
-    futures = [pool.submit(read, path) for path in paths]
-    return lambda: [future.result() for future in futures]
+    pending: deque[T] = deque()
+    for item in items:
+        pending.append(item)
+        if len(pending) > ahead:
+            yield pending.popleft()
+    while pending:
+        yield pending.popleft()

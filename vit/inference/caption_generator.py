@@ -1,4 +1,4 @@
-"""Captions of what an encoder saw: how they are looked for, and how likely given ones are."""
+"""Generates captions from the encoder's output, and computes the loss of given captions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,39 +22,39 @@ NO_CAPTIONS = "this network names classes and writes no captions"
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """Writes captions; its caller chooses arithmetic and device, and wants no gradients.
+class CaptionGenerator:
+    """Generates captions; the caller sets autocast, device and inference mode.
 
     Args:
         decoder: In evaluation mode.
-        tokenizer: Of its words.
-        search: How captions are looked for.
+        tokenizer: Tokenizer of the decoder.
+        search: Generation settings.
     """
 
     decoder: TextDecoder
     tokenizer: Tokenizer
     search: Search
 
-    def write(
+    def generate(
         self, memories: Sequence[Tensor], numbers: Sequence[int]
     ) -> list[tuple[Caption, ...] | WeightsError]:
-        """Captions of each image, the best first, or why there are none.
+        """Captions of each image, the best first, or its error.
 
         Args:
-            memories: What the encoder saw of each, (tokens, dim).
-            numbers: Of the images, which decide what is drawn.
+            memories: Image tokens of each image, (tokens, dim).
+            numbers: Index of each image in the whole list, which seeds its sampling.
         """
-        found: dict[int, tuple[Caption, ...] | WeightsError] = {}
-        for group in of_one_length(memories):
-            memory = torch.stack([memories[place] for place in group])
-            own = [numbers[place] for place in group]
-            found |= zip(group, self._write(memory, own), strict=True)
-        return [found[place] for place in range(len(memories))]
+        results: dict[int, tuple[Caption, ...] | WeightsError] = {}
+        for group in group_by_length(memories):
+            memory = torch.stack([memories[index] for index in group])
+            seeds = [numbers[index] for index in group]
+            results |= zip(group, self._generate(memory, seeds), strict=True)
+        return [results[index] for index in range(len(memories))]
 
-    def _write(
+    def _generate(
         self, memory: Tensor, numbers: Sequence[int]
     ) -> list[tuple[Caption, ...] | WeightsError]:
-        """As `write`, for (images, tokens, dim)."""
+        """As `generate`, for memory (batch, tokens, dim)."""
         try:
             captions = generate_captions(
                 self.decoder, memory, self.tokenizer, self.search, numbers=numbers
@@ -63,21 +63,21 @@ class Speaker:
         except WeightsError as error:
             if len(memory) == 1:
                 return [error]
-        # one of them is to blame; the others have their captions
+        # one image failed: generate one by one, so that the others have their captions
         pairs = zip(torch.split(memory, 1), numbers, strict=True)
-        return [found for one, number in pairs for found in self._write(one, [number])]
+        return [result for one, number in pairs for result in self._generate(one, [number])]
 
-    def loss(self, memories: Sequence[Tensor], words: Tensor) -> tuple[float, int]:
-        """Summed cross-entropy of each next word of given captions, and how many words there are.
+    def loss(self, memories: Sequence[Tensor], caption_ids: Tensor) -> tuple[float, int]:
+        """Cross-entropy of given captions, summed over their tokens, and the number of tokens.
 
         Args:
-            memories: What the encoder saw of each image, (tokens, dim).
-            words: (images, tokens) with begin and end, filled up with padding on the CPU.
+            memories: Image tokens of each image, (tokens, dim).
+            caption_ids: (images, tokens) with begin and end tokens, padded, on the CPU.
         """
         total, count = 0.0, 0
-        for group in of_one_length(memories):
-            memory = torch.stack([memories[place] for place in group])
-            ids = words[group].to(memory.device)
+        for group in group_by_length(memories):
+            memory = torch.stack([memories[index] for index in group])
+            ids = caption_ids[group].to(memory.device)
             logits = self.decoder(ids[:, :-1], memory).float()
             losses, counts = word_losses(logits, ids, self.tokenizer.pad)
             total += float(losses.sum())
@@ -85,42 +85,42 @@ class Speaker:
         return total, count
 
 
-def of_one_length(memories: Sequence[Tensor]) -> list[list[int]]:
-    """Places of the memories with as many tokens, in groups."""
+def group_by_length(memories: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the memories, grouped by their number of tokens."""
 
-    def length(place: int) -> int:
-        return len(memories[place])
+    def length(index: int) -> int:
+        return len(memories[index])
 
     order = sorted(range(len(memories)), key=length)
     return [list(group) for _, group in groupby(order, key=length)]
 
 
-def speaker_of(run: LoadedRun, search: Search | None) -> Speaker | None:
-    """What writes the captions of `run`, whose model is on its device; None for a classifier.
+def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGenerator | None:
+    """The caption generator of `run`, whose model is on its device; None for a classifier.
 
     Args:
-        run: What was loaded.
-        search: How captions are looked for; the likeliest word each time when left out.
+        run: A loaded model.
+        search: Generation settings; greedy decoding by default.
 
     Raises:
-        ConfigError: A search is asked of a classifier, or longer captions than there are places.
+        ConfigError: `search` is given for a classifier, or exceeds the decoder's length.
     """
     if run.tokenizer is None or not isinstance(run.model, Captioner):
         if search is not None:
-            raise ConfigError(f"{changed(search)}: {NO_CAPTIONS}; leave it out")
+            raise ConfigError(f"{non_default_settings(search)}: {NO_CAPTIONS}; leave it out")
         return None
     search = Search() if search is None else search
-    most = run.model.decoder.most_words
+    limit = run.model.decoder.most_words
     for name in ("max_tokens", "min_tokens"):
-        if getattr(search, name) > most:
-            asked = f"{name}={getattr(search, name)}"
-            raise ConfigError(f"{asked}: this decoder writes at most {most}; ask for fewer")
-    return Speaker(run.model.decoder, run.tokenizer, search)
+        if getattr(search, name) > limit:
+            setting = f"{name}={getattr(search, name)}"
+            raise ConfigError(f"{setting}: this decoder writes at most {limit}; use fewer")
+    return CaptionGenerator(run.model.decoder, run.tokenizer, search)
 
 
-def changed(search: Search) -> str:
-    """The settings of `search` that are not the usual ones, for an error."""
-    usual = dataclasses.asdict(Search())
-    asked = dataclasses.asdict(search)
-    names = [f"{name}={value!r}" for name, value in asked.items() if value != usual[name]]
-    return ", ".join(names) or "search"
+def non_default_settings(search: Search) -> str:
+    """The settings of `search` that differ from the defaults, for an error message."""
+    defaults = dataclasses.asdict(Search())
+    given = dataclasses.asdict(search)
+    changed = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
+    return ", ".join(changed) or "search"

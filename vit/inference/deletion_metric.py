@@ -16,7 +16,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from vit.inference.model_runner import probabilities
+from vit.inference.model_runner import to_probabilities
 from vit.model.vision_transformer import VisionTransformer
 
 STEPS = 10  # in which all patches are deleted
@@ -106,7 +106,7 @@ def deletions(
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)
     counts = steps(orders.shape[1])
-    asked = partial(probabilities, multilabel=multilabel)
+    asked = partial(to_probabilities, multilabel=multilabel)
     found = _probabilities(model, image, orders, counts, grid, batch_size, asked)
     shares = tuple(count / orders.shape[1] for count in counts)
 

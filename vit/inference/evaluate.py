@@ -36,16 +36,16 @@ from vit.evaluation.classification_metrics import Outcomes, summarise
 from vit.evaluation.multilabel_metrics import summarise_multilabel
 from vit.generation.caption_likelihood import is_blind
 from vit.generation.generation_config import Search
-from vit.inference.caption_generator import Speaker
+from vit.inference.caption_generator import CaptionGenerator
 from vit.inference.model_runner import Views
-from vit.inference.predictor import Answer, PathLike, Predictor
+from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.output.prediction_results import unended_note
 from vit.precision import autocast
 from vit.text import plural
 from vit.weights.saved_model import LoadedRun
 
 
-def check_kind(thresholds: object, samples: tuple[Sample, ...], where: str) -> None:
+def check_label_kind(thresholds: object, samples: tuple[Sample, ...], where: str) -> None:
     """Refuse images with several classes for a network that gives each one class.
 
     Images with one class are fine for a network that names several.
@@ -105,8 +105,10 @@ class Told:
         ids: Their captions as tokens.
     """
 
-    def __init__(self, speaker: Speaker, samples: Sequence[Sample], ids: CaptionIds) -> None:
-        self.speaker, self.samples, self.ids = speaker, samples, ids
+    def __init__(
+        self, caption_generator: CaptionGenerator, samples: Sequence[Sample], ids: CaptionIds
+    ) -> None:
+        self.caption_generator, self.samples, self.ids = caption_generator, samples, ids
         self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
         self.words = dict.fromkeys(self.sums, 0)
         self.places: list[int] = []
@@ -114,7 +116,7 @@ class Told:
         self.unended = 0
         self.outcomes: list[Outcomes] = []
 
-    def add(self, answers: Sequence[Answer], first: int) -> None:
+    def add(self, answers: Sequence[ImageOutput], first: int) -> None:
         """Count one batch, whose first image is sample `first`."""
         told = [(first + place, a) for place, a in enumerate(answers) if a.captions]
         memories = [answer.memory for _, answer in told if answer.memory is not None]
@@ -122,7 +124,7 @@ class Told:
         away = len(self.samples) // 2  # as in training: each caption against one other image
         for name, shift in (("loss", 0), ("loss_shuffled", away)):
             chosen = [((place + shift) % len(self.samples), 0) for place in places]
-            loss, words = self.speaker.loss(memories, self.ids.padded(chosen))
+            loss, words = self.caption_generator.loss(memories, self.ids.padded(chosen))
             self.sums[name] += loss
             self.words[name] += words
         self.places += places
@@ -130,7 +132,7 @@ class Told:
         self.unended += sum(not answer.captions[0].ended for _, answer in told)
         self._classes([(self.samples[place].label, answer) for place, answer in told])
 
-    def _classes(self, told: Sequence[tuple[int, Answer]]) -> None:
+    def _classes(self, told: Sequence[tuple[int, ImageOutput]]) -> None:
         rows = [
             (label, answer.probabilities)
             for label, answer in told
@@ -167,7 +169,7 @@ class Told:
 @torch.inference_mode()
 def measure_captions(
     predictor: Predictor,
-    speaker: Speaker,
+    caption_generator: CaptionGenerator,
     samples: Sequence[Sample],
     *,
     notify: Callable[[str], object],
@@ -185,8 +187,8 @@ def measure_captions(
     Raises:
         DataError: No caption is short enough for the decoder, or one cannot be tokenised.
     """
-    kept, ids = short_enough(speaker, samples, notify)
-    told = Told(speaker, kept, ids)
+    kept, ids = short_enough(caption_generator, samples, notify)
+    told = Told(caption_generator, kept, ids)
     failed: list[dict[str, str]] = []
     done = 0
     for answers in predictor.batches(sample.path for sample in kept):
@@ -198,21 +200,21 @@ def measure_captions(
     if not told.texts:
         return {}, failed
     scores = told.scores(predictor.classes)
-    for note in notes_on(scores, told.unended):
+    for note in score_notes(scores, told.unended):
         notify(note)
     return scores, failed
 
 
 def short_enough(
-    speaker: Speaker, samples: Sequence[Sample], notify: Callable[[str], object]
+    caption_generator: CaptionGenerator, samples: Sequence[Sample], notify: Callable[[str], object]
 ) -> tuple[tuple[Sample, ...], CaptionIds]:
     """The samples with a caption that the decoder has places for, and those captions as tokens.
 
     Raises:
         DataError: There are none, or a caption cannot be tokenised.
     """
-    most = speaker.decoder.most_tokens
-    ids = CaptionIds([sample.captions for sample in samples], speaker.tokenizer, most)
+    most = caption_generator.decoder.most_tokens
+    ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
     kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
     if not kept:
         raise DataError(f"no caption has at most {most} tokens, the places of this decoder")
@@ -220,11 +222,11 @@ def short_enough(
         said = f"left {plural(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
         lost = len(samples) - len(kept)
         notify(f"{said}, and {plural(lost, 'image')} with no other" if lost else said)
-        ids = CaptionIds([sample.captions for sample in kept], speaker.tokenizer, most)
+        ids = CaptionIds([sample.captions for sample in kept], caption_generator.tokenizer, most)
     return kept, ids
 
 
-def notes_on(scores: dict[str, Any], unended: int) -> list[str]:
+def score_notes(scores: dict[str, Any], unended: int) -> list[str]:
     """What a user should know of the numbers."""
     notes = []
     right, wrong = scores["loss"], scores["loss_shuffled"]
@@ -302,9 +304,11 @@ def find_samples(
     notify: Callable[[str], object],
 ) -> tuple[Sample, ...]:
     """The images that the network of `predictor` is measured on."""
-    if predictor.speaker is not None:
-        return captioned(model, asked, predictor.classes, notify)
-    return labelled(model, asked, predictor.classes, notify, thresholds=predictor.thresholds)
+    if predictor.caption_generator is not None:
+        return load_captioned_samples(model, asked, predictor.classes, notify)
+    return load_labeled_samples(
+        model, asked, predictor.classes, notify, thresholds=predictor.thresholds
+    )
 
 
 def measured(
@@ -328,19 +332,19 @@ def measured(
     """
     if predictor.thresholds is not None:
         scores, failed = measure_multilabel(predictor, samples, progress)
-    elif predictor.speaker is None:
+    elif predictor.caption_generator is None:
         parts, failed = measure(predictor, samples, progress)
         scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
     else:
         scores, failed = measure_captions(
-            predictor, predictor.speaker, samples, notify=notify, progress=progress
+            predictor, predictor.caption_generator, samples, notify=notify, progress=progress
         )
     if not scores:
-        raise DataError(f"{printable(where)}: {none_measured(failed)}")
+        raise DataError(f"{printable(where)}: {no_readable_images(failed)}")
     return {**scores, "failed": failed}
 
 
-def captioned(
+def load_captioned_samples(
     model: PathLike | LoadedRun,
     asked: DatasetSpec,
     classes: tuple[str, ...],
@@ -356,9 +360,9 @@ def captioned(
             raise ConfigError(f"{name}={value!r}: not for lists of captions; leave it out")
     data, images = asked.data, asked.images
     held_out: list[str] = []
-    if not isinstance(model, LoadedRun) and (folder_of(model) / SPLIT_FILE).is_file():
+    if not isinstance(model, LoadedRun) and (run_folder_of(model) / SPLIT_FILE).is_file():
         root = find_lists(data).root if images is None else Path(images)
-        held_out = held_out_images(folder_of(model), data, root)
+        held_out = held_out_images(run_folder_of(model), data, root)
     samples, notes = open_captioned(
         data, split=asked.split or "val", images=images, held_out=held_out, classes=classes
     )
@@ -367,7 +371,7 @@ def captioned(
     return samples
 
 
-def labelled(
+def load_labeled_samples(
     model: PathLike | LoadedRun,
     asked: DatasetSpec,
     classes: tuple[str, ...],
@@ -384,21 +388,23 @@ def labelled(
     """
 
     def held_out(root: Path, there: Collection[str]) -> list[str]:
-        ours = None if isinstance(model, LoadedRun) else folder_of(model)
+        ours = None if isinstance(model, LoadedRun) else run_folder_of(model)
         return [] if ours is None else held_out_images(ours, asked.data, root, there)
 
-    full = as_trained(asked, None if isinstance(model, LoadedRun) else folder_of(model))
+    full = with_training_settings(
+        asked, None if isinstance(model, LoadedRun) else run_folder_of(model)
+    )
     full = dataclasses.replace(full, multilabel=None if thresholds is None else True)
     samples, notes = open_labelled(
         full, split=asked.split or "val", classes=classes, held_out=held_out
     )
     for note in notes:
         notify(note)
-    check_kind(thresholds, samples, asked.data)
+    check_label_kind(thresholds, samples, asked.data)
     return samples
 
 
-def as_trained(asked: DatasetSpec, run: Path | None) -> DatasetSpec:
+def with_training_settings(asked: DatasetSpec, run: Path | None) -> DatasetSpec:
     """`asked` with what the training of the run folder `run` said of its data, where left out.
 
     Which folder the images are in, and that they may lie outside of it, is true of its own list.
@@ -419,13 +425,13 @@ def as_trained(asked: DatasetSpec, run: Path | None) -> DatasetSpec:
     )
 
 
-def none_measured(failed: list[dict[str, str]]) -> str:
+def no_readable_images(failed: list[dict[str, str]]) -> str:
     """Why there are no numbers: every image is among the `failed`."""
     image, error = printable(failed[0]["image"]), printable(failed[0]["error"])
     return f"none of {len(failed)} images can be measured; the first is {image}: {error}"
 
 
-def folder_of(model: PathLike) -> Path:
+def run_folder_of(model: PathLike) -> Path:
     """The run folder, also where its file of weights was named."""
     path = Path(model)
     return path.parent if path.is_file() else path
@@ -446,7 +452,7 @@ def measure(
     return parts, failed
 
 
-def outcomes(answers: list[Answer], samples: tuple[Sample, ...]) -> list[Outcomes]:
+def outcomes(answers: list[ImageOutput], samples: tuple[Sample, ...]) -> list[Outcomes]:
     """Outcomes of the readable images of one batch: one item, or none where there are none."""
     rows, labels = [], []
     for answer, sample in zip(answers, samples, strict=True):

@@ -53,7 +53,7 @@ class Suspect(NamedTuple):
     """Probability of that class less that of its label."""
 
 
-def with_features(
+def find_label_errors(
     report: Report,
     weights: str,
     *,

@@ -1,146 +1,143 @@
-"""The network side of prediction: prepared images in, probabilities, tokens and vectors out."""
+"""Forward passes for prediction: preprocessed images in, probabilities, embeddings and memory out.
 
-import dataclasses
+Handles test-time augmentation, packed sequences of images in their own aspect ratio, torch.compile
+and, for float32 on a CPU, oneDNN prepacking: torch adds the bias before each product and activates
+after it, each in a pass of its own over memory, where oneDNN fuses both into the product and reads
+a matrix that was reordered once. The operators are those that torch's compiler emits
+(torch.ops.mkldnn).
+"""
+
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, printable
-from vit.inference.cpu_prepack import can_pack, packed
 from vit.model.captioner import Captioner
+from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
 from vit.model.sequence_packing import check_packable
 from vit.model.vision_transformer import VisionTransformer
-from vit.precision import Precision, autocast
+from vit.precision import Precision, autocast, has_onednn
 
 Views = Literal["flip", "crops"]
+ONEDNN_GELU = {"none": "none", "tanh": "tanh"}
+"""GELU approximations of torch under oneDNN's names."""
+NOT_PREPACKED = ("router",)
+"""Linear layers whose weight other modules read."""
+PREPACK_ROWS = 1576
+"""Rows that matrices are reordered for: eight images of 197 tokens."""
 
 
-class Seen(NamedTuple):
-    """What the network says of a batch."""
+class BatchOutput(NamedTuple):
+    """Model output for a batch."""
 
     probabilities: Tensor
-    """(batch, classes or 0), float64 on the CPU."""
+    """(batch, classes), float64 on the CPU; (batch, 0) without a head."""
     embeddings: Tensor | None
-    """What the head reads, (batch, dim), float32 on the CPU, where it was asked for."""
+    """Input of the head, (batch, dim), float32 on the CPU, if requested."""
     memories: Sequence[Tensor | None]
-    """Of a captioner the tokens of each image, (tokens, dim) on the device."""
+    """Of a captioner the image tokens of each image, (tokens, dim) on the device."""
 
 
-class Outputs(NamedTuple):
-    """What one pass computes."""
-
-    logits: Tensor
-    pooled: Tensor | None
-    memories: Sequence[Tensor | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A network with the way it is run; its arithmetic is chosen by each call.
+class ModelRunner:
+    """Runs a network in the chosen way; the precision is chosen by each call.
 
     Args:
-        model: In evaluation mode, on the device.
-        preprocessing: Its own.
-        device: Where it is.
-        keep_aspect: Images come in any sizes, whole patches.
-        tta: The mean over which views of an image: it and its mirror image, or those of five
-            crops, ten in all.
-        embeddings: Whether what the head reads is wanted too.
-        compiled: Whether torch.compile is used.
-        several: Whether an image may have several classes: each has a probability of its own.
+        model: In evaluation mode, on `device`.
+        preprocessing: Preprocessing of the network.
+        device: Device of the model.
+        keep_aspect: Images come in any size that is whole patches, and are packed.
+        tta: Test-time augmentation: the mean over the image and its mirror image (`flip`), or
+            over those of five crops, ten views in all (`crops`).
+        embeddings: Return the input of the head too.
+        compiled: Use torch.compile.
+        multilabel: Each class has a probability of its own.
 
     Raises:
-        ConfigError: It cannot be run so.
+        ConfigError: The settings contradict each other or the model.
     """
 
-    model: VisionTransformer
-    preprocessing: Preprocessing
-    device: torch.device
-    keep_aspect: bool = False
-    tta: Views | None = None
-    embeddings: bool = False
-    compiled: bool = False
-    multilabel: bool = False
-    run: Callable[[Tensor], Any] = dataclasses.field(init=False)
-    quick: VisionTransformer | None = dataclasses.field(init=False)
-    """The same network, faster, where it is computed in float32 on a CPU."""
-
-    def __post_init__(self) -> None:
-        check(self)
-        run: Callable[[Tensor], Any] = self._pass
-        if self.compiled:
-            run = torch.compile(run, dynamic=False)
-        object.__setattr__(self, "run", run)
-        pays = not self.compiled and can_pack(self.model)
-        object.__setattr__(self, "quick", packed(self.model) if pays else None)
-
-    def blank(self) -> Tensor:
-        """What stands in the place of an image that there is not."""
-        size = (3, *self.preprocessing.image_size)
-        return torch.zeros((5, *size) if self.tta == "crops" else size, dtype=torch.uint8)
+    def __init__(
+        self,
+        model: VisionTransformer,
+        preprocessing: Preprocessing,
+        device: torch.device,
+        *,
+        keep_aspect: bool = False,
+        tta: Views | None = None,
+        embeddings: bool = False,
+        compiled: bool = False,
+        multilabel: bool = False,
+    ) -> None:
+        self.model, self.preprocessing, self.device = model, preprocessing, device
+        self.keep_aspect, self.tta = keep_aspect, tta
+        self.embeddings, self.compiled, self.multilabel = embeddings, compiled, multilabel
+        check_settings(self)
+        self.forward: Callable[[Tensor], Any] = self._forward
+        if compiled:
+            self.forward = torch.compile(self._forward, dynamic=False)
+        self.prepacked = prepack(model) if not compiled and can_prepack(model) else None
+        """The same network for float32 on a CPU, where that is faster."""
 
     @torch.inference_mode()
-    def see(self, images: Sequence[Tensor], precision: Precision) -> Seen:
-        """All that there is to say of uint8 images, as a Reader makes them."""
-        sums: list[Tensor] = []
-        pooled: list[Tensor] = []
+    def run(self, images: Sequence[Tensor], precision: Precision) -> BatchOutput:
+        """Output for uint8 images as an ImageReader returns them, averaged over the views."""
+        probabilities: list[Tensor] = []
+        embeddings: list[Tensor] = []
         memories: Sequence[Tensor | None] = []
-        views = views_of(images, self.tta)
-        for view in views:
+        for view in augmented_views(images, self.tta):
             with autocast(precision, self.device):
-                outputs = self._outputs(view)
-            sums.append(probabilities(outputs.logits, multilabel=self.multilabel))
-            if outputs.pooled is not None:
-                pooled.append(outputs.pooled.float().cpu())
-            memories = outputs.memories
-        return Seen(mean(sums), mean(pooled) if pooled else None, memories)
+                logits, pooled, memories = self._forward_images(view)
+            probabilities.append(to_probabilities(logits, multilabel=self.multilabel))
+            if pooled is not None:
+                embeddings.append(pooled.float().cpu())
+        return BatchOutput(mean(probabilities), mean(embeddings) if embeddings else None, memories)
 
-    def warm_up(self, rows: int, precision: Precision) -> None:
-        """Compile for batches of so many images.
+    def warm_up(self, batch_size: int, precision: Precision) -> None:
+        """Compile for batches of `batch_size` images.
 
         Raises:
-            ConfigError: torch cannot compile here.
+            ConfigError: torch cannot compile on this machine.
         """
         try:
-            self.see([self.blank()] * rows, precision)
-        except RuntimeError as error:  # of a missing compiler, an old Python, an odd network
+            self.run([self.blank_image()] * batch_size, precision)
+        except RuntimeError as error:  # a missing compiler, an old Python, an unsupported network
             first = printable(str(error).strip().splitlines()[0][:200])
             raise ConfigError(
                 f"compile: torch cannot compile here ({first}); leave it out"
             ) from None
 
-    def _outputs(self, images: Sequence[Tensor]) -> Outputs:
-        """One pass over uint8 images, each (channels, height, width)."""
-        nothing = [None] * len(images)
-        floats = [self._floats(image) for image in images] if self._one_by_one else []
+    def blank_image(self) -> Tensor:
+        """A black image, which replaces one that cannot be read."""
+        size = (3, *self.preprocessing.image_size)
+        return torch.zeros((5, *size) if self.tta == "crops" else size, dtype=torch.uint8)
+
+    def _forward_images(
+        self, images: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        """Logits, pooled tokens if requested, and memories of one view of uint8 images."""
+        no_memories = [None] * len(images)
+        # on a CPU an image that is normalised by itself stays in the cache
+        one_by_one = self.keep_aspect or self.device.type == "cpu"
+        floats = [self._normalise(image) for image in images] if one_by_one else []
         if self.keep_aspect and isinstance(self.model, Captioner):
-            classes, memories = self.model.see_packed(floats)
-            return Outputs(classes, None, memories)
+            logits, memories = self.model.see_packed(floats)
+            return logits, None, memories
         if self.keep_aspect:
             pooled = self.model.features_packed(floats)
-            return Outputs(self.model.head(pooled), self._wanted(pooled), nothing)
-        batch = torch.stack(floats) if floats else self._floats(torch.stack([*images]))
-        logits, pooled, memory = self.run(batch)
-        return Outputs(logits, pooled, nothing if memory is None else [*memory])
+            return self.model.head(pooled), pooled if self.embeddings else None, no_memories
+        batch = torch.stack(floats) if floats else self._normalise(torch.stack([*images]))
+        logits, embedding, memory = self.forward(batch)
+        return logits, embedding, no_memories if memory is None else [*memory]
 
-    @property
-    def _one_by_one(self) -> bool:
-        """Whether each image becomes floats by itself: on a CPU one stays in the cache."""
-        return self.keep_aspect or self.device.type == "cpu"
-
-    @property
-    def _fitting(self) -> VisionTransformer:
-        """The network for the arithmetic that is asked for."""
+    def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits, pooled tokens if requested, and memory of a captioner, of floats of one size."""
         half = torch.is_autocast_enabled(self.device.type)
-        return self.model if half or self.quick is None else self.quick
-
-    def _pass(self, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits, what the head read if wanted, and the memory of floats of one size."""
-        model = self._fitting
+        model = self.model if half or self.prepacked is None else self.prepacked
         if isinstance(model, Captioner):
             tokens, places = model.encode(batch)
             pooled = model.pool(tokens, places) if self.embeddings else None
@@ -148,73 +145,119 @@ class Network:
         if not self.embeddings:
             return model(batch), None, None
         pooled = model.features(batch)
-        return self._logits(pooled), pooled, None
-
-    def _wanted(self, pooled: Tensor) -> Tensor | None:
-        return pooled if self.embeddings else None
-
-    def _logits(self, pooled: Tensor) -> Tensor:
-        """(batch, classes), or (batch, 0) without a head"""
         if not self.model.num_classes:
-            return pooled.new_zeros(len(pooled), 0)
-        logits: Tensor = self.model.head(pooled)
-        return logits
+            return pooled.new_zeros(len(pooled), 0), pooled, None
+        return self.model.head(pooled), pooled, None
 
-    def _floats(self, images: Tensor) -> Tensor:
-        """uint8 (..., channels, height, width) -> normalised, on the device"""
+    def _normalise(self, images: Tensor) -> Tensor:
+        """uint8 (..., channels, height, width) -> normalised floats on the device"""
         return self.preprocessing.normalise(images.to(self.device))
 
 
-def probabilities(logits: Tensor, *, multilabel: bool) -> Tensor:
-    """(batch, classes) -> float64 on the CPU; of classes apart where there are `multilabel`."""
+def to_probabilities(logits: Tensor, *, multilabel: bool) -> Tensor:
+    """Softmax, or sigmoid if `multilabel`: (batch, classes) -> the same in float64 on the CPU"""
     exact = logits.float().cpu().double()
     return exact.sigmoid() if multilabel else exact.softmax(dim=1)
 
 
-def views_of(images: Sequence[Tensor], tta: Views | None) -> list[Sequence[Tensor]]:
-    """The views that answers are averaged over, each with all images; the usual one first."""
+def augmented_views(images: Sequence[Tensor], tta: Views | None) -> list[Sequence[Tensor]]:
+    """Views to average over, each of all images; the one without augmentation first."""
     if tta is None:
         return [images]
-    whole = [images]
+    views = [images]
     if tta == "crops":
-        whole = [[image[place] for image in images] for place in range(5)]
-    return [*whole, *([image.flip(-1) for image in view] for view in whole)]
+        views = [[image[crop] for image in images] for crop in range(5)]
+    return [*views, *([image.flip(-1) for image in view] for view in views)]
 
 
-def mean(parts: Sequence[Tensor]) -> Tensor:
-    """The mean of tensors of one shape; one alone stays as it is."""
-    return parts[0] if len(parts) == 1 else torch.stack([*parts]).mean(dim=0)
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """Mean of tensors of one shape; a single one is returned unchanged."""
+    return tensors[0] if len(tensors) == 1 else torch.stack([*tensors]).mean(dim=0)
 
 
-def check(network: Network) -> None:
-    """Refuse what cannot be.
+def check_settings(runner: ModelRunner) -> None:
+    """Raise if settings contradict each other or the model.
 
     Raises:
-        ConfigError: The message says which settings do not go together.
+        ConfigError: The message names the settings.
     """
-    model, tta = network.model, network.tta
+    model, tta = runner.model, runner.tta
     captions = isinstance(model, Captioner)
-    if network.keep_aspect and isinstance(model, Captioner):
+    if runner.keep_aspect and isinstance(model, Captioner):
         model.check_packable()
-    elif network.keep_aspect:
+    elif runner.keep_aspect:
         check_packable(model)
     if tta is not None and tta not in get_args(Views):
         raise ConfigError(f"tta={printable(tta)!r}: choose flip or crops, or leave it out")
     if tta is not None and captions:
-        raise ConfigError(f"tta={tta}: means are taken of classes, not of captions; leave it out")
-    if tta == "crops" and network.keep_aspect:
+        raise ConfigError(f"tta={tta}: probabilities are averaged, not captions; leave it out")
+    if tta == "crops" and runner.keep_aspect:
         raise ConfigError("tta=crops: keep_aspect shows whole images; use tta=flip")
-    if tta == "crops" and not network.preprocessing.cuts:
+    if tta == "crops" and not runner.preprocessing.cuts:
         raise ConfigError(
             "tta=crops: images are squashed to the size of this network and nothing is cut off, "
-            "so all crops are alike; use tta=flip"
+            "so all crops are equal; use tta=flip"
         )
-    if network.compiled and (captions or network.keep_aspect):
+    if runner.compiled and (captions or runner.keep_aspect):
         what = "captions" if captions else "keep_aspect"
         raise ConfigError(f"compile: {what} come in too many shapes to compile; leave it out")
-    if network.embeddings and isinstance(model.attn_pool, NoPooling):
+    if runner.embeddings and isinstance(model.attn_pool, NoPooling):
         raise ConfigError(
             "embeddings: this network pools its tokens to no vector (pooling=none); leave it out"
         )
-    if network.embeddings and captions and network.keep_aspect:
-        raise ConfigError("embeddings: not of captioners with keep_aspect; leave one of them out")
+    if runner.embeddings and captions and runner.keep_aspect:
+        raise ConfigError(
+            "embeddings: not available for captioners with keep_aspect; leave one of them out"
+        )
+
+
+def can_prepack(model: nn.Module) -> bool:
+    """Whether oneDNN prepacking works, and pays, for `model` on its device."""
+    first = next(model.parameters())
+    return (
+        first.device.type == "cpu"
+        and first.dtype == torch.float32
+        and has_onednn()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def prepack(model: VisionTransformer) -> VisionTransformer:
+    """A copy of `model` with prepacked linear layers in its blocks; it shares all other tensors.
+
+    The weights of the blocks are in memory twice from then on.
+    """
+    shared: dict[int, object] = {id(one): one for one in model.parameters()}
+    shared |= {id(one): one for one in model.buffers()}
+    clone = copy.deepcopy(model, shared)
+    for module in clone.blocks.modules():
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and name not in NOT_PREPACKED:
+                setattr(module, name, PrepackedLinear(child))
+        if type(module) is MLP and type(module.act) is nn.GELU:
+            assert isinstance(module.fc1, PrepackedLinear)
+            module.fc1.gelu = ONEDNN_GELU[module.act.approximate]
+            module.act = nn.Identity()
+    return clone
+
+
+class PrepackedLinear(nn.Module):
+    """y = x Wᵀ + b, or GELU of that, in float32 and without gradients.
+
+    Args:
+        linear: The layer to replace.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.matrix = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PREPACK_ROWS)
+        self.bias = linear.bias
+        self.gelu = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)"""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.matrix, self.bias, "gelu" if self.gelu else "none", [], self.gelu
+        )
+        return y

@@ -1,8 +1,8 @@
-"""Which arithmetic is faster for one network on this machine: timed once, then remembered.
+"""Chooses fp32 or bf16 for a network on this CPU by timing both once, and caches the result.
 
-Where a CPU has instructions for bf16, no rule says whether they pay: that depends on the machine
-and on the network. A trial runs real images both ways in turn; its verdict is kept in the user's
-cache folder, so that `vit predict` and `vit evaluate` agree, today and tomorrow.
+Whether bf16 is faster on a CPU that has instructions for it depends on the machine and the network.
+A trial runs real images in both precisions; its result is kept in the user's cache folder, so that
+`vit predict` and `vit evaluate` use the same precision.
 """
 
 import hashlib
@@ -22,38 +22,38 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import BadImage, RunError, printable
 from vit.evaluation.classification_metrics import ranking
-from vit.inference.model_runner import Seen
+from vit.inference.model_runner import BatchOutput
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_words
 from vit.weights.safetensors_io import write_text
 
 ROUNDS = 3
-WORTH = 100
+MIN_BATCHES = 100
 """Batches of a list from which on a trial costs less than a tenth of the time."""
-CLEARLY = 1.1
-"""How much faster bf16 must be: less is not worth its rounding, and a busy machine may say so."""
-WAYS: tuple[Precision, Precision] = ("fp32", "bf16")
+MIN_SPEEDUP = 1.1
+"""Speed-up from which on bf16 is worth its rounding; less may be noise of a busy machine."""
+PRECISIONS: tuple[Precision, Precision] = ("fp32", "bf16")
 
-Answers = Callable[[Sequence[Tensor], Precision], Tensor]
-Timed = Callable[[Callable[[], Tensor]], tuple[float, Tensor]]
+Predict = Callable[[Sequence[Tensor], Precision], Tensor]
+Timer = Callable[[Callable[[], Tensor]], tuple[float, Tensor]]
 
 
 def timed(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Seconds that a computation takes, and what it gives."""
+    """Seconds that `compute` takes, and its result."""
     began = time.perf_counter()
-    found = compute()
-    return time.perf_counter() - began, found
+    result = compute()
+    return time.perf_counter() - began, result
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a trial found.
+class TrialResult:
+    """Result of a trial of bf16 against fp32.
 
     Args:
-        speedup: How many times as fast bf16 is as fp32.
+        speedup: Time in fp32 over time in bf16.
         agreement: Share of the images with the same most probable class.
         difference: Largest difference of a probability.
-        images: That both were computed of.
+        images: Number of images of the trial.
     """
 
     speedup: float
@@ -63,11 +63,11 @@ class Verdict:
 
     @property
     def precision(self) -> Precision:
-        """The faster arithmetic; fp32 where bf16 gains little."""
-        return "bf16" if self.speedup >= CLEARLY else "fp32"
+        """bf16 if it is clearly faster, else fp32."""
+        return "bf16" if self.speedup >= MIN_SPEEDUP else "fp32"
 
     def line(self) -> str:
-        """What was picked, how much faster it is, and what it costs."""
+        """The chosen precision, its speed-up and its cost, for the user."""
         if self.precision == "fp32":
             return f"precision: fp32 (bf16 runs {self.speedup:.2f} times as fast here)"
         return (
@@ -77,112 +77,115 @@ class Verdict:
         )
 
 
-def trial(answers: Answers, batches: Sequence[Sequence[Tensor]], timed: Timed) -> Verdict:
-    """Compute each of `batches` both ways in turn; each goes first as often as last.
+def run_trial(
+    predict: Predict, batches: Sequence[Sequence[Tensor]], timed: Timer = timed
+) -> TrialResult:
+    """Compute each batch in both precisions, which take turns in going first.
 
     Args:
-        answers: Probabilities (batch, classes) of prepared images.
-        batches: Real images; the first is computed once more before, without being timed.
-        timed: Runs a computation and says how long it took.
+        predict: Probabilities, (batch, classes), of preprocessed images.
+        batches: Real images; the first batch is computed once more before, as a warm-up.
+        timed: Returns the seconds and the result of a computation.
     """
-    for way in WAYS:
-        answers(batches[0], way)
+    for precision in PRECISIONS:
+        predict(batches[0], precision)
     speedups, same, differences = [], 0, [0.0]
     for turn, batch in enumerate(batches):
-        found: dict[Precision, tuple[float, Tensor]] = {}
-        for way in WAYS[:: 1 if turn % 2 else -1]:
-            found[way] = timed(lambda batch=batch, way=way: answers(batch, way))  # type: ignore[misc]
-        (slow, exact), (fast, rough) = (found[way] for way in WAYS)
+        runs: dict[Precision, tuple[float, Tensor]] = {}
+        for precision in PRECISIONS[:: 1 if turn % 2 else -1]:
+            runs[precision] = timed(lambda b=batch, p=precision: predict(b, p))  # type: ignore[misc]
+        (slow, exact), (fast, rounded) = (runs[precision] for precision in PRECISIONS)
         speedups.append(slow / fast)
-        same += int((ranking(exact)[:, 0] == ranking(rough)[:, 0]).sum())
-        differences.append(float((exact - rough).abs().nan_to_num(1.0).max()))
+        same += int((ranking(exact)[:, 0] == ranking(rounded)[:, 0]).sum())
+        differences.append(float((exact - rounded).abs().nan_to_num(1.0).max()))
     images = sum(map(len, batches))
-    return Verdict(statistics.median(speedups), same / images, max(differences), images)
+    return TrialResult(statistics.median(speedups), same / images, max(differences), images)
 
 
-class Choice:
-    """The arithmetic of one network: remembered, or picked when a list is long enough.
+class PrecisionAutotuner:
+    """Precision of one network: cached, or chosen by a trial once a list is long enough.
 
     Args:
-        config: Of the network.
-        about: What else of its use a verdict depends on.
-        usual: Taken while nothing is known.
-        say: Told what a trial picked.
-        folder: Where verdicts are kept; in the user's cache when left out.
+        config: Settings of the network.
+        usage: What else the speed depends on, as a part of the cache key.
+        usual: Precision while no result is known.
+        notify: Called with the line of a trial.
+        folder: Folder of the results; in the user's cache by default.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        about: Mapping[str, Any],
+        usage: Mapping[str, Any],
         *,
         usual: Precision,
         notify: Callable[[str], object],
         folder: Path | None = None,
     ) -> None:
         self.folder = user_cache() / "precision" if folder is None else folder
-        self.key = key_of(network=asdict(config), threads=torch.get_num_threads(), **about)
+        self.key = cache_key(network=asdict(config), threads=torch.get_num_threads(), **usage)
         self.notify = notify
-        self.verdict = remembered(self.folder, self.key)
-        self.precision = usual if self.verdict is None else self.verdict.precision
+        self.result = load_result(self.folder, self.key)
+        self.precision = usual if self.result is None else self.result.precision
 
-    def settle(
+    def choose(
         self,
         images: Sequence[str | os.PathLike[str]],
-        size: int,
+        batch_size: int,
         *,
         read: Callable[[str], Tensor | BadImage],
-        see: Callable[[Sequence[Tensor], Precision], Seen],
-        timed: Timed = timed,
+        run: Callable[[Sequence[Tensor], Precision], BatchOutput],
+        timed: Timer = timed,
     ) -> Precision:
-        """The arithmetic for `images`, in batches of `size`; tried on the first of them if need be.
+        """The precision for `images`, after a trial on the first of them if none is cached.
 
         Args:
             images: Paths.
-            size: Of a batch.
-            read: Prepares an image.
-            see: The network.
-            timed: Runs a computation and says how long it took.
+            batch_size: Images of a batch.
+            read: Reads and preprocesses an image.
+            run: Runs the network.
+            timed: As for `run_trial`.
         """
-        if self.verdict is not None or len(images) < WORTH * size:
+        if self.result is not None or len(images) < MIN_BATCHES * batch_size:
             return self.precision
-        prepared = [read(os.fspath(path)) for path in images[: ROUNDS * size]]
-        good = [image for image in prepared if isinstance(image, Tensor)]
-        batches = [good[at : at + size] for at in range(0, len(good) - size + 1, size)]
+        read_images = [read(os.fspath(path)) for path in images[: ROUNDS * batch_size]]
+        good = [image for image in read_images if isinstance(image, Tensor)]
+        starts = range(0, len(good) - batch_size + 1, batch_size)
+        batches = [good[start : start + batch_size] for start in starts]
         if not batches:
             return self.precision
-        verdict = trial(lambda batch, way: see(batch, way).probabilities, batches, timed)
-        self.verdict, self.precision = verdict, verdict.precision
-        self.notify(verdict.line())
-        note = remember(self.folder, self.key, verdict)
+        result = run_trial(lambda batch, way: run(batch, way).probabilities, batches, timed)
+        self.result, self.precision = result, result.precision
+        self.notify(result.line())
+        note = save_result(self.folder, self.key, result)
         if note is not None:
             self.notify(note)
         return self.precision
 
 
-def key_of(**about: Any) -> str:
-    """The name of a verdict: changes with the CPU, torch, and whatever else it is `about`."""
+def cache_key(**usage: Any) -> str:
+    """Name of a cached result; depends on the CPU, the version of torch, and `usage`."""
     machine = {"cpu": sorted(cpu_words()), "torch": torch.__version__}
-    text = json.dumps({**machine, **about}, sort_keys=True, default=str)
+    text = json.dumps({**machine, **usage}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def remembered(folder: Path, key: str) -> Verdict | None:
-    """The verdict that is kept in `folder`; None where there is none, or it is damaged."""
+def load_result(folder: Path, key: str) -> TrialResult | None:
+    """The cached result; None if it is missing or damaged."""
     try:
-        kept = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        verdict = Verdict(**kept)
-        numbers = [float(value) for value in asdict(verdict).values()]
-        return verdict if all(map(math.isfinite, numbers)) else None
+        values = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        result = TrialResult(**values)
+        numbers = [float(value) for value in asdict(result).values()]
+        return result if all(map(math.isfinite, numbers)) else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def remember(folder: Path, key: str, verdict: Verdict) -> str | None:
-    """Keep a verdict in `folder`; a note where that cannot be."""
+def save_result(folder: Path, key: str, result: TrialResult) -> str | None:
+    """Write a result to the cache; returns a note for the user if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{key}.json", json.dumps(asdict(verdict)) + "\n")
+        write_text(folder / f"{key}.json", json.dumps(asdict(result)) + "\n")
     except (OSError, RunError):
         return (
             f"note: {printable(folder)} cannot be written, so this is measured again each time; "

@@ -1,24 +1,32 @@
-"""A trained network answers for images: read, prepare, normalise, network, scores or words.
+"""Predictions for image files: read, preprocess, run the network, return labels or captions.
 
-Evaluation goes the same way (vit/inference/evaluate.py), so both give the same numbers.
+Evaluation uses the same code (vit/inference/evaluate.py), so both give the same numbers.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from vit.errors import BadImage, ConfigError, WeightsError
+from vit.evaluation.classification_metrics import ranking
 from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
-from vit.inference.batch_pipeline import Reader, all_of, in_order, lanes, threads_of, usual_batch
-from vit.inference.caption_generator import speaker_of
-from vit.inference.model_runner import Network, Views
-from vit.inference.outputs import Answer, named
-from vit.inference.precision_autotune import Choice
+from vit.inference.batch_pipeline import (
+    ImageReader,
+    chunks,
+    default_batch_size,
+    default_num_threads,
+    make_thread_pool,
+    prefetch,
+)
+from vit.inference.caption_generator import make_caption_generator
+from vit.inference.model_runner import ModelRunner, Views
+from vit.inference.precision_autotune import PrecisionAutotuner
 from vit.model.captioner import lay_out
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, may_choose, resolve_device, resolve_precision
@@ -26,47 +34,68 @@ from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
 
-__all__ = ["Answer", "PathLike", "Predictor"]
-
 PathLike = str | os.PathLike[str]
 
 
-class Predictor:
-    """Labels images, or writes their captions, with a saved model.
-
-    On one machine a list gives the same numbers every time, to the last digit: batches are cut
-    in its order, an image that cannot be read leaves its place blank, and the last batch is
-    filled up with blank ones to a power of two, so that few shapes occur. (A matrix product
-    rounds differently for another number of rows: the last digits do depend on `batch_size`.)
-    Captions leave the work as they end and blank places get none: the last digits of their scores
-    depend on the images of the same batch.
+@dataclass(frozen=True)
+class ImageOutput:
+    """Model output for one image, or its error; `to_predictions` makes Predictions of them.
 
     Args:
-        run: A run folder or any other source of weights with a head, or one that is loaded.
-        device: cpu, cuda, cuda:N or mps; the best one here when left out.
-        batch_size: Images in one pass through the network; when left out 64, and on a CPU as
-            many as its caches like, by the network's tokens: 4 to 64, and 16 for captions.
-        precision: auto, fp32, bf16 or fp16. auto is bf16 where the hardware has it; where a CPU's
-            bf16 may be fast or slow, a long list is tried both ways once, and the verdict kept.
+        image: Path of the image.
+        probabilities: (classes,) float64, empty without a head; None on an error.
+        error: Why there is no output, or None.
+        captions: The best first; empty from a classifier.
+        memory: The captioner's image tokens, (tokens, dim) on the device.
+        pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
+        embedding: Input of the head, (dim,) float32, if requested.
+    """
+
+    image: str
+    probabilities: Tensor | None
+    error: str | None = None
+    captions: tuple[Caption, ...] = ()
+    memory: Tensor | None = None
+    pixels: Tensor | None = None
+    embedding: Tensor | None = None
+
+
+class Predictor:
+    """Classifies or captions images with a saved model.
+
+    On one machine the same list gives the same numbers, to the last digit: batches are cut in its
+    order, an unreadable image is replaced by a blank one, and the last batch is padded with blank
+    images to a power of two, so that few shapes occur. (Rounding of a matrix product depends on
+    its number of rows, so the last digits do depend on `batch_size`.) Captions leave the batch as
+    they end and blank images get none: the last digits of their scores depend on the other images
+    of the batch.
+
+    Args:
+        run: A run folder, any other source of weights with a head, or a loaded model.
+        device: cpu, cuda, cuda:N or mps; the best available one by default.
+        batch_size: Images in one forward pass. 64 by default; on a CPU 4 to 64 by the number of
+            tokens of the network, and 16 for captions.
+        precision: auto, fp32, bf16 or fp16. auto is bf16 where the hardware supports it; on a CPU
+            whose bf16 may be fast or slow, a long list is timed in both once, and the result kept.
         workers: Threads that read images and, on a CPU, each compute a batch; one a core, at
-            most 8, when left out.
-        merge_tokens: Patches merged in each block, which is faster and less exact; as many as in
-            training when left out.
-        patch_size: Side of a patch in pixels, to which the weights are resized: best one that the
-            network was trained with (`patch_sizes`). Its usual one when left out.
-        keep_aspect: Show the network whole images in their own aspect, with at most as many
-            patches as usual, where else it sees a square. Last digits then depend on neighbours.
-        search: How captions are looked for; the likeliest word each time when left out. Words are
-            drawn by the number of the image in the whole list.
-        tta: Answer by the mean over several views: `flip`, an image and its mirror image, or
-            `crops`, those of its centre and its four corners, ten in all.
+            most 8, by default.
+        merge_tokens: Patches merged in each block, faster and less exact; as in training by
+            default.
+        patch_size: Side of a patch in pixels, to which the weights are resized: preferably one
+            that the network was trained with (`patch_sizes`). That of the network by default.
+        keep_aspect: Keep the aspect ratio of images, with at most the usual number of patches,
+            instead of a square. The last digits then depend on the other images of the batch.
+        search: Generation settings of captions; greedy decoding by default. Sampling is seeded by
+            the index of the image in the whole list.
+        tta: Test-time augmentation, the mean over several views: `flip`, an image and its mirror
+            image, or `crops`, those of its centre and four corners, ten in all.
         compile: Compile the network with torch.compile, which takes a minute and pays for many
             images (docs/predict.md).
-        embeddings: Whether answers have an `embedding`; the weights then need no head.
-        say: Told what weights of others are, and which precision was picked.
+        embeddings: Return an `embedding` with each prediction; the weights then need no head.
+        notify: Called with notes: what foreign weights are, and which precision was chosen.
 
     Raises:
-        VitError: The run, the device or a setting cannot be used; the message says why.
+        VitError: The run, the device or a setting cannot be used.
     """
 
     def __init__(
@@ -86,10 +115,9 @@ class Predictor:
         embeddings: bool = False,
         notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: must be at least 1")
-        if workers is not None and workers < 1:
-            raise ConfigError(f"workers={workers}: must be at least 1")
+        for name, value in (("batch_size", batch_size), ("workers", workers)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
         self.device = resolve_device(device)
         self.precision = resolve_precision(precision, self.device)
         if isinstance(run, LoadedRun):
@@ -100,25 +128,36 @@ class Predictor:
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         self.model = loaded.model.eval().to(self.device)
-        self.speaker = speaker_of(loaded, search)
-        if self.speaker is not None and self.device.type == "cpu" and run is not loaded:
-            lay_out(self.speaker.decoder)  # not in a network that somebody else may save
+        self.caption_generator = make_caption_generator(loaded, search)
+        captions = self.caption_generator is not None
+        if self.caption_generator is not None and self.device.type == "cpu" and run is not loaded:
+            lay_out(self.caption_generator.decoder)  # not in a network that the caller may save
         self.keep_aspect = keep_aspect
         self.thresholds = loaded.thresholds
-        """Of each class, from which on it is named, where an image may have several; or None."""
-        about = (self.model, self.preprocessing, self.device, keep_aspect, tta, embeddings, compile)
-        self.network = Network(*about, multilabel=self.thresholds is not None)
-        size = self.model.patch_embed.patch_size if keep_aspect else None
-        self.read = Reader(self.preprocessing, patch_size=size, crops=tta == "crops")
-        captions = self.speaker is not None
-        self.batch_size = batch_size or usual_batch(loaded.config, self.device, captions=captions)
-        self.workers = workers or threads_of(self.device)
-        self.notify = notify
-        self.choice: Choice | None = None
+        """Probability from which on each class is named, of a multi-label model; else None."""
+        self.runner = ModelRunner(
+            self.model,
+            self.preprocessing,
+            self.device,
+            keep_aspect=keep_aspect,
+            tta=tta,
+            embeddings=embeddings,
+            compiled=compile,
+            multilabel=self.thresholds is not None,
+        )
+        side = self.model.patch_embed.patch_size if keep_aspect else None
+        self.read = ImageReader(self.preprocessing, patch_size=side, crops=tta == "crops")
+        self.batch_size = batch_size or default_batch_size(
+            loaded.config, self.device, captions=captions
+        )
+        self.workers = workers or default_num_threads(self.device)
+        self.precision_autotuner: PrecisionAutotuner | None = None
         if precision == "auto" and may_choose(self.device) and self.classes and not captions:
-            use = {"keep_aspect": keep_aspect, "compiled": compile}
-            self.choice = Choice(loaded.config, use, usual=self.precision, notify=notify)
-            self.precision = self.choice.precision
+            usage = {"keep_aspect": keep_aspect, "compiled": compile}
+            self.precision_autotuner = PrecisionAutotuner(
+                loaded.config, usage, usual=self.precision, notify=notify
+            )
+            self.precision = self.precision_autotuner.precision
 
     @property
     def block_size(self) -> int:
@@ -127,8 +166,8 @@ class Predictor:
 
     @property
     def n_best(self) -> int:
-        """Captions of an image; 0 from a network that writes none."""
-        return 0 if self.speaker is None else self.speaker.search.n_best
+        """Captions of an image; 0 from a classifier."""
+        return 0 if self.caption_generator is None else self.caption_generator.search.n_best
 
     def __call__(
         self,
@@ -148,143 +187,179 @@ class Predictor:
         threshold: float | None = None,
         first: int = 0,
     ) -> Iterator[Prediction]:
-        """Predictions in the order of `images`, as they are made; memory does not grow.
+        """Iterate over predictions in the order of `images`, in constant memory.
 
         Args:
-            images: Paths of images; taken as they are needed, a batch a worker ahead.
-            top_k: Most probable classes to name; all of them where there are fewer. When left out
-                5, and where an image may have several classes all above their thresholds.
-            threshold: Name no class that is less probable, whatever its own threshold is.
+            images: Paths of images; consumed lazily, a batch a worker ahead.
+            top_k: Number of most probable classes to return, at most all. 5 by default; for a
+                multi-label model all above their thresholds.
+            threshold: Leave out classes that are less probable; replaces the model's thresholds.
             first: As for `batches`.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one path instead of several.
+            ConfigError: `top_k` is less than 1, or `images` is a single path.
         """
         check_top_k(top_k)
         if isinstance(images, str | bytes | os.PathLike):
             raise ConfigError(f"images={images!r} is one path; give a list of paths")
         batches = self.batches(images, first=first)
-        return (told for batch in batches for told in self.names(batch, top_k, threshold))
+        return (
+            prediction
+            for batch in batches
+            for prediction in self.to_predictions(batch, top_k, threshold)
+        )
 
-    def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[Answer]]:
-        """Answers of `batch_size` images at a time, in order, while threads make the next.
+    def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[ImageOutput]]:
+        """Iterate over the outputs of batches, in order, while threads work on the next ones.
 
         Args:
             images: As for `stream`.
-            first: Number of the first image in a longer list. The rest of a list from a multiple
-                of `batch_size` on has the digits that it has in the whole list.
+            first: Index of the first image in a longer list. A list continued from a multiple of
+                `batch_size` gives the digits of the whole list.
         """
-        paths = (os.fspath(path) for path in images)
         if isinstance(images, Sequence):
-            self.settle(images)
+            self.autotune_precision(images)
         on_cpu = self.device.type == "cpu"
-        pool = lanes(self.workers) if on_cpu else ThreadPoolExecutor(self.workers, "read-image")
-        begin = partial(self._lane if on_cpu else self._device, pool)
+        workers = self.workers
+        pool = make_thread_pool(workers) if on_cpu else ThreadPoolExecutor(workers, "read-image")
+        paths = (os.fspath(path) for path in images)
+        batches = chunks(paths, self.batch_size, first=first)
         try:
-            if self.network.compiled:
-                pool.submit(self.network.warm_up, self.batch_size, self.precision).result()
-            ahead = self.workers if on_cpu else 1
-            yield from in_order(paths, self.batch_size, begin, ahead=ahead, first=first)
+            if self.runner.compiled:
+                pool.submit(self.runner.warm_up, self.batch_size, self.precision).result()
+            if on_cpu:  # each thread reads and computes whole batches
+                futures = (pool.submit(self._read_and_run, *batch) for batch in batches)
+                for future in prefetch(futures, workers):
+                    yield future.result()
+            else:  # the threads read, this one computes
+                reads = (
+                    (start, batch, [pool.submit(self.read, path) for path in batch])
+                    for start, batch in batches
+                )
+                for start, batch, read in prefetch(reads, 1):
+                    yield self._run_batch(start, batch, [future.result() for future in read])
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def settle(self, images: Sequence[PathLike]) -> None:
-        """Pick the precision for a list now, where `auto` leaves it to a trial."""
-        if self.choice is None:
+    def autotune_precision(self, images: Sequence[PathLike]) -> None:
+        """Choose the precision for a list now, where `auto` leaves it to a trial."""
+        if self.precision_autotuner is None:
             return
-        trial = partial(self.choice.settle, read=self.read, see=self.network.see)
-        with lanes(self.workers) as pool:  # as many threads for a product as later
-            self.precision = pool.submit(trial, images, self.batch_size).result()
+        choose = partial(self.precision_autotuner.choose, read=self.read, run=self.runner.run)
+        with make_thread_pool(self.workers) as pool:  # as many threads a product as later
+            self.precision = pool.submit(choose, images, self.batch_size).result()
 
-    def _lane(
-        self, pool: ThreadPoolExecutor, first: int, paths: list[str]
-    ) -> Callable[[], list[Answer]]:
-        """A batch done by one thread, from the files to the answers."""
+    def to_predictions(
+        self,
+        outputs: Sequence[ImageOutput],
+        top_k: int | None = None,
+        threshold: float | None = None,
+    ) -> list[Prediction]:
+        """Predictions of the outputs of a batch; arguments as for `stream`."""
+        top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
+        return to_predictions(outputs, self.classes, top_k, thresholds)
 
-        def whole() -> list[Answer]:
-            return self._answer(first, paths, [self.read(path) for path in paths])
+    def _read_and_run(self, first: int, paths: list[str]) -> list[ImageOutput]:
+        return self._run_batch(first, paths, [self.read(path) for path in paths])
 
-        return pool.submit(whole).result
-
-    def _device(
-        self, pool: ThreadPoolExecutor, first: int, paths: list[str]
-    ) -> Callable[[], list[Answer]]:
-        """A batch read by the threads, and answered by the device when its turn comes."""
-        read = all_of(pool, self.read, paths)
-        return lambda: self._answer(first, paths, read())
-
-    def _answer(
-        self, first: int, paths: list[str], input_images: Sequence[Tensor | BadImage]
-    ) -> list[Answer]:
-        """Answers for one batch; `first` is the number of its first image in the whole list."""
-        errors = {n: p.reason for n, p in enumerate(input_images) if isinstance(p, BadImage)}
+    def _run_batch(
+        self, first: int, paths: list[str], images: Sequence[Tensor | BadImage]
+    ) -> list[ImageOutput]:
+        """Outputs of one batch; `first` is the index of its first image in the whole list."""
+        errors = {n: image.reason for n, image in enumerate(images) if isinstance(image, BadImage)}
         if len(errors) == len(paths):
-            return [Answer(path, None, errors[place]) for place, path in enumerate(paths)]
-        blank = self.network.blank()
-        images = [blank if isinstance(image, BadImage) else image for image in input_images]
-        images += [blank] * (self._rows(len(paths)) - len(paths))
-        seen = self.network.see(images, self.precision)
-        finite = seen.probabilities.isfinite().all(dim=1)
-        if seen.embeddings is not None:
-            finite &= seen.embeddings.isfinite().all(dim=1)
-        for place, good in enumerate(finite[: len(paths)].tolist()):
-            if not good and place not in errors:
-                errors[place] = f"the network overflowed in {self.precision}; try precision fp32"
-        good_ones = [place for place in range(len(paths)) if place not in errors]
-        captions = self._captions(seen.memories, good_ones, first, errors)
+            return [ImageOutput(path, None, errors[n]) for n, path in enumerate(paths)]
+        blank = self.runner.blank_image()
+        batch = [blank if isinstance(image, BadImage) else image for image in images]
+        batch += [blank] * (self._padded_size(len(paths)) - len(paths))
+        output = self.runner.run(batch, self.precision)
+        finite = output.probabilities.isfinite().all(dim=1)
+        if output.embeddings is not None:
+            finite &= output.embeddings.isfinite().all(dim=1)
+        for n, is_finite in enumerate(finite[: len(paths)].tolist()):
+            if not is_finite and n not in errors:
+                errors[n] = f"the network overflowed in {self.precision}; try precision fp32"
+        good = [n for n in range(len(paths)) if n not in errors]
+        captions = self._generate_captions(output.memories, good, first, errors)
         return [
-            Answer(path, None, errors[place])
-            if place in errors
-            else Answer(
+            ImageOutput(path, None, errors[n])
+            if n in errors
+            else ImageOutput(
                 path,
-                seen.probabilities[place],
-                captions=captions.get(place, ()),
-                memory=seen.memories[place],
-                pixels=images[place],
-                embedding=None if seen.embeddings is None else seen.embeddings[place],
+                output.probabilities[n],
+                captions=captions.get(n, ()),
+                memory=output.memories[n],
+                pixels=batch[n],
+                embedding=None if output.embeddings is None else output.embeddings[n],
             )
-            for place, path in enumerate(paths)
+            for n, path in enumerate(paths)
         ]
 
-    def _rows(self, images: int) -> int:
-        """Rows of a batch with the blank ones."""
+    def _padded_size(self, images: int) -> int:
+        """Rows of a batch, with the blank images that pad it."""
         if self.keep_aspect:
             return images
-        if self.network.compiled:
+        if self.runner.compiled:
             return self.batch_size
         return min(self.batch_size, 1 << (images - 1).bit_length())
 
     @torch.inference_mode()
-    def _captions(
+    def _generate_captions(
         self,
         memories: Sequence[Tensor | None],
-        places: list[int],
+        indices: list[int],
         first: int,
         errors: dict[int, str],
     ) -> dict[int, tuple[Caption, ...]]:
-        """Captions of the images at `places`; `errors` receives those that get none."""
-        if self.speaker is None:
+        """Captions of the images at `indices`; failures are added to `errors`."""
+        if self.caption_generator is None:
             return {}
-        seen = [memory for place in places if (memory := memories[place]) is not None]
+        selected = [memory for n in indices if (memory := memories[n]) is not None]
         with autocast(self.precision, self.device):
-            written = self.speaker.write(seen, [first + place for place in places])
+            results = self.caption_generator.generate(selected, [first + n for n in indices])
         captions = {}
-        for place, found in zip(places, written, strict=True):
-            if isinstance(found, WeightsError):
-                errors[place] = str(found)
+        for n, result in zip(indices, results, strict=True):
+            if isinstance(result, WeightsError):
+                errors[n] = str(result)
             else:
-                captions[place] = found
+                captions[n] = result
         return captions
 
-    def name(
-        self, answer: Answer, top_k: int | None = None, threshold: float | None = None
-    ) -> Prediction:
-        """What people are told of an answer; see `stream`."""
-        return self.names([answer], top_k, threshold)[0]
 
-    def names(
-        self, answers: Sequence[Answer], top_k: int | None = None, threshold: float | None = None
-    ) -> list[Prediction]:
-        """What people are told of each answer of a batch; see `stream`."""
-        most, least = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
-        return named(answers, self.classes, most, least)
+def to_predictions(
+    outputs: Sequence[ImageOutput],
+    classes: Sequence[str],
+    top_k: int,
+    thresholds: Sequence[float] | None = None,
+) -> list[Prediction]:
+    """The `top_k` most probable classes of each output; with `thresholds` those above them.
+
+    Args:
+        outputs: Outputs of a batch.
+        classes: Class names.
+        top_k: Classes to return at most.
+        thresholds: Least probability of each class.
+    """
+    rows = [output.probabilities for output in outputs if output.probabilities is not None]
+    pairs: Iterator[tuple[list[int], list[float]]] = iter(())
+    if rows:
+        table = torch.stack(rows)
+        best = ranking(table)[:, :top_k]
+        pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
+    least = [0.0] * len(classes) if thresholds is None else thresholds
+    labels = (
+        tuple(
+            (classes[index], score)
+            for index, score in zip(*pair, strict=True)
+            if score >= least[index]
+        )
+        for pair in pairs
+    )
+    return [
+        Prediction(output.image, error=output.error)
+        if output.probabilities is None
+        else Prediction(
+            output.image, next(labels), captions=output.captions, embedding=output.embedding
+        )
+        for output in outputs
+    ]

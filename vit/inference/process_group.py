@@ -1,7 +1,7 @@
-"""Several processes that answer for one list: who does what, and all stop where one must.
+"""Distributed prediction: a group of processes that share one list of images.
 
-Their answers go through files, so they exchange words only: over the network of the CPUs (gloo),
-whatever computes.
+Predictions go through files, so the processes exchange only small Python objects, over gloo on the
+CPU whatever device computes.
 """
 
 import atexit
@@ -18,14 +18,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from vit.errors import ConfigError, RunError, VitError
 
 T = TypeVar("T")
-PATIENCE = datetime.timedelta(days=30)  # one process may be done long before another
+TIMEOUT = datetime.timedelta(days=30)  # one process may finish long before another
 
 
-class Failed(VitError):
-    """What ended one process, and with it all.
+class ProcessFailed(VitError):
+    """Error of one process, raised in all of them.
 
     Args:
-        message: Of its error.
+        message: Message of the original error.
         code: Its exit code.
     """
 
@@ -34,85 +34,92 @@ class Failed(VitError):
         self.exit_code = code
 
 
-class Team:
-    """The processes that a launcher has started, seen from one of them.
+class ProcessGroup:
+    """The processes started by a launcher, seen from one of them.
 
     Attributes:
-        rank: Number of this process.
-        processes: How many there are.
+        rank: Index of this process.
+        processes: Number of processes.
+
+    Raises:
+        RunError: Fewer processes joined than were started.
     """
 
     def __init__(self) -> None:
-        with warnings.catch_warnings():  # accelerate tells how many threads it takes
+        with warnings.catch_warnings():  # accelerate warns about its choice of OMP_NUM_THREADS
             warnings.simplefilter("ignore")
-            state = PartialState(cpu=True, timeout=PATIENCE)
+            state = PartialState(cpu=True, timeout=TIMEOUT)
         self.rank, self.processes = int(state.process_index), int(state.num_processes)
         started = int(os.environ["WORLD_SIZE"])
         if self.processes != started:
             raise RunError(
                 f"{started} processes were started, and {self.processes} can work together"
             )
-        atexit.register(leave)
+        atexit.register(destroy_process_group)
 
-    def device(self, asked: str | None) -> str | None:
-        """Of this process: a GPU each, where there are some and nothing else was asked for.
+    def device(self, requested: str | None) -> str | None:
+        """Device of this process: one GPU each, where there are GPUs and no other is requested.
 
         Raises:
-            ConfigError: One and the same was asked for all.
+            ConfigError: `requested` names a single device for all processes.
         """
-        if asked is not None and ":" in asked:
+        if requested is not None and ":" in requested:
             raise ConfigError(
-                f"device={asked!r}: {self.processes} processes take a device each; say --device "
-                "cuda or cpu"
+                f"device={requested!r}: {self.processes} processes take a device each; "
+                "use --device cuda or cpu"
             )
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-        if asked not in (None, "cuda") or (asked is None and on_cpu):
-            return asked or "cpu"
+        if requested not in (None, "cuda") or (requested is None and on_cpu):
+            return requested or "cpu"
         if not torch.cuda.is_available():
-            return asked
+            return requested
         return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
-    def on_main(self, act: Callable[[], T]) -> T:
-        """Let the first process `act`; all get its answer, or raise its error."""
-        found = self.together(act if self.rank == 0 else lambda: None)
-        box: list[Any] = [found]
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        """Call `function` in process 0 and return its result, or raise its error, in all."""
+        result = self.run_on_all(function if self.rank == 0 else lambda: None)
+        box: list[Any] = [result]
         broadcast_object_list(box)
-        answer: T = box[0]
-        return answer
+        broadcast: T = box[0]
+        return broadcast
 
-    def together(self, act: Callable[[], T]) -> T:
-        """What `act` answers here, when it has ended everywhere.
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        """Call `function` in every process and return its local result once all have finished.
 
         Raises:
-            VitError: It failed in one of the processes; the same error in all.
+            VitError: It failed in one of the processes; all raise the same error.
         """
         try:
-            answer = act()
+            result = function()
         except VitError as error:
-            self._settle((str(error), error.exit_code))
+            self._raise_first((str(error), error.exit_code))
             raise
         except Exception as error:
-            self._settle((f"process {self.rank}: {type(error).__name__}: {error}", 1))
+            self._raise_first((f"process {self.rank}: {type(error).__name__}: {error}", 1))
             raise
-        self._settle(None)
-        return answer
+        self._raise_first(None)
+        return result
 
-    def everyones(self, mine: T) -> list[T]:
-        """The same thing of all processes, in their order."""
+    def all_gather(self, value: T) -> list[T]:
+        """`value` of every process, by rank.
+
+        Raises:
+            RunError: Another process has ended.
+        """
         try:
-            found: list[T] = gather_object([mine])
+            values: list[T] = gather_object([value])
         except RuntimeError:  # its connection is closed
             raise RunError("another process has ended; what is written is kept") from None
-        return found
+        return values
 
-    def _settle(self, mine: tuple[str, int] | None) -> None:
-        """Raise what ended any process; those that only followed have no words for it."""
-        ended = [one for one in self.everyones(mine) if one is not None]
-        for message, code in sorted(ended, key=lambda one: not one[0]):
-            raise Failed(message, code)
+    def _raise_first(self, failure: tuple[str, int] | None) -> None:
+        """Raise the failure of any process; one with an empty message only followed another."""
+        failures = [one for one in self.all_gather(failure) if one is not None]
+        for message, code in sorted(failures, key=lambda one: not one[0]):
+            raise ProcessFailed(message, code)
 
 
-def leave() -> None:
-    """Part from the others before Python ends: threads of gloo that run on may abort it."""
+def destroy_process_group() -> None:
+    """Leave the group before the interpreter exits: running gloo threads may abort it."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

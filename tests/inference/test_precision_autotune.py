@@ -8,15 +8,22 @@ import torch
 from vit.config import ModelConfig
 from vit.inference import predictor as predictor_module
 from vit.inference.evaluate import evaluate
-from vit.inference.precision_autotune import Choice, Verdict, key_of, remember, remembered, trial
+from vit.inference.precision_autotune import (
+    PrecisionAutotuner,
+    TrialResult,
+    cache_key,
+    load_result,
+    run_trial,
+    save_result,
+)
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
 
 EXACT = torch.tensor([[0.6, 0.4], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64)
 ROUGH = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.1, 0.9]], dtype=torch.float64)
-FAST = Verdict(speedup=2.0, agreement=1.0, difference=0.01, images=24)
-SLOW = Verdict(speedup=0.6, agreement=1.0, difference=0.01, images=24)
+FAST = TrialResult(speedup=2.0, agreement=1.0, difference=0.01, images=24)
+SLOW = TrialResult(speedup=0.6, agreement=1.0, difference=0.01, images=24)
 
 
 def clock(seconds):
@@ -33,9 +40,9 @@ def test_a_trial_compares_times_and_answers_round_by_round():
         return (EXACT if way == "fp32" else ROUGH)[: len(batch)]
 
     # bf16 first in the even rounds: (bf16, fp32), (fp32, bf16), (bf16, fp32)
-    found = trial(answers, [[torch.ones(1)] * 3] * 3, clock([1.0, 2.0, 9.0, 3.0, 1.0, 1.5]))
+    found = run_trial(answers, [[torch.ones(1)] * 3] * 3, clock([1.0, 2.0, 9.0, 3.0, 1.0, 1.5]))
     assert order[2:] == ["bf16", "fp32", "fp32", "bf16", "bf16", "fp32"]
-    assert found == Verdict(2.0, 6 / 9, pytest.approx(0.1), 9)
+    assert found == TrialResult(2.0, 6 / 9, pytest.approx(0.1), 9)
     assert found.precision == "bf16"
     assert "bf16, 2.00 times as fast" in found.line()
     assert "first 9 images 67% get the same class" in found.line()
@@ -44,7 +51,7 @@ def test_a_trial_compares_times_and_answers_round_by_round():
 
 def test_an_overflow_of_bf16_is_a_whole_probability():
     broken = torch.full_like(EXACT, torch.nan)
-    found = trial(
+    found = run_trial(
         lambda _, way: EXACT if way == "fp32" else broken, [[torch.ones(1)] * 3], clock([1.0, 1.0])
     )
     assert found.difference == 1.0
@@ -52,70 +59,70 @@ def test_an_overflow_of_bf16_is_a_whole_probability():
 
 @pytest.mark.parametrize(("speedup", "picked"), [(0.5, "fp32"), (1.05, "fp32"), (1.2, "bf16")])
 def test_a_little_faster_is_not_worth_it(speedup, picked):
-    verdict = Verdict(speedup, 1.0, 0.0, 8)
-    assert verdict.precision == picked
-    assert verdict.line().startswith(f"precision: {picked}")
+    result = TrialResult(speedup, 1.0, 0.0, 8)
+    assert result.precision == picked
+    assert result.line().startswith(f"precision: {picked}")
 
 
 def test_verdicts_are_kept(tmp_path):
     folder = tmp_path / "new" / "precision"
-    assert remembered(folder, "key") is None
-    assert remember(folder, "key", FAST) is None
-    assert remembered(folder, "key") == FAST
+    assert load_result(folder, "key") is None
+    assert save_result(folder, "key", FAST) is None
+    assert load_result(folder, "key") == FAST
     assert [path.name for path in folder.iterdir()] == ["key.json"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"speedup": "x"}', '{"speedup": NaN}'])
 def test_a_damaged_memory_is_none(tmp_path, text):
     (tmp_path / "key.json").write_text(text)
-    assert remembered(tmp_path, "key") is None
+    assert load_result(tmp_path, "key") is None
     whole = {"speedup": float("nan"), "agreement": 1, "difference": 0, "images": 1}
     (tmp_path / "key.json").write_text(json.dumps(whole))
-    assert remembered(tmp_path, "key") is None
+    assert load_result(tmp_path, "key") is None
 
 
 def test_a_memory_that_cannot_be_written_is_a_note(tmp_path):
     (tmp_path / "file").write_text("")
-    note = remember(tmp_path / "file" / "precision", "key", FAST)
+    note = save_result(tmp_path / "file" / "precision", "key", FAST)
     assert note is not None
     assert "measured again each time" in note
 
 
 def test_the_key_tells_networks_apart():
     keys = {
-        key_of(network={"dim": 8}),
-        key_of(network={"dim": 16}),
-        key_of(network={"dim": 8}, x=1),
+        cache_key(network={"dim": 8}),
+        cache_key(network={"dim": 16}),
+        cache_key(network={"dim": 8}, x=1),
     }
     assert len(keys) == 3
-    assert key_of(network={"dim": 8}) in keys
+    assert cache_key(network={"dim": 8}) in keys
 
 
-def choice(folder, notes) -> Choice:
-    return Choice(ModelConfig(), {}, usual="fp32", notify=notes.append, folder=folder)
+def autotuner(folder, notes) -> PrecisionAutotuner:
+    return PrecisionAutotuner(ModelConfig(), {}, usual="fp32", notify=notes.append, folder=folder)
 
 
-def settled(chosen: Choice, images: int, seconds) -> str:
+def settled(chosen: PrecisionAutotuner, images: int, seconds) -> str:
     class Both:
         probabilities = EXACT[:2]
 
-    return chosen.settle(
+    return chosen.choose(
         ["a"] * images,
         2,
         read=lambda _: torch.zeros(3, 4, 4),
-        see=lambda *_: Both,  # type: ignore[arg-type, return-value]
+        run=lambda *_: Both,  # type: ignore[arg-type, return-value]
         timed=clock(seconds),
     )
 
 
 def test_a_long_list_is_tried_once_and_short_ones_follow(tmp_path):
     notes: list[str] = []
-    chosen = choice(tmp_path, notes)
+    chosen = autotuner(tmp_path, notes)
     assert settled(chosen, 199, []) == "fp32"
     assert not notes
     assert settled(chosen, 200, [1.0, 3.0, 3.0, 1.0, 1.0, 3.0]) == "bf16"
     assert len(notes) == 1
-    again = choice(tmp_path, notes)
+    again = autotuner(tmp_path, notes)
     assert again.precision == "bf16"
     assert settled(again, 1000, []) == "bf16"
     assert len(notes) == 1
@@ -124,7 +131,7 @@ def test_a_long_list_is_tried_once_and_short_ones_follow(tmp_path):
 def test_without_a_memory_it_still_works_and_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     notes: list[str] = []
-    assert settled(choice(tmp_path / "file", notes), 200, [1.0, 1.0] * 3) == "fp32"
+    assert settled(autotuner(tmp_path / "file", notes), 200, [1.0, 1.0] * 3) == "fp32"
     assert len(notes) == 2
 
 
@@ -137,29 +144,29 @@ def undecided_cpu(monkeypatch, tmp_path):
 
 
 def test_predict_and_evaluate_agree(undecided_cpu, tiny_run, tiny_data, monkeypatch):
-    monkeypatch.setattr("vit.inference.precision_autotune.WORTH", 3)
+    monkeypatch.setattr("vit.inference.precision_autotune.MIN_BATCHES", 3)
     input_images = [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
     notes: list[str] = []
     first = Predictor(tiny_run, device="cpu", batch_size=4, notify=notes.append)
     answers = first(input_images)
     assert len(notes) == 1
     (kept,) = undecided_cpu.iterdir()
-    for verdict in (FAST, SLOW):
-        kept.write_text(json.dumps(vars(verdict)))
+    for result in (FAST, SLOW):
+        kept.write_text(json.dumps(vars(result)))
         predictor = Predictor(tiny_run, device="cpu", batch_size=4, notify=notes.append)
-        assert predictor.precision == verdict.precision
-        named = Predictor(tiny_run, device="cpu", batch_size=4, precision=verdict.precision)
+        assert predictor.precision == result.precision
+        named = Predictor(tiny_run, device="cpu", batch_size=4, precision=result.precision)
         assert predictor(input_images) == named(input_images)
         (asked,) = (evaluate(tiny_run, str(tiny_data), device="cpu", batch_size=4),)
         exact = evaluate(
-            tiny_run, str(tiny_data), device="cpu", batch_size=4, precision=verdict.precision
+            tiny_run, str(tiny_data), device="cpu", batch_size=4, precision=result.precision
         )
         assert asked == exact
-        if verdict.precision == first.precision:
+        if result.precision == first.precision:
             assert predictor(input_images) == answers
     assert len(notes) == 1
 
 
 def test_what_was_asked_for_is_not_tried(undecided_cpu, tiny_run):
-    assert Predictor(tiny_run, device="cpu", precision="bf16").choice is None
-    assert Predictor(tiny_run, device="cpu").choice is not None
+    assert Predictor(tiny_run, device="cpu", precision="bf16").precision_autotuner is None
+    assert Predictor(tiny_run, device="cpu").precision_autotuner is not None

@@ -143,7 +143,7 @@ def test_crops_of_what_is_never_cut_are_refused(run):
     import dataclasses
 
     prepare = dataclasses.replace(run.preprocessing, resize="squash", crop_share=1.0)
-    with pytest.raises(ConfigError, match="all crops are alike"):
+    with pytest.raises(ConfigError, match="all crops are equal"):
         Predictor(dataclasses.replace(run, preprocessing=prepare), device="cpu", tta="crops")
 
 

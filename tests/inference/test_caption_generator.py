@@ -227,7 +227,7 @@ def test_one_memory_that_is_no_number_spoils_no_other(run, input_images):
     predictor, loaded = Predictor(run, precision="fp32"), load_run(run)
     memories = [seen(loaded, path)[0] for path in input_images[:3]]
     memories[1] = memories[1] * torch.nan
-    first, bad, last = predictor.speaker.write(memories, [0, 1, 2])
+    first, bad, last = predictor.caption_generator.generate(memories, [0, 1, 2])
     assert isinstance(bad, WeightsError)
     expected = predictor(input_images[:3])
     assert (first[0].text, last[0].text) == (expected[0].caption, expected[2].caption)

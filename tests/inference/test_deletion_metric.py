@@ -5,7 +5,7 @@ import torch
 from sklearn.metrics import auc
 from torch import nn
 
-from tests.inference.test_explanation import KINDS, input_images, network
+from tests.inference.test_attribution import KINDS, input_images, network
 from vit.inference.deletion_metric import RANDOM_ORDERS, STEPS, Curve, deletions, passes, steps
 
 

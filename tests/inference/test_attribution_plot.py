@@ -17,8 +17,15 @@ from vit.data import text_rendering
 from vit.data.text_rendering import draw_line, lines_of, spelled
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
-from vit.inference.attribution import SeenWord, relevance
-from vit.inference.attribution_plot import TILE, drawing_name, explained, looks, overlay, sheet
+from vit.inference.attribution import WordAttribution, relevance
+from vit.inference.attribution_plot import (
+    TILE,
+    draw_explanations,
+    drawing_name,
+    looks,
+    overlay,
+    sheet,
+)
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
 
@@ -122,7 +129,7 @@ def test_every_image_is_drawn_and_told_in_json(run, input_images, bad_images, tm
     folder = tmp_path / "drawn"
     images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(run, precision="fp32", batch_size=4)
-    found = [*explained(predictor, images, folder)]
+    found = [*draw_explanations(predictor, images, folder)]
     assert found == predictor(images)
     stems = [drawing_name(place + 1, path) for place, path in enumerate(images) if place != 2]
     names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
@@ -152,7 +159,7 @@ def test_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
         shutil.copy(input_images[number % len(input_images)], path)
         images.append(str(path))
     folder = tmp_path / "to"
-    assert all(found.error is None for found in explained(Predictor(run), images, folder))
+    assert all(found.error is None for found in draw_explanations(Predictor(run), images, folder))
     assert len(os.listdir(folder)) == 10
     assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
     for name in ("../../x.png", "/etc/passwd", "..", "", "\udcff\n.png", "猫" * 300 + ".png"):
@@ -163,7 +170,7 @@ def test_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
 
 
 def sizes(text: str) -> tuple[int, int]:
-    return sheet(torch.zeros(3, 16, 16).byte(), [SeenWord(text, torch.ones(2, 2))]).size
+    return sheet(torch.zeros(3, 16, 16).byte(), [WordAttribution(text, torch.ones(2, 2))]).size
 
 
 @pytest.mark.parametrize("word", NASTY, ids=[str(n) for n in range(len(NASTY))])
@@ -205,24 +212,24 @@ def test_the_line_is_drawn_in_the_middle():
 def test_what_cannot_be_drawn_is_refused(run, tiny_run, input_images, tmp_path):
     for kind in (run, tiny_run):
         with pytest.raises(ConfigError, match="merge_tokens=0"):
-            next(explained(Predictor(kind, merge_tokens=1), input_images, tmp_path / "x"))
+            next(draw_explanations(Predictor(kind, merge_tokens=1), input_images, tmp_path / "x"))
     with pytest.raises(ConfigError, match="keep_aspect=True: classes are explained in the square"):
-        next(explained(Predictor(tiny_run, keep_aspect=True), input_images, tmp_path / "x"))
+        next(draw_explanations(Predictor(tiny_run, keep_aspect=True), input_images, tmp_path / "x"))
     with pytest.raises(ConfigError, match="tta=flip: one view of an image is explained"):
-        next(explained(Predictor(tiny_run, tta="flip"), input_images, tmp_path / "x"))
+        next(draw_explanations(Predictor(tiny_run, tta="flip"), input_images, tmp_path / "x"))
     half = load_run(tiny_run)
     half.model.bfloat16()
     with pytest.raises(ConfigError, match="float32, and weights are bfloat16"):
-        next(explained(Predictor(half), input_images, tmp_path / "x"))
+        next(draw_explanations(Predictor(half), input_images, tmp_path / "x"))
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="could not be written"):
-        next(explained(Predictor(run), input_images, tmp_path / "file"))
+        next(draw_explanations(Predictor(run), input_images, tmp_path / "file"))
     assert not (tmp_path / "x").exists()
 
 
 def test_the_drawn_caption_is_the_best_of_the_search(run, input_images, tmp_path):
     predictor = Predictor(run, precision="fp32", search=Search(beams=3, n_best=2, max_tokens=3))
-    (found,) = explained(predictor, input_images[:1], tmp_path / "x")
+    (found,) = draw_explanations(predictor, input_images[:1], tmp_path / "x")
     (record,) = (tmp_path / "x").glob("*.json")
     assert json.loads(record.read_text(encoding="utf-8"))["caption"] == found.caption
 
@@ -235,7 +242,7 @@ def test_classes_are_explained_and_checked(tiny_run, input_images, bad_images, t
     images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(tiny_run, precision="fp32", batch_size=4)
     said = []
-    found = [*explained(predictor, images, tmp_path / "x", top_k=2, notify=said.append)]
+    found = [*draw_explanations(predictor, images, tmp_path / "x", top_k=2, notify=said.append)]
     assert found == predictor(images, top_k=2)
     records = read(tmp_path / "x")
     told = [row for row in found if row.error is None]
@@ -278,7 +285,7 @@ def test_a_drawing_shows_what_the_network_saw(tiny_run, tmp_path, resize):
     image = Image.new("RGB", (60, 20), "red")
     image.paste("blue", (20, 0, 40, 20))
     image.save(tmp_path / "wide.png")
-    [*explained(Predictor(loaded), [tmp_path / "wide.png"], tmp_path / "x")]
+    [*draw_explanations(Predictor(loaded), [tmp_path / "wide.png"], tmp_path / "x")]
     (record,) = read(tmp_path / "x")
     assert record["seen"] == {"size": [16, 16], "resize": resize, "crop_share": 1.0}
     with Image.open(next((tmp_path / "x").glob("*.png"))) as drawn:
@@ -295,7 +302,7 @@ def test_explaining_is_in_float32_and_by_each_image(tiny_run, input_images, tmp_
         ("b", {"precision": "bf16", "batch_size": 4}, input_images),
         ("c", {"precision": "fp32", "batch_size": 4}, input_images[::-1]),
     ):
-        [*explained(Predictor(tiny_run, **settings), images, tmp_path / name)]
+        [*draw_explanations(Predictor(tiny_run, **settings), images, tmp_path / name)]
     by_name = {record["image"]: record for record in read(tmp_path / "a")}
     same = 0
     for name in "bc":
@@ -309,7 +316,9 @@ def test_explaining_is_in_float32_and_by_each_image(tiny_run, input_images, tmp_
 
 def test_where_no_image_is_read_nothing_is_said(tmp_path, tiny_run):
     said = []
-    (found,) = explained(Predictor(tiny_run), ["none.png"], tmp_path / "x", notify=said.append)
+    (found,) = draw_explanations(
+        Predictor(tiny_run), ["none.png"], tmp_path / "x", notify=said.append
+    )
     assert found.error
     assert said == []
     assert os.listdir(tmp_path / "x") == []

@@ -12,7 +12,7 @@ from PIL import Image
 from vit.commands.main import main
 from vit.data.image_io import read_image
 from vit.errors import ConfigError, WeightsError
-from vit.inference.attribution import explained_classes
+from vit.inference.attribution import classes_to_explain
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.output.prediction_results import FORMATS, Layout, Prediction
@@ -129,9 +129,9 @@ def test_named_classes_are_explained(several_run, images, tmp_path, capfd, preci
         named, abs=max(TOLERANCES[precision], 1e-5)
     )
     scores = torch.tensor([0.2, 0.6, 0.9])
-    assert explained_classes(scores, (0.1, 0.1, 0.95)) == [1, 0]
-    assert explained_classes(scores, (0.99, 0.99, 0.99)) == [2]  # none is named: the best
-    assert explained_classes(scores, None) == [2, 1]
+    assert classes_to_explain(scores, (0.1, 0.1, 0.95)) == [1, 0]
+    assert classes_to_explain(scores, (0.99, 0.99, 0.99)) == [2]  # none is named: the best
+    assert classes_to_explain(scores, None) == [2, 1]
 
 
 def test_evaluation_counts_what_prediction_names(several_run, several_list, capfd):

@@ -1,10 +1,10 @@
-"""Packed matrices give the answers of the network that they were taken from."""
+"""Prepacked linear layers give the outputs of the plain network."""
 
 import pytest
 import torch
 
 import vit
-from vit.inference.cpu_prepack import PackedLinear, can_pack, packed
+from vit.inference.model_runner import PrepackedLinear, can_prepack, prepack
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
@@ -29,27 +29,27 @@ SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
-def test_a_packed_network_answers_as_it_did(options):
+def test_a_prepacked_network_gives_the_same_logits(options):
     torch.manual_seed(0)
     model = vit.create_model("vit_tiny_patch16_224", **SMALL, **options).eval()
     torch.nn.init.normal_(model.head.weight)
-    assert can_pack(model)
-    twin = packed(model)
-    assert any(isinstance(module, PackedLinear) for module in twin.modules())
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert can_prepack(model)
+    twin = prepack(model)
+    assert any(isinstance(module, PrepackedLinear) for module in twin.modules())
+    assert not any(isinstance(module, PrepackedLinear) for module in model.modules())
     images = torch.randn(3, 3, 32, 32)
     with torch.inference_mode():
         torch.testing.assert_close(twin(images), model(images), atol=2e-5, rtol=1e-5)
 
 
-def test_all_but_matrices_is_shared():
+def test_all_tensors_but_the_matrices_are_shared():
     model = vit.create_model("vit_tiny_patch16_224", **SMALL).eval()
-    twin = packed(model)
+    twin = prepack(model)
     assert twin.head.weight is model.head.weight
     assert twin.blocks[0].mlp.fc1.bias is model.blocks[0].mlp.fc1.bias
 
 
-def test_only_float32_on_a_cpu_is_packed():
+def test_only_float32_on_a_cpu_is_prepacked():
     model = vit.create_model("vit_tiny_patch16_224", **SMALL).eval()
-    assert not can_pack(model.double())
-    assert not can_pack(model.bfloat16())
+    assert not can_prepack(model.double())
+    assert not can_prepack(model.bfloat16())
