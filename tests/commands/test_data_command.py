@@ -11,15 +11,24 @@ from PIL import Image
 from vit.commands.data_command import bytes_of
 from vit.commands.main import main
 from vit.data.archives import open_binary, relative
-from vit.data.dataset_types import Item, Listed
+from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources import dataset_export
-from vit.data.sources.dataset_writer import MARK, Names, class_folders, safe_part, whole_folder
-from vit.data.sources.open_dataset import DatasetSpec, open_splits, read_source
+from vit.data.sources.dataset_export import (
+    MARKER_FILE,
+    UniqueNames,
+    atomic_folder,
+    class_folders,
+    safe_name,
+)
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import ConfigError, DataError
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
+    paths = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != MARKER_FILE
+    )
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -56,7 +65,7 @@ def photos(tiny_data, tmp_path) -> Path:
 def test_there_and_back_again(photos, tmp_path, capsys):
     shards = written(photos, "shards", tmp_path / "shards")
     assert {path.name for path in shards.iterdir()} == {
-        MARK, "train-000000.tar", "val-000000.tar",
+        MARKER_FILE, "train-000000.tar", "val-000000.tar",
     }  # fmt: skip
     back = written(shards, "folder", tmp_path / "back")
     assert files_of(back) == files_of(photos)
@@ -91,16 +100,16 @@ def test_shards_have_their_size(photos, tmp_path):
 def test_several_labels_have_lists(tmp_path):
     for number in range(3):
         Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    items = [Item(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
-    listed = Listed(tmp_path, {"train": items}, {"train": "here"}, multilabel=True)
+    items = [ImageRecord(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
+    listed = DatasetIndex(tmp_path, {"train": items}, {"train": "here"}, multilabel=True)
     made = {
-        kind: dataset_export.copy(
-            listed, "x", tmp_path / kind, to=kind, most=10**9, told=lambda _: None
+        kind: dataset_export.export_dataset(
+            listed, "x", tmp_path / kind, to=kind, max_bytes=10**9, progress=lambda _: None
         )
         for kind in ("shards", "folder")
     }
     assert made["folder"].images == 3
-    again = read_source(DatasetSpec(str(tmp_path / "shards"), everything=True))
+    again = read_source(DatasetSpec(str(tmp_path / "shards"), all_splits=True))
     assert again.multilabel
     assert [item.labels for item in again.splits["train"]] == [(), ("b",), ("b", "a")]
     lines = (tmp_path / "folder/labels.jsonl").read_text().splitlines()
@@ -121,15 +130,15 @@ def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_pat
                 tar.addfile(about, io.BytesIO(raw))
     shards = written(tmp_path / "x.tar", "shards", tmp_path / "shards")
     labels = [
-        item.labels[0] for item in read_source(DatasetSpec(str(shards), everything=True)).splits[""]
+        item.labels[0] for item in read_source(DatasetSpec(str(shards), all_splits=True)).splits[""]
     ]
     assert labels == ["T-shirt/top", "..", "T-shirt_top", "train"]
     folder = written(tmp_path / "x.tar", "folder", tmp_path / "folder")
-    assert {path.name for path in folder.iterdir()} - {MARK} == {
+    assert {path.name for path in folder.iterdir()} - {MARKER_FILE} == {
         "T-shirt_top", "T-shirt_top-2", "_", "train_",
     }  # fmt: skip
     told = capsys.readouterr().err
-    assert "classes whose name no folder can have: " in told
+    assert "classes whose name is no folder name: " in told
     assert ".. is _," in told
 
 
@@ -191,9 +200,11 @@ def test_images_behind_links_are_not_replaced(photos, tmp_path):
     linked = out / "train/apple/linked.png"
     linked.symlink_to(photos / "train/apple/0.png")
     for path in (tmp_path / "link/train/apple/0.png", linked):
-        listed = Listed(tmp_path, {"": [Item(str(path), ("a",))]}, {"": "here"})
+        listed = DatasetIndex(tmp_path, {"": [ImageRecord(str(path), ("a",))]}, {"": "here"})
         with pytest.raises(DataError, match="holds images of the data"):
-            dataset_export.copy(listed, "x", out, to="folder", most=10**9, told=lambda _: None)
+            dataset_export.export_dataset(
+                listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _: None
+            )
     assert linked.exists()
 
 
@@ -210,7 +221,7 @@ def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch, time
         return real(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(DataError, match="cannot be written") as refused, whole_folder(folder):
+    with pytest.raises(DataError, match="cannot be written") as refused, atomic_folder(folder):
         pass
     if times == 1:
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -248,13 +259,13 @@ def test_sizes_that_are_none(size):
 
 def test_names_are_safe_and_distinct():
     for name in ("", ".", "..", ".hidden", "a/b", "a\x00b", "x" * 999, "__MACOSX", "a:b", "x.tar"):
-        safe = safe_part(name)
+        safe = safe_name(name)
         assert safe
         assert not {"/", "\0", ":"} & {*safe}
         assert not safe.startswith(".")
         assert len(safe) <= 200
-        assert safe_part(safe) == safe
-    names = Names()
-    assert [names.distinct("a.png") for _ in range(3)] == ["a.png", "a-2.png", "a-3.png"]
+        assert safe_name(safe) == safe
+    names = UniqueNames()
+    assert [names.add("a.png") for _ in range(3)] == ["a.png", "a-2.png", "a-3.png"]
     assert class_folders(["a/b", "a_b"], split=True) == {"a_b": "a_b", "a/b": "a_b-2"}
     assert relative("/d/x/1.png", Path("/d")) == "x/1.png"

@@ -8,9 +8,10 @@ import zlib
 import pytest
 from PIL import Image
 
+from vit.data.archives import relative
 from vit.data.captions.caption_dataset import open_captioned, open_captions
 from vit.data.dataset_types import NO_LABEL
-from vit.data.sources.open_dataset import open_splits, relative
+from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
 

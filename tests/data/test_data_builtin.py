@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from vit.data.sources.builtin_datasets import digits_folder, is_whole
+from vit.data.sources.builtin_datasets import digits_folder, is_intact
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
@@ -55,8 +55,8 @@ def test_a_damaged_folder_is_written_again(folder, tmp_path, damage):
         (folder / "val/3/extra.png").write_bytes(b"x")
     else:
         (folder / ".digest").unlink()
-    assert not is_whole(folder)
-    assert is_whole(digits_folder(tmp_path))
+    assert not is_intact(folder)
+    assert is_intact(digits_folder(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["digits-v1"]
 
 
@@ -64,7 +64,7 @@ def test_processes_may_write_it_at_the_same_time(tmp_path):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(digits_folder, [tmp_path] * 2, chunksize=1)
     assert set(folders) == {tmp_path / "digits-v1"}
-    assert is_whole(folders[0])
+    assert is_intact(folders[0])
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
@@ -86,4 +86,4 @@ def test_it_opens_by_name_unless_a_folder_has_it(monkeypatch, tmp_path, folder, 
     make_tree({"a": 20, "b": 20}).rename(tmp_path / "digits")
     splits = open_splits("digits", val_share=0.2, seed=0)
     assert splits.classes == ("a", "b")
-    assert "not the built-in set" in splits.notes[0]
+    assert "not the built-in dataset" in splits.notes[0]

@@ -6,7 +6,9 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.sources.open_dataset import list_images, open_labelled, open_splits, relative
+from vit.data.archives import relative
+from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import open_eval_split, open_splits
 from vit.errors import DataError
 from vit.paths import did_you_mean
 
@@ -111,7 +113,7 @@ def test_what_is_no_regular_file_is_left_out_and_said(make_tree):
     splits = opened(root)
     assert len(splits.train) == 24
     found = "train/a/circle.png, train/a/dangling.png, train/a/pipe.png"
-    assert noted(splits, f"no regular file (pipes, broken links): {found}")
+    assert noted(splits, f"special files (pipes, broken links): {found}")
     assert noted(splits, "without images: train/a/folder.png")
 
 
@@ -136,7 +138,7 @@ def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
     splits = opened(root)
     assert len(splits.train) == 25
     assert noted(splits, "followed links to folders outside: train/a/more")
-    assert noted(splits, "left out links to folders of this data set or around them: train/a/twice")
+    assert noted(splits, "left out links to folders of this dataset or around them: train/a/twice")
 
 
 def test_loose_images_and_other_folders_are_said(make_tree):
@@ -176,7 +178,9 @@ def test_what_cannot_be_trained_on_is_refused(make_tree, tree, message):
 
 
 def test_missing_data_and_files_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no such folder or file, and no built-in set \(digits"):
+    with pytest.raises(
+        DataError, match=r"no such folder or file, and no built-in dataset \(digits"
+    ):
         opened(tmp_path / "missing")
     with pytest.raises(DataError, match="no data given"):
         opened("")
@@ -247,8 +251,8 @@ def test_a_missing_path_has_the_nearest_name(make_tree, monkeypatch):
     ("words", "message"),
     [
         (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
-        (["a", "b"], "b is one too many: DATA is a already"),
-        (["0.tar", "1.tar"], "put the pattern in quotes"),
+        (["a", "b"], "b is one argument too many: DATA is a already"),
+        (["0.tar", "1.tar"], "quote the pattern"),
         (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
     ],
 )
@@ -284,20 +288,20 @@ def test_validation_may_be_in_other_unicode(make_tree):
 
 def test_evaluation_labels_by_the_models_names(make_tree):
     root = make_tree(SPLIT)
-    samples, notes = open_labelled(str(root), split="val", classes=["z", "b", "a"])
+    samples, notes = open_eval_split(str(root), split="val", classes=["z", "b", "a"])
     assert [sample.label for sample in samples] == [1, 1, 2, 2, 2]
     assert names(samples, root)[0] == "val/b/0.png"
     assert notes == (f"{root}/val has no images of class z",)
-    samples, _ = open_labelled(str(root), split="train", classes=["a", "b"])
+    samples, _ = open_eval_split(str(root), split="train", classes=["a", "b"])
     assert len(samples) == 24
 
 
 def test_evaluation_refuses_unknown_classes_and_splits(make_tree):
     root = make_tree(SPLIT)
     with pytest.raises(DataError, match="classes that the model does not have: b"):
-        open_labelled(str(root), split="val", classes=["a", "c"])
+        open_eval_split(str(root), split="val", classes=["a", "c"])
     with pytest.raises(DataError, match="no test folder; it has train, val"):
-        open_labelled(str(root), split="test", classes=["a", "b"])
+        open_eval_split(str(root), split="test", classes=["a", "b"])
 
 
 @pytest.mark.parametrize("prefix", ["", "train/"])
@@ -305,12 +309,12 @@ def test_evaluation_takes_what_training_held_out(make_tree, prefix):
     root = make_tree({prefix + "a": 20, prefix + "b": 20})
     splits = opened(root)
     held_out = names(splits.val, root)
-    samples, notes = open_labelled(
+    samples, notes = open_eval_split(
         str(root), split="val", classes=splits.classes, held_out=held_out
     )
     assert samples == splits.val
     assert "took the 10 images that training held out" in notes[0]
-    samples, notes = open_labelled(str(root), split="val", classes=splits.classes)
+    samples, notes = open_eval_split(str(root), split="val", classes=splits.classes)
     assert len(samples) == 40
     assert "took all 40 images" in notes[0]
 
@@ -355,5 +359,5 @@ def test_inputs_that_give_nothing_are_refused(make_tree):
 
 def test_classes_that_differ_in_case_or_spaces_are_told(make_tree):
     notes = "\n".join(opened(make_tree({"Hat": 3, "hat": 3, "a b": 3, "a  b": 3, "c": 3})).notes)
-    assert "differ in case or spaces alone: 'Hat', 'hat'" in notes
-    assert "differ in case or spaces alone: 'a  b', 'a b'" in notes
+    assert "differ only in case or spaces: 'Hat', 'hat'" in notes
+    assert "differ only in case or spaces: 'a  b', 'a b'" in notes

@@ -12,8 +12,10 @@ from PIL import Image
 from vit.commands.main import main
 from vit.data.archives import open_binary, open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.huggingface_datasets import read_dataset
-from vit.data.sources.open_dataset import DatasetSpec, list_images, open_splits, read_source
+from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -238,8 +240,8 @@ def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
     assert main(["data", source, "--to", "shards", "--out", str(out), "--streaming"]) == 0
     assert [*(tmp_path / "hf").rglob("*.arrow")] == []  # nothing of the source is kept
     streamed, kept = (
-        read_source(DatasetSpec(str(out), everything=True)),
-        read_source(DatasetSpec(source, everything=True)),
+        read_source(DatasetSpec(str(out), all_splits=True)),
+        read_source(DatasetSpec(source, all_splits=True)),
     )
     assert {*streamed.splits} == {"train", "val"}
     for split, items in kept.splits.items():

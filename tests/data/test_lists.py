@@ -6,16 +6,12 @@ import pytest
 from PIL import Image
 
 from vit.config.parser import make_config
+from vit.data.archives import relative
 from vit.data.bad_images import check_samples
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.image_inputs import list_images
 from vit.data.sources.list_columns import cell_group
-from vit.data.sources.open_dataset import (
-    DatasetSpec,
-    list_images,
-    named_at,
-    open_labelled,
-    open_splits,
-    relative,
-)
+from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.errors import ConfigError, DataError
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
@@ -284,13 +280,13 @@ def test_a_column_splits_in_any_case(write):
     assert [relative(s.path, splits.root) for s in splits.val] == ["a/7.png", "b/7.png"]
     assert len(splits.train) == 14
     for split, number in (("test", 8), ("unseen", 9), ("valid", 7), ("val", 7)):
-        samples, _ = open_labelled(path, split=split, classes=["b", "a"])
+        samples, _ = open_eval_split(path, split=split, classes=["b", "a"])
         assert [relative(s.path, splits.root) for s in samples] == [
             f"b/{number}.png",
             f"a/{number}.png",
         ]
     with pytest.raises(DataError, match="no validation split; it has train, valid, test"):
-        open_labelled(path, split="validation", classes=["a", "b"])
+        open_eval_split(path, split="validation", classes=["a", "b"])
     bad = write(table([*rows, ("a/99.png", "a", "trian")], "image,label,split"))
     with pytest.raises(DataError, match=r"line 22: split is 'trian'; .*did you mean train"):
         opened(bad)
@@ -306,7 +302,7 @@ def test_lists_of_a_folder_split(write, images):
     assert noted(splits, "read the lists train.csv, val.jsonl")
     assert noted(splits, "left out lists without a split in their name, or classes: sample_sub")
     assert noted(splits, "left out 2 images that no line of a list names: a/9.png, b/9.png")
-    samples, _ = open_labelled(str(images), split="val", classes=splits.classes)
+    samples, _ = open_eval_split(str(images), split="val", classes=splits.classes)
     assert samples == splits.val
 
 
@@ -349,7 +345,7 @@ def test_the_settings_of_a_training_say_where_images_are(make_tree, tmp_path):
     far = tmp_path / "far.csv"
     far.write_text(table([(f"{c}/{n}.png", c) for c in "ab" for n in range(5)]))
     settings = make_config({"data": str(far), "images": str(root / "images")})
-    asked = DatasetSpec.of(settings.data)
+    asked = DatasetSpec.from_config(settings.data)
     assert opened(far, images=asked.images).root == root / "images"
 
 
@@ -382,20 +378,20 @@ def test_a_missing_file_is_told_with_its_line(write):
     splits = opened(path)
     bad = check_samples([*splits.train, *splits.val])
     assert [image.reason for image in bad] == ["no such file"]
-    assert named_at(DatasetSpec(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
+    assert locate_in_lists(DatasetSpec(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
 
 
 def test_evaluation_takes_what_training_held_out(write):
     path = write(table())
     splits = opened(path)
     held_out = [relative(sample.path, splits.root) for sample in splits.val]
-    samples, notes = open_labelled(
+    samples, notes = open_eval_split(
         path, split="val", classes=splits.classes, held_out=lambda *_: held_out
     )
     assert samples == splits.val
     assert "took the 4 images that training held out" in notes[0]
     with pytest.raises(DataError, match="classes that the model does not have: b; rename or rem"):
-        open_labelled(path, split="val", classes=["a"])
+        open_eval_split(path, split="val", classes=["a"])
 
 
 def test_prediction_takes_the_images_of_a_list(write, images):

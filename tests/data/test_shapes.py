@@ -17,14 +17,14 @@ from vit.data.sources.builtin_datasets import (
     OPPOSITES,
     SHAPES,
     SIZES,
-    UNSEEN,
+    UNSEEN_COMBINATIONS,
     Scene,
-    Thing,
-    is_whole,
+    SceneObject,
+    is_intact,
     parse_scene,
     shapes_folder,
 )
-from vit.data.sources.open_dataset import open_labelled, open_splits
+from vit.data.sources.open_dataset import open_eval_split, open_splits
 
 MANY = 200
 
@@ -63,13 +63,13 @@ def test_an_image_shows_what_its_captions_say(some_scenes):
         assert image.mode == "RGB"
         if scene.first.colour == scene.second.colour:
             continue
-        boxes = [outline(image, thing.colour) for thing in scene.things]
+        boxes = [outline(image, thing.colour) for thing in scene.objects]
         (x, y), (u, v) = (((a + c) / 2, (b + d) / 2) for a, b, c, d in boxes)
         far = {"left of": u - x, "right of": x - u, "above": v - y, "below": y - v}
         assert max(far, key=far.get) == scene.relation
         across = sorted((abs(u - x), abs(v - y)))
         assert across[1] > 2 * across[0]
-        for thing, (left, top, right, bottom) in zip(scene.things, boxes, strict=True):
+        for thing, (left, top, right, bottom) in zip(scene.objects, boxes, strict=True):
             assert min(left, top) >= 0
             assert (max(right - left, bottom - top) > 14) == (thing.size == "large")
         seen.add(scene.relation)
@@ -111,7 +111,9 @@ def test_the_same_pixels_everywhere():
 
 
 def test_captions_are_the_two_true_sentences(some_scenes):
-    scene = Scene(Thing("small", "red", "circle"), "left of", Thing("large", "blue", "square"))
+    scene = Scene(
+        SceneObject("small", "red", "circle"), "left of", SceneObject("large", "blue", "square")
+    )
     assert scene.captions == (
         "a small red circle left of a large blue square",
         "a large blue square right of a small red circle",
@@ -144,7 +146,7 @@ def test_other_sentences_are_no_scenes(caption):
 
 
 def test_every_sentence_of_the_grammar_is_read():
-    things = [Thing(*words) for words in product(SIZES, COLOURS, SHAPES)]
+    things = [SceneObject(*words) for words in product(SIZES, COLOURS, SHAPES)]
     assert len(things) == 48
     for first, relation in product(things, OPPOSITES):
         scene = Scene(first, relation, things[5])
@@ -160,23 +162,23 @@ def test_truth_is_word_for_word():
 
 
 def test_unseen_scenes_have_what_training_lacks(monkeypatch):
-    monkeypatch.setattr(builtin_datasets, "_image", lambda *_: None)
+    monkeypatch.setattr(builtin_datasets, "_render", lambda *_: None)
     looks = {}
     for split in builtin_datasets.COUNTS:
         found = [scene for scene, _ in builtin_datasets.scenes(split)]
-        assert all(scene.things[0] != scene.things[1] for scene in found)
+        assert all(scene.objects[0] != scene.objects[1] for scene in found)
         assert len({scene.pair for scene in found}) == 10
-        pairs = [{(t.colour, t.shape) for t in scene.things} for scene in found]
+        pairs = [{(t.colour, t.shape) for t in scene.objects} for scene in found]
         assert all(len(pair) == 2 for pair in pairs)
         looks[split] = pairs
     train = set().union(*looks["train"])
     assert len(train) == 20
-    assert not train & UNSEEN
+    assert not train & UNSEEN_COMBINATIONS
     assert set().union(*looks["val"]) <= train
-    assert all(pair & UNSEEN for pair in looks["unseen"])
+    assert all(pair & UNSEEN_COMBINATIONS for pair in looks["unseen"])
     assert {len(pairs) for pairs in looks.values()} == {8000, 800, 400}
     for part in (0, 1):  # every colour and every shape is known from other combinations
-        assert {look[part] for look in UNSEEN} <= {look[part] for look in train}
+        assert {look[part] for look in UNSEEN_COMBINATIONS} <= {look[part] for look in train}
 
 
 def test_the_folder_is_an_image_folder_with_captions(folder):
@@ -201,10 +203,10 @@ def test_a_damaged_folder_is_written_again(folder, tmp_path):
     path = folder / "val/metadata.jsonl"
     before = path.read_bytes()
     path.write_bytes(before[:-9])
-    assert not is_whole(folder)
+    assert not is_intact(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builtin_datasets, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
-        assert is_whole(shapes_folder(folder.parent))
+        assert is_intact(shapes_folder(folder.parent))
     assert path.read_bytes() == before
     assert [entry.name for entry in folder.parent.iterdir()] == ["shapes-v1"]
 
@@ -227,6 +229,6 @@ def test_the_unseen_split_is_for_evaluation(by_name):
     assert len(samples) == 20
     assert notes == ()
     classes = open_splits("shapes", val_share=0.1, seed=0).classes
-    labelled, notes = open_labelled("shapes", split="unseen", classes=classes)
+    labelled, notes = open_eval_split("shapes", split="unseen", classes=classes)
     assert {sample.path for sample in labelled} == {sample.path for sample in samples}
     assert notes == ()

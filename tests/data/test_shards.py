@@ -18,8 +18,9 @@ from vit.data import archives
 from vit.data.archives import is_inside, open_binary, open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_warnings import equal_files
-from vit.data.sources.open_dataset import list_images, open_labelled, open_splits
-from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of
+from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import open_eval_split, open_splits
+from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
 from vit.data.tar_index import read_index
 from vit.errors import BadImage, DataError, RunError
 from vit.output.prediction_results import Prediction
@@ -91,7 +92,7 @@ def test_shards_without_a_split_hold_out_what_the_folder_does(pair, tmp_path):
     assert seen(packed.val) == seen(folder.val)
     held = [relative(sample.path, packed.root) for sample in packed.val]
     assert held == [relative(sample.path, folder.root) for sample in folder.val]
-    samples, notes = open_labelled(str(shards), split="val", classes=("a", "b"), held_out=held)
+    samples, notes = open_eval_split(str(shards), split="val", classes=("a", "b"), held_out=held)
     assert seen(samples) == seen(packed.val)
     assert any("that training held out" in note for note in notes)
 
@@ -216,7 +217,7 @@ def test_what_is_left_out_is_said(tmp_path):
     assert sum(map(len, found.splits.values())) == 2
     assert found.notes == [
         "left out 1 member not taken for images: .heic 1; convert them to JPEG or PNG",
-        "left out what is no file in the shards: 1 device, 1 link",
+        "left out special members of the shards: 1 device, 1 link",
         "left out hidden and system names: ._1.jpg",
         "left out 1 file .json beside no image",
     ]
@@ -297,8 +298,8 @@ def test_braces_are_those_of_a_shell(pattern, names):
         ("/d/trainer.tar", ""),
     ],
 )
-def test_the_split_of_a_shard(path, split):
-    assert split_of(path) == split
+def test_the_split_of_shard_a_shard(path, split):
+    assert split_of_shard(path) == split
 
 
 GOOD = {"a/1.jpg": b"x" * 700, "b/2.jpg": b"y" * 700}

@@ -5,9 +5,18 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vit.data.dataset_types import Item, Listed
-from vit.data.sources.open_dataset import DatasetSpec, Fold, open_splits, relative
-from vit.data.sources.train_val_split import deal, divided, find_groups, hold_out, make_units
+from vit.data.archives import relative
+from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import open_splits
+from vit.data.sources.train_val_split import (
+    Fold,
+    find_groups,
+    hold_out,
+    make_units,
+    split_train_val,
+    stratify,
+)
 from vit.errors import ConfigError, DataError
 
 
@@ -16,11 +25,11 @@ def made(
 ):
     """(train, val, notes) of items without a split of their own."""
     parts = splits or {"": items}
-    listed = Listed(
-        root, parts, dict.fromkeys(parts, "x"), multilabel=multilabel, grouped=bool(group)
+    listed = DatasetIndex(
+        root, parts, dict.fromkeys(parts, "x"), multilabel=multilabel, has_groups=bool(group)
     )
     asked = DatasetSpec("x", group=group)
-    return divided(listed, asked, val_share=val_share, seed=seed, fold=fold)
+    return split_train_val(listed, asked, val_share=val_share, seed=seed, fold=fold)
 
 
 def drawn(number, labels, seed=0, groups=0):
@@ -30,7 +39,7 @@ def drawn(number, labels, seed=0, groups=0):
     sizes = random.geometric(0.3, groups) if groups else ()
     names = np.repeat([f"g{n}" for n in range(groups)], sizes)[:number] if groups else ()
     return [
-        Item(
+        ImageRecord(
             f"/x/{at}.png",
             tuple(f"c{n}" for n in np.flatnonzero(random.random(labels) < odds)),
             str(names[at]) if at < len(names) else "",
@@ -64,7 +73,7 @@ def test_each_of_several_labels_gets_its_share():
 
 
 def test_what_is_there_once_is_learned():
-    items = [Item(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
+    items = [ImageRecord(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
     train, val, notes = made(items, multilabel=True)
     assert {label for item in train for label in item.labels} == {
         "all",
@@ -86,16 +95,18 @@ def test_groups_stay_on_one_side(multilabel):
     for held, number in shares(items, val).values():
         assert 0.1 < held / number < 0.34
     alone = sum(not item.group for item in items)
-    assert any(f"{alone} images without a group (patient): each is alone" == n for n in notes)
+    assert any(
+        f"{alone} images without a group (patient): each is a group of its own" == n for n in notes
+    )
     assert made(items, group="patient", multilabel=multilabel)[1] == val
 
 
 def test_uneven_classes_and_lost_ones_are_said():
-    items = [Item(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
+    items = [ImageRecord(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
     _, val, notes = made(items, group="g")
     assert len(val) == 30
     assert "classes that are held out unevenly, not 20%: c0 50%, c1 50%" in notes
-    items += [Item(f"/x/z{n}.png", ("c2",), "alone") for n in range(9)]
+    items += [ImageRecord(f"/x/z{n}.png", ("c2",), "alone") for n in range(9)]
     train, _, notes = made(items, group="g")
     assert {"c2"} <= {label for item in train for label in item.labels}
     assert "held out none of class c2, which is in one image or group" in notes
@@ -105,7 +116,7 @@ def test_groups_of_a_pattern():
     names = ["a/p1_x.png", "b/p1_y.png", "a/p22_z.png", "a/odd.png"]
     assert find_groups(names, r"p(\d+)_") == ["1", "1", "22", ""]
     assert find_groups(names, r"p\d+") == ["p1", "p1", "p22", ""]
-    units = make_units([Item(n, ("a",)) for n in names], find_groups(names, "p."), names)
+    units = make_units([ImageRecord(n, ("a",)) for n in names], find_groups(names, "p."), names)
     assert [unit.members for unit in units] == [(0, 1), (2,), (3,)]
     with pytest.raises(ConfigError, match="no column of the data, and no regular expression"):
         find_groups(names, "(")
@@ -122,8 +133,8 @@ def test_a_pattern_groups_a_folder(make_tree):
 
 
 def test_a_group_on_both_sides_of_the_datas_own_split_is_refused():
-    train = [Item(f"/x/t{n}.png", ("a",), f"g{n}") for n in range(4)]
-    val = [Item("/x/v.png", ("a",), "g3"), Item("/x/w.png", ("a",), "")]
+    train = [ImageRecord(f"/x/t{n}.png", ("a",), f"g{n}") for n in range(4)]
+    val = [ImageRecord("/x/v.png", ("a",), "g3"), ImageRecord("/x/w.png", ("a",), "")]
     with pytest.raises(DataError, match=r"x: 1 group \(patient\) in training too: g3; move"):
         made([], group="patient", train=train, val=val)
     assert made([], group="patient", train=train[:3], val=val)[1] == val
@@ -151,22 +162,24 @@ def test_every_image_is_in_one_fold(kind):
 
 
 def test_folds_that_cannot_be_are_refused():
-    items = [Item(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
+    items = [ImageRecord(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
     with pytest.raises(ConfigError, match="the data have validation images"):
         made([], fold=Fold(1, 2), train=items, val=items)
     with pytest.raises(DataError, match="folds=7: only 6 images or groups"):
         made(items, fold=Fold(1, 7))
     with pytest.raises(DataError, match="only one image or group of class c"):
-        made([*items, Item("/x/c.png", ("c",))], fold=Fold(1, 2))
+        made([*items, ImageRecord("/x/c.png", ("c",))], fold=Fold(1, 2))
     train, val, notes = made([], fold=Fold(1, 2), train=items, test=items)
     assert len(train) == len(val) == 3
     assert "left out test: no fold sees it; measure on it at the end" in notes
 
 
 def test_dealing_is_as_even_as_it_can_be():
-    items = [Item(f"/x/{n}.png", (f"c{n % 3}",)) for n in range(35)]
+    items = [ImageRecord(f"/x/{n}.png", (f"c{n % 3}",)) for n in range(35)]
     units = make_units(items, None, [item.path for item in items])
-    counts = Counter(zip(deal(units, (0.25,) * 4, seed=0), [i.labels for i in items], strict=True))
+    counts = Counter(
+        zip(stratify(units, (0.25,) * 4, seed=0), [i.labels for i in items], strict=True)
+    )
     assert set(counts.values()) <= {2, 3}
 
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(path, overwrite=True)
 
     from vit.data.checks.dataset_check import inspect
-    from vit.data.sources.open_dataset import DatasetSpec
+    from vit.data.sources.dataset_spec import DatasetSpec
     from vit.output.prediction_results import to_json
 
     asked = DatasetSpec(

@@ -44,8 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vit.data.sources.dataset_export import check_target, copy, stream
-    from vit.data.sources.dataset_writer import LABELS
+    from vit.data.sources.dataset_export import (
+        LABELS_FILE,
+        check_target,
+        export_dataset,
+        stream_dataset,
+    )
     from vit.data.sources.huggingface_datasets import PREFIX
     from vit.text import plural
 
@@ -53,32 +57,37 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"shard_size={printable(args.shard_size)}: a folder has no shards")
     if args.streaming and (args.to != "shards" or not args.source.startswith(PREFIX)):
         raise ConfigError("streaming: only from hf:NAME to shards; leave it out")
-    most, out = bytes_of(args.shard_size or "256MB"), Path(args.out)
+    max_bytes, out = bytes_of(args.shard_size or "256MB"), Path(args.out)
     local = args.source.removeprefix(PREFIX)
     check_target(out, local, overwrite=args.overwrite)
     columns = {"image_column": args.image_column, "label_column": args.label_column}
     if args.streaming:
         with progress_bar(0, unit="image", results_on_terminal=False) as bar:
-            copied = stream(args.source, out, most=most, told=bar.update, **columns)
+            report = stream_dataset(
+                args.source, out, max_bytes=max_bytes, progress=bar.update, **columns
+            )
     else:
-        from vit.data.sources.open_dataset import DatasetSpec, read_source
+        from vit.data.sources.dataset_spec import DatasetSpec
+        from vit.data.sources.open_dataset import read_source
 
         where = {"images": args.images, "allow_outside": args.allow_outside}
-        listed = read_source(DatasetSpec(args.source, everything=True, **columns, **where))
-        total = sum(map(len, listed.splits.values()))
+        index = read_source(DatasetSpec(args.source, all_splits=True, **columns, **where))
+        total = sum(map(len, index.splits.values()))
         with progress_bar(total, unit="image", results_on_terminal=False) as bar:
-            copied = copy(listed, args.source, out, to=args.to, most=most, told=bar.update)
-    for note in copied.notes:
+            report = export_dataset(
+                index, args.source, out, to=args.to, max_bytes=max_bytes, progress=bar.update
+            )
+    for note in report.notes:
         notify(f"vit data: note: {note}")
-    for bad in copied.bad[:MOST_NAMED]:
+    for bad in report.bad[:MOST_NAMED]:
         notify(f"vit data: left out {bad}")
-    if (rest := len(copied.bad) - MOST_NAMED) > 0:
+    if (rest := len(report.bad) - MOST_NAMED) > 0:
         notify(f"vit data: left out {plural(rest, 'image')} more that cannot be read")
-    shards = f" in {plural(copied.files, 'shard')}" if args.to == "shards" else ""
-    lines = printable(out / LABELS) if (out / LABELS).is_file() else ""
+    shards = f" in {plural(report.files, 'shard')}" if args.to == "shards" else ""
+    lines = printable(out / LABELS_FILE) if (out / LABELS_FILE).is_file() else ""
     more = f"; their classes are in {lines}, which is the DATA to train on" if lines else ""
-    notify(f"vit data: wrote {plural(copied.images, 'image')}{shards} to {printable(out)}{more}")
-    return int(bool(copied.bad))
+    notify(f"vit data: wrote {plural(report.images, 'image')}{shards} to {printable(out)}{more}")
+    return int(bool(report.bad))
 
 
 def bytes_of(size: str) -> int:

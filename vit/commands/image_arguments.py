@@ -50,8 +50,8 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     Raises:
         DataError: A pattern matches nothing, or the only input is a folder without images.
     """
+    from vit.data.sources.image_inputs import list_images
     from vit.data.sources.input_hints import refuse_mistaken
-    from vit.data.sources.open_dataset import list_images
 
     if alone:  # among others it has its row
         refuse_mistaken(word)

@@ -48,9 +48,11 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             data = self._data_of(found)
             if data is not None and not unknown[0].startswith("-"):
-                from vit.data.sources.input_hints import surplus
+                from vit.data.sources.input_hints import extra_arguments_message
 
-                self.error(surplus(data, [word for word in unknown if word[:1] != "-"]))
+                self.error(
+                    extra_arguments_message(data, [word for word in unknown if word[:1] != "-"])
+                )
             word = unknown[0].split("=")[0]
             hint = nearest(word, self._option_string_actions)
             self.error(f"{printable(unknown[0])} is not an argument{hint}")

@@ -166,7 +166,10 @@ def run_folds(config: Config, args: argparse.Namespace, given: list[str]) -> int
     from vit.inference.evaluate import evaluate
     from vit.training.cross_validation import train_folds
 
-    asked, device = dataclasses.replace(DatasetSpec.of(config.data), split="val"), config.run.device
+    asked, device = (
+        dataclasses.replace(DatasetSpec.from_config(config.data), split="val"),
+        config.run.device,
+    )
 
     def measure(folder: Path) -> dict[str, Any]:
         """Scores of a fold on the images that it held out, as `vit evaluate` has them."""

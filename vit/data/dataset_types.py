@@ -1,4 +1,4 @@
-"""What every source of images gives: samples, and classes by name."""
+"""Dataset types: image records of a source, and samples with class indices."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,34 +24,38 @@ class Sample:
     """Numbers of all its classes, sorted, maybe none, where an image may have several."""
 
 
-class Item(NamedTuple):
-    """An image as a source names it, before there is a list of all classes."""
+ImagesByClass = dict[str, list[str]]
+"""Class name -> paths of its images."""
+
+
+class ImageRecord(NamedTuple):
+    """An image of a source, with its class names."""
 
     path: str
     labels: tuple[str, ...]
-    """Names of its classes: one, unless the source has images with several."""
+    """Class names: exactly one, unless the source is multi-label."""
     group: str = ""
-    """Images of one group stay on one side of a split; empty: it is alone."""
+    """Images of a group stay in one split; empty: the image is a group of its own."""
 
 
 @dataclass(frozen=True)
-class Listed:
-    """What a source holds, before classes are matched and validation images are chosen."""
+class DatasetIndex:
+    """The images of a source, before class matching and the training/validation split."""
 
     root: Path
-    """Folder that names in a split are relative to."""
-    splits: dict[str, list[Item]]
-    """Images by split: train, val... or all under the empty name where it has none."""
-    where: dict[str, str]
-    """What a message calls each split: its folder, list or shards."""
+    """Folder that image names are relative to."""
+    splits: dict[str, list[ImageRecord]]
+    """Images by split: train, val...; the empty name if there are no splits."""
+    locations: dict[str, str]
+    """Folder, list or shards of each split, for messages."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know; safe on a terminal."""
+    """Notes for the user, safe to print on a terminal."""
     multilabel: bool = False
-    """Whether an image may have several classes, or none."""
-    grouped: bool = False
-    """Whether the source itself knows the groups that were asked for."""
-    part: str = "folder"
-    """What holds the images of one split, in messages."""
+    """Whether an image may have any number of classes."""
+    has_groups: bool = False
+    """Whether the records have the groups of `DatasetSpec.group`."""
+    split_kind: str = "folder"
+    """What the images of a split are in, for messages: folder, list or split."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from vit.config.parser import make_config, read_settings
 from vit.data.dataset_types import Sample
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import list_images, open_labelled
+from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import BadImage, DataError, VitError, printable
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
@@ -88,7 +89,7 @@ def calibration_images(
         return SampleImages([])
     apart = {sample.path for sample in kept_apart}
     try:
-        found, _ = open_labelled(asked.calibration, split="train", classes=classes)
+        found, _ = open_eval_split(asked.calibration, split="train", classes=classes)
         paths = [sample.path for sample in found]
     except DataError:  # no train folder: a folder of images of any kind
         paths = list_images([asked.calibration])

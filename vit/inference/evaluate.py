@@ -23,13 +23,15 @@ from typing import Any
 import torch
 
 from vit.config.parser import make_config, read_settings
+from vit.data.archives import relative
 from vit.data.captions.caption_dataset import open_captioned
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.caption_lists import find_lists
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of
+from vit.data.sources.dataset_spec import DatasetSpec, resolve_folder
 from vit.data.sources.image_list import is_list
-from vit.data.sources.open_dataset import DatasetSpec, open_labelled, relative, resolve
+from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.caption_metrics import caption_scores
 from vit.evaluation.classification_metrics import Outcomes, summarise
@@ -395,7 +397,7 @@ def load_labeled_samples(
         asked, None if isinstance(model, LoadedRun) else run_folder_of(model)
     )
     full = dataclasses.replace(full, multilabel=None if thresholds is None else True)
-    samples, notes = open_labelled(
+    samples, notes = open_eval_split(
         full, split=asked.split or "val", classes=classes, held_out=held_out
     )
     for note in notes:
@@ -487,7 +489,7 @@ def held_out_images(
         names, origin = [os.fspath(name) for name in record["val"]], Path(record["root"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
-    root = resolve(data)[0] if root is None else root
+    root = resolve_folder(data)[0] if root is None else root
     known = set(there)
     if root.resolve() == origin or all(n in known or (root / n).is_file() for n in names):
         return names

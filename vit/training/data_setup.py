@@ -14,14 +14,9 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.multilabel_targets import to_multilabel
 from vit.data.sampler import fitting_batch_size
-from vit.data.sources.open_dataset import (
-    DatasetSpec,
-    Fold,
-    Listing,
-    named_at,
-    open_splits,
-    read_source,
-)
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
+from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
 from vit.training.caption_vocabulary import complete_words
 from vit.training.collectives import on_main
@@ -85,7 +80,7 @@ def list_data(config: Config) -> Listing:
         DataError: There is no such source, or it cannot be read.
         ConfigError: A setting is not for this kind of source.
     """
-    asked = DatasetSpec.of(config.data, multilabel=config.training.multilabel or None)
+    asked = DatasetSpec.from_config(config.data, multilabel=config.training.multilabel or None)
     return Listing(asked, read_source(asked))
 
 
@@ -106,7 +101,7 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
         if data.folds is not None and data.fold is None:
             raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
         fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
-        asked = DatasetSpec.of(data, multilabel=training.multilabel or None)
+        asked = DatasetSpec.from_config(data, multilabel=training.multilabel or None)
         return open_splits(
             asked,
             val_share=data.val_share,
@@ -211,7 +206,9 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
         classes = not config.training.captions
-        where = named_at(DatasetSpec.of(config.data), [bad[0].path]) if classes else {}
+        where = (
+            locate_in_lists(DatasetSpec.from_config(config.data), [bad[0].path]) if classes else {}
+        )
         line = f" ({where[bad[0].path]})" if where else ""
         raise BadImage(
             bad[0].path,

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from vit.config import Config
 from vit.config.parser import flatten, make_config, read_settings, write_settings
 from vit.config.training_config import TIME_DECIDES
+from vit.data.archives import relative
 from vit.data.dataset_types import Splits
-from vit.data.sources.open_dataset import relative
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.classification_report import REPORT_FILE
 from vit.training.best_checkpoints import BEST

@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vit.config import Config
+from vit.data.archives import relative
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.data.sources.open_dataset import relative
 from vit.model.build import build_captioner, build_classifier
 from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer

@@ -20,7 +20,7 @@ from vit.config import Config
 from vit.config.parser import changed_settings, default_folder
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
-from vit.data.sources.open_dataset import Listing, require
+from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import RunError, VitError, printable
 from vit.training.auto_batch_size import fit_memory
 from vit.training.collectives import on_main
@@ -175,7 +175,9 @@ def look_at_weights(
     if where is None or begun is not None:
         return config, None
     if not config.training.captions:
-        require(config.data.data)  # a mistake in DATA is told before anything is fetched
+        check_source_exists(
+            config.data.data
+        )  # a mistake in DATA is told before anything is fetched
     # a preset beside its own dim is a name that some run was given, not the network of a bare file
     model = config.training.model if "model" in given and "dim" not in given else None
     on_main(

@@ -9,17 +9,14 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from vit.data.archives import relative
 from vit.data.captions.caption_lists import LAYOUT, Part, find_lists, read_part, unnamed_notes
-from vit.data.dataset_types import NO_LABEL, Sample, Splits
-from vit.data.sources.class_names import (
-    SPLIT_NAMES,
-    VAL_NAMES,
-    SampleImages,
-    check_classes,
-    matched,
-)
+from vit.data.dataset_types import NO_LABEL, ImagesByClass, Sample, Splits
+from vit.data.sources.dataset_spec import SPLIT_NAMES, VAL_NAMES
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
-from vit.data.sources.open_dataset import hold_out, relative
+from vit.data.sources.image_folder import check_classes
+from vit.data.sources.open_dataset import match_classes
+from vit.data.sources.train_val_split import hold_out
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
 from vit.text import join_names, plural
@@ -186,13 +183,13 @@ def _first_folder(path: str, where: str) -> str:
     return folder if slash else ""
 
 
-def _by_class(part: Part) -> SampleImages:
+def _by_class(part: Part) -> ImagesByClass:
     """The images of each class; classes sorted by name.
 
     Raises:
         DataError: An image has no class.
     """
-    images: SampleImages = {}
+    images: ImagesByClass = {}
     for path in part.captions:
         label = part.labels.get(path) if part.labels else _first_folder(path, part.where)
         if not label:
@@ -206,22 +203,22 @@ def _by_class(part: Part) -> SampleImages:
 
 def _held(
     part: Part, classes: Sequence[str], *, with_classes: bool, owner: str
-) -> tuple[SampleImages, list[str]]:
+) -> tuple[ImagesByClass, list[str]]:
     """The images of `part` by the names in `classes`, or all under the empty name."""
     if not with_classes:
         return {"": [*part.captions]}, []
     where = printable(part.where)
-    return matched(_by_class(part), classes, where=where, owner=owner)
+    return match_classes(_by_class(part), classes, location=where, owner=owner)
 
 
-def _samples(part: Part, images: SampleImages, classes: Sequence[str]) -> tuple[Sample, ...]:
+def _samples(part: Part, images: ImagesByClass, classes: Sequence[str]) -> tuple[Sample, ...]:
     """Samples sorted by path."""
     number = {name: label for label, name in enumerate(classes)}
     labels = {path: number.get(name, NO_LABEL) for name, paths in images.items() for path in paths}
     return tuple(Sample(path, labels[path], part.captions[path]) for path in sorted(labels))
 
 
-def _held_note(held: SampleImages, val_share: float, *, with_classes: bool) -> str:
+def _held_note(held: ImagesByClass, val_share: float, *, with_classes: bool) -> str:
     images = plural(sum(map(len, held.values())), "image")
     what = "each class" if with_classes else "all"
     return f"no validation list: held out {images}, {val_share:.0%} of {what}"

@@ -17,10 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from vit.data.captions.caption_files import Row, is_list, read_rows
-from vit.data.sources.class_names import SPLIT_NAMES
-from vit.data.sources.dataset_spec import resolve
-from vit.data.sources.file_walk import Walk
-from vit.data.sources.input_hints import refuse_images, refuse_mistaken
+from vit.data.sources.dataset_spec import SPLIT_NAMES, resolve_folder
+from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
 from vit.data.sources.list_columns import check_text, common_folders, tidy_name, unlisted_notes
 from vit.data.sources.table_reader import wrong
 from vit.errors import DataError, printable
@@ -60,11 +59,11 @@ def find_lists(data: str) -> Lists:
         DataError: There is none, or it is not clear which one is meant.
     """
     refuse_mistaken(data)
-    refuse_images(data)
+    refuse_single_images(data)
     if os.path.isfile(data):
         return Lists(Path(data).parent, {"": [str(Path(data))]}, [])
-    root, notes = resolve(data)
-    walk = Walk(str(root))
+    root, notes = resolve_folder(data)
+    walk = FolderWalker(str(root))
     folders = walk.subfolders(str(root))
     files = {name: _lists_in(root / name) for name in SPLIT_NAMES if name in folders}
     files = {name: found for name, found in files.items() if found}
@@ -142,7 +141,7 @@ def _listed(folder: Path) -> list[str]:
 
 def _metadata_under(folder: Path) -> list[str]:
     suffixes = frozenset(os.path.splitext(name)[1] for name in METADATA)
-    found = Walk(str(folder), suffixes=suffixes).images(str(folder))
+    found = FolderWalker(str(folder), suffixes=suffixes).images(str(folder))
     paths = [path for path in found if os.path.basename(path) in METADATA]
     for one, other in pairwise(paths):
         if os.path.dirname(one) == os.path.dirname(other):
@@ -192,7 +191,7 @@ def images_folder(path: str, names: Sequence[str], images: str | None, notes: li
     if images is not None:
         return images
     places = dict.fromkeys((own, above or os.curdir))
-    beside = [os.path.join(at, name) for at in places for name in Walk(at).subfolders(at)]
+    beside = [os.path.join(at, name) for at in places for name in FolderWalker(at).subfolders(at)]
     holding = [folder for folder in beside if _has(folder, sample)]
     if len(holding) > 1:
         folders = join_names([printable(folder) for folder in holding])

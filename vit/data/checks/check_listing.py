@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from vit.data.checks.problems import LOCATED, SHOWN, Problem
-from vit.data.sources.class_names import LAYOUT, SPLIT_NAMES, UNSEEN, VAL_NAMES, split_folders
-from vit.data.sources.file_walk import FOREIGN, Walk
-from vit.data.sources.image_folder import read_folder
+from vit.data.sources.dataset_spec import (
+    LAYOUT,
+    SPLIT_NAMES,
+    UNSEEN,
+    VAL_NAMES,
+    DatasetSpec,
+    resolve_folder,
+)
+from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker
+from vit.data.sources.image_folder import split_folders
 from vit.data.sources.image_list import is_list, lines_of
-from vit.data.sources.open_dataset import READERS, DatasetSpec, read_source, resolve
+from vit.data.sources.open_dataset import is_folder_source, read_source
 from vit.data.sources.row_errors import Fault
 from vit.errors import DataError, printable
 from vit.text import join_names, plural
@@ -107,20 +114,19 @@ def list_images(data: str | DatasetSpec) -> Listing:
         ConfigError: A setting is not for this kind of source.
     """
     asked = DatasetSpec(data) if isinstance(data, str) else data
-    plain = next(read for takes, read in READERS if takes(asked.data)) is read_folder
-    if not plain or asked != DatasetSpec(asked.data, group=asked.group):
+    if not is_folder_source(asked.data) or asked != DatasetSpec(asked.data, group=asked.group):
         return list_source(asked)
-    root, _ = resolve(asked.data)
+    root, _ = resolve_folder(asked.data)
     return list_folder(root)
 
 
 def list_source(asked: DatasetSpec) -> Listing:
     """What a list, shards or a table hold."""
     faults: list[Fault] = []
-    asked = dataclasses.replace(asked, everything=True, faults=faults)
+    asked = dataclasses.replace(asked, all_splits=True, faults=faults)
     opened = read_source(asked)
     listing = Listing(opened.root, [name or ALL for name in opened.splits], asked=asked)
-    listing.grouped = opened.grouped
+    listing.grouped = opened.has_groups
     for note in opened.notes:
         listing.report("source", note)
     for fault in faults:
@@ -138,7 +144,7 @@ def list_source(asked: DatasetSpec) -> Listing:
         listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
     listing.classes = sorted(named[listing.learned])
-    where = opened.where.get(listing.learned, asked.data)
+    where = opened.locations.get(listing.learned, asked.data)
     if not listing.classes:
         listing.report("no_pictures", f"{printable(where)}: no images", asked.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
@@ -160,7 +166,7 @@ def list_folder(root: Path) -> Listing:
     for name in SPLIT_NAMES:
         if (root / name).is_file():
             listing.report("split_is_file", f"{name} is a file, not a folder; {LAYOUT}", name)
-    walk = Walk(str(root))
+    walk = FolderWalker(str(root))
     try:
         folders, beside = split_folders(root, walk)
     except DataError:  # of such a file, or of a folder that cannot be listed
@@ -184,7 +190,7 @@ def list_folder(root: Path) -> Listing:
 
 def list_split(listing: Listing, name: str, folder: Path) -> None:
     """Add the images of one split, whose classes must be those of the first one."""
-    walk, first = Walk(str(listing.root)), not listing.splits
+    walk, first = FolderWalker(str(listing.root)), not listing.splits
     listing.splits.append(name)
     classes = tolerant(listing, folder, lambda: walk.subfolders(str(folder))) or []
     tolerant(listing, folder, lambda: walk.loose_images(str(folder)))
@@ -194,7 +200,7 @@ def list_split(listing: Listing, name: str, folder: Path) -> None:
     }
     where = printable(folder)
     if not classes:
-        loose = plural(len(walk.loose), "image")
+        loose = plural(len(walk.unclassified), "image")
         what = f"has no class folders ({loose} straight in it); {LAYOUT}"
         listing.report("no_classes", f"{where} {what}", str(folder))
     elif first:
@@ -266,23 +272,26 @@ def check_validation(listing: Listing) -> None:
         listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))
 
 
-def left_out(walk: Walk) -> list[Problem]:
+def left_out(walk: FolderWalker) -> list[Problem]:
     """What a walk passed over, a problem a reason."""
-    endings = (".".join(["", *name.lower().split(".")[-1:]]) for name in walk.ignored)
+    endings = (".".join(["", *name.lower().split(".")[-1:]]) for name in walk.ignored_files)
     foreign: list[str] = []
     other: list[str] = []
-    for name, ending in zip(walk.ignored, endings, strict=True):
-        (foreign if ending in FOREIGN else other).append(name)
+    for name, ending in zip(walk.ignored_files, endings, strict=True):
+        (foreign if ending in UNSUPPORTED_SUFFIXES else other).append(name)
     convert = "images of formats that are not read; convert them to JPEG or PNG"
     kinds = {
         "foreign_format": (foreign, convert),
         "ignored_file": (other, "files not taken for images"),
-        "hidden": (sorted(walk.hidden), "hidden and system names"),
-        "empty_folder": (walk.empty, "folders without images"),
-        "link": (walk.links, "links to folders of this data set or around it, not followed"),
-        "outside_link": (walk.outside, "links to folders outside, followed"),
-        "not_a_file": (walk.strange, "no regular files (pipes, broken links), left out"),
-        "loose_picture": (walk.loose, "images that lie in no class folder, left out"),
+        "hidden": (sorted(walk.hidden_paths), "hidden and system names"),
+        "empty_folder": (walk.empty_folders, "folders without images"),
+        "link": (
+            walk.skipped_links,
+            "links to folders of this dataset or around it, not followed",
+        ),
+        "outside_link": (walk.followed_links, "links to folders outside, followed"),
+        "not_a_file": (walk.special_files, "no regular files (pipes, broken links), left out"),
+        "loose_picture": (walk.unclassified, "images that lie in no class folder, left out"),
     }
     return [
         Problem(

@@ -16,9 +16,13 @@ from vit.data.checks.group_leakage import shared_groups
 from vit.data.checks.image_stats import Facts, Verdict
 from vit.data.checks.problems import KINDS, Problem, bad_kind, shared
 from vit.data.image_io import Stamp, stamp_of
-from vit.data.sources.class_names import VAL_NAMES
-from vit.data.sources.dataset_warnings import alike_names, few_note, imbalance_note, similar_names
-from vit.data.sources.open_dataset import DatasetSpec
+from vit.data.sources.dataset_spec import VAL_NAMES, DatasetSpec
+from vit.data.sources.dataset_warnings import (
+    few_note,
+    imbalance_note,
+    lookalike_names,
+    similar_names,
+)
 from vit.errors import printable
 from vit.text import plural
 
@@ -215,13 +219,13 @@ def broken(listing: Listing, verdicts: Mapping[str, Verdict]) -> list[Problem]:
 def counted(listing: Listing) -> list[Problem]:
     """What names and numbers of the classes say."""
     problems = []
-    for form, names in alike_names(listing.classes).items():
+    for form, names in lookalike_names(listing.classes).items():
         written = ", ".join(map(ascii, names))
         words = f"classes {written} look the same, as {printable(form)}"
         problems.append(Problem("class_names", words))
     for names in similar_names(listing.classes):
         written = ", ".join(map(ascii, names))
-        words = f"classes {written} differ in case or spaces alone"
+        words = f"classes {written} differ only in case or spaces"
         problems.append(Problem("similar_names", words))
     counts = {name: number for name, number in listing.counts(listing.learned).items() if number}
     if len(counts) > 1:

@@ -8,7 +8,7 @@ from vit.data.checks.check_listing import Listed
 from vit.data.checks.image_stats import Facts
 from vit.data.checks.near_duplicates import near_pairs
 from vit.data.checks.problems import Problem
-from vit.data.sources.dataset_warnings import apart
+from vit.data.sources.dataset_warnings import compare_origins
 from vit.errors import printable
 
 Where = Mapping[str, tuple[str, object]]
@@ -60,7 +60,7 @@ def copies(
 
 def equal(group: Sequence[str], where: Where) -> list[Problem]:
     """The problems of files of the same content."""
-    first, other, kinds = apart(group, where)
+    first, other, kinds = compare_origins(group, where)
     paths = (first, other, *(path for path in group[1:] if path != other))
     labels = classes(paths, where)
     problems = []
@@ -81,8 +81,8 @@ def near(pairs: Iterable[tuple[str, str]], where: Where, how: str) -> Problem:
         how: By what they were found.
     """
     order = ("split", "class")
-    worst = max(pairs, key=lambda pair: [name in apart(pair, where)[2] for name in order])
-    _, _, kinds = apart(worst, where)
+    worst = max(pairs, key=lambda pair: [name in compare_origins(pair, where)[2] for name in order])
+    _, _, kinds = compare_origins(worst, where)
     labels = classes(worst, where)
     if "split" in kinds:
         splits = " and ".join(where[path][0] for path in worst)

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from vit.data.archives import relative
 from vit.data.checks.check_listing import Listed, Listing
 from vit.data.checks.problems import SHOWN, Problem
-from vit.data.sources.class_names import VAL_NAMES
+from vit.data.sources.dataset_spec import VAL_NAMES
 from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.errors import printable
 from vit.text import plural

@@ -1,19 +1,17 @@
-"""Small data sets that come with the package and are written out as image folders.
+"""Built-in datasets, generated as image folders in the user's cache.
 
-`digits`: 1,797 handwritten digits of 8 x 8 grey pixels, the test part of the UCI data set "Optical
-Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998, doi:10.24432/C50P49, CC BY 4.0) as
-scikit-learn ships it. Here it is one sprite, digits.png, whose pixel of value v in 0 to 16 is the
-byte round(255 v / 16), and the labels in row-major order in digits.json.
+`digits`: 1,797 handwritten digits of 8 x 8 grey pixels: the test part of "Optical Recognition of
+Handwritten Digits" (Alpaydin and Kaynak, UCI, 1998, doi:10.24432/C50P49, CC BY 4.0), as
+scikit-learn ships it. The package stores it as one sheet, digits.png, in which a pixel of value v
+in 0 to 16 is the byte round(255 v / 16), and the labels in row-major order in digits.json.
 
-`shapes`: drawn scenes of two objects with their captions; see vit.data.sources.builtin_datasets.
-
-Draws scenes of two objects, and says in words what is to be seen: captions that can be checked.
+`shapes`: drawn scenes of two objects with two captions each, which can be checked for truth:
 
     a small red circle left of a large blue square
     a large blue square right of a small red circle
 
-A scene has these two true sentences, one from each object's side. Everything is drawn in whole
-numbers, so that a scene has the same pixels on every machine and with every version of Pillow.
+Scenes are drawn in integer arithmetic, so their pixels are the same on every machine and with every
+version of Pillow.
 """
 
 import contextlib
@@ -37,11 +35,11 @@ from vit.errors import DataError, printable
 from vit.paths import user_cache
 
 SHAPES_SIDE = 64
-"""Pixels of an image, each way."""
-FINE = 4
-"""Fine pixels in a pixel, each way; lengths below are in fine pixels where not said otherwise."""
+"""Side of an image, in pixels."""
+SUBPIXELS = 4
+"""Subpixels a pixel, on each axis. Lengths below are in subpixels unless noted."""
 SIZES = {"small": (20, 28), "large": (44, 56)}
-"""Least and most radius of the circle around an object."""
+"""Smallest and largest radius of the circle around an object."""
 COLOURS = {
     "red": (215, 35, 45),
     "green": (40, 150, 60),
@@ -52,33 +50,33 @@ COLOURS = {
 }
 OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 GAP = (12, 48)
-"""Least and most distance between the objects, along the axis of their relation."""
-ASIDE = 12
-"""Most offset across that axis."""
+"""Smallest and largest distance between the objects, along the axis of their relation."""
+MAX_OFFSET = 12
+"""Largest offset across that axis."""
 MARGIN = 4
 
-THOUSAND = 1000
+SCALE = 1000
 SHAPES: dict[str, tuple[int, int, tuple[tuple[int, int], ...]]] = {
     "circle": (900, 1, ()),
     "square": (800, 4, ((0, -1000), (1000, 0), (0, 1000), (-1000, 0))),
     "triangle": (500, 3, ((0, 1000), (866, -500), (-866, -500))),
     "star": (309, 4, ((0, -1000), (951, -309), (588, 809), (-588, 809), (-951, -309))),
 }
-"""How far from its centre a shape ends (in thousandths of its radius), on how many sides a point
-must be inside, and where the sides face (thousandths; y points down). A circle has no sides. A
-point is in a five-pointed star where it is inside at least four of its five lines."""
+"""Distance of the sides from the centre, in thousandths of the radius; number of sides that a point
+must be inside of; normals of the sides, in thousandths, y down. A circle has no sides. A point is
+in a five-pointed star if it is inside of at least four of its five lines."""
 
-UNSEEN = frozenset(
+UNSEEN_COMBINATIONS = frozenset(
     (("red", "circle"), ("green", "square"), ("blue", "triangle"), ("yellow", "star"))
 )
-"""Colours of shapes that neither training nor validation has."""
+"""Combinations of colour and shape that are only in the split `unseen`."""
 COUNTS = {"train": 8000, "val": 800, "unseen": 400}
-"""Scenes of each split."""
+"""Number of scenes of each split."""
 
 
 @dataclass(frozen=True)
-class Thing:
-    """One object."""
+class SceneObject:
+    """An object of a scene."""
 
     size: str
     colour: str
@@ -90,15 +88,15 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """Two objects, and where the first one is, seen from the second."""
+    """Two objects, and the relation of the first one to the second."""
 
-    first: Thing
+    first: SceneObject
     relation: str
-    second: Thing
+    second: SceneObject
 
     @property
     def captions(self) -> tuple[str, str]:
-        """The two true sentences, that of the first object in front."""
+        """The two true captions; the first begins with the first object."""
         return (
             f"{self.first} {self.relation} {self.second}",
             f"{self.second} {OPPOSITES[self.relation]} {self.first}",
@@ -106,59 +104,59 @@ class Scene:
 
     @property
     def pair(self) -> str:
-        """Both shapes in the order of `SHAPES`: the class of the image."""
-        return " and ".join(name for name in SHAPES for thing in self.things if thing.shape == name)
+        """Class of the image: both shapes in the order of `SHAPES`."""
+        return " and ".join(name for name in SHAPES for one in self.objects if one.shape == name)
 
     @property
-    def things(self) -> tuple[Thing, Thing]:
+    def objects(self) -> tuple[SceneObject, SceneObject]:
         """Both objects."""
         return self.first, self.second
 
 
 def parse_scene(caption: str) -> Scene | None:
-    """The scene that `caption` tells of, or None where it is no sentence of the grammar.
+    """Parse a caption; None if it is not in the grammar.
 
-    White space may be any; letters must be lower case.
+    Case matters, white space does not.
     """
     words = caption.split()
     for relation in OPPOSITES:
         parts = relation.split()
         if words[4 : 4 + len(parts)] == parts:
-            first, second = _thing(words[:4]), _thing(words[4 + len(parts) :])
+            first, second = _parse_object(words[:4]), _parse_object(words[4 + len(parts) :])
             return Scene(first, relation, second) if first and second else None
     return None
 
 
 def is_true(caption: str, references: Sequence[str]) -> bool:
-    """Whether `caption` is one of `references`, word for word."""
+    """Whether `caption` equals one of `references`, word for word."""
     return caption.split() in [reference.split() for reference in references]
 
 
-def _thing(words: list[str]) -> Thing | None:
+def _parse_object(words: list[str]) -> SceneObject | None:
     match words:
         case ["a", size, colour, shape] if size in SIZES and colour in COLOURS and shape in SHAPES:
-            return Thing(size, colour, shape)
+            return SceneObject(size, colour, shape)
     return None
 
 
 def scenes(split: str) -> Iterator[tuple[Scene, Image.Image]]:
-    """The scenes of a split with their images, (64, 64) RGB; the same ones at every call.
+    """Generate the scenes of a split and their images, 64 x 64 RGB; deterministic.
 
     Args:
-        split: A name in `COUNTS`.
+        split: A key of `COUNTS`.
     """
     pairs = list(combinations_with_replacement(SHAPES, 2))
     for number in range(COUNTS[split]):
-        draw = _Draw(random_seed("shapes-v1", split, number))
-        scene = _compose(draw, pairs[number % len(pairs)], unseen=split == "unseen")
-        yield scene, _image(draw, scene)
+        rng = _SceneRandom(random_seed("shapes-v1", split, number))
+        scene = _sample_scene(rng, pairs[number % len(pairs)], unseen=split == "unseen")
+        yield scene, _render(rng, scene)
 
 
 def write_scenes(folder: Path) -> None:
-    """Write train/, val/ and unseen/ with a folder for each pair of shapes and metadata.jsonl.
+    """Write train/, val/ and unseen/, each with a folder a pair of shapes and metadata.jsonl.
 
     Raises:
-        OSError: They cannot be written.
+        OSError: A file cannot be written.
     """
     for split in COUNTS:
         for pair in combinations_with_replacement(SHAPES, 2):
@@ -168,60 +166,60 @@ def write_scenes(folder: Path) -> None:
             name = f"{scene.pair}/{number:04d}.png"
             image.save(folder / split / name, compress_level=1)
             lines.append(json.dumps({"file_name": name, "captions": scene.captions}) + "\n")
-        # Bytes, because text would have other line ends on Windows.
+        # Bytes: in text mode, line ends on Windows differ.
         (folder / split / "metadata.jsonl").write_bytes("".join(sorted(lines)).encode("ascii"))
 
 
-class _Draw:
-    """Random draws of one scene; only `random()` is the same in every version of Python."""
+class _SceneRandom:
+    """Random numbers of one scene; only `random()` is the same in every version of Python."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
 
-    def between(self, least: int, most: int) -> int:
-        """A whole number, both ends included."""
+    def integer(self, least: int, most: int) -> int:
+        """A random integer in [least, most]."""
         return least + int(self._random() * (most - least + 1))
 
-    def one_of(self, names: Sequence[str]) -> str:
-        return names[self.between(0, len(names) - 1)]
+    def choice(self, names: Sequence[str]) -> str:
+        return names[self.integer(0, len(names) - 1)]
 
 
-def _compose(draw: _Draw, shapes: tuple[str, str], *, unseen: bool) -> Scene:
-    """A scene with these shapes; with an unseen colour of at least one of them, or with none."""
+def _sample_scene(rng: _SceneRandom, shapes: tuple[str, str], *, unseen: bool) -> Scene:
+    """A random scene of these shapes; `unseen`: with a combination of `UNSEEN_COMBINATIONS`."""
     while True:
-        order = shapes if draw.between(0, 1) else shapes[::-1]
+        order = shapes if rng.integer(0, 1) else shapes[::-1]
         first, second = (
-            Thing(draw.one_of([*SIZES]), draw.one_of([*COLOURS]), shape) for shape in order
+            SceneObject(rng.choice([*SIZES]), rng.choice([*COLOURS]), shape) for shape in order
         )
-        scene = Scene(first, draw.one_of([*OPPOSITES]), second)
-        looks = {(thing.colour, thing.shape) for thing in scene.things}
-        if len(looks) == 2 and bool(looks & UNSEEN) == unseen:
+        scene = Scene(first, rng.choice([*OPPOSITES]), second)
+        combinations = {(one.colour, one.shape) for one in scene.objects}
+        if len(combinations) == 2 and bool(combinations & UNSEEN_COMBINATIONS) == unseen:
             return scene
 
 
-def _image(draw: _Draw, scene: Scene) -> Image.Image:
-    grey = draw.between(232, 252)
-    light = [grey + draw.between(-6, 3) for _ in range(3)]
+def _render(rng: _SceneRandom, scene: Scene) -> Image.Image:
+    grey = rng.integer(232, 252)
+    light = [grey + rng.integer(-6, 3) for _ in range(3)]
     pixels: npt.NDArray[np.int64] = np.tile(np.array(light), (SHAPES_SIDE, SHAPES_SIDE, 1))
-    for thing, (x, y, radius) in zip(scene.things, _places(draw, scene), strict=True):
-        covered = _coverage(thing.shape, x, y, radius)[:, :, None]
-        whole = FINE * FINE
-        colour = np.array(COLOURS[thing.colour], np.int64)
+    for one, (x, y, radius) in zip(scene.objects, _place_objects(rng, scene), strict=True):
+        covered = _coverage(one.shape, x, y, radius)[:, :, None]
+        whole = SUBPIXELS * SUBPIXELS
+        colour = np.array(COLOURS[one.colour], np.int64)
         pixels = (pixels * (whole - covered) + colour * covered + whole // 2) // whole
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def _places(draw: _Draw, scene: Scene) -> list[tuple[int, int, int]]:
-    """Centre (x, y) and radius of both objects: clearly apart on one axis, in line on the other."""
-    radii = [draw.between(*SIZES[thing.size]) for thing in scene.things]
+def _place_objects(rng: _SceneRandom, scene: Scene) -> list[tuple[int, int, int]]:
+    """Centre (x, y) and radius of both objects: separate on one axis, aligned on the other."""
+    radii = [rng.integer(*SIZES[one.size]) for one in scene.objects]
     before, after = radii if scene.relation in ("left of", "above") else radii[::-1]
-    room = SHAPES_SIDE * FINE - 2 * (MARGIN + before + after)
-    gap = draw.between(GAP[0], min(GAP[1], room))
-    start = MARGIN + before + draw.between(0, room - gap)
+    free = SHAPES_SIDE * SUBPIXELS - 2 * (MARGIN + before + after)
+    gap = rng.integer(GAP[0], min(GAP[1], free))
+    start = MARGIN + before + rng.integer(0, free - gap)
     along = [start, start + before + gap + after]
-    widest = max(radii) + ASIDE + MARGIN
-    middle = draw.between(widest, SHAPES_SIDE * FINE - widest)
-    across = [middle, middle + draw.between(-ASIDE, ASIDE)]
+    widest = max(radii) + MAX_OFFSET + MARGIN
+    middle = rng.integer(widest, SHAPES_SIDE * SUBPIXELS - widest)
+    across = [middle, middle + rng.integer(-MAX_OFFSET, MAX_OFFSET)]
     if scene.relation in ("right of", "below"):
         along.reverse()
     if scene.relation in ("above", "below"):
@@ -230,20 +228,20 @@ def _places(draw: _Draw, scene: Scene) -> list[tuple[int, int, int]]:
 
 
 def _coverage(shape: str, x: int, y: int, radius: int) -> npt.NDArray[np.int64]:
-    """How many of each pixel's fine pixels the shape covers, (64, 64) of 0 to 16."""
+    """Number of subpixels that the shape covers in each pixel, (64, 64), 0 to 16."""
     reach, needed, sides = SHAPES[shape]
-    left, top = (x - radius) // FINE, (y - radius) // FINE
-    right, bottom = math.ceil((x + radius) / FINE), math.ceil((y + radius) / FINE)
-    # Centres of fine pixels lie between whole numbers, so distances are counted in halves.
-    across = 2 * (np.arange(left * FINE, right * FINE) - x) + 1
-    down = 2 * (np.arange(top * FINE, bottom * FINE) - y)[:, None] + 1
+    left, top = (x - radius) // SUBPIXELS, (y - radius) // SUBPIXELS
+    right, bottom = math.ceil((x + radius) / SUBPIXELS), math.ceil((y + radius) / SUBPIXELS)
+    # Centres of subpixels lie between integers, so distances are doubled.
+    across = 2 * (np.arange(left * SUBPIXELS, right * SUBPIXELS) - x) + 1
+    down = 2 * (np.arange(top * SUBPIXELS, bottom * SUBPIXELS) - y)[:, None] + 1
     if sides:
         limit = 2 * radius * reach
         inside = sum((nx * across + ny * down <= limit).astype(np.int64) for nx, ny in sides)
         covered = np.asarray(inside >= needed)
     else:
-        covered = (across**2 + down**2) * THOUSAND**2 <= (2 * radius * reach) ** 2
-    counts = covered.reshape(bottom - top, FINE, right - left, FINE).sum((1, 3))
+        covered = (across**2 + down**2) * SCALE**2 <= (2 * radius * reach) ** 2
+    counts = covered.reshape(bottom - top, SUBPIXELS, right - left, SUBPIXELS).sum((1, 3))
     whole = np.zeros((SHAPES_SIDE, SHAPES_SIDE), np.int64)
     whole[top:bottom, left:right] = counts
     return whole
@@ -251,41 +249,41 @@ def _coverage(shape: str, x: int, y: int, radius: int) -> npt.NDArray[np.int64]:
 
 DIGIT_SIDE = 8
 DIGEST = ".digest"
-FOLD = 5
-"""Every fifth digit of a class is for validation."""
+VAL_STRIDE = 5
+"""One in this many digits of a class is a validation image."""
 
 
 def digits_folder(cache: Path | None = None) -> Path:
-    """The folder digits-v1 with train/CLASS/NNNN.png and val/CLASS/NNNN.png; written where missing.
+    """The folder digits-v1, train/CLASS/NNNN.png and val/CLASS/NNNN.png; written if missing.
 
     Args:
-        cache: Where to keep it; the user's cache folder when left empty.
+        cache: Parent folder; None: the user's cache.
 
     Raises:
-        DataError: It cannot be written.
+        DataError: The folder cannot be written.
     """
-    return _kept("digits", _write_digits, cache)
+    return _cached("digits", _write_digits, cache)
 
 
 def shapes_folder(cache: Path | None = None) -> Path:
-    """The folder shapes-v1 with train/, val/ and unseen/, each with PAIR/NNNN.png and captions.
+    """The folder shapes-v1: train/, val/ and unseen/ with PAIR/NNNN.png and captions.
 
     Writing it takes some seconds. Arguments and errors are those of `digits_folder`.
     """
-    return _kept("shapes", write_scenes, cache)
+    return _cached("shapes", write_scenes, cache)
 
 
-def _kept(name: str, fill: Callable[[Path], None], cache: Path | None) -> Path:
-    """The folder of the set `name`, which `fill` writes.
+def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Path:
+    """The folder of the dataset `name`, which `write` fills.
 
-    It appears whole or not at all, and is written again where a file was changed or lost.
+    It appears complete or not at all, and is written again if a file was changed or deleted.
     """
     cache = user_cache() if cache is None else cache
     folder = cache / f"{name}-v1"
     try:
-        if not is_whole(folder):
+        if not is_intact(folder):
             cache.mkdir(parents=True, exist_ok=True)
-            _write(folder, fill)
+            _write_atomically(folder, write)
     except OSError as error:
         raise DataError(
             f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
@@ -294,48 +292,48 @@ def _kept(name: str, fill: Callable[[Path], None], cache: Path | None) -> Path:
     return folder
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether `folder` holds exactly what was written into it."""
+def is_intact(folder: Path) -> bool:
+    """Whether the files in `folder` are unchanged, by their digest."""
     try:
         return (folder / DIGEST).read_text(encoding="ascii") == _digest(folder)
     except (OSError, ValueError):
         return False
 
 
-def _write(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside `folder`, then put it in its place."""
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a temporary folder, then rename it to `folder`."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        fill(fresh)
-        (fresh / DIGEST).write_text(_digest(fresh), encoding="ascii")
-        fresh.chmod(0o755)
-        _replace(fresh, folder)
+        write(temporary)
+        (temporary / DIGEST).write_text(_digest(temporary), encoding="ascii")
+        temporary.chmod(0o755)
+        _replace(temporary, folder)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace(fresh: Path, folder: Path) -> None:
-    """Rename `fresh` to `folder`, unless another process was faster."""
-    if is_whole(folder):
+def _replace(temporary: Path, folder: Path) -> None:
+    """Rename `temporary` to `folder`, unless another process was faster."""
+    if is_intact(folder):
         return
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as backup:
         with contextlib.suppress(FileNotFoundError):
-            folder.rename(Path(aside) / "damaged")
+            folder.rename(Path(backup) / "damaged")
         try:
-            fresh.rename(folder)
+            temporary.rename(folder)
         except OSError:
-            if not is_whole(folder):
+            if not is_intact(folder):
                 raise
 
 
 def _write_digits(folder: Path) -> None:
-    for name, image in _digits():
+    for name, image in _cut_digits():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         image.save(folder / name)
 
 
-def _digits() -> list[tuple[str, Image.Image]]:
-    """Each digit with its place in the folder."""
+def _cut_digits() -> list[tuple[str, Image.Image]]:
+    """Path and image of each digit."""
     here = Path(__file__).parent
     labels: list[int] = json.loads((here / "digits.json").read_text(encoding="ascii"))
     with Image.open(here / "digits.png") as sheet:
@@ -344,14 +342,14 @@ def _digits() -> list[tuple[str, Image.Image]]:
     for number, label in enumerate(labels):
         top, left = number // cols * DIGIT_SIDE, number % cols * DIGIT_SIDE
         seen[label] += 1
-        split = "train" if seen[label] % FOLD else "val"
+        split = "train" if seen[label] % VAL_STRIDE else "val"
         image = sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE))
         digits.append((f"{split}/{label}/{number:04d}.png", image))
     return digits
 
 
 def _digest(folder: Path) -> str:
-    """A hash of the names and contents of all files in `folder` but the digest itself."""
+    """Hash of the names and contents of all files in `folder`, except for the digest."""
     digest = hashlib.blake2b()
     for path in sorted(folder.rglob("*")):
         if path.name != DIGEST and path.is_file():
@@ -360,4 +358,4 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-SETS: dict[str, Callable[[], Path]] = {"digits": digits_folder, "shapes": shapes_folder}
+DATASETS: dict[str, Callable[[], Path]] = {"digits": digits_folder, "shapes": shapes_folder}

@@ -1,209 +1,465 @@
-"""From any source to a folder or to shards: which images, under which names."""
+"""Dataset export: any source as an image folder or as tar shards, with the images' own bytes.
 
+    OUT/train/CLASS/NAME.jpg                     folder; without splits OUT/CLASS/NAME.jpg
+    OUT/images/train/NAME.jpg, OUT/labels.jsonl  folder, multi-label
+    OUT/train-000000.tar: CLASS/NAME.jpg         shards
+    OUT/train-000000.tar: NAME.jpg, NAME.json    shards, multi-label or with class names that are
+                                                 no folder names (the WebDataset format)
+
+The output is reproducible byte for byte: members are in order, without times and owners.
+"""
+
+import contextlib
+import io
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from PIL import Image
 
 from vit.data.archives import open_binary, relative, split_address
-from vit.data.dataset_types import Item, Listed
-from vit.data.image_io import check_header
+from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
-from vit.data.sources.class_names import SPLIT_NAMES
-from vit.data.sources.dataset_writer import (
-    MARK,
-    ImageFile,
-    Written,
-    check_bytes,
-    class_folders,
-    whole_folder,
-    write_folder,
-    write_shards,
-)
+from vit.data.sources.dataset_spec import SPLIT_NAMES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
 from vit.errors import BadImage, DataError, printable
 from vit.text import join_names
 
-Kind = Literal["folder", "shards"]
+ExportFormat = Literal["folder", "shards"]
+
+FORBIDDEN_CHARACTERS = frozenset('<>:"|?*\\/')
+"""Characters that some file system does not allow in names."""
+MAX_NAME_BYTES = 200
+"""Longest component of a path, in bytes of UTF-8."""
+FORMAT_SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2"}
+"""Pillow's format -> suffix, where that is not its name in lower case."""
+LABELS_FILE = "labels.jsonl"
+"""List of the images and classes of a multi-label folder."""
+MARKER_FILE = "vit-data.json"
+"""Written to every exported folder; only a folder that has it is ever replaced."""
+
+
+class ImageFile(NamedTuple):
+    """An encoded image to write."""
+
+    name: str
+    """Path without the split and the class."""
+    labels: tuple[str, ...]
+    content: bytes
+
+
+class WriteCounts(NamedTuple):
+    """Numbers of images and of files written."""
+
+    images: int
+    files: int
 
 
 @dataclass
-class Copied:
-    """What was written, and what was not."""
+class ExportReport:
+    """Numbers of images and files written, images left out, and notes for the user."""
 
     images: int = 0
     files: int = 0
     bad: list[BadImage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def add(self, counts: WriteCounts) -> None:
+        """Add the numbers of one split."""
+        self.images += counts.images
+        self.files += counts.files
+
 
 def check_target(out: Path, source: str, *, overwrite: bool) -> None:
-    """Refuse a folder that must not be written, before any work is done.
+    """Check that the output folder may be written, before any work is done.
 
     Raises:
-        DataError: It is there, unless `overwrite` is on and it was written by us; or it holds the
-            source.
+        DataError: It contains the source; or it has files, unless `overwrite` is on and an
+            earlier export wrote them.
     """
     name = printable(out)
-    here, data = os.path.realpath(out), os.path.realpath(source)
-    if os.path.lexists(source) and (data == here or data.startswith(here + os.sep)):
+    target, data = os.path.realpath(out), os.path.realpath(source)
+    if os.path.lexists(source) and (data == target or data.startswith(target + os.sep)):
         raise DataError(f"{name} holds the data themselves; give another --out")
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise DataError(f"{name} is a file; give the name of a folder that is made")
+        raise DataError(f"{name} is a file; give the name of a new folder")
     if not any(out.iterdir()):
         return
     if not overwrite:
         raise DataError(f"{name} has files; give another --out, or add --overwrite")
-    if not (out / MARK).is_file():
+    if not (out / MARKER_FILE).is_file():
         raise DataError(f"{name} was not written by vit data, so it is not replaced; empty it")
 
 
-def _check_apart(listed: Listed, out: Path) -> None:
-    """Refuse to replace a folder that holds images of `listed`, whatever its source is called."""
+def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
+    """Refuse to replace a folder that contains images of `index`, also behind links."""
     if not os.path.lexists(out):
         return
-    here = os.path.join(os.path.realpath(out), "")
-    paths = (item.path for items in listed.splits.values() for item in items)
+    target = os.path.join(os.path.realpath(out), "")
+    paths = (record.path for records in index.splits.values() for record in records)
     files = (found[0] if (found := split_address(path)) else path for path in paths)
     for file in dict.fromkeys(files):
         folder, name = os.path.split(file)
         link = os.path.join(os.path.realpath(folder), name)
-        if link.startswith(here) or os.path.realpath(file).startswith(here):
+        if link.startswith(target) or os.path.realpath(file).startswith(target):
             raise DataError(
                 f"{printable(out)} holds images of the data, such as {printable(file)}; "
                 "give another --out"
             )
 
 
-def copy(
-    listed: Listed, source: str, out: Path, *, to: Kind, most: int, told: Callable[[int], object]
-) -> Copied:
-    """Write all images of `listed`, whole or not at all.
-
-    Args:
-        listed: What the source holds.
-        source: What the user calls it.
-        out: Folder that is made.
-        to: A folder, or shards.
-        most: Bytes of a shard.
-        told: Of each image that is done.
-
-    Raises:
-        DataError: It cannot be written, no image can be read, or one lies in `out`.
-    """
-    _check_apart(listed, out)
-    copied = Copied(notes=list(listed.notes))
-    names = {label for items in listed.splits.values() for item in items for label in item.labels}
-    split = set(listed.splits) != {""}
-    folders = class_folders(names, split=split)
-    changed = [name for name, folder in folders.items() if name != folder]
-    foldered = not listed.multilabel and not changed
-    if changed and to == "folder" and not listed.multilabel:
-        renamed = [f"{printable(name)} is {printable(folders[name])}" for name in changed]
-        copied.notes.append(f"classes whose name no folder can have: {join_names(renamed)}")
-    with whole_folder(out) as fresh:
-        for part, items in listed.splits.items():
-            images = _images(items, part, listed.root, copied, told)
-            if to == "folder":
-                done = write_folder(fresh, part, images, None if listed.multilabel else folders)
-            else:
-                done = write_shards(
-                    fresh, part, images, most, foldered=foldered, multilabel=listed.multilabel
-                )
-            _count(copied, done)
-        _finish(fresh, source, copied)
-    return copied
-
-
-def stream(
+def export_dataset(
+    index: DatasetIndex,
     source: str,
     out: Path,
     *,
-    most: int,
-    told: Callable[[int], object],
-    image_column: str | None = None,
-    label_column: str | None = None,
-) -> Copied:
-    """Write shards of a hub's data set while it comes; the source itself is not kept.
+    to: ExportFormat,
+    max_bytes: int,
+    progress: Callable[[int], object],
+) -> ExportReport:
+    """Write all images of `index`; the folder appears complete or not at all.
 
-    Arguments and errors are those of `copy` and of `read_dataset`.
-    """
-    copied = Copied()
-    with whole_folder(out) as fresh:
-        for part in huggingface_datasets.stream_splits(source, image_column, label_column):
-            folders = class_folders(part.classes, split=bool(part.name))
-            foldered = bool(folders) and all(name == folders[name] for name in folders)
-            done = write_shards(
-                fresh,
-                part.name,
-                _streamed(part, source, copied, told),
-                most,
-                foldered=foldered and not part.multilabel,
-                multilabel=part.multilabel,
-            )
-            _count(copied, done)
-        _finish(fresh, source, copied)
-    return copied
-
-
-def _count(copied: Copied, done: Written) -> None:
-    copied.images += done.images
-    copied.files += done.files
-
-
-def _finish(fresh: Path, source: str, copied: Copied) -> None:
-    """Leave the mark of what was written here.
+    Args:
+        index: Index of the dataset.
+        source: Name of the dataset, for messages.
+        out: Output folder.
+        to: Output format.
+        max_bytes: Bytes of a shard.
+        progress: Called with 1 for each image.
 
     Raises:
-        DataError: There is nothing.
+        DataError: The folder cannot be written or contains an image of `index`, or no image can
+            be read.
     """
-    if not copied.images:
-        first = f", such as {copied.bad[0]}" if copied.bad else ""
-        raise DataError(f"{printable(source)}: no image of it can be read{first}")
-    mark = {"source": source, "pictures": copied.images, "left_out": len(copied.bad)}
-    (fresh / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+    _check_no_overlap(index, out)
+    report = ExportReport(notes=list(index.notes))
+    classes = {
+        label for records in index.splits.values() for record in records for label in record.labels
+    }
+    folders = class_folders(classes, split=set(index.splits) != {""})
+    renamed = [name for name, folder in folders.items() if name != folder]
+    if renamed and to == "folder" and not index.multilabel:
+        pairs = [f"{printable(name)} is {printable(folders[name])}" for name in renamed]
+        report.notes.append(f"classes whose name is no folder name: {join_names(pairs)}")
+    with atomic_folder(out) as folder:
+        for split, records in index.splits.items():
+            images = _readable_images(records, split, index.root, report, progress)
+            if to == "folder":
+                counts = write_folder(folder, split, images, None if index.multilabel else folders)
+            else:
+                counts = write_shards(
+                    folder,
+                    split,
+                    images,
+                    max_bytes,
+                    in_class_folders=not index.multilabel and not renamed,
+                    multilabel=index.multilabel,
+                )
+            report.add(counts)
+        _finish(folder, source, report)
+    return report
 
 
-def _streamed(
-    part: huggingface_datasets.Part, source: str, copied: Copied, told: Callable[[int], object]
+def stream_dataset(
+    source: str,
+    out: Path,
+    *,
+    max_bytes: int,
+    progress: Callable[[int], object],
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> ExportReport:
+    """Write shards of a Hugging Face dataset while it is downloaded, without keeping a copy.
+
+    Arguments and errors are those of `export_dataset` and `read_dataset`.
+    """
+    report = ExportReport()
+    with atomic_folder(out) as folder:
+        for split in huggingface_datasets.stream_splits(source, image_column, label_column):
+            folders = class_folders(split.classes, split=bool(split.name))
+            in_class_folders = bool(folders) and all(name == folders[name] for name in folders)
+            counts = write_shards(
+                folder,
+                split.name,
+                _streamed_images(split, source, report, progress),
+                max_bytes,
+                in_class_folders=in_class_folders and not split.multilabel,
+                multilabel=split.multilabel,
+            )
+            report.add(counts)
+        _finish(folder, source, report)
+    return report
+
+
+def _finish(folder: Path, source: str, report: ExportReport) -> None:
+    """Write the marker file.
+
+    Raises:
+        DataError: There are no images.
+    """
+    if not report.images:
+        first = f", such as {report.bad[0]}" if report.bad else ""
+        raise DataError(f"{printable(source)}: none of its images can be read{first}")
+    marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
+    (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def _streamed_images(
+    split: huggingface_datasets.StreamedSplit,
+    source: str,
+    report: ExportReport,
+    progress: Callable[[int], object],
 ) -> Iterator[ImageFile]:
-    for row in part.rows:
-        told(1)
+    for row in split.rows:
+        progress(1)
         try:
-            check_bytes(row.content, f"{source}/{part.name or 'train'}/{row.name}")
+            check_bytes(row.content, f"{source}/{split.name or 'train'}/{row.name}")
         except BadImage as bad:
-            copied.bad.append(bad)
+            report.bad.append(bad)
             continue
         yield ImageFile(row.name, row.labels, row.content)
 
 
-def _images(
-    items: list[Item], split: str, root: Path, copied: Copied, told: Callable[[int], object]
+def _readable_images(
+    records: list[ImageRecord],
+    split: str,
+    root: Path,
+    report: ExportReport,
+    progress: Callable[[int], object],
 ) -> Iterator[ImageFile]:
-    """Those whose header can be read, with their bytes."""
-    for item in items:
-        told(1)
+    """The images whose header can be read; the others are added to the report."""
+    for record in records:
+        progress(1)
         try:
-            check_header(item.path)
-            with open_binary(item.path) as file:
+            check_header(record.path)
+            with open_binary(record.path) as file:
                 content = file.read()
         except BadImage as bad:
-            copied.bad.append(BadImage(bad.path, bad.reason))
+            report.bad.append(BadImage(bad.path, bad.reason))
             continue
-        yield ImageFile(_name(item, split, root), item.labels, content)
+        yield ImageFile(_name_in_class(record, split, root), record.labels, content)
 
 
-def _name(item: Item, split: str, root: Path) -> str:
-    """An image's name in its class."""
-    name = relative(item.path, root)
+def _name_in_class(record: ImageRecord, split: str, root: Path) -> str:
+    name = relative(record.path, root)
     parts = name.split("/")
     if ".." in parts:
         return parts[-1]
     if split and len(parts) > 1 and parts[0] in SPLIT_NAMES:
         parts = parts[1:]
-    if len(item.labels) == 1 and len(parts) > 1 and parts[0] == item.labels[0]:
+    if len(record.labels) == 1 and len(parts) > 1 and parts[0] == record.labels[0]:
         parts = parts[1:]
     return "/".join(parts)
+
+
+def safe_name(name: str) -> str:
+    """`name` as a path component that every file system accepts and `FolderWalker` lists."""
+    safe = "".join(c if c.isprintable() and c not in FORBIDDEN_CHARACTERS else "_" for c in name)
+    safe = safe.strip(" ").rstrip(".")
+    if not safe or safe.startswith(".") or safe in SYSTEM_NAMES or safe.lower().endswith(".tar"):
+        safe = "_" + safe.replace(".", "_")
+    stem, suffix = os.path.splitext(safe)
+    while len((stem + suffix).encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        stem = stem[:-1]
+    return stem + suffix
+
+
+class UniqueNames:
+    """Makes names unique by adding a number: `a.png`, `a-2.png`, ..."""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+
+    def add(self, name: str) -> str:
+        """`name`, with a number before its suffix if it is taken."""
+        stem, suffix = os.path.splitext(name)
+        number = 1
+        while name in self.taken:
+            number += 1
+            name = f"{stem}-{number}{suffix}"
+        self.taken.add(name)
+        return name
+
+
+def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
+    """Folder name of each class: the class name itself if it is a valid folder name.
+
+    Args:
+        classes: Class names.
+        split: Whether the images have splits; otherwise no class folder may be named like one.
+    """
+    names, folders = UniqueNames(), {}
+    for name in sorted(classes, key=lambda name: (safe_name(name) != name, name)):
+        folder = safe_name(name)
+        folder = f"{folder}_" if folder in SPLIT_NAMES and not split else folder
+        folders[name] = names.add(folder)
+    return folders
+
+
+def image_file_name(name: str, content: bytes) -> str:
+    """`name` with safe components, and with the suffix of its format if it has no image suffix."""
+    parts = [safe_name(part) for part in name.split("/") if part not in ("", ".", "..")]
+    last = parts.pop() if parts else "picture"
+    if os.path.splitext(last)[1].lower() not in IMAGE_SUFFIXES:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            image_format = image.format or "PNG"
+        last += FORMAT_SUFFIXES.get(image_format, f".{image_format.lower()}")
+    return "/".join([*parts, last])
+
+
+def check_bytes(content: bytes, name: str) -> None:
+    """Check the header of an encoded image.
+
+    Args:
+        content: The encoded image.
+        name: Its name in the error.
+
+    Raises:
+        BadImage: It is no image.
+    """
+    with tempfile.NamedTemporaryFile(prefix="vit-") as file:
+        file.write(content)
+        file.flush()
+        try:
+            check_header(file.name)
+        except BadImage as bad:
+            raise BadImage(name, bad.reason) from None
+
+
+def write_folder(
+    root: Path, split: str, images: Iterable[ImageFile], folders: dict[str, str] | None
+) -> WriteCounts:
+    """Write the images of one split to class folders.
+
+    Args:
+        root: Folder to write to.
+        split: Name of the split; empty if there are no splits.
+        images: Images, consumed one by one.
+        folders: Folder of each class; None for multi-label images, which get a `LABELS_FILE`.
+    """
+    names, number = UniqueNames(), 0
+    lines = []
+    for number, image in enumerate(images, 1):  # noqa: B007
+        name = image_file_name(image.name, image.content)
+        if folders is None:
+            path = names.add("/".join(filter(None, ["images", split, name])))
+            line = {"image": path, "labels": list(image.labels)}
+            lines.append(json.dumps(line | ({"split": split} if split else {}), ensure_ascii=False))
+        else:
+            path = names.add("/".join(filter(None, [split, folders[image.labels[0]], name])))
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(image.content)
+    if lines:
+        with open(root / LABELS_FILE, "a", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    return WriteCounts(number, number)
+
+
+def write_shards(
+    root: Path,
+    split: str,
+    images: Iterable[ImageFile],
+    max_bytes: int,
+    *,
+    in_class_folders: bool,
+    multilabel: bool = False,
+) -> WriteCounts:
+    """Write the images of one split to numbered shards.
+
+    Args:
+        root: Folder to write to.
+        split: Name of the split; empty if there are no splits.
+        images: Images, consumed one by one; one is in memory at a time.
+        max_bytes: Bytes of a shard, unless a single image is larger.
+        in_class_folders: Write CLASS/NAME.jpg; otherwise NAME.jpg and its labels in NAME.json.
+        multilabel: Whether an image may have any number of classes.
+    """
+    names, number, files = UniqueNames(), 0, 0
+    with contextlib.ExitStack() as stack:
+        shard: tarfile.TarFile | None = None
+        for number, image in enumerate(images, 1):  # noqa: B007
+            name = image_file_name(image.name, image.content)
+            if in_class_folders:
+                members = [(names.add(f"{image.labels[0]}/{name}"), image.content)]
+            else:
+                members = _webdataset_members(names, name, image, multilabel)
+            size = sum(len(content) + 1024 for _, content in members)
+            if shard is None or shard.offset + size > max_bytes:
+                stack.close()
+                path = root / f"{split or 'images'}-{files:06d}.tar"
+                shard = stack.enter_context(
+                    tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8")
+                )
+                files += 1
+            for member, content in members:
+                info = tarfile.TarInfo(member)
+                info.size, info.mode = len(content), 0o644
+                shard.addfile(info, io.BytesIO(content))
+    return WriteCounts(number, files)
+
+
+def _webdataset_members(
+    names: UniqueNames, name: str, image: ImageFile, multilabel: bool
+) -> list[tuple[str, bytes]]:
+    """An image and its labels as two members; a WebDataset key ends at the first dot."""
+    stem, suffix = os.path.splitext(name)
+    folder, slash, last = stem.rpartition("/")
+    key = names.add(folder + slash + last.replace(".", "_"))
+    label = {"labels": list(image.labels)} if multilabel else {"label": image.labels[0]}
+    text = json.dumps(label, ensure_ascii=False)
+    return [(key + suffix, image.content), (f"{key}.json", text.encode())]
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `folder` on success, and is deleted on an error.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        yield temporary
+        temporary.chmod(0o755)
+        _replace(temporary, folder)
+    except OSError as error:
+        raise DataError(f"{printable(folder)}: cannot be written ({error.strerror})") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(source: Path, folder: Path) -> None:
+    """Rename `source` to `folder`; an existing `folder` is deleted, or restored on an error."""
+    backup_root = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    backup, done = backup_root / "before", False
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(backup)
+        source.rename(folder)
+        done = True
+    finally:
+        if not done and os.path.lexists(backup):
+            _restore(backup, folder)
+        shutil.rmtree(backup_root, ignore_errors=True)
+
+
+def _restore(backup: Path, folder: Path) -> None:
+    try:
+        backup.rename(folder)
+    except OSError as error:
+        raise DataError(
+            f"{printable(folder)}: cannot be written ({error.strerror}); what was there is now "
+            f"{printable(backup)}"
+        ) from None

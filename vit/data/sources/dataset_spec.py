@@ -1,4 +1,4 @@
-"""What is wanted of a source of images, and where a name on the command line leads."""
+"""Dataset specification: what to read and how, and the path that DATA resolves to."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -7,37 +7,43 @@ from pathlib import Path
 from vit.config import DataConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
-from vit.data.sources.class_names import LAYOUT, VAL_NAMES
-from vit.data.sources.input_hints import refuse_images, refuse_mistaken
+from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
 from vit.data.sources.row_errors import Faults
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
 
+VAL_NAMES = ("val", "valid", "validation", "test")
+UNSEEN = "unseen"
+"""Evaluation-only split: combinations that the training split lacks."""
+SPLIT_NAMES = ("train", *VAL_NAMES, UNSEEN)
+LAYOUT = "expected DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, or DATA/CLASS/*.jpg"
+
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Which images are wanted, and how their source is to be read."""
+    """Which images to read, and how to read their source.
+
+    The fields up to `allow_outside` are those of `DataConfig`.
+    """
 
     data: str
-    """As in DataConfig, and so are those that follow."""
     images: str | None = None
     image_column: str | None = None
     label_column: str | None = None
     group: str | None = None
     allow_outside: bool = False
     multilabel: bool | None = None
-    """Whether an image may have several classes, or none; the data say so if left out."""
+    """Whether an image may have any number of classes; None: inferred from the data."""
     split: str | None = None
-    """The only part that is wanted; training and validation images if left out."""
-    everything: bool = False
-    """Whether all parts are wanted instead."""
+    """The only split to read; None: training and validation images."""
+    all_splits: bool = False
+    """Read every split; `split` is ignored then."""
     faults: Faults = field(default=None, compare=False)
-    """Receives what is wrong with single lines or shards, which are left out then; if left out,
-    the first one is raised."""
+    """Collects errors of single rows or shards, which are skipped; None: the first one raises."""
 
     @classmethod
-    def of(cls, data: DataConfig, *, multilabel: bool | None = None) -> "DatasetSpec":
-        """What the settings of a training ask for."""
+    def from_config(cls, data: DataConfig, *, multilabel: bool | None = None) -> "DatasetSpec":
+        """The specification of a training run's data."""
         return cls(
             data.data,
             data.images,
@@ -48,43 +54,46 @@ class DatasetSpec:
             multilabel,
         )
 
-    def needed(self, there: Collection[str]) -> list[str]:
-        """The splits to read of those that are `there`; the empty name stands for no split."""
-        if self.everything:
-            return [*there]
-        val = [name for name in VAL_NAMES if name in there][:1]
-        train = [name for name in ("train", "") if name in there]
+    def select_splits(self, available: Collection[str]) -> list[str]:
+        """The splits to read, of the `available` ones; the empty name is an undivided dataset."""
+        if self.all_splits:
+            return [*available]
+        val = [name for name in VAL_NAMES if name in available][:1]
+        train = [name for name in ("train", "") if name in available]
         if self.split is None:
             return train + val
         if self.split != "val":
-            return [name for name in (self.split,) if name in there]
-        # A test part may be kept for the end: then the images are those that training held out.
+            return [name for name in (self.split,) if name in available]
+        # `test` may be kept for the end: validation images are then those that training held out.
         return val if val and val != ["test"] else train + val
 
 
-def resolve(data: str) -> tuple[Path, list[str]]:
-    """The folder that `data` names, and a note where it is also the name of a built-in set.
+def resolve_folder(data: str) -> tuple[Path, list[str]]:
+    """Resolve DATA, a folder or the name of a built-in dataset, to a folder.
+
+    Returns:
+        The folder, and a note if `data` is also the name of a built-in dataset.
 
     Raises:
-        DataError: There is neither.
+        DataError: `data` is neither.
     """
     if not data:
         raise DataError(f"no data given; {LAYOUT}")
     root = Path(data)
     refuse_mistaken(data)
     if root.is_dir():
-        here = f"{data} is the folder ./{data} here, not the built-in set of that name"
-        return root, [here] if data in builtin_datasets.SETS else []
-    if data in builtin_datasets.SETS:
-        return builtin_datasets.SETS[data](), []
-    refuse_images(data)
+        shadowed = f"{data} is the folder ./{data} here, not the built-in dataset of that name"
+        return root, [shadowed] if data in builtin_datasets.DATASETS else []
+    if data in builtin_datasets.DATASETS:
+        return builtin_datasets.DATASETS[data](), []
+    refuse_single_images(data)
     if root.exists():
         raise DataError(
             f"{printable(data)} is a file, not a folder; {LAYOUT}; or a list of images and "
             "their classes in .csv or .jsonl; or, for a list of captions, --task caption"
         )
-    names = ", ".join(builtin_datasets.SETS)
-    hint = nearest(data, builtin_datasets.SETS) or did_you_mean(data)
+    names = ", ".join(builtin_datasets.DATASETS)
+    hint = nearest(data, builtin_datasets.DATASETS) or did_you_mean(data)
     raise DataError(
-        f"{printable(data)}: no such folder or file, and no built-in set ({names}){hint}"
+        f"{printable(data)}: no such folder or file, and no built-in dataset ({names}){hint}"
     )

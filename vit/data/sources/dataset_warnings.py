@@ -1,4 +1,4 @@
-"""What looks wrong in a data set although it can be trained on: told before time is spent on it."""
+"""Warnings about a dataset before training: class names, class counts, identical files."""
 
 import contextlib
 import hashlib
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from vit.data.archives import MAX_BYTES, open_binary, relative, size_of
-from vit.data.sources.class_names import SampleImages
+from vit.data.dataset_types import ImagesByClass
 from vit.errors import BadImage, printable
 from vit.text import join_names, plural
 
 IMBALANCE = 10
-"""Times the smallest class from which on the largest one is worth a note."""
-FEW = 10
-"""Images a class below which training is a poor idea."""
-MOST_COMPARED = 50_000
-"""Images up to which equal files are looked for."""
-TAIL = 4096
+"""Ratio of the largest class to the smallest one from which on there is a note."""
+FEW_IMAGES = 10
+"""Images a class below which there is a note."""
+MAX_COMPARED = 50_000
+"""Images up to which identical files are searched for."""
+TAIL_BYTES = 4096
 
 
-def alike_names(classes: Sequence[str]) -> dict[str, list[str]]:
-    """Classes whose names look the same, by their common form."""
+def lookalike_names(classes: Sequence[str]) -> dict[str, list[str]]:
+    """Class names that differ only in their Unicode form, by their NFC form."""
     by_form: dict[str, list[str]] = defaultdict(list)
     for name in classes:
         by_form[unicodedata.normalize("NFC", name)].append(name)
@@ -32,41 +32,43 @@ def alike_names(classes: Sequence[str]) -> dict[str, list[str]]:
 
 
 def similar_names(classes: Sequence[str]) -> list[list[str]]:
-    """Classes whose names differ in case or white space alone."""
+    """Groups of class names that differ only in case or white space."""
     by_form: dict[str, list[str]] = defaultdict(list)
     for name in classes:
         by_form[" ".join(unicodedata.normalize("NFC", name).casefold().split())].append(name)
     found = [names for names in by_form.values() if len(names) > 1]
-    return [names for names in found if names not in alike_names(classes).values()]
+    return [names for names in found if names not in lookalike_names(classes).values()]
 
 
 def name_notes(classes: Sequence[str]) -> list[str]:
-    """Classes whose names look the same, or nearly so."""
-    nearly = [
-        f"classes that differ in case or spaces alone: {', '.join(map(ascii, names))}; give them "
+    """Notes about class names that look the same, or nearly so."""
+    similar = [
+        f"classes that differ only in case or spaces: {', '.join(map(ascii, names))}; give them "
         "one name if they are one class"
         for names in similar_names(classes)
     ]
-    return nearly + [
+    return similar + [
         f"classes that look the same, equal in normalised Unicode: {', '.join(map(ascii, names))} "
         f"({printable(form)})"
-        for form, names in alike_names(classes).items()
+        for form, names in lookalike_names(classes).items()
     ]
 
 
 def few_note(counts: Mapping[str, int], total: int | None = None) -> str:
-    """Too few images of so many a class to learn from; empty where there are enough.
+    """A note that there are very few images a class; empty if there are enough.
 
-    `total` is their number where some have several classes.
+    Args:
+        counts: Images of each class.
+        total: Number of images, if an image may have several classes.
     """
     total = sum(counts.values()) if total is None else total
-    if total >= FEW * len(counts):
+    if total >= FEW_IMAGES * len(counts):
         return ""
     return f"only {plural(total, 'training image')} for {len(counts)} classes: very few"
 
 
 def imbalance_note(counts: Mapping[str, int]) -> str:
-    """Very unequal classes; empty where they are not."""
+    """A note about imbalanced classes; empty if they are balanced."""
     least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
     if counts[most] < IMBALANCE * counts[least]:
         return ""
@@ -76,91 +78,96 @@ def imbalance_note(counts: Mapping[str, int]) -> str:
     )
 
 
-def count_notes(train: SampleImages, total: int | None = None) -> list[str]:
-    """Too few images, or very unequal classes; `total` of them where some have several."""
+def count_notes(train: ImagesByClass, total: int | None = None) -> list[str]:
+    """Notes about very few images or imbalanced classes; `total` as in `few_note`."""
     counts = {name: len(paths) for name, paths in train.items()}
     return [note for note in (few_note(counts, total), imbalance_note(counts)) if note]
 
 
-def equal_notes(train: SampleImages, val: SampleImages, root: str) -> list[str]:
-    """Files of the same content in training and validation, or under two classes."""
-    where = {path: ("train", name) for name, paths in train.items() for path in paths}
-    where |= {path: ("val", name) for name, paths in val.items() for path in paths}
-    if len(where) > MOST_COMPARED:
-        return [f"equal files were not looked for: more than {MOST_COMPARED:,} images"]
+def equal_notes(train: ImagesByClass, val: ImagesByClass, root: str) -> list[str]:
+    """Notes about identical files in both splits, or in more than one class."""
+    origins = {path: ("train", name) for name, paths in train.items() for path in paths}
+    origins |= {path: ("val", name) for name, paths in val.items() for path in paths}
+    if len(origins) > MAX_COMPARED:
+        return [f"identical files were not searched for: more than {MAX_COMPARED:,} images"]
     leaks: list[str] = []
-    twins: list[str] = []
-    for group in equal_files(where):
-        first, other, kinds = apart(group, where)
+    class_conflicts: list[str] = []
+    for group in equal_files(origins):
+        first, other, kinds = compare_origins(group, origins)
         if not kinds:
             continue
         pair = " = ".join(printable(relative(path, Path(root))) for path in (first, other))
-        (leaks if "split" in kinds else twins).append(pair)
+        (leaks if "split" in kinds else class_conflicts).append(pair)
     notes = []
     if leaks:
         images = plural(len(leaks), "image")
         notes.append(f"{images} in training and in validation (leak): {join_names(leaks, 3)}")
-    if twins:
-        notes.append(
-            f"{plural(len(twins), 'image')} in more than one class: {join_names(twins, 3)}"
-        )
+    if class_conflicts:
+        images = plural(len(class_conflicts), "image")
+        notes.append(f"{images} in more than one class: {join_names(class_conflicts, 3)}")
     return notes
 
 
-Place = TypeVar("Place")
+Key = TypeVar("Key")
 
 
-def apart(
-    group: Sequence[Place], where: Mapping[Place, tuple[str, object]]
-) -> tuple[Place, Place, set[str]]:
-    """What is wrong with a group of images that are the same.
+def compare_origins(
+    group: Sequence[Key], origins: Mapping[Key, tuple[str, object]]
+) -> tuple[Key, Key, set[str]]:
+    """Compare the splits and classes of identical images.
 
     Args:
-        group: At least two of them.
-        where: Split and class of each.
+        group: At least two images.
+        origins: Split and class of each image.
 
     Returns:
-        The first image, one whose place differs most from its place (or the second), and by
-        what any of them differ: `split`, `class`, both or none.
+        The first image, the image whose origin differs most from the first one's (else the
+        second image), and what differs in the group: `split`, `class`, both or neither.
     """
     first = group[0]
-    names = ("split", "class")
-    kinds = {name for at, name in enumerate(names) if len({where[one][at] for one in group}) > 1}
-    split, label = where[first]
+    fields = ("split", "class")
+    kinds = {
+        name for at, name in enumerate(fields) if len({origins[image][at] for image in group}) > 1
+    }
+    split, label = origins[first]
     by_difference = sorted(
-        group[1:], key=lambda one: (where[one][0] == split, where[one][1] == label)
+        group[1:], key=lambda image: (origins[image][0] == split, origins[image][1] == label)
     )
     return first, by_difference[0], kinds
 
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
-    """Groups of files with the same bytes; unreadable ones are in none."""
+    """Groups of files with identical bytes; unreadable files are left out."""
     groups = [list(paths)]
-    for kind in (_size, _tail, _digest):  # each reads more of fewer files
-        groups = [part for group in groups for part in _grouped(group, kind)]
+    for key in (_size, _tail_digest, _digest):  # each reads more bytes of fewer files
+        groups = [part for group in groups for part in _group_by(group, key)]
     return groups
 
 
-def _grouped(paths: list[str], kind: Callable[[str], object]) -> list[list[str]]:
-    by_kind: dict[object, list[str]] = defaultdict(list)
+def _group_by(paths: list[str], key: Callable[[str], object]) -> list[list[str]]:
+    groups: dict[object, list[str]] = defaultdict(list)
     for path in paths:
         with contextlib.suppress(OSError, BadImage):  # reported when its header is checked
-            by_kind[kind(path)].append(path)
-    return [group for group in by_kind.values() if len(group) > 1]
+            groups[key(path)].append(path)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _size(path: str) -> int:
-    """Bytes of a file that the reader would look into: no other is read, which may never end."""
+    """Bytes of a file.
+
+    Raises:
+        BadImage: The size is not that of an image; reading such a file might never end.
+    """
     size = size_of(path)
     if not 0 < size <= MAX_BYTES:
         raise BadImage(path, f"an image of {size:,} bytes")
     return size
 
 
-def _tail(path: str) -> bytes:
+def _tail_digest(path: str) -> bytes:
     with open_binary(path) as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
-        return hashlib.blake2b(file.read(TAIL)).digest()
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+        return hashlib.blake2b(file.read(TAIL_BYTES)).digest()
 
 
 def _digest(path: str) -> bytes:

@@ -1,7 +1,7 @@
-"""Walks folders of images: nothing twice, nothing endless, nothing left out unsaid.
+"""Recursive listing of image folders, with a note for everything that is left out.
 
-Hidden and system folders are no data. Links are followed unless they lead back to where the walk
-has been or to a folder that holds the present one.
+Hidden and system names are skipped. Links are followed, unless they lead to a folder that was
+visited already or that contains the current one.
 """
 
 import os
@@ -15,85 +15,89 @@ READABLE = (
     "jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm mpo "
     "avif avifs jp2 j2k jpx ico qoi"
 )
-SUFFIXES = frozenset(f".{name}" for name in READABLE.split())
-"""Of files that are taken for images, whatever they hold."""
+IMAGE_SUFFIXES = frozenset(f".{name}" for name in READABLE.split())
+"""Suffixes of files that are taken for images, whatever their content."""
 UNREADABLE = "heic heif jxl svg psd raw dng cr2 nef arw"
-FOREIGN = frozenset(f".{name}" for name in UNREADABLE.split())
-"""Of images that cannot be read here."""
-SYSTEM = frozenset(
+UNSUPPORTED_SUFFIXES = frozenset(f".{name}" for name in UNREADABLE.split())
+"""Suffixes of image formats that have no decoder here."""
+SYSTEM_NAMES = frozenset(
     ("__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir", "__pycache__")
 )
 
 
 @dataclass
-class Walk:
-    """The images under one or more folders, and what was left out on the way.
+class FolderWalker:
+    """Lists the images under one or more folders, and records what it leaves out.
 
     Args:
         root: Folder that names in notes are relative to.
-        suffixes: Of files that are listed, in lower case.
-        visited: Folders seen already, by device and inode.
+        suffixes: Suffixes of the files to list, in lower case.
+        visited: Visited folders, by device and inode.
 
-    The other fields collect what `notes` tells; `ignored` and `hidden` have the places of `other`
-    and `junk`.
+    The other fields are records for `notes`, as names relative to `root`; `hidden_names` are base
+    names, and `ignored_suffixes` counts the suffixes of `ignored_files`.
     """
 
     root: str
-    suffixes: frozenset[str] = SUFFIXES
+    suffixes: frozenset[str] = IMAGE_SUFFIXES
     visited: set[tuple[int, int]] = field(default_factory=set)
-    junk: set[str] = field(default_factory=set)
-    empty: list[str] = field(default_factory=list)
-    links: list[str] = field(default_factory=list)
-    outside: list[str] = field(default_factory=list)
-    strange: list[str] = field(default_factory=list)
-    loose: list[str] = field(default_factory=list)
-    other: Counter[str] = field(default_factory=Counter)
-    ignored: list[str] = field(default_factory=list)
-    hidden: set[str] = field(default_factory=set)
+    hidden_names: set[str] = field(default_factory=set)
+    hidden_paths: set[str] = field(default_factory=set)
+    empty_folders: list[str] = field(default_factory=list)
+    skipped_links: list[str] = field(default_factory=list)
+    followed_links: list[str] = field(default_factory=list)
+    special_files: list[str] = field(default_factory=list)
+    unclassified: list[str] = field(default_factory=list)
+    ignored_files: list[str] = field(default_factory=list)
+    ignored_suffixes: Counter[str] = field(default_factory=Counter)
 
     def images(self, folder: str) -> list[str]:
-        """Paths of the images under `folder`, sorted, those of deeper folders at their place."""
-        found: list[str] = []
-        self._collect(folder, found)
-        return found
+        """Paths of the images under `folder`, depth first, sorted by name in each folder.
+
+        Raises:
+            DataError: A folder cannot be listed.
+        """
+        paths: list[str] = []
+        self._collect(folder, paths)
+        return paths
 
     def subfolders(self, folder: str) -> list[str]:
-        """Names of the folders straight in `folder` that are no junk, sorted."""
-        entries = [entry for entry in self._entries(folder) if not self._is_junk(entry)]
+        """Sorted names of the folders directly in `folder`, without hidden and system ones."""
+        entries = [entry for entry in self._entries(folder) if not self._is_hidden(entry)]
         return [entry.name for entry in entries if self._is_folder(entry)]
 
     def loose_images(self, folder: str) -> list[str]:
-        """Paths of the images straight in `folder`, where only folders are expected."""
+        """Paths of the images directly in `folder`, where class folders are expected."""
         entries = [entry for entry in self._entries(folder) if self._is_file(entry)]
-        loose = [entry.path for entry in entries if self._suffix(entry) in self.suffixes]
-        self.loose += map(self.name, loose)
-        return loose
+        paths = [entry.path for entry in entries if self._suffix(entry) in self.suffixes]
+        self.unclassified += map(self.relative_name, paths)
+        return paths
 
-    def _collect(self, folder: str, found: list[str]) -> None:
+    def _collect(self, folder: str, paths: list[str]) -> None:
         if not self._enter(folder):
             return
-        before = len(found)
+        before = len(paths)
         for entry in self._entries(folder):
-            if self._is_junk(entry):
+            if self._is_hidden(entry):
                 continue
             if self._is_folder(entry):
                 if not entry.is_symlink() or self._may_follow(entry):
-                    self._collect(entry.path, found)
+                    self._collect(entry.path, paths)
             elif not self._is_file(entry):
-                self.strange.append(self.name(entry.path))
+                self.special_files.append(self.relative_name(entry.path))
             elif self._suffix(entry) in self.suffixes:
-                found.append(entry.path)
+                paths.append(entry.path)
             else:
-                self.other[self._suffix(entry) or "no suffix"] += 1
-                self.ignored.append(self.name(entry.path))
-        if len(found) == before:
-            self.empty.append(self.name(folder))
+                self.ignored_suffixes[self._suffix(entry) or "no suffix"] += 1
+                self.ignored_files.append(self.relative_name(entry.path))
+        if len(paths) == before:
+            self.empty_folders.append(self.relative_name(folder))
 
     def _enter(self, folder: str) -> bool:
-        """Mark `folder` as visited; False where it already was."""
+        """Mark `folder` as visited; False if it already was."""
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in self.visited:
-            self.links.append(self.name(folder))
+            self.skipped_links.append(self.relative_name(folder))
             return False
         self.visited.add((status.st_dev, status.st_ino))
         return True
@@ -105,22 +109,22 @@ class Walk:
         except OSError as error:
             raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
 
-    def _is_junk(self, entry: os.DirEntry[str]) -> bool:
-        junk = entry.name.startswith(".") or entry.name in SYSTEM
-        if junk and (self._suffix(entry) in self.suffixes or self._is_folder(entry)):
-            self.junk.add(entry.name)
-            self.hidden.add(self.name(entry.path))
-        return junk
+    def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
+        hidden = entry.name.startswith(".") or entry.name in SYSTEM_NAMES
+        if hidden and (self._suffix(entry) in self.suffixes or self._is_folder(entry)):
+            self.hidden_names.add(entry.name)
+            self.hidden_paths.add(self.relative_name(entry.path))
+        return hidden
 
     def _may_follow(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a linked folder belongs to the one it stands in."""
-        target, here = os.path.realpath(entry.path), os.path.realpath(os.path.dirname(entry.path))
-        root = os.path.realpath(self.root)
-        # Inside the data set its images are read at their own place, maybe as another class.
-        if _holds(target, here) or _holds(root, target):
-            self.links.append(self.name(entry.path))
+        """Whether a linked folder lies outside of the dataset and does not contain the link."""
+        target = os.path.realpath(entry.path)
+        parent = os.path.realpath(os.path.dirname(entry.path))
+        # A folder inside the dataset is listed in its own place, maybe as another class.
+        if _contains(target, parent) or _contains(os.path.realpath(self.root), target):
+            self.skipped_links.append(self.relative_name(entry.path))
             return False
-        self.outside.append(self.name(entry.path))
+        self.followed_links.append(self.relative_name(entry.path))
         return True
 
     @staticmethod
@@ -131,7 +135,7 @@ class Walk:
     def _is_folder(entry: os.DirEntry[str]) -> bool:
         try:
             return entry.is_dir()
-        except OSError:  # a link in a circle
+        except OSError:  # a circular link
             return False
 
     @staticmethod
@@ -141,28 +145,30 @@ class Walk:
         except OSError:
             return False
 
-    def name(self, path: str) -> str:
-        """`path` relative to the root, safe on a terminal."""
+    def relative_name(self, path: str) -> str:
+        """`path` relative to the root, safe to print on a terminal."""
         return printable(os.path.relpath(path, self.root))
 
     def notes(self) -> list[str]:
-        """What was left out and why, a line a reason."""
-        known = sorted(self.other.items(), key=lambda item: (-item[1], item[0]))
-        endings = [f"{printable(suffix)} {count}" for suffix, count in known]
-        others = plural(sum(self.other.values()), "file")
-        advice = "; convert them to JPEG or PNG" if FOREIGN & self.other.keys() else ""
+        """One line for each reason for which something was left out."""
+        ordered = sorted(self.ignored_suffixes.items(), key=lambda item: (-item[1], item[0]))
+        suffixes = [f"{printable(suffix)} {number}" for suffix, number in ordered]
+        ignored = plural(self.ignored_suffixes.total(), "file")
+        unsupported = UNSUPPORTED_SUFFIXES & self.ignored_suffixes.keys()
+        advice = "; convert them to JPEG or PNG" if unsupported else ""
+        hidden = sorted(set(map(printable, self.hidden_names)))
         lines = [
-            (endings, f"left out {others} not taken for images", advice),
-            (sorted(set(map(printable, self.junk))), "left out hidden and system names", ""),
-            (self.empty, "left out folders without images", ""),
-            (self.links, "left out links to folders of this data set or around them", ""),
-            (self.outside, "followed links to folders outside", ""),
-            (self.strange, "left out what is no regular file (pipes, broken links)", ""),
-            (self.loose, "left out images that lie in no class folder", ""),
+            (suffixes, f"left out {ignored} not taken for images", advice),
+            (hidden, "left out hidden and system names", ""),
+            (self.empty_folders, "left out folders without images", ""),
+            (self.skipped_links, "left out links to folders of this dataset or around them", ""),
+            (self.followed_links, "followed links to folders outside", ""),
+            (self.special_files, "left out special files (pipes, broken links)", ""),
+            (self.unclassified, "left out images that lie in no class folder", ""),
         ]
         return [f"{text}: {join_names(names)}{end}" for names, text, end in lines if names]
 
 
-def _holds(folder: str, path: str) -> bool:
-    """Whether `path` is `folder` or under it; both absolute."""
+def _contains(folder: str, path: str) -> bool:
+    """Whether `path` is `folder` or below it; both are absolute."""
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 from vit.config.parser import nearest
 from vit.data.captions.caption_files import IMAGE_COLUMNS
 from vit.data.captions.caption_lists import SPLIT, images_folder
-from vit.data.dataset_types import Item, Listed
-from vit.data.sources.class_names import SPLIT_NAMES
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
     SPLIT_COLUMN,
     LabelColumns,
@@ -358,7 +357,7 @@ class _Opened(NamedTuple):
     """By path."""
 
 
-def read_lists(asked: DatasetSpec) -> Listed:
+def read_lists(asked: DatasetSpec) -> DatasetIndex:
     """The images of a list, or of the lists in a folder.
 
     Raises:
@@ -386,20 +385,20 @@ def read_lists(asked: DatasetSpec) -> Listed:
             for folder in common_folders(one.base, one.read.entries)
         ]
         notes += unlisted_notes(named, folders, str(root))
-    splits: dict[str, list[Item]] = {}
+    splits: dict[str, list[ImageRecord]] = {}
     where: dict[str, str] = {}
     part = "list" if len(opened) > 1 else "split"
     for name, one in opened.items():
         for path, entry in one.entries.items():
             split = name or entry.split
-            splits.setdefault(split, []).append(Item(path, entry.labels, entry.group))
+            splits.setdefault(split, []).append(ImageRecord(path, entry.labels, entry.group))
             if split not in where:
                 column = f" (split {split})" if entry.split and not name else ""
                 where[split] = printable(one.read.path) + column
     grouped = [bool(read.columns and read.columns.group) for read in reads]
     if any(grouped) and not all(grouped):
         raise DataError(f"group={printable(asked.group)}: a column of some lists, not of all")
-    return Listed(root, splits, where, notes, bool(multilabel), all(grouped), part)
+    return DatasetIndex(root, splits, where, notes, bool(multilabel), all(grouped), part)
 
 
 def lines_of(asked: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
@@ -453,7 +452,7 @@ def _open(asked: DatasetSpec, notes: list[str]) -> dict[str, _Opened]:
             f"left out lists without a split in their name, or classes: {join_names(others)}"
         )
     # all of them where one trains: what none of them names is told
-    wanted = files if asked.split is None else asked.needed(files)
+    wanted = files if asked.split is None else asked.select_splits(files)
     return {split: _placed(read_list(files[split], asked, notes), asked, notes) for split in wanted}
 
 

@@ -1,10 +1,10 @@
-"""What is often given as data and is none: spreadsheets, archives, single images, patterns."""
+"""Errors for inputs that are no dataset: spreadsheets, archives, single images, globs."""
 
 import os
 import re
 from collections.abc import Sequence
 
-from vit.data.sources.file_walk import FOREIGN, SUFFIXES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
 
@@ -17,51 +17,51 @@ SPREADSHEETS = {
     ".numbers": ("a Numbers spreadsheet", "File > Export To > CSV..."),
     ".gsheet": SHEETS,
 }
-"""Ending -> what it is, and the menu that saves it as CSV."""
+"""Suffix -> kind of file, and the menu that exports it as CSV."""
 ARCHIVES = (".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".txz", ".tbz", ".tbz2")
-WANTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl)"
-WILD = re.compile(r"[*?]")
+EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl)"
+WILDCARDS = re.compile(r"[*?]")
 
 
 def refuse_mistaken(data: str) -> None:
-    """Refuse a file that is a spreadsheet or an archive, and say what to give instead.
+    """Refuse spreadsheets and archives.
 
     Raises:
-        DataError: It is one.
+        DataError: `data` is one; the message gives the remedy.
     """
-    name, ending = printable(data), os.path.splitext(data)[1].lower()
-    if ending in SPREADSHEETS and (os.path.isfile(data) or _is_package(data)):
-        kind, menu = SPREADSHEETS[ending]
+    name, suffix = printable(data), os.path.splitext(data)[1].lower()
+    if suffix in SPREADSHEETS and (os.path.isfile(data) or _is_numbers_package(data)):
+        kind, menu = SPREADSHEETS[suffix]
         raise DataError(f"{name} is {kind}, not a list: save it as CSV ({menu}) and give that file")
-    if ending in ARCHIVES and os.path.isfile(data):
+    if suffix in ARCHIVES and os.path.isfile(data):
         raise DataError(f"{name} is an archive: unpack it first, and give the folder or the list")
 
 
-def refuse_images(data: str) -> None:
-    """Refuse a single image, or a pattern of them, where one folder or list is wanted.
+def refuse_single_images(data: str) -> None:
+    """Refuse a single image or a glob of images, where one folder or list is expected.
 
     Raises:
-        DataError: It is one.
+        DataError: `data` is one.
     """
     if is_image(data) and os.path.isfile(data):
-        raise DataError(f"{WANTED}, not a single image: {printable(data)}")
-    if WILD.search(data) and not os.path.lexists(data):
-        raise DataError(f"{WANTED}, not a pattern: {printable(data)}")
+        raise DataError(f"{EXPECTED}, not a single image: {printable(data)}")
+    if WILDCARDS.search(data) and not os.path.lexists(data):
+        raise DataError(f"{EXPECTED}, not a pattern: {printable(data)}")
 
 
-def surplus(data: str, more: Sequence[str]) -> str:
-    """What is wrong with words after DATA, mostly a pattern that a shell has written out."""
+def extra_arguments_message(data: str, extra: Sequence[str]) -> str:
+    """The error for arguments after DATA, which are mostly a glob that the shell has expanded."""
     first = printable(data)
-    if data.lower().endswith(".tar") and more[0].lower().endswith(".tar"):
-        return f"DATA is one word, and {first} is only the first shard: put the pattern in quotes"
+    if data.lower().endswith(".tar") and extra[0].lower().endswith(".tar"):
+        return f"DATA is one argument, and {first} is only the first shard: quote the pattern"
     if is_image(data):
-        return f"{WANTED}, not single images: {first} and {len(more):,} more"
-    return f"{printable(more[0])} is one too many: DATA is {first} already"
+        return f"{EXPECTED}, not single images: {first} and {len(extra):,} more"
+    return f"{printable(extra[0])} is one argument too many: DATA is {first} already"
 
 
-def no_match(pattern: str) -> str:
-    """Why a pattern of files to predict has none, and what to give instead."""
-    folder = folder_of(pattern)
+def no_match_message(pattern: str) -> str:
+    """The error for a glob that matches no file."""
+    folder = os.path.dirname(re.split(r"[*?\[]", pattern, maxsplit=1)[0]) or os.curdir
     name = printable(pattern)
     if not os.path.isdir(folder):
         return f"{name}: matches no file, there is no folder {printable(folder)}" + (
@@ -72,16 +72,11 @@ def no_match(pattern: str) -> str:
     )
 
 
-def folder_of(pattern: str) -> str:
-    """The folder before the first wildcard of a pattern."""
-    return os.path.dirname(re.split(r"[*?\[]", pattern, maxsplit=1)[0]) or os.curdir
-
-
 def is_image(name: str) -> bool:
-    """Whether a name ends as those of images do."""
-    return os.path.splitext(name)[1].lower() in SUFFIXES | FOREIGN
+    """Whether a name has the suffix of an image."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES
 
 
-def _is_package(data: str) -> bool:
-    """Whether a folder is a document of Numbers, which may be kept as one."""
+def _is_numbers_package(data: str) -> bool:
+    """Whether a folder is a document of Numbers, which may save one as a folder."""
     return any(os.path.exists(os.path.join(data, name)) for name in ("Index.zip", "Index"))

@@ -13,7 +13,7 @@ from typing import Any
 from vit.config.parser import nearest
 from vit.data.captions.caption_files import IMAGE_COLUMNS, find_columns
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.file_walk import Walk
+from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.errors import DataError, printable
@@ -83,7 +83,7 @@ def common_folders(base: str, names: Iterable[str]) -> list[str]:
 
 def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) -> list[str]:
     """How many images lie in `folders` beside those that are `named` by a list."""
-    walk = Walk(root)
+    walk = FolderWalker(root)
     extra = []
     for folder in dict.fromkeys(folders):
         if os.path.isdir(folder):
@@ -91,7 +91,7 @@ def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) ->
             extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
     if not extra:
         return []
-    names = join_names([walk.name(path) for path in extra], 3)
+    names = join_names([walk.relative_name(path) for path in extra], 3)
     return [f"left out {plural(len(extra), 'image')} that no line of a list names: {names}"]
 
 

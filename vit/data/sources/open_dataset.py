@@ -1,88 +1,154 @@
-"""Opens a data set: whatever holds the images, they come out as samples with classes by name.
+"""Opens a dataset of any source as samples with class indices, for training or evaluation.
 
-A reader lists the images and the names of their classes; what is done with them afterwards is
-the same for all: classes are matched by name, and the training's list of them is the only one;
-validation images are held out where there are none; what was left out or looks wrong is in the
-notes.
+A reader of `READERS` indexes the images and their class names. The rest is common to all sources:
+classes are matched by name with those of the training split, validation images are held out where
+the source has none, and notes list what was left out or looks wrong.
 """
 
 import dataclasses
+import difflib
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vit.data.archives import relative
-from vit.data.dataset_types import NO_LABEL, Item, Listed, Sample, Splits
-from vit.data.sources.class_names import (
-    LAYOUT,
-    VAL_NAMES,
-    SampleImages,
-    matched_names,
-    missing_notes,
+from vit.data.dataset_types import (
+    NO_LABEL,
+    DatasetIndex,
+    ImageRecord,
+    ImagesByClass,
+    Sample,
+    Splits,
 )
-from vit.data.sources.dataset_spec import DatasetSpec, resolve
+from vit.data.sources import huggingface_datasets, torchvision_datasets
+from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
 from vit.data.sources.image_folder import read_folder
-from vit.data.sources.image_inputs import list_images
 from vit.data.sources.image_list import is_list, lines_of, read_lists
-from vit.data.sources.source_registry import PACKED
-from vit.data.sources.train_val_split import Fold, divided, hold_out
+from vit.data.sources.remote_shards import is_remote, list_remote_images, read_remote
+from vit.data.sources.row_errors import Faults
+from vit.data.sources.tar_shards import is_shards, list_shard_images, read_shards, shard_files
+from vit.data.sources.train_val_split import Fold, split_train_val
 from vit.errors import ConfigError, DataError, printable
 from vit.text import join_names, plural
 
-__all__ = [
-    "DatasetSpec",
-    "Fold",
-    "Listing",
-    "Sample",
-    "Splits",
-    "hold_out",
-    "list_images",
-    "named_at",
-    "open_labelled",
-    "open_splits",
-    "read_source",
-    "relative",
-    "require",
-    "resolve",
-]
-
+Reader = Callable[[DatasetSpec], DatasetIndex]
 HeldOut = Callable[[Path, Collection[str]], Collection[str]]
-"""Gives the names that training held out, asked with the folder that names are relative to and with
-the names that there are."""
-READERS: tuple[tuple[Callable[[str], bool], Callable[[DatasetSpec], Listed]], ...] = (
-    *PACKED,
+"""Returns the names that training held out, given the root of a dataset and the names in it."""
+
+
+def _shard_reader(read: Callable[[str, Faults], DatasetIndex]) -> Reader:
+    """Adapt a reader without columns to `Reader`."""
+
+    def reader(spec: DatasetSpec) -> DatasetIndex:
+        _refuse_settings(spec, "images", "image_column", "label_column")
+        return _select_splits(read(spec.data, spec.faults), spec)
+
+    return reader
+
+
+def _read_huggingface(spec: DatasetSpec) -> DatasetIndex:
+    _refuse_settings(spec, "images")
+    index = huggingface_datasets.read_dataset(spec.data, spec.image_column, spec.label_column)
+    return _select_splits(index, spec)
+
+
+def _read_torchvision(data: str, _: Faults) -> DatasetIndex:
+    return torchvision_datasets.read_torchvision(data)
+
+
+def _select_splits(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
+    splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
+    return dataclasses.replace(index, splits=splits, split_kind="split")
+
+
+def _refuse_settings(spec: DatasetSpec, *names: str) -> None:
+    for name in names:
+        if (value := getattr(spec, name)) is not None:
+            raise ConfigError(
+                f"{name}={value!r}: {printable(spec.data)} is not a list; leave it out, or give a "
+                "list (.csv, .jsonl)"
+            )
+
+
+READERS: tuple[tuple[Callable[[str], bool], Reader], ...] = (
+    (huggingface_datasets.is_named, _read_huggingface),
+    (torchvision_datasets.is_named, _shard_reader(_read_torchvision)),
+    (is_remote, _shard_reader(read_remote)),
+    (is_shards, _shard_reader(read_shards)),
     (is_list, read_lists),
     (lambda _: True, read_folder),
 )
-"""Which data each reader takes, the first one that does; the last are folders and built-in sets."""
+"""(predicate on DATA, reader); the first match reads. The last reads folders and built-in sets."""
 
 
-def read_source(asked: DatasetSpec) -> Listed:
-    """The images of any source.
+def _find_reader(data: str) -> Reader:
+    return next(read for matches, read in READERS if matches(data))
+
+
+def is_folder_source(data: str) -> bool:
+    """Whether `data` is read as an image folder, or is the name of a built-in dataset."""
+    return _find_reader(data) is read_folder
+
+
+def check_source_exists(data: str) -> None:
+    """Check the name of a source, before other work is done.
+
+    Raises:
+        DataError: There is no such source.
+    """
+    if is_folder_source(data):
+        resolve_folder(data)
+
+
+def read_source(spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of any source.
 
     Raises:
         DataError: There is no such source, or it cannot be read.
-        ConfigError: A setting is not for this kind of source.
+        ConfigError: A setting does not apply to this kind of source.
     """
-    read = next(read for takes, read in READERS if takes(asked.data))
-    if asked.allow_outside and read is not read_lists:
-        raise ConfigError(f"allow_outside: {printable(asked.data)} is no list; leave it out")
-    listed = read(asked)
-    if listed.multilabel and asked.multilabel is False:
+    read = _find_reader(spec.data)
+    if spec.allow_outside and read is not read_lists:
+        raise ConfigError(f"allow_outside: {printable(spec.data)} is not a list; leave it out")
+    index = read(spec)
+    if index.multilabel and spec.multilabel is False:
         raise DataError(
-            f"{printable(asked.data)}: images with several classes, or none; "
+            f"{printable(spec.data)}: images with several classes, or none; "
             "--task multilabel learns them"
         )
-    return dataclasses.replace(listed, multilabel=listed.multilabel or bool(asked.multilabel))
+    return dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
+
+
+def list_packed_images(data: str) -> tuple[list[str], list[str]] | None:
+    """Paths of all images in shards or a named dataset, without their classes, and notes.
+
+    Returns:
+        None if `data` is another kind of source.
+
+    Raises:
+        DataError: It cannot be read, or has no images.
+    """
+    if huggingface_datasets.is_named(data):
+        index = huggingface_datasets.read_dataset(data, None, None, labelled=False)
+    elif torchvision_datasets.is_named(data):
+        index = torchvision_datasets.read_torchvision(data)
+    elif is_remote(data):
+        return list_remote_images(data)
+    elif is_shards(data):
+        return list_shard_images(shard_files(data), data)
+    else:
+        return None
+    return [record.path for records in index.splits.values() for record in records], index.notes
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source holds, listed once for several uses: the plan, and the training after it."""
+    """The index of a dataset with its specification; `vit plan` and the training share one."""
 
-    asked: DatasetSpec
-    listed: Listed
+    spec: DatasetSpec
+    index: DatasetIndex
 
 
 def open_splits(
@@ -94,75 +160,75 @@ def open_splits(
     listing: Listing | None = None,
     compare: bool = True,
 ) -> Splits:
-    """Open `data` for training.
+    """Open the training and validation images of a dataset.
 
     Args:
-        data: A folder, a list, the name of a built-in set; or that, and how it is to be read.
-        val_share: Share of each class held out where the data have no validation images.
-        seed: Decides which ones.
-        fold: The part of a cross-validation that is held out instead.
-        listing: What the source holds; used instead of listing it where the same was asked for.
-        compare: Whether the notes are to name equal files, for which many files are read.
+        data: DATA, or a specification of it.
+        val_share: Share of each class to hold out if there are no validation images, in (0, 1).
+        seed: Seed of the choice of held-out images.
+        fold: Cross-validation fold to hold out instead.
+        listing: An index to use if its specification is the same one.
+        compare: Whether to search for identical files, which reads many files.
 
     Raises:
-        DataError: It cannot be trained on as it is.
-        ConfigError: A setting is not for this kind of data.
+        DataError: The dataset cannot be trained on.
+        ConfigError: A setting does not apply to this kind of source.
     """
-    asked = DatasetSpec(data) if isinstance(data, str) else data
-    known = listing is not None and listing.asked == asked
-    listed = listing.listed if listing is not None and known else read_source(asked)
-    images = listed.splits.get("train", listed.splits.get("", []))
+    spec = DatasetSpec(data) if isinstance(data, str) else data
+    reusable = listing is not None and listing.spec == spec
+    index = listing.index if listing is not None and reusable else read_source(spec)
+    images = index.splits.get("train", index.splits.get("", []))
     if not images:
-        there = join_names([*listed.where]) or "nothing"
-        raise DataError(f"{printable(asked.data)} has {there} but no images for train")
-    classes = tuple(sorted({label for item in images for label in item.labels}))
-    _check_classes(listed, classes)
-    notes = [*listed.notes]
-    train, val, more = divided(listed, asked, val_share=val_share, seed=seed, fold=fold)
-    made = all(name not in listed.splits for name in VAL_NAMES) or fold is not None
+        available = join_names([*index.locations]) or "nothing"
+        raise DataError(f"{printable(spec.data)} has {available} but no images for train")
+    classes = tuple(sorted({label for record in images for label in record.labels}))
+    _check_classes(index, classes)
+    notes = [*index.notes]
+    train, val, more = split_train_val(index, spec, val_share=val_share, seed=seed, fold=fold)
+    held_out = all(name not in index.splits for name in VAL_NAMES) or fold is not None
     notes += more
-    if not made:
-        name = next(name for name in VAL_NAMES if name in listed.splits)
-        val, more = _matched(val, classes, listed, listed.where[name], owner="train")
-        notes += [*more, *_shared_notes(train, val, listed.root)]
+    if not held_out:
+        name = next(name for name in VAL_NAMES if name in index.splits)
+        val, more = _relabel(val, classes, index, index.locations[name], owner="train")
+        notes += [*more, *_leakage_notes(train, val, index.root)]
         if name == "test":
             notes.append(
-                f"no val {listed.part}: validates on test, so keep other images for the end"
+                f"no val {index.split_kind}: validates on test, so keep other images for the end"
             )
     if not val:
-        why = ": each class has only one" if made else ""
-        raise DataError(f"{printable(asked.data)}: no images left to validate on{why}; add some")
-    total = len(train) if listed.multilabel else None
+        reason = ": each class has only one" if held_out else ""
+        raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
+    total = len(train) if index.multilabel else None
     notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
-        notes += equal_notes(_by_labels(train), _by_labels(val), str(listed.root))
+        notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root))
     return Splits(
         classes=classes,
-        train=_samples(train, classes, listed),
-        val=_samples(val, classes, listed),
+        train=_samples(train, classes, index),
+        val=_samples(val, classes, index),
         notes=tuple(notes),
-        made=made,
-        root=listed.root,
-        multilabel=listed.multilabel,
+        made=held_out,
+        root=index.root,
+        multilabel=index.multilabel,
     )
 
 
-def open_labelled(
+def open_eval_split(
     data: str | DatasetSpec,
     *,
     split: str,
     classes: Sequence[str],
     held_out: Collection[str] | HeldOut = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
-    """Open one split of `data` for evaluation; a label is an index into `classes`.
+    """Open one split for evaluation; labels are indices into `classes`.
 
     Args:
         data: As in `open_splits`.
-        split: `train`, `test`..., or `val` for the first validation images there are.
-        classes: Names of the classes of the model.
-        held_out: The validation images of a split that we made, as `relative` names, or what
-            gives them. Where the data have no validation images but maybe `test`, only these are
-            taken, if there are any of them.
+        split: `train`, `test`..., or `val` for the first validation split there is.
+        classes: Class names of the model.
+        held_out: Images that training held out, as `relative` names, or a function that returns
+            them. Used if the dataset has no validation split other than `test`, and contains any
+            of them.
 
     Returns:
         Samples, and notes for the user.
@@ -170,112 +236,170 @@ def open_labelled(
     Raises:
         DataError: There is no such split, or it has a class that the model does not have.
     """
-    asked = DatasetSpec(data) if isinstance(data, str) else data
-    listed = read_source(dataclasses.replace(asked, split=split))
-    wanted = VAL_NAMES if split == "val" else (split,)
-    name = next((name for name in wanted if name in listed.splits), None)
-    names = _held_out_of(listed, held_out)
-    if split == "val" and name == "test" and names:
+    spec = DatasetSpec(data) if isinstance(data, str) else data
+    index = read_source(dataclasses.replace(spec, split=split))
+    candidates = VAL_NAMES if split == "val" else (split,)
+    name = next((name for name in candidates if name in index.splits), None)
+    held_out_names = _present_held_out(index, held_out)
+    if split == "val" and name == "test" and held_out_names:
         name = None
-    ours = name is None
-    there = listed.where.keys() - {""}
-    if name is None and (split != "val" or there - {"train", "test"}):
-        has = join_names([*listed.where]) if there else f"class {listed.part}s only"
-        hint = "" if there else "; leave the split out for held-out images"
+    use_held_out = name is None
+    available = index.locations.keys() - {""}
+    if name is None and (split != "val" or available - {"train", "test"}):
+        names = join_names([*index.locations]) if available else f"class {index.split_kind}s only"
+        hint = "" if available else "; leave the split out for held-out images"
         raise DataError(
-            f"{printable(listed.root)}: no {printable(split)} {listed.part}; it has {has}{hint}"
+            f"{printable(index.root)}: no {printable(split)} {index.split_kind}; "
+            f"it has {names}{hint}"
         )
-    name = name or ("train" if "train" in listed.splits else "")
-    notes = [*listed.notes]
-    items: Sequence[Item] = listed.splits[name]
-    if ours:
-        items, note = _without_training(items, names, listed)
+    name = name or ("train" if "train" in index.splits else "")
+    notes = [*index.notes]
+    records: Sequence[ImageRecord] = index.splits[name]
+    if use_held_out:
+        records, note = _select_held_out(records, held_out_names, index)
         notes = [note, *notes]
     elif name != split:
-        notes.append(f"measured on {name}" + ("/" if listed.part == "folder" else ""))
-    items, more = _matched(items, tuple(classes), listed, listed.where[name], owner="the model")
-    if not items:
-        raise DataError(f"{listed.where[name]}: no images; {LAYOUT}")
-    return _samples(items, tuple(classes), listed), tuple(notes + more)
+        notes.append(f"measured on {name}" + ("/" if index.split_kind == "folder" else ""))
+    location = index.locations[name]
+    records, more = _relabel(records, tuple(classes), index, location, owner="the model")
+    if not records:
+        raise DataError(f"{location}: no images; {LAYOUT}")
+    return _samples(records, tuple(classes), index), tuple(notes + more)
 
 
-def _held_out_of(listed: Listed, held_out: Collection[str] | HeldOut) -> Collection[str]:
-    """The names that training held out of what `listed` has of it, or might have."""
-    items = listed.splits.get("train", listed.splits.get("", []))
-    there = {relative(item.path, listed.root) for item in items}
-    names = held_out(listed.root, there) if callable(held_out) else held_out
-    return names if there & set(names) else ()
+def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
+    """Image path -> `LIST, line N`, for the images that a list names."""
+    return lines_of(spec, paths) if is_list(spec.data) else {}
 
 
-def _check_classes(listed: Listed, classes: Sequence[str]) -> None:
-    """Refuse what leaves nothing to tell apart."""
-    names = join_names([printable(name) for name in classes])
-    if len(classes) < 1 + (not listed.multilabel):
-        what = f"only one class ({names}), nothing to tell apart" if names else "no classes"
-        raise DataError(f"{printable(listed.root)}: {what}; add images of others")
+def match_class_names(
+    names: Iterable[str],
+    classes: Sequence[str],
+    *,
+    location: str,
+    owner: str,
+    remedy: str = "rename or remove the folders",
+) -> tuple[dict[str, str], list[str]]:
+    """Map class names of a split to those of the model or the training split.
 
+    Names that are equal after Unicode normalisation (NFC) match.
 
-def _matched(
-    items: Sequence[Item], classes: Sequence[str], listed: Listed, where: str, *, owner: str
-) -> tuple[list[Item], list[str]]:
-    """`items` under the names in `classes`, and notes for the user."""
-    names = dict.fromkeys(label for item in items for label in item.labels)
-    remedy = f"rename or remove {'the folders' if listed.part == 'folder' else 'them'}"
-    targets, notes = matched_names([*names], classes, where=where, owner=owner, remedy=remedy)
-    if any(name != target for name, target in targets.items()):
-        items = [i._replace(labels=tuple(targets[label] for label in i.labels)) for i in items]
-    return [*items], notes + missing_notes(_by_class(items, classes), where)
+    Args:
+        names: Class names of the split.
+        classes: Class names to map to.
+        location: The split, in messages.
+        owner: What has `classes`, in messages.
+        remedy: What to do about unknown names, in messages.
 
+    Returns:
+        `names` -> `classes`, and notes for the user.
 
-def _by_class(items: Iterable[Item], classes: Sequence[str]) -> SampleImages:
-    """The images of each class; one of several is in each of them."""
-    found: SampleImages = {name: [] for name in classes}
-    for item in items:
-        for label in item.labels:
-            found[label].append(item.path)
-    return found
-
-
-def _by_labels(items: Iterable[Item]) -> SampleImages:
-    """The images by all that is said of them."""
-    found: SampleImages = {}
-    for item in items:
-        found.setdefault(" | ".join(sorted(item.labels)), []).append(item.path)
-    return found
-
-
-def _samples(items: Sequence[Item], classes: Sequence[str], listed: Listed) -> tuple[Sample, ...]:
-    """Samples in the order of `classes`, then of their names; of names alone with several classes.
-
-    So the same images make the same training, whatever brought them.
+    Raises:
+        DataError: A name has no match.
     """
-    number = {name: label for label, name in enumerate(classes)}
-    ordered = sorted(
-        (
-            NO_LABEL if listed.multilabel else number[item.labels[0]],
-            relative(item.path, listed.root).split("/"),
-            at,
+    known = set(classes)
+    normalised = {unicodedata.normalize("NFC", name): name for name in classes}
+    targets: dict[str, str] = {}
+    notes, unknown = [], []
+    for name in names:
+        target = name if name in known else normalised.get(unicodedata.normalize("NFC", name))
+        if target is None:
+            unknown.append(name)
+            continue
+        if target != name:
+            notes.append(f"{location}/{printable(name)} is class {target!a}, in other Unicode")
+        targets[name] = target
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], classes, n=1)
+        hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
+        listed = join_names([printable(name) for name in unknown])
+        raise DataError(
+            f"{location} has classes that {owner} does not have: {listed}{hint}; {remedy}"
         )
-        for at, item in enumerate(items)
-    )
-    return tuple(
-        Sample(
-            items[at].path,
-            label,
-            labels=tuple(sorted(number[n] for n in items[at].labels)) if listed.multilabel else (),
-        )
-        for label, _, at in ordered
-    )
+    return targets, notes
 
 
-def _shared_notes(train: Sequence[Item], val: Sequence[Item], root: Path) -> list[str]:
-    """Images that are on both sides.
+def match_classes(
+    images: ImagesByClass, classes: Sequence[str], *, location: str, owner: str
+) -> tuple[ImagesByClass, list[str]]:
+    """`images` by the names in `classes`, and notes; arguments as in `match_class_names`.
+
+    Raises:
+        DataError: A class with images has no match.
+    """
+    names = [name for name, paths in images.items() if paths]
+    targets, notes = match_class_names(names, classes, location=location, owner=owner)
+    matched: ImagesByClass = {name: [] for name in classes}
+    for name, target in targets.items():
+        matched[target] = matched[target] + images[name]
+    return matched, notes + _missing_class_notes(matched, location)
+
+
+def _missing_class_notes(images: ImagesByClass, location: str) -> list[str]:
+    missing = [printable(name) for name, paths in images.items() if not paths]
+    return [f"{location} has no images of class {join_names(missing)}"] if missing else []
+
+
+def _relabel(
+    records: Sequence[ImageRecord],
+    classes: Sequence[str],
+    index: DatasetIndex,
+    location: str,
+    *,
+    owner: str,
+) -> tuple[list[ImageRecord], list[str]]:
+    """`records` with the class names in `classes`, and notes for the user."""
+    names = dict.fromkeys(label for record in records for label in record.labels)
+    remedy = f"rename or remove {'the folders' if index.split_kind == 'folder' else 'them'}"
+    targets, notes = match_class_names(
+        names, classes, location=location, owner=owner, remedy=remedy
+    )
+    if any(name != target for name, target in targets.items()):
+        records = [r._replace(labels=tuple(targets[name] for name in r.labels)) for r in records]
+    return [*records], notes + _missing_class_notes(_by_class(records, classes), location)
+
+
+def _present_held_out(index: DatasetIndex, held_out: Collection[str] | HeldOut) -> Collection[str]:
+    """The names that training held out, if the dataset contains any of them."""
+    records = index.splits.get("train", index.splits.get("", []))
+    present = {relative(record.path, index.root) for record in records}
+    names = held_out(index.root, present) if callable(held_out) else held_out
+    return names if present & set(names) else ()
+
+
+def _select_held_out(
+    records: Sequence[ImageRecord], held_out: Collection[str], index: DatasetIndex
+) -> tuple[Sequence[ImageRecord], str]:
+    """The records that training held out, or all if it held out none of them, and a note."""
+    names = set(held_out)
+    selected = [record for record in records if relative(record.path, index.root) in names]
+    reason = f"no validation {index.split_kind}"
+    if selected:
+        images = plural(len(selected), "image")
+        if len(selected) < len(names):
+            images = f"{images} left of the {len(names):,}"
+        return selected, f"{reason}: took the {images} that training held out"
+    return records, f"{reason}: took all {len(records):,} images"
+
+
+def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
+    """Require two classes, or one for multi-label classification."""
+    names = join_names([printable(name) for name in classes])
+    if len(classes) < 1 + (not index.multilabel):
+        problem = f"only one class ({names}), nothing to classify" if names else "no classes"
+        raise DataError(f"{printable(index.root)}: {problem}; add images of others")
+
+
+def _leakage_notes(
+    train: Sequence[ImageRecord], val: Sequence[ImageRecord], root: Path
+) -> list[str]:
+    """A note about images that are in both splits.
 
     Raises:
         DataError: All validation images are.
     """
-    known = {item.path for item in train}
-    shared = [item.path for item in val if item.path in known]
+    train_paths = {record.path for record in train}
+    shared = [record.path for record in val if record.path in train_paths]
     if shared and len(shared) == len(val):
         raise DataError(
             f"all {plural(len(shared), 'validation image')} are training images too; give "
@@ -286,30 +410,46 @@ def _shared_notes(train: Sequence[Item], val: Sequence[Item], root: Path) -> lis
     return [f"{images} in training and in validation (leak): {names}"] if shared else []
 
 
-def _without_training(
-    items: Sequence[Item], held_out: Collection[str], listed: Listed
-) -> tuple[Sequence[Item], str]:
-    """Only the images that training held out, where they are from this data set."""
-    names = set(held_out)
-    kept = [item for item in items if relative(item.path, listed.root) in names]
-    lack = f"no validation {listed.part}"
-    if kept:
-        images = plural(len(kept), "image")
-        some_of = f"{images} left of the {len(names):,}" if len(kept) < len(names) else images
-        return kept, f"{lack}: took the {some_of} that training held out"
-    return items, f"{lack}: took all {len(items):,} images"
+def _by_class(records: Iterable[ImageRecord], classes: Sequence[str]) -> ImagesByClass:
+    """The images of each class; a multi-label image is in each of its classes."""
+    images: ImagesByClass = {name: [] for name in classes}
+    for record in records:
+        for label in record.labels:
+            images[label].append(record.path)
+    return images
 
 
-def require(data: str) -> None:
-    """Refuse what is no source, before anything costs time.
+def _by_labels(records: Iterable[ImageRecord]) -> ImagesByClass:
+    """The images by their full set of labels."""
+    images: ImagesByClass = {}
+    for record in records:
+        images.setdefault(" | ".join(sorted(record.labels)), []).append(record.path)
+    return images
 
-    Raises:
-        DataError: It is not.
+
+def _samples(
+    records: Sequence[ImageRecord], classes: Sequence[str], index: DatasetIndex
+) -> tuple[Sample, ...]:
+    """Samples in order of class and name; multi-label samples in order of name.
+
+    The order does not depend on the source, so the same images give the same training.
     """
-    if next(read for takes, read in READERS if takes(data)) is read_folder:
-        resolve(data)
-
-
-def named_at(asked: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
-    """The list and the line that name each of these images, of those that a list names."""
-    return lines_of(asked, paths) if is_list(asked.data) else {}
+    class_index = {name: number for number, name in enumerate(classes)}
+    ordered = sorted(
+        (
+            NO_LABEL if index.multilabel else class_index[record.labels[0]],
+            relative(record.path, index.root).split("/"),
+            position,
+        )
+        for position, record in enumerate(records)
+    )
+    return tuple(
+        Sample(
+            records[position].path,
+            label,
+            labels=tuple(sorted(class_index[name] for name in records[position].labels))
+            if index.multilabel
+            else (),
+        )
+        for label, _, position in ordered
+    )

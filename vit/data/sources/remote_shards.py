@@ -1,7 +1,7 @@
-"""Shards on another machine, through fsspec: copied once into the user's cache, then local files.
+"""Remote tar shards: downloaded through fsspec to the user's cache, then read as local files.
 
-A copy appears whole or not at all, under a name made of its address, its size and what its file
-system says of its version, so a shard that changes there is copied again.
+A download appears complete or not at all. Its name is a hash of the address, the size and the
+version that the file system reports, so a shard that changes is downloaded again.
 """
 
 import contextlib
@@ -15,18 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vit.data.dataset_types import Listed
+from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.row_errors import Faults
-from vit.data.sources.tar_shards import PACKED, expand_braces, listed_shards, shard_images
+from vit.data.sources.tar_shards import COMPRESSED, expand_braces, index_shards, list_shard_images
 from vit.errors import DataError, printable
 from vit.paths import user_cache
-from vit.text import format_megabytes, join_names, plural
+from vit.text import format_megabytes, plural
 
-SPARE = 2**28
-"""Bytes that stay free on the disk of the cache."""
-PIECE = 2**22
-VERSIONS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
-"""What tells two versions of a shard apart, the first that is said; over HTTP nothing else does."""
+RESERVED_BYTES = 2**28
+"""Space to leave free on the disk of the cache."""
+COPY_BYTES = 2**22
+VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
+"""Keys of fsspec's file info that identify a version; over HTTP there is nothing else."""
 
 
 def is_remote(data: str) -> bool:
@@ -35,32 +35,33 @@ def is_remote(data: str) -> bool:
     return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
 
 
-def read_remote(data: str, faults: Faults = None) -> Listed:
-    """The images in the shards at `data`, which are copied where they are not yet.
+def read_remote(data: str, faults: Faults = None) -> DatasetIndex:
+    """Index the images of remote shards, downloading the missing ones.
 
     Args:
         data: The address.
-        faults: As for `read_shards`.
+        faults: As in `read_shards`.
 
     Raises:
-        DataError: They cannot be reached or copied, or are no shards.
+        DataError: A shard cannot be downloaded or read.
     """
-    places, notes = _copies(data)
-    listed = listed_shards(places, data, faults)
+    paths, notes = _download(data)
+    index = index_shards(paths, data, faults)
     key = hashlib.blake2b(data.encode("utf-8", "replace"), digest_size=8).hexdigest()
-    clash = not str(listed.root).endswith(".tar") and ".tar/" not in f"{listed.root}/"
-    root = listed.root if clash else _cache() / f"{key}.tar" / _inside(listed.root)
-    return replace(listed, root=root, notes=notes + listed.notes)
+    root = index.root
+    if str(root).endswith(".tar") or ".tar/" in f"{root}/":  # names are unique in all shards
+        root = _cache() / f"{key}.tar" / f"{root}/".partition(".tar/")[2]
+    return replace(index, root=root, notes=notes + index.notes)
 
 
-def remote_images(data: str) -> tuple[list[str], list[str]]:
-    """Addresses of the images in the shards at `data`, which need no classes, and notes.
+def list_remote_images(data: str) -> tuple[list[str], list[str]]:
+    """Addresses of the images in remote shards, without their classes, and notes.
 
     Raises:
-        DataError: They cannot be reached or copied, or are no shards.
+        DataError: A shard cannot be downloaded or read.
     """
-    places, notes = _copies(data)
-    images, more = shard_images(places, data)
+    paths, notes = _download(data)
+    images, more = list_shard_images(paths, data)
     return images, notes + more
 
 
@@ -68,32 +69,32 @@ def _cache() -> Path:
     return user_cache() / "shards"
 
 
-def _copies(data: str) -> tuple[list[str], list[str]]:
-    """Where the copies of the shards at `data` are, and a note of those that were made now."""
-    system, addresses = _addresses(data)
+def _download(data: str) -> tuple[list[str], list[str]]:
+    """Paths of the local copies, and a note about those that were downloaded now."""
+    filesystem, addresses = _list_addresses(data)
     cache = _cache()
-    wanted = [(address, *_kept(system, address, cache)) for address in addresses]
-    missing = [(address, place, size) for address, place, size in wanted if not _whole(place, size)]
+    shards = [(address, *_local_path(filesystem, address, cache)) for address in addresses]
+    missing = [shard for shard in shards if not _has_size(*shard[1:])]
     notes = []
     if missing:
         total = sum(size for *_, size in missing)
         _check_space(cache, total)
-        for number, (address, place, size) in enumerate(missing, 1):
-            _say(f"copying shard {number} of {len(missing)}, {format_megabytes(size)}: {address}")
-            _copy(system, address, place, size)
-        notes.append(
-            f"copied {plural(len(missing), 'shard')}, {format_megabytes(total)}, to {cache}"
-        )
-    return [str(place) for _, place, _ in wanted], notes
+        for number, (address, path, size) in enumerate(missing, 1):
+            progress = f"{number} of {len(missing)}, {format_megabytes(size)}"
+            print(
+                f"vit: {printable(f'copying shard {progress}: {address}')}",
+                file=sys.stderr,
+                flush=True,
+            )
+            _copy(filesystem, address, path, size)
+        number = plural(len(missing), "shard")
+        notes.append(f"copied {number}, {format_megabytes(total)}, to {cache}")
+    return [str(path) for _, path, _ in shards], notes
 
 
-def _inside(root: Path) -> str:
-    return f"{root}/".partition(".tar/")[2]
-
-
-def _addresses(data: str) -> tuple[Any, list[str]]:
-    """The file system of `data`, and the paths of its shards there, sorted."""
-    if PACKED.search(data):
+def _list_addresses(data: str) -> tuple[Any, list[str]]:
+    """The fsspec file system of `data`, and the sorted paths of its shards there."""
+    if COMPRESSED.search(data):
         raise DataError(f"{printable(data)}: compressed; unpack such shards once, where they are")
     try:
         from fsspec import core
@@ -101,46 +102,46 @@ def _addresses(data: str) -> tuple[Any, list[str]]:
         raise DataError(
             f'{printable(data)} needs fsspec: pip install "vit-toolkit[shards]"'
         ) from None
-    found: list[str] = []
-    system = None
+    addresses: list[str] = []
+    filesystem = None
     for name in expand_braces(data):
-        with _reaching(data):
-            system, path = core.url_to_fs(name)
+        with _readable_errors(data):
+            filesystem, path = core.url_to_fs(name)
             if not path.lower().endswith(".tar"):
                 patterns = [f"{path.rstrip('/')}/*.tar", f"{path.rstrip('/')}/*/*.tar"]
-                here = [one for pattern in patterns for one in system.glob(pattern)]
+                matches = [match for pattern in patterns for match in filesystem.glob(pattern)]
             else:
-                here = system.glob(path) if set("*?[") & set(path) else [path]
-        if not here:
+                matches = filesystem.glob(path) if set("*?[") & set(path) else [path]
+        if not matches:
             raise DataError(f"{printable(name)}: there are no shards (*.tar)")
-        found += map(str, here)
-    return system, sorted(set(found))
+        addresses += map(str, matches)
+    return filesystem, sorted(set(addresses))
 
 
-def _kept(system: Any, address: str, cache: Path) -> tuple[Path, int]:
-    """Where a shard is kept, and its bytes."""
-    with _reaching(address):
-        about = system.info(address)
-        size = about.get("size")
-        said = (str(about[name]) for name in VERSIONS if about.get(name))
-        version = next(said, None) or system.ukey(address)
-    if not isinstance(size, int) or about.get("type") != "file":
+def _local_path(filesystem: Any, address: str, cache: Path) -> tuple[Path, int]:
+    """Path of the local copy of a shard, and its size in bytes."""
+    with _readable_errors(address):
+        info = filesystem.info(address)
+        size = info.get("size")
+        versions = (str(info[name]) for name in VERSION_KEYS if info.get(name))
+        version = next(versions, None) or filesystem.ukey(address)
+    if not isinstance(size, int) or info.get("type") != "file":
         raise DataError(f"{printable(address)}: no file of a known size")
-    words = "\0".join([str(system.protocol), address, str(size), version])
-    key = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=12).hexdigest()
+    identity = "\0".join([str(filesystem.protocol), address, str(size), version])
+    key = hashlib.blake2b(identity.encode("utf-8", "replace"), digest_size=12).hexdigest()
     folder, name = address.rstrip("/").split("/")[-2:] if "/" in address else ("", address)
-    # the last folder may say the split
-    return cache / key / _plain(folder) / _plain(name), size
+    # The last folder is kept, because its name may be that of the split.
+    return cache / key / _safe_name(folder) / _safe_name(name), size
 
 
-def _plain(name: str) -> str:
-    kept = "".join(one if one.isalnum() or one in "-_." else "_" for one in name)
-    return kept[-120:].lstrip(".") or "_"
+def _safe_name(name: str) -> str:
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    return safe[-120:].lstrip(".") or "_"
 
 
-def _whole(place: Path, size: int) -> bool:
+def _has_size(path: Path, size: int) -> bool:
     try:
-        return place.stat().st_size == size
+        return path.stat().st_size == size
     except OSError:
         return False
 
@@ -151,39 +152,41 @@ def _check_space(cache: Path, total: int) -> None:
         free = shutil.disk_usage(cache).free
     except OSError as error:
         raise DataError(f"{printable(cache)}: cannot be written ({error.strerror})") from None
-    if total + SPARE > free:
+    if total + RESERVED_BYTES > free:
         raise DataError(
             f"{printable(cache)}: the shards take {format_megabytes(total)} and "
-            f"{format_megabytes(free)} are free; make room, or set XDG_CACHE_HOME to a folder on "
-            "a larger disk"
+            f"{format_megabytes(free)} are free; make room, or set XDG_CACHE_HOME to a folder on a "
+            "larger disk"
         )
 
 
-def _copy(system: Any, address: str, place: Path, size: int) -> None:
-    """Copy beside its place, check its size, and rename."""
-    name = ""
+def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
+    """Download to a temporary file, check its size, and rename it to `path`."""
+    temporary = ""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place.parent), _reaching(address):
-            if _whole(place, size):  # another process was faster
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path.parent), _readable_errors(address):
+            if _has_size(path, size):  # another process was faster
                 return
-            number, name = tempfile.mkstemp(prefix=".copying-", dir=place.parent)
-            with os.fdopen(number, "wb") as target, system.open(address, "rb") as source:
-                shutil.copyfileobj(source, target, PIECE)
+            number, temporary = tempfile.mkstemp(prefix=".copying-", dir=path.parent)
+            with os.fdopen(number, "wb") as target, filesystem.open(address, "rb") as source:
+                shutil.copyfileobj(source, target, COPY_BYTES)
                 target.flush()
                 os.fsync(target.fileno())
-            if (copied := os.path.getsize(name)) != size:
-                raise DataError(f"{printable(address)}: {copied:,} of {size:,} bytes came; again?")
-            os.chmod(name, 0o644)
-            os.replace(name, place)
+            if (copied := os.path.getsize(temporary)) != size:
+                raise DataError(
+                    f"{printable(address)}: {copied:,} of {size:,} bytes were received; try again"
+                )
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
     finally:
-        if name:
-            Path(name).unlink(missing_ok=True)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, where the system has such locks; elsewhere several may copy."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock `folder` against other processes, on systems with file locks."""
     try:
         import fcntl
     except ImportError:
@@ -195,8 +198,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reaching(address: str) -> Iterator[None]:
-    """Turn whatever a file system raises into one line."""
+def _readable_errors(address: str) -> Iterator[None]:
+    """Turn any error of a file system into a DataError of one line."""
     try:
         yield
     except DataError:
@@ -204,10 +207,6 @@ def _reaching(address: str) -> Iterator[None]:
     except FileNotFoundError:
         raise DataError(f"{printable(address)}: no such shard") from None
     except Exception as error:  # each kind of storage has exceptions of its own
-        words = " ".join(str(error).split())[:200] or type(error).__name__
-        remedy = join_names([f"{type(error).__name__}: {words}"])
-        raise DataError(f"{printable(address)}: cannot be reached ({printable(remedy)})") from None
-
-
-def _say(words: str) -> None:
-    print(f"vit: {printable(words)}", file=sys.stderr, flush=True)
+        message = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = printable(f"{type(error).__name__}: {message}")
+        raise DataError(f"{printable(address)}: cannot be reached ({reason})") from None
