@@ -206,7 +206,7 @@ def test_columns_that_may_be_meant_are_named(tmp_path):
         read_dataset(f"hf:{path}", None, None)
     assert read_dataset(f"hf:{path}", None, "coarse").splits[""][0].labels == ("a",)
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "y.parquet")
-    with pytest.raises(DataError, match=r"images \(text\); say which with --image-column"):
+    with pytest.raises(DataError, match=r"images \(text\); choose one with --image-column"):
         read_dataset(f"hf:{tmp_path}/y.parquet", None, None)
 
 

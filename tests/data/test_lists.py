@@ -367,7 +367,7 @@ def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(w
         assert str(outside) in paths
         with pytest.raises(DataError, match="--allow-outside"):
             opened(path)
-    with pytest.raises(ConfigError, match=r"allow_outside: .* is no list"):
+    with pytest.raises(ConfigError, match=r"allow_outside: .* is not a list"):
         opened(images, allow_outside=True)
     with pytest.raises(ConfigError, match=r"label_column=.x.: .* is a folder of class folders"):
         opened(images, label_column="x")

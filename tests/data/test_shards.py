@@ -495,7 +495,7 @@ def test_a_copy_that_breaks_leaves_nothing(pair, memory, tmp_path, monkeypatch):
     monkeypatch.setattr(
         type(memory), "info", lambda *a, **k: real(*a, **k) | {"size": len(content) + 1}
     )
-    with pytest.raises(DataError, match="bytes came"):
+    with pytest.raises(DataError, match="bytes were received"):
         opened("memory://b/train-0000.tar")
     left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != ".lock"]
     assert left == []

@@ -94,9 +94,9 @@ def test_what_cannot_be_had_is_one_line(monkeypatch, tmp_path, capsys):
         raise RuntimeError("Error downloading train-images:\nTried https://...")
 
     for name, what in (
-        ("CIFAR", r"no set of that name; is it torchvision:CIFAR10?"),
-        ("FakeData", "torchvision does not download this set"),
-        ("os", "no set of that name"),
+        ("CIFAR", r"no dataset of that name; is it torchvision:CIFAR10?"),
+        ("FakeData", "torchvision does not download this dataset"),
+        ("os", "no dataset of that name"),
     ):
         assert main(["train", f"torchvision:{name}", "--out", str(tmp_path / "r")]) == 2
         told = capsys.readouterr().err
