@@ -34,7 +34,7 @@ def without(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     """
     if not bad:
         return splits
-    names = join_names([str(image) for image in bad], most=3)
+    names = join_names([str(image) for image in bad], 3)
     paths = {image.path for image in bad}
     train, val = (
         tuple(sample for sample in part if sample.path not in paths)
