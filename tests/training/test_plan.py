@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "portraits and panoramas": ({"side": 200, "aspect": 4.7}, {**USUAL, **COLOUR}),
     "strips of 3,000 x 40": (
         {"side": 40, "aspect": 75.0},
-        {"image_size": 40, "patch_size": 8, "dim": 128, "min_crop": 0.6},
+        {"image_size": 40, "patch_size": 4, "dim": 128, "min_crop": 1.0},
     ),
     "images of 8 px": ({"side": 8}, {"image_size": 16, "patch_size": 4, "hflip": 0.5}),
     "characters": (
@@ -103,8 +103,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"image_size": 224, "patch_size": 16, "dim": 768, "batch_size": 1024, "cache": "none"},
     ),
     "tiny photographs, few passes": (
-        {"side": 32, "images": 40_000, "validation": 10_000, "seconds": 571.0},
+        {"side": 32, "images": 40_000, "validation": 10_000, "seconds": 285.0},
         {"image_size": 32, "patch_size": 8, "hidden_dim": 256, "stem_stride": 1, "min_crop": 1.0},
+    ),
+    "the same in twice the time, where matrix products are fast": (
+        {
+            "side": 32,
+            "images": 40_000,
+            "validation": 10_000,
+            "seconds": 571.0,
+            "speeds": (140e9, 260e9, 260e9),
+        },
+        {"image_size": 32, "patch_size": 4, "dim": 128, "min_crop": 1.0, "translate": 0.07},
+    ),
+    "the same where matrix products are slow": (
+        {
+            "side": 32,
+            "images": 40_000,
+            "validation": 10_000,
+            "seconds": 571.0,
+            "speeds": (70e9, 45e9, 40e9),
+        },
+        {"image_size": 32, "patch_size": 8, "dim": 128},
     ),
     "a minute": ({"seconds": 60.0}, SMALLEST),
     "days": ({"seconds": 3 * 86_400.0}, {"image_size": 160, "dim": 512}),
@@ -159,7 +179,7 @@ def test_more_time_never_plans_less(device, classes, given):
             for at in range(len(times) - 1):
                 same = costs[at + 1] == costs[at]
                 assert not same or steps[at + 1] > steps[at], facts
-                assert min(steps[at:]) > steps[at] / 3, facts  # a larger network begins with fewer
+                assert min(steps[at:]) > steps[at] / 4, facts  # a larger network begins with fewer
 
 
 def test_all_folds_of_one_command_have_epochs_and_no_time():

@@ -37,11 +37,15 @@ from vit.training.plan_rules import (
     TINY_SIDE,
     TRAINING_FLOPS,
     Facts,
+    Network,
     Plan,
     counted_passes,
     flops_of,
+    ladder_for,
     make_plan,
     network_settings,
+    stem_reaches,
+    with_given,
 )
 from vit.training.plan_weights import (
     FOR_STEPS,
@@ -65,7 +69,9 @@ LOOKED_AT = (256, 256)
 LONG = 2.0
 # A step of this network and batch is timed: like those that the plan chooses, and quick.
 PROBE = PHOTO_NETWORKS[1]
-PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 32, 6, 0.6
+PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 64, 6, 0.6
+# So many networks of the ladder are timed; larger ones are taken to be as fast as the last of them.
+MEASURED = 3
 # Settings of the training that decide what is planned with, beside those of data and device.
 BEFORE = ("task", "time", "seed")
 
@@ -200,7 +206,11 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         validation=len(splits.val),
         divided=splits.made,
         device=accelerator.device.type,
-        flops=1 / largest(accelerator, 1 / measured_flops(config, accelerator)),
+        flops=measured_flops(config, accelerator, PROBE),
+        speeds=tuple(
+            measured_flops(config, accelerator, with_given(row, side, {}))
+            for row in ladder_for(side)[:MEASURED]
+        ),
         memory=room_in(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=config.training.seconds,
         processes=accelerator.num_processes,
@@ -227,15 +237,19 @@ def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
     return int(median(sides)), not colours, median(aspects)
 
 
-def measured_flops(config: Config, accelerator: Accelerator) -> float:
-    """Floating-point operations a second of training steps here, over all processes."""
+def measured_flops(config: Config, accelerator: Accelerator, row: Network) -> float:
+    """Floating-point operations a second of training steps of `row`, over all processes."""
     device = accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        settings = {**network_settings(PROBE), "num_heads": PROBE.dim // 32}
-        network = create_model("vit_tiny_patch16_224", stem="conv", **settings).to(device)
-        images = torch.randn(PROBE_BATCH, 3, PROBE.side, PROBE.side).to(device)
+        settings: dict[str, Any] = {**network_settings(row), "num_heads": row.dim // 32}
+        if stem_reaches(row.patch, {}):
+            settings["stem"] = "conv"
+        else:
+            settings = {n: v for n, v in settings.items() if not n.startswith("stem")}
+        network = create_model("vit_tiny_patch16_224", **settings).to(device)
+        images = torch.randn(PROBE_BATCH, 3, row.side, row.side).to(device)
     training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
-    optimizer = make_optimizer(network, training, depth=PROBE.depth)
+    optimizer = make_optimizer(network, training, depth=row.depth)
     labels = torch.arange(PROBE_BATCH, device=device)
     precision = inference_precision(config.run.precision, device)
     seconds: list[float] = []
@@ -248,10 +262,8 @@ def measured_flops(config: Config, accelerator: Accelerator) -> float:
         optimizer.zero_grad()
         loss.item()  # waits for the device
         seconds.append(time.perf_counter() - began)
-    step = median(seconds[1:])
-    return (
-        TRAINING_FLOPS * PROBE_BATCH * flops_of(PROBE, {}) * int(accelerator.num_processes) / step
-    )
+    step = largest(accelerator, median(seconds[1:]))
+    return TRAINING_FLOPS * PROBE_BATCH * flops_of(row, {}) * int(accelerator.num_processes) / step
 
 
 def plan_lines(plan: Plan, config: Config) -> list[str]:

@@ -5,7 +5,7 @@ facts of the data and the machine -> image size and network -> batch and steps -
 Every rule is a line of a table or a function of a few numbers here; what they were measured on, and
 what stands in them by the literature alone, is in docs/recipes.md. A setting that somebody chose is
 a fact to all rules after it. More time never chooses a smaller network or smaller images. A larger
-network begins with fewer steps than the one before had at the end, and with more than a third.
+network begins with fewer steps than the one before had at the end, and with more than a quarter.
 """
 
 import math
@@ -54,11 +54,11 @@ PHOTO_NETWORKS = (
 # With these the first convolution takes every pixel.
 TINY_NETWORKS = (
     Network(32, 8, 128, 4, 2, 4, 16, passes=0, stem_stride=1),
-    Network(32, 8, 192, 6, 2, 4, 24, passes=37, stem_stride=1),
-    Network(32, 4, 192, 6, 2, 3, 24, passes=100, stem_stride=1),
-    Network(32, 4, 256, 8, 2, 3, 32, passes=200, stem_stride=1),
-    Network(32, 4, 320, 10, 2, 3, 40, passes=300, stem_stride=1),
-    Network(32, 4, 384, 12, 4, 3, 48, passes=400, stem_stride=1),
+    Network(32, 4, 128, 4, 4, 3, 24, passes=12, stem_stride=1),
+    Network(32, 4, 192, 6, 2, 3, 24, passes=50, stem_stride=1),
+    Network(32, 4, 256, 8, 2, 3, 32, passes=110, stem_stride=1),
+    Network(32, 4, 320, 10, 2, 3, 40, passes=170, stem_stride=1),
+    Network(32, 4, 384, 12, 4, 3, 48, passes=250, stem_stride=1),
 )
 # How the passes that are needed shrink with the number of images, and the fewest.
 PASSES_POWER, LEAST_PASSES = 0.35, 2.0
@@ -107,6 +107,11 @@ class Facts:
     """cpu, cuda or mps."""
     flops: float
     """Floating-point operations a second of a training step here."""
+    speeds: tuple[float, ...] = ()
+    """The same for the first networks of the ladder, as measured; `flops` where there is none.
+
+    Networks differ: what lies between the matrix products costs time, and next to no FLOPs.
+    """
     memory: int
     """Bytes that a cache in memory may take; 0 where there can be none."""
     seconds: float | None = None
@@ -195,14 +200,15 @@ def decide_network(plan: Plan, seconds: float) -> None:
     """Image size and network: the largest of the ladder that sees the images often enough."""
     facts, given = plan.facts, plan.given
     tiny, ladder = facts.side <= TINY_SIDE, ladder_for(facts.side)
-    room = max(seconds - FIXED_SECONDS, 0.3 * seconds) * facts.flops / facts.images
+    room = max(seconds - FIXED_SECONDS, 0.3 * seconds) / facts.images
     fewer = (3000 / facts.images) ** PASSES_POWER
     network = ladder[0]
-    for row in ladder:
+    for number, row in enumerate(ladder):
         candidate = with_given(row, facts.side, given)
         cost = flops_of(candidate, given)
-        affordable = room / (TRAINING_FLOPS * GROWING_SHARE * cost)
-        if row is not ladder[0] and affordable < max(row.passes * fewer, LEAST_PASSES):
+        speed = facts.speeds[min(number, len(facts.speeds) - 1)] if facts.speeds else facts.flops
+        affordable = room * speed / (TRAINING_FLOPS * GROWING_SHARE * cost)
+        if number and affordable < max(row.passes * fewer, LEAST_PASSES):
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
             network, plan.passes, plan.flops = candidate, affordable, cost
