@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from tests.inference.captioners import save_captioner
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.inference.attribution import attribute_words, merged_words, relevance, rollout, token_maps
+from vit.inference.attribution import (
+    attribute_words,
+    merge_words,
+    relevance,
+    rollout,
+    token_attention,
+)
 from vit.model.attention_maps import Recorder, record
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
@@ -283,7 +289,7 @@ def test_reading_again_sees_what_writing_saw(run):
     decoder, grid = run.model.decoder, (2, 3)
     memory = torch.randn(1, 3 + 6, 32)
     ids = [run.tokenizer.begin, *run.tokenizer.encode(["a red cat"])[0]]
-    found = token_maps(decoder, memory[0], ids, grid=grid)
+    found = token_attention(decoder, memory[0], ids, grid=grid)
     cache = decoder.look(memory)
     for place, number in enumerate(ids):
         recorder = Recorder()
@@ -341,7 +347,7 @@ def test_a_word_is_the_mean_of_its_pieces(run):
     assert pieces[1] > 2  # of bytes, most of them no sign by themselves
     words = attribute_words(run.model.decoder, tokenizer, memory, ids, grid=(2, 3))
     assert [word.text for word in words] == ["blue", "ẞ", "x"]
-    tokens = token_maps(run.model.decoder, memory, [tokenizer.begin, *ids[:-1]], grid=(2, 3))
+    tokens = token_attention(run.model.decoder, memory, [tokenizer.begin, *ids[:-1]], grid=(2, 3))
     expected = [part.mean(dim=0) for part in tokens.split(pieces)]
     for word, weights in zip(words, expected, strict=True):
         torch.testing.assert_close(word.weights, weights)
@@ -373,4 +379,4 @@ def test_no_words_have_no_maps(run):
     ],
 )  # fmt: skip
 def test_pieces_are_merged(beginnings, words):
-    assert merged_words(beginnings) == words
+    assert merge_words(beginnings) == words

@@ -165,7 +165,7 @@ def test_a_decoder_that_does_not_look_is_warned_of(run, data):
             block.cross_attn.proj.weight.zero_()
     scores = evaluate(loaded, str(data), notify=notes.append, **PRECISE)
     assert scores["loss"] == pytest.approx(scores["loss_shuffled"], rel=1e-6)
-    assert any("warning: the decoder hardly looks at the images" in note for note in notes)
+    assert any("warning: the decoder hardly uses the images" in note for note in notes)
 
 
 @pytest.mark.parametrize(

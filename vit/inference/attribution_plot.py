@@ -25,9 +25,9 @@ from vit.inference.attribution import (
     WordAttribution,
     attribute_classes,
     attribute_words,
-    class_record,
-    closing_line,
-    seen_lines,
+    attributions_to_json,
+    deletion_summary,
+    view_lines,
 )
 from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
@@ -117,7 +117,7 @@ def draw_explanations(
                 tested.append(_write_classes(predictor, answer, path))
             yield predictor.to_predictions([answer], top_k, threshold)[0]
     if tested:
-        notify(closing_line(tested))
+        notify(deletion_summary(tested))
 
 
 def drawing_name(number: int, image: str) -> str:
@@ -141,9 +141,9 @@ def _write_classes(predictor: Predictor, answer: ImageOutput, path: Path) -> Del
     """Draw and tell; returns what deleting says of the map of the best class."""
     assert answer.pixels is not None, "an answer without an error has an image"
     seen = attribute_classes(predictor, answer)
-    texts = [seen_lines(predictor), *(one.lines for one in seen)]
+    texts = [view_lines(predictor), *(one.lines for one in seen)]
     drawing = laid_out(answer.pixels, [one.weights for one in seen], texts)
-    _write(path, drawing, class_record(predictor, answer, seen))
+    _write(path, drawing, attributions_to_json(predictor, answer, seen))
     return seen[0].deletion
 
 

@@ -1,16 +1,14 @@
-"""Measures a saved model on images with classes or captions, through the predictor of users.
+"""Evaluates a saved model on labeled or captioned images, with a Predictor.
 
-So the top-1 of `vit evaluate` is exactly the one counted from `vit predict` on the same files, and
-the captions that it scores are those that `vit predict` writes.
+So the top-1 of `vit evaluate` is exactly the one counted from the output of `vit predict` on the
+same files, and the captions that are scored are those that `vit predict` writes.
 
-Measures a network whose images may have several classes, through the predictor of users.
-Measures a captioner on images with captions: what it writes, and how it likes what is true.
+The loss of a captioner is measured twice, as in the validation of its training:
 
-    loss           mean cross-entropy of a word of the images' first captions
-    loss_shuffled  the same captions, each against another image
+    loss           mean cross-entropy of a token of the images' first captions
+    loss_shuffled  the same captions, each paired with another image
 
-A decoder that does not look at the images has two losses that are equal. Both, and the scores of
-the captions, are those of the validation after a training's epoch.
+The two are equal for a decoder that ignores the images.
 """
 
 import dataclasses
@@ -46,202 +44,7 @@ from vit.precision import autocast
 from vit.text import plural
 from vit.weights.saved_model import LoadedRun
 
-
-def check_label_kind(thresholds: object, samples: tuple[Sample, ...], where: str) -> None:
-    """Refuse images with several classes for a network that gives each one class.
-
-    Images with one class are fine for a network that names several.
-
-    Args:
-        thresholds: Of the network; None where an image has one class.
-        samples: The images.
-        where: The data.
-
-    Raises:
-        ConfigError: It is so.
-    """
-    if thresholds is None and has_multilabel(samples):
-        raise ConfigError(
-            f"{printable(where)}: images have several classes, or none, and this network gives "
-            "each one; train it with --task multilabel, or give data with one class an image"
-        )
-
-
-def measure_multilabel(
-    predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
-) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Scores of the readable images, none where there are none, and {"image", "error"} of others.
-
-    All probabilities are held: 8 bytes an image and class.
-    """
-    assert predictor.thresholds is not None, "an image may have several classes"
-    rows, kept, done = [], [], 0
-    failed: list[dict[str, str]] = []
-    for answers in predictor.batches([sample.path for sample in samples]):
-        for answer, sample in zip(answers, samples[done : done + len(answers)], strict=True):
-            if answer.probabilities is not None:
-                rows.append(answer.probabilities)
-                kept.append(labels_of(sample))
-            if answer.error is not None:
-                failed.append({"image": answer.image, "error": answer.error})
-        done += len(answers)
-        progress(done, len(samples))
-    if not rows:
-        return {}, failed
-    targets = MultiHot(kept, len(predictor.classes))[torch.arange(len(kept))]
-    scores = summarise_multilabel(
-        torch.stack(rows), targets, predictor.classes, predictor.thresholds
-    )
-    return scores, failed
-
-
 EXAMPLES = 5
-
-
-class Told:
-    """What was said of the images so far.
-
-    Args:
-        speaker: Of the captioner.
-        samples: The images, each with a caption that the decoder has places for.
-        ids: Their captions as tokens.
-    """
-
-    def __init__(
-        self, caption_generator: CaptionGenerator, samples: Sequence[Sample], ids: CaptionIds
-    ) -> None:
-        self.caption_generator, self.samples, self.ids = caption_generator, samples, ids
-        self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
-        self.words = dict.fromkeys(self.sums, 0)
-        self.places: list[int] = []
-        self.texts: list[str] = []
-        self.unended = 0
-        self.outcomes: list[Outcomes] = []
-
-    def add(self, answers: Sequence[ImageOutput], first: int) -> None:
-        """Count one batch, whose first image is sample `first`."""
-        told = [(first + place, a) for place, a in enumerate(answers) if a.captions]
-        memories = [answer.memory for _, answer in told if answer.memory is not None]
-        places = [place for place, _ in told]
-        away = len(self.samples) // 2  # as in training: each caption against one other image
-        for name, shift in (("loss", 0), ("loss_shuffled", away)):
-            chosen = [((place + shift) % len(self.samples), 0) for place in places]
-            loss, words = self.caption_generator.loss(memories, self.ids.padded(chosen))
-            self.sums[name] += loss
-            self.words[name] += words
-        self.places += places
-        self.texts += [answer.captions[0].text for _, answer in told]
-        self.unended += sum(not answer.captions[0].ended for _, answer in told)
-        self._classes([(self.samples[place].label, answer) for place, answer in told])
-
-    def _classes(self, told: Sequence[tuple[int, ImageOutput]]) -> None:
-        rows = [
-            (label, answer.probabilities)
-            for label, answer in told
-            if label != NO_LABEL and answer.probabilities is not None
-        ]
-        if rows:
-            labels = torch.tensor([label for label, _ in rows])
-            self.outcomes.append(Outcomes.of(torch.stack([row for _, row in rows]), labels))
-
-    def scores(self, classes: tuple[str, ...]) -> dict[str, Any]:
-        """All numbers, of at least one image, and some examples."""
-        references = [self.samples[place].captions for place in self.places]
-        found: dict[str, Any] = {"count": len(self.texts)}
-        if self.outcomes:
-            found |= summarise(Outcomes.cat(self.outcomes), classes)
-            found["class_loss"] = found.pop("loss")
-        found |= {name: total / self.words[name] for name, total in self.sums.items()}
-        found |= caption_scores(self.texts, references)
-        return {**found, "count": len(self.texts), "examples": self._examples()}
-
-    def _examples(self) -> list[dict[str, str]]:
-        """Some images from all over the set, with what was said and the first reference."""
-        shown = min(EXAMPLES, len(self.texts))
-        return [
-            {
-                "image": self.samples[self.places[number]].path,
-                "caption": self.texts[number],
-                "reference": self.samples[self.places[number]].captions[0],
-            }
-            for number in (index * len(self.texts) // shown for index in range(shown))
-        ]
-
-
-@torch.inference_mode()
-def measure_captions(
-    predictor: Predictor,
-    caption_generator: CaptionGenerator,
-    samples: Sequence[Sample],
-    *,
-    notify: Callable[[str], object],
-    progress: Callable[[int, int], object],
-) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Scores of the readable images, empty without any, and {"image", "error"} of the others.
-
-    Args:
-        predictor: Of a captioner.
-        speaker: Its own.
-        samples: Images with captions.
-        say: Receives what a user should know of the numbers.
-        progress: Receives the images done, and of how many, after each batch.
-
-    Raises:
-        DataError: No caption is short enough for the decoder, or one cannot be tokenised.
-    """
-    kept, ids = short_enough(caption_generator, samples, notify)
-    told = Told(caption_generator, kept, ids)
-    failed: list[dict[str, str]] = []
-    done = 0
-    for answers in predictor.batches(sample.path for sample in kept):
-        with autocast(predictor.precision, predictor.device):
-            told.add(answers, done)
-        failed += [{"image": a.image, "error": a.error} for a in answers if a.error is not None]
-        done += len(answers)
-        progress(done, len(kept))
-    if not told.texts:
-        return {}, failed
-    scores = told.scores(predictor.classes)
-    for note in score_notes(scores, told.unended):
-        notify(note)
-    return scores, failed
-
-
-def short_enough(
-    caption_generator: CaptionGenerator, samples: Sequence[Sample], notify: Callable[[str], object]
-) -> tuple[tuple[Sample, ...], CaptionIds]:
-    """The samples with a caption that the decoder has places for, and those captions as tokens.
-
-    Raises:
-        DataError: There are none, or a caption cannot be tokenised.
-    """
-    most = caption_generator.decoder.most_tokens
-    ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
-    kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
-    if not kept:
-        raise DataError(f"no caption has at most {most} tokens, the places of this decoder")
-    if ids.too_long:
-        said = f"left {plural(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
-        lost = len(samples) - len(kept)
-        notify(f"{said}, and {plural(lost, 'image')} with no other" if lost else said)
-        ids = CaptionIds([sample.captions for sample in kept], caption_generator.tokenizer, most)
-    return kept, ids
-
-
-def score_notes(scores: dict[str, Any], unended: int) -> list[str]:
-    """What a user should know of the numbers."""
-    notes = []
-    right, wrong = scores["loss"], scores["loss_shuffled"]
-    if scores["count"] > 1 and is_blind(right, wrong):
-        notes.append(
-            f"warning: the decoder hardly looks at the images: its loss is {right:.3f}, and "
-            f"{wrong:.3f} with other images"
-        )
-    if unended:
-        notes.append(unended_note(unended, scores["count"]))
-    return notes
-
-
 SPLIT_FILE = "split.json"
 
 
@@ -264,16 +67,17 @@ def evaluate(
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
-    """Scores of `model` on one split of `data`, as plain values that JSON takes; see `measured`.
+    """Evaluate `model` on one split of `data`; the metrics are JSON values, see `measure`.
 
-    Classes are matched by name. Where training held images out of `data`, those alone are used.
+    Classes are matched by name. If the training held out images of `data`, only those are used.
 
     Args:
         model: A run folder or any other source of weights with a head, or one that is loaded.
-        data: A folder or list of labelled images or captions, a built-in set, or an Asked.
-        split, images: As for Asked, which has them as well; `val` is the first validation part.
-        device, batch_size and so on, up to compile: As for Predictor.
-        say, progress: Receive notes; and the images done and of how many, after each batch.
+        data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
+        split, images: As in DatasetSpec, which replaces them; `val` is the first validation split.
+        device, batch_size, ..., compile: As for Predictor.
+        notify: Called with notes.
+        progress: Called with the images done and their total after each batch.
 
     Raises:
         VitError: The model, the data or a setting cannot be used.
@@ -292,191 +96,119 @@ def evaluate(
         compile=compile,
         notify=notify,
     )
-    asked = (
+    spec = (
         data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
     )
-    samples = find_samples(predictor, model, asked, notify)
-    return measured(predictor, samples, notify, progress, where=asked.data)
+    samples = load_samples(predictor, model, spec, notify)
+    return measure(predictor, samples, notify, progress, where=spec.data)
 
 
-def find_samples(
+def load_samples(
     predictor: Predictor,
     model: PathLike | LoadedRun,
-    asked: DatasetSpec,
+    spec: DatasetSpec,
     notify: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The images that the network of `predictor` is measured on."""
+    """The images that `predictor` is evaluated on."""
     if predictor.caption_generator is not None:
-        return load_captioned_samples(model, asked, predictor.classes, notify)
+        return load_captioned_samples(model, spec, predictor.classes, notify)
     return load_labeled_samples(
-        model, asked, predictor.classes, notify, thresholds=predictor.thresholds
+        model, spec, predictor.classes, notify, thresholds=predictor.thresholds
     )
-
-
-def measured(
-    predictor: Predictor,
-    samples: tuple[Sample, ...],
-    notify: Callable[[str], object],
-    progress: Callable[[int, int], object],
-    *,
-    where: str,
-) -> dict[str, Any]:
-    """Scores of the images that can be read.
-
-    Returns:
-        What `summarise` or `summarise_multilabel` says, and `failed`: the images that cannot be
-        read, which it leaves out. Of a captioner `count`, `loss` and `loss_shuffled` (of a word of
-        the captions), what `caption_scores` says, `examples` and `failed`; and with classes what
-        `summarise` says, where its loss is `class_loss`.
-
-    Raises:
-        DataError: No image can be read, or no caption suits the decoder.
-    """
-    if predictor.thresholds is not None:
-        scores, failed = measure_multilabel(predictor, samples, progress)
-    elif predictor.caption_generator is None:
-        parts, failed = measure(predictor, samples, progress)
-        scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
-    else:
-        scores, failed = measure_captions(
-            predictor, predictor.caption_generator, samples, notify=notify, progress=progress
-        )
-    if not scores:
-        raise DataError(f"{printable(where)}: {no_readable_images(failed)}")
-    return {**scores, "failed": failed}
-
-
-def load_captioned_samples(
-    model: PathLike | LoadedRun,
-    asked: DatasetSpec,
-    classes: tuple[str, ...],
-    notify: Callable[[str], object],
-) -> tuple[Sample, ...]:
-    """The images that a captioner is measured on; `notify` receives notes about them.
-
-    Raises:
-        ConfigError: A setting is one of lists of classes.
-    """
-    for name in ("image_column", "label_column", "allow_outside"):
-        if value := getattr(asked, name):
-            raise ConfigError(f"{name}={value!r}: not for lists of captions; leave it out")
-    data, images = asked.data, asked.images
-    held_out: list[str] = []
-    if not isinstance(model, LoadedRun) and (run_folder_of(model) / SPLIT_FILE).is_file():
-        root = find_lists(data).root if images is None else Path(images)
-        held_out = held_out_images(run_folder_of(model), data, root)
-    samples, notes = open_captioned(
-        data, split=asked.split or "val", images=images, held_out=held_out, classes=classes
-    )
-    for note in notes:
-        notify(note)
-    return samples
 
 
 def load_labeled_samples(
     model: PathLike | LoadedRun,
-    asked: DatasetSpec,
+    spec: DatasetSpec,
     classes: tuple[str, ...],
     notify: Callable[[str], object],
     *,
     thresholds: tuple[float, ...] | None = None,
 ) -> tuple[Sample, ...]:
-    """The images that a classifier is measured on; `notify` receives notes about them.
-
-    `thresholds` are those of its classes, where an image may have several.
+    """Open the labeled images of a split; `thresholds` are those of a multi-label model.
 
     Raises:
-        ConfigError: The images have several classes, and the network gives each one.
+        ConfigError: The images are multi-label and the model is not.
     """
 
-    def held_out(root: Path, there: Collection[str]) -> list[str]:
+    def held_out(root: Path, known: Collection[str]) -> list[str]:
         ours = None if isinstance(model, LoadedRun) else run_folder_of(model)
-        return [] if ours is None else held_out_images(ours, asked.data, root, there)
+        return [] if ours is None else held_out_images(ours, spec.data, root, known)
 
     full = with_training_settings(
-        asked, None if isinstance(model, LoadedRun) else run_folder_of(model)
+        spec, None if isinstance(model, LoadedRun) else run_folder_of(model)
     )
     full = dataclasses.replace(full, multilabel=None if thresholds is None else True)
     samples, notes = open_eval_split(
-        full, split=asked.split or "val", classes=classes, held_out=held_out
+        full, split=spec.split or "val", classes=classes, held_out=held_out
     )
     for note in notes:
         notify(note)
-    check_label_kind(thresholds, samples, asked.data)
+    check_label_kind(thresholds, samples, spec.data)
     return samples
 
 
-def with_training_settings(asked: DatasetSpec, run: Path | None) -> DatasetSpec:
-    """`asked` with what the training of the run folder `run` said of its data, where left out.
+def load_captioned_samples(
+    model: PathLike | LoadedRun,
+    spec: DatasetSpec,
+    classes: tuple[str, ...],
+    notify: Callable[[str], object],
+) -> tuple[Sample, ...]:
+    """Open the captioned images of a split.
 
-    Which folder the images are in, and that they may lie outside of it, is true of its own list.
+    Raises:
+        ConfigError: A setting applies to lists of labeled images only.
+    """
+    for name in ("image_column", "label_column", "allow_outside"):
+        if value := getattr(spec, name):
+            raise ConfigError(f"{name}={value!r}: not for lists of captions; leave it out")
+    data, images = spec.data, spec.images
+    held_out: list[str] = []
+    if not isinstance(model, LoadedRun) and (run_folder_of(model) / SPLIT_FILE).is_file():
+        root = find_lists(data).root if images is None else Path(images)
+        held_out = held_out_images(run_folder_of(model), data, root)
+    samples, notes = open_captioned(
+        data, split=spec.split or "val", images=images, held_out=held_out, classes=classes
+    )
+    for note in notes:
+        notify(note)
+    return samples
+
+
+def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
+    """`spec` with the dataset settings of the training in run folder `run` where it has none.
+
+    The image folder, and whether images may lie outside of it, are taken for the same list only.
     """
     path = None if run is None else run / "config.yaml"
     if path is None or not path.is_file():
-        return asked
+        return spec
     data = make_config(read_settings(path), complete=True).data
-    own = os.path.realpath(data.data) == os.path.realpath(asked.data)
-    if not own and not is_list(asked.data):
-        return asked
+    own = os.path.realpath(data.data) == os.path.realpath(spec.data)
+    if not own and not is_list(spec.data):
+        return spec
     return dataclasses.replace(
-        asked,
-        images=asked.images or (data.images if own else None),
-        image_column=asked.image_column or data.image_column,
-        label_column=asked.label_column or data.label_column,
-        allow_outside=asked.allow_outside or (own and data.allow_outside),
+        spec,
+        images=spec.images or (data.images if own else None),
+        image_column=spec.image_column or data.image_column,
+        label_column=spec.label_column or data.label_column,
+        allow_outside=spec.allow_outside or (own and data.allow_outside),
     )
 
 
-def no_readable_images(failed: list[dict[str, str]]) -> str:
-    """Why there are no numbers: every image is among the `failed`."""
-    image, error = printable(failed[0]["image"]), printable(failed[0]["error"])
-    return f"none of {len(failed)} images can be measured; the first is {image}: {error}"
-
-
-def run_folder_of(model: PathLike) -> Path:
-    """The run folder, also where its file of weights was named."""
-    path = Path(model)
-    return path.parent if path.is_file() else path
-
-
-def measure(
-    predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
-) -> tuple[list[Outcomes], list[dict[str, str]]]:
-    """Outcomes of the readable images, batch by batch, and {"image", "error"} of the others."""
-    parts: list[Outcomes] = []
-    failed: list[dict[str, str]] = []
-    done = 0
-    for answers in predictor.batches([sample.path for sample in samples]):
-        parts += outcomes(answers, samples[done : done + len(answers)])
-        failed += [{"image": a.image, "error": a.error} for a in answers if a.error is not None]
-        done += len(answers)
-        progress(done, len(samples))
-    return parts, failed
-
-
-def outcomes(answers: list[ImageOutput], samples: tuple[Sample, ...]) -> list[Outcomes]:
-    """Outcomes of the readable images of one batch: one item, or none where there are none."""
-    rows, labels = [], []
-    for answer, sample in zip(answers, samples, strict=True):
-        if answer.probabilities is not None:
-            rows.append(answer.probabilities)
-            labels.append(sample.label)
-    return [Outcomes.of(torch.stack(rows), torch.tensor(labels))] if rows else []
-
-
 def held_out_images(
-    run: Path, data: str, root: Path | None = None, there: Collection[str] = ()
+    run: Path, data: str, root: Path | None = None, known: Collection[str] = ()
 ) -> list[str]:
-    """Names that the training of `run` held out for validation, if `data` is what it split.
+    """Names of the images that the training of `run` held out from `data` for validation.
 
-    It is where the folder is the same, or where it has every one of the names: moved or copied.
-    Else they are named from where `data` is, and nobody finds them there but by their own files.
+    `data` is what it split if the folder is the same, or has all of the names (moved or copied).
+    Else the names are made relative to `data`, where only the same files match.
 
     Args:
         run: The run folder.
         data: As for `evaluate`.
-        root: The folder that the names are relative to; that of `data` when left out.
-        there: The names that are in it; those of files in any case.
+        root: Folder that the names are relative to; that of `data` by default.
+        known: Names in it, besides its files.
 
     Raises:
         RunError: split.json of the run is damaged.
@@ -490,9 +222,277 @@ def held_out_images(
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
     root = resolve_folder(data)[0] if root is None else root
-    known = set(there)
-    if root.resolve() == origin or all(n in known or (root / n).is_file() for n in names):
+    names_there = set(known)
+    if root.resolve() == origin or all(n in names_there or (root / n).is_file() for n in names):
         return names
     # the same files may be named from another folder, such as that of a list
     elsewhere = (relative(str(origin / name), root.resolve()) for name in names)
     return [name for name in elsewhere if not name.startswith("../")]
+
+
+def run_folder_of(model: PathLike) -> Path:
+    """The run folder of a source, which may name its weights file."""
+    path = Path(model)
+    return path.parent if path.is_file() else path
+
+
+def check_label_kind(thresholds: object, samples: tuple[Sample, ...], where: str) -> None:
+    """Raise if the images are multi-label and the model is not; the converse is fine.
+
+    Args:
+        thresholds: Thresholds of a multi-label model; else None.
+        samples: The images.
+        where: The dataset, for the message.
+
+    Raises:
+        ConfigError: The labels do not suit the model.
+    """
+    if thresholds is None and has_multilabel(samples):
+        raise ConfigError(
+            f"{printable(where)}: images have several classes, or none, and this network gives "
+            "each one; train it with --task multilabel, or give data with one class an image"
+        )
+
+
+def measure(
+    predictor: Predictor,
+    samples: tuple[Sample, ...],
+    notify: Callable[[str], object],
+    progress: Callable[[int, int], object],
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """Metrics of the readable images.
+
+    Returns:
+        The metrics of `summarise` or `summarise_multilabel`, and `failed`, the unreadable images,
+        which they leave out. Of a captioner `count`, `loss`, `loss_shuffled`, the metrics of
+        `caption_scores`, `examples` and `failed`; with classes also those of `summarise`, whose
+        loss becomes `class_loss`.
+
+    Raises:
+        DataError: No image can be read, or no caption fits into the decoder.
+    """
+    if predictor.thresholds is not None:
+        scores, failed = measure_multilabel(predictor, samples, progress)
+    elif predictor.caption_generator is None:
+        parts, failed = measure_classes(predictor, samples, progress)
+        scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
+    else:
+        scores, failed = measure_captions(
+            predictor, predictor.caption_generator, samples, notify=notify, progress=progress
+        )
+    if not scores:
+        raise DataError(f"{printable(where)}: {no_readable_images(failed)}")
+    return {**scores, "failed": failed}
+
+
+def measure_classes(
+    predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
+) -> tuple[list[Outcomes], list[dict[str, str]]]:
+    """Outcomes of the readable images, by batch, and the {"image", "error"} of the others."""
+    parts: list[Outcomes] = []
+    failed: list[dict[str, str]] = []
+    done = 0
+    for outputs in predictor.batches([sample.path for sample in samples]):
+        parts += batch_outcomes(outputs, samples[done : done + len(outputs)])
+        failed += failures(outputs)
+        done += len(outputs)
+        progress(done, len(samples))
+    return parts, failed
+
+
+def batch_outcomes(outputs: list[ImageOutput], samples: tuple[Sample, ...]) -> list[Outcomes]:
+    """Outcomes of the readable images of a batch: a list of one item, empty if none is."""
+    rows, labels = [], []
+    for output, sample in zip(outputs, samples, strict=True):
+        if output.probabilities is not None:
+            rows.append(output.probabilities)
+            labels.append(sample.label)
+    return [Outcomes.of(torch.stack(rows), torch.tensor(labels))] if rows else []
+
+
+def measure_multilabel(
+    predictor: Predictor, samples: tuple[Sample, ...], progress: Callable[[int, int], object]
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Multi-label metrics of the readable images, empty if none is, and the errors of the others.
+
+    Holds all probabilities in memory: 8 bytes an image and class.
+    """
+    assert predictor.thresholds is not None, "an image may have several classes"
+    rows, kept, done = [], [], 0
+    failed: list[dict[str, str]] = []
+    for outputs in predictor.batches([sample.path for sample in samples]):
+        for output, sample in zip(outputs, samples[done : done + len(outputs)], strict=True):
+            if output.probabilities is not None:
+                rows.append(output.probabilities)
+                kept.append(labels_of(sample))
+        failed += failures(outputs)
+        done += len(outputs)
+        progress(done, len(samples))
+    if not rows:
+        return {}, failed
+    targets = MultiHot(kept, len(predictor.classes))[torch.arange(len(kept))]
+    scores = summarise_multilabel(
+        torch.stack(rows), targets, predictor.classes, predictor.thresholds
+    )
+    return scores, failed
+
+
+@torch.inference_mode()
+def measure_captions(
+    predictor: Predictor,
+    caption_generator: CaptionGenerator,
+    samples: Sequence[Sample],
+    *,
+    notify: Callable[[str], object],
+    progress: Callable[[int, int], object],
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Caption metrics of the readable images, empty if none is, and the errors of the others.
+
+    Args:
+        predictor: Predictor of a captioner.
+        caption_generator: Caption generator of the predictor.
+        samples: Images with captions.
+        notify: Called with warnings about the numbers.
+        progress: Called with the images done and their total after each batch.
+
+    Raises:
+        DataError: No caption fits into the decoder, or one cannot be tokenised.
+    """
+    kept, ids = short_enough(caption_generator, samples, notify)
+    accumulator = CaptionScores(caption_generator, kept, ids)
+    failed: list[dict[str, str]] = []
+    done = 0
+    for outputs in predictor.batches(sample.path for sample in kept):
+        with autocast(predictor.precision, predictor.device):
+            accumulator.add(outputs, done)
+        failed += failures(outputs)
+        done += len(outputs)
+        progress(done, len(kept))
+    if not accumulator.texts:
+        return {}, failed
+    scores = accumulator.scores(predictor.classes)
+    for note in score_notes(scores, accumulator.unended):
+        notify(note)
+    return scores, failed
+
+
+def short_enough(
+    caption_generator: CaptionGenerator, samples: Sequence[Sample], notify: Callable[[str], object]
+) -> tuple[tuple[Sample, ...], CaptionIds]:
+    """Samples with a caption that fits into the decoder, and those captions as tokens.
+
+    Raises:
+        DataError: No caption fits, or a caption cannot be tokenised.
+    """
+    most = caption_generator.decoder.most_tokens
+    ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
+    kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
+    if not kept:
+        raise DataError(f"no caption has at most {most} tokens, the length of this decoder")
+    if ids.too_long:
+        note = f"left {plural(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
+        lost = len(samples) - len(kept)
+        notify(f"{note}, and {plural(lost, 'image')} with no other" if lost else note)
+        ids = CaptionIds([sample.captions for sample in kept], caption_generator.tokenizer, most)
+    return kept, ids
+
+
+class CaptionScores:
+    """Accumulates the captions, losses and classes of a captioner over batches.
+
+    Args:
+        caption_generator: Caption generator of the predictor.
+        samples: Images, each with a caption that fits into the decoder.
+        ids: Their captions as tokens.
+    """
+
+    def __init__(
+        self, caption_generator: CaptionGenerator, samples: Sequence[Sample], ids: CaptionIds
+    ) -> None:
+        self.caption_generator, self.samples, self.ids = caption_generator, samples, ids
+        self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
+        self.tokens = dict.fromkeys(self.sums, 0)
+        self.indices: list[int] = []
+        self.texts: list[str] = []
+        self.unended = 0
+        self.outcomes: list[Outcomes] = []
+
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        """Add one batch, whose first image is sample `first`."""
+        pairs = [(first + n, output) for n, output in enumerate(outputs) if output.captions]
+        memories = [output.memory for _, output in pairs if output.memory is not None]
+        indices = [index for index, _ in pairs]
+        half = len(self.samples) // 2  # as in training: each caption with one other image
+        for name, shift in (("loss", 0), ("loss_shuffled", half)):
+            chosen = [((index + shift) % len(self.samples), 0) for index in indices]
+            loss, tokens = self.caption_generator.loss(memories, self.ids.padded(chosen))
+            self.sums[name] += loss
+            self.tokens[name] += tokens
+        self.indices += indices
+        self.texts += [output.captions[0].text for _, output in pairs]
+        self.unended += sum(not output.captions[0].ended for _, output in pairs)
+        self._add_classes([(self.samples[index].label, output) for index, output in pairs])
+
+    def _add_classes(self, pairs: Sequence[tuple[int, ImageOutput]]) -> None:
+        rows = [
+            (label, output.probabilities)
+            for label, output in pairs
+            if label != NO_LABEL and output.probabilities is not None
+        ]
+        if rows:
+            labels = torch.tensor([label for label, _ in rows])
+            self.outcomes.append(Outcomes.of(torch.stack([row for _, row in rows]), labels))
+
+    def scores(self, classes: tuple[str, ...]) -> dict[str, Any]:
+        """All metrics, with some examples; at least one image was added."""
+        references = [self.samples[index].captions for index in self.indices]
+        scores: dict[str, Any] = {"count": len(self.texts)}
+        if self.outcomes:
+            scores |= summarise(Outcomes.cat(self.outcomes), classes)
+            scores["class_loss"] = scores.pop("loss")
+        scores |= {name: total / self.tokens[name] for name, total in self.sums.items()}
+        scores |= caption_scores(self.texts, references)
+        return {**scores, "count": len(self.texts), "examples": self._examples()}
+
+    def _examples(self) -> list[dict[str, str]]:
+        """Images spread over the dataset, with the generated caption and the first reference."""
+        shown = min(EXAMPLES, len(self.texts))
+        return [
+            {
+                "image": self.samples[self.indices[number]].path,
+                "caption": self.texts[number],
+                "reference": self.samples[self.indices[number]].captions[0],
+            }
+            for number in (index * len(self.texts) // shown for index in range(shown))
+        ]
+
+
+def score_notes(scores: dict[str, Any], unended: int) -> list[str]:
+    """Warnings about the metrics, for the user."""
+    notes = []
+    right, wrong = scores["loss"], scores["loss_shuffled"]
+    if scores["count"] > 1 and is_blind(right, wrong):
+        notes.append(
+            f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
+            f"{wrong:.3f} with other images"
+        )
+    if unended:
+        notes.append(unended_note(unended, scores["count"]))
+    return notes
+
+
+def failures(outputs: Sequence[ImageOutput]) -> list[dict[str, str]]:
+    """{"image", "error"} of each image without an output."""
+    return [
+        {"image": output.image, "error": output.error}
+        for output in outputs
+        if output.error is not None
+    ]
+
+
+def no_readable_images(failed: list[dict[str, str]]) -> str:
+    """Error message where every image is among the `failed`."""
+    image, error = printable(failed[0]["image"]), printable(failed[0]["error"])
+    return f"none of {len(failed)} images can be measured; the first is {image}: {error}"
