@@ -113,32 +113,6 @@ class Scene:
         return self.first, self.second
 
 
-def parse_scene(caption: str) -> Scene | None:
-    """Parse a caption; None if it is not in the grammar.
-
-    Case matters, white space does not.
-    """
-    words = caption.split()
-    for relation in OPPOSITES:
-        parts = relation.split()
-        if words[4 : 4 + len(parts)] == parts:
-            first, second = _parse_object(words[:4]), _parse_object(words[4 + len(parts) :])
-            return Scene(first, relation, second) if first and second else None
-    return None
-
-
-def is_true(caption: str, references: Sequence[str]) -> bool:
-    """Whether `caption` equals one of `references`, word for word."""
-    return caption.split() in [reference.split() for reference in references]
-
-
-def _parse_object(words: list[str]) -> SceneObject | None:
-    match words:
-        case ["a", size, colour, shape] if size in SIZES and colour in COLOURS and shape in SHAPES:
-            return SceneObject(size, colour, shape)
-    return None
-
-
 def scenes(split: str) -> Iterator[tuple[Scene, Image.Image]]:
     """Generate the scenes of a split and their images, 64 x 64 RGB; deterministic.
 

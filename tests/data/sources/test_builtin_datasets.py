@@ -1,14 +1,18 @@
-"""The drawn scenes show what their captions say, always the same, and are told apart as planned."""
+"""Built-in datasets: the shapes match their captions, the digits those of scikit-learn."""
 
 import hashlib
 import json
 import math
+import multiprocessing
+import shutil
 from collections import Counter
-from itertools import islice, product
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from sklearn.datasets import load_digits
 
 from vit.data.captions.caption_dataset import open_captioned, open_captions
 from vit.data.sources import builtin_datasets
@@ -16,15 +20,15 @@ from vit.data.sources.builtin_datasets import (
     COLOURS,
     OPPOSITES,
     SHAPES,
-    SIZES,
     UNSEEN_COMBINATIONS,
     Scene,
     SceneObject,
+    digits_folder,
     is_intact,
-    parse_scene,
     shapes_folder,
 )
 from vit.data.sources.open_dataset import open_eval_split, open_splits
+from vit.errors import DataError
 
 MANY = 200
 
@@ -56,7 +60,7 @@ def outline(image, colour):
     return cols[0], rows[0], cols[-1] + 1, rows[-1] + 1
 
 
-def test_an_image_shows_what_its_captions_say(some_scenes):
+def test_objects_are_drawn_as_their_captions_describe(some_scenes):
     seen = set()
     for scene, image in some_scenes:
         assert image.size == (64, 64)
@@ -77,7 +81,7 @@ def test_an_image_shows_what_its_captions_say(some_scenes):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_is_that_which_pillow_draws(shape):
+def test_shapes_equal_those_that_pillow_draws(shape):
     x, y, radius, fine = 130, 120, 50, 32
     turn = {"triangle": 3, "square": 4, "star": 5}.get(shape, 0)
     image = Image.new("L", (64 * fine, 64 * fine))
@@ -102,7 +106,7 @@ def test_a_shape_is_that_which_pillow_draws(shape):
     assert np.abs(ours - expected).max() < 0.6
 
 
-def test_the_same_pixels_everywhere():
+def test_pixels_are_reproducible():
     digest = hashlib.blake2b(digest_size=8)
     for split in builtin_datasets.COUNTS:
         for scene, image in islice(builtin_datasets.scenes(split), 40):
@@ -110,7 +114,7 @@ def test_the_same_pixels_everywhere():
     assert digest.hexdigest() == "00f78fa2c7b66f42"
 
 
-def test_captions_are_the_two_true_sentences(some_scenes):
+def test_a_scene_has_two_true_captions(some_scenes):
     scene = Scene(
         SceneObject("small", "red", "circle"), "left of", SceneObject("large", "blue", "square")
     )
@@ -120,48 +124,11 @@ def test_captions_are_the_two_true_sentences(some_scenes):
     )
     assert scene.pair == "circle and square"
     for scene, _ in some_scenes:
-        one, other = (parse_scene(caption) for caption in scene.captions)
-        assert one == scene
-        assert (other.first, other.second) == (scene.second, scene.first)
+        other = Scene(scene.second, OPPOSITES[scene.relation], scene.first)
         assert other.captions == scene.captions[::-1]
 
 
-@pytest.mark.parametrize(
-    "caption",
-    [
-        "",
-        "a red circle left of a large blue square",
-        "a small red circle left a large blue square",
-        "a small red circle near a large blue square",
-        "a small red circle left of a large blue cube",
-        "a small pink circle above a large blue square",
-        "the small red circle above a large blue square",
-        "a small red circle above a large blue square indeed",
-        "a small red circle above",
-        "a Small red circle above a large blue square",
-    ],
-)
-def test_other_sentences_are_no_scenes(caption):
-    assert parse_scene(caption) is None
-
-
-def test_every_sentence_of_the_grammar_is_read():
-    things = [SceneObject(*words) for words in product(SIZES, COLOURS, SHAPES)]
-    assert len(things) == 48
-    for first, relation in product(things, OPPOSITES):
-        scene = Scene(first, relation, things[5])
-        assert parse_scene("  " + scene.captions[0].replace(" ", "\n ")) == scene
-
-
-def test_truth_is_word_for_word():
-    references = ("a b left of c", "c right of a b")
-    assert builtin_datasets.is_true(" c  right of a b\n", references)
-    assert not builtin_datasets.is_true("a b left of", references)
-    assert not builtin_datasets.is_true("A b left of c", references)
-    assert not builtin_datasets.is_true("", references)
-
-
-def test_unseen_scenes_have_what_training_lacks(monkeypatch):
+def test_unseen_scenes_have_combinations_that_training_lacks(monkeypatch):
     monkeypatch.setattr(builtin_datasets, "_render", lambda *_: None)
     looks = {}
     for split in builtin_datasets.COUNTS:
@@ -193,13 +160,13 @@ def test_the_folder_is_an_image_folder_with_captions(folder):
         assert Counter(name.split("/")[0] for name in files) == dict.fromkeys(
             (path.name for path in (folder / split).iterdir() if path.is_dir()), number // 10
         )
-        for record in records:
-            scene = parse_scene(record["captions"][0])
-            assert tuple(record["captions"]) == scene.captions
-            assert record["file_name"].split("/")[0] == scene.pair
+        assert {record["file_name"]: tuple(record["captions"]) for record in records} == {
+            f"{scene.pair}/{number:04d}.png": scene.captions
+            for number, (scene, _) in enumerate(builtin_datasets.scenes(split))
+        }
 
 
-def test_a_damaged_folder_is_written_again(folder, tmp_path):
+def test_a_damaged_shapes_folder_is_written_again(folder, tmp_path):
     path = folder / "val/metadata.jsonl"
     before = path.read_bytes()
     path.write_bytes(before[:-9])
@@ -211,7 +178,7 @@ def test_a_damaged_folder_is_written_again(folder, tmp_path):
     assert [entry.name for entry in folder.parent.iterdir()] == ["shapes-v1"]
 
 
-def test_it_opens_by_name_for_captions_and_for_classes(by_name):
+def test_shapes_open_by_name_for_captions_and_for_classes(by_name):
     splits = open_captions("shapes", images=None, val_share=0.1, seed=0, with_classes=False)
     both = open_captions("shapes", images=None, val_share=0.1, seed=0, with_classes=True)
     plain = open_splits("shapes", val_share=0.1, seed=0)
@@ -232,3 +199,78 @@ def test_the_unseen_split_is_for_evaluation(by_name):
     labelled, notes = open_eval_split("shapes", split="unseen", classes=classes)
     assert {sample.path for sample in labelled} == {sample.path for sample in samples}
     assert notes == ()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    return digits_folder(tmp_path_factory.mktemp("cache"))
+
+
+def test_digits_equal_those_of_scikit_learn(digits):
+    reference = load_digits()
+    files = sorted(digits.glob("*/*/*.png"), key=lambda path: path.name)
+    assert [path.name for path in files] == [f"{number:04d}.png" for number in range(1797)]
+    assert [int(path.parent.name) for path in files] == reference.target.tolist()
+    for path, expected in zip(files, reference.images, strict=True):
+        with Image.open(path) as image:
+            assert image.mode == "L"
+            assert np.array_equal(np.rint(np.asarray(image) * (16 / 255)), expected)
+
+
+def test_a_fifth_of_each_digit_is_for_validation(digits):
+    for label in range(10):
+        train, val = (len(list((digits / s / str(label)).iterdir())) for s in ("train", "val"))
+        assert val == (train + val) // 5
+
+
+def test_an_intact_digits_folder_is_not_rewritten(digits):
+    before = (digits / "train/0").stat().st_mtime_ns
+    assert digits_folder(digits.parent) == digits
+    assert (digits / "train/0").stat().st_mtime_ns == before
+    assert [path.name for path in digits.parent.iterdir()] == ["digits-v1"]
+
+
+@pytest.mark.parametrize("damage", ["change", "lose", "add", "all"])
+def test_a_damaged_digits_folder_is_written_again(digits, tmp_path, damage):
+    folder = shutil.copytree(digits, tmp_path / digits.name)
+    victim = next((folder / "val/3").iterdir())
+    if damage == "change":
+        victim.write_bytes(b"x")
+    elif damage == "lose":
+        victim.unlink()
+    elif damage == "add":
+        (folder / "val/3/extra.png").write_bytes(b"x")
+    else:
+        (folder / ".digest").unlink()
+    assert not is_intact(folder)
+    assert is_intact(digits_folder(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["digits-v1"]
+
+
+def test_processes_may_write_the_digits_concurrently(tmp_path):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        folders = pool.map(digits_folder, [tmp_path] * 2, chunksize=1)
+    assert set(folders) == {tmp_path / "digits-v1"}
+    assert is_intact(folders[0])
+
+
+def test_an_unwritable_cache_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="set XDG_CACHE_HOME"):
+        digits_folder(tmp_path / "file")
+
+
+def test_digits_open_by_name_unless_a_folder_has_it(monkeypatch, tmp_path, digits, make_tree):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/vit-toolkit").symlink_to(digits.parent)
+    monkeypatch.chdir(tmp_path)
+    splits = open_splits("digits", val_share=0.2, seed=0)
+    assert splits.classes == tuple("0123456789")
+    assert len(splits.train) + len(splits.val) == 1797
+    assert splits.notes == ()
+    assert not splits.made
+    make_tree({"a": 20, "b": 20}).rename(tmp_path / "digits")
+    splits = open_splits("digits", val_share=0.2, seed=0)
+    assert splits.classes == ("a", "b")
+    assert "not the built-in dataset" in splits.notes[0]

@@ -1,4 +1,4 @@
-"""Which images are held out: shares of each class, groups on one side, folds."""
+"""Training/validation split: shares of each class, groups, folds."""
 
 from collections import Counter
 
@@ -53,7 +53,7 @@ def shares(items, part):
     return {label: (here[label], number) for label, number in all_of.items()}
 
 
-def test_each_of_several_labels_gets_its_share():
+def test_multilabel_images_are_stratified_by_every_label():
     items = drawn(500, 12)
     train, val, notes = made(items, multilabel=True)
     assert len(train) + len(val) == 500
@@ -72,7 +72,7 @@ def test_each_of_several_labels_gets_its_share():
     assert notes == [f"no validation folder: held out {len(val)} images, 20% of each class"]
 
 
-def test_what_is_there_once_is_learned():
+def test_a_class_of_one_image_is_trained_on():
     items = [ImageRecord(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
     train, val, notes = made(items, multilabel=True)
     assert {label for item in train for label in item.labels} == {
@@ -84,7 +84,7 @@ def test_what_is_there_once_is_learned():
 
 
 @pytest.mark.parametrize("multilabel", [True, False])
-def test_groups_stay_on_one_side(multilabel):
+def test_a_group_is_in_one_split_only(multilabel):
     items = drawn(600, 6, groups=150)
     if not multilabel:
         items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
@@ -101,7 +101,7 @@ def test_groups_stay_on_one_side(multilabel):
     assert made(items, group="patient", multilabel=multilabel)[1] == val
 
 
-def test_uneven_classes_and_lost_ones_are_said():
+def test_uneven_and_absent_classes_get_a_note():
     items = [ImageRecord(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
     _, val, notes = made(items, group="g")
     assert len(val) == 30
@@ -112,7 +112,7 @@ def test_uneven_classes_and_lost_ones_are_said():
     assert "held out none of class c2, which is in one image or group" in notes
 
 
-def test_groups_of_a_pattern():
+def test_groups_from_a_regular_expression():
     names = ["a/p1_x.png", "b/p1_y.png", "a/p22_z.png", "a/odd.png"]
     assert find_groups(names, r"p(\d+)_") == ["1", "1", "22", ""]
     assert find_groups(names, r"p\d+") == ["p1", "p1", "p22", ""]
@@ -124,7 +124,7 @@ def test_groups_of_a_pattern():
         find_groups(names, "patient")
 
 
-def test_a_pattern_groups_a_folder(make_tree):
+def test_a_regular_expression_groups_an_image_folder(make_tree):
     root = make_tree({"a": 20, "b": 20})
     splits = open_splits(DatasetSpec(str(root), group=r"/(\d)"), val_share=0.25, seed=0)
     digits = [{relative(s.path, root)[2] for s in part} for part in (splits.train, splits.val)]
@@ -132,7 +132,7 @@ def test_a_pattern_groups_a_folder(make_tree):
     assert {sample.label for sample in splits.val} == {0, 1}
 
 
-def test_a_group_on_both_sides_of_the_datas_own_split_is_refused():
+def test_a_group_in_both_given_splits_is_refused():
     train = [ImageRecord(f"/x/t{n}.png", ("a",), f"g{n}") for n in range(4)]
     val = [ImageRecord("/x/v.png", ("a",), "g3"), ImageRecord("/x/w.png", ("a",), "")]
     with pytest.raises(DataError, match=r"x: 1 group \(patient\) in training too: g3; move"):
@@ -161,7 +161,7 @@ def test_every_image_is_in_one_fold(kind):
         )
 
 
-def test_folds_that_cannot_be_are_refused():
+def test_impossible_folds_are_refused():
     items = [ImageRecord(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
     with pytest.raises(ConfigError, match="the data have validation images"):
         made([], fold=Fold(1, 2), train=items, val=items)
@@ -174,7 +174,7 @@ def test_folds_that_cannot_be_are_refused():
     assert "left out test: no fold sees it; measure on it at the end" in notes
 
 
-def test_dealing_is_as_even_as_it_can_be():
+def test_stratification_is_as_even_as_possible():
     items = [ImageRecord(f"/x/{n}.png", (f"c{n % 3}",)) for n in range(35)]
     units = make_units(items, None, [item.path for item in items])
     counts = Counter(
@@ -183,7 +183,7 @@ def test_dealing_is_as_even_as_it_can_be():
     assert set(counts.values()) <= {2, 3}
 
 
-def test_a_share_of_one_class_each_is_the_one_of_captions(make_tree):
+def test_single_label_split_equals_hold_out_by_class(make_tree):
     root = make_tree({"a": 10, "b": 5})
     splits = open_splits(str(root), val_share=0.2, seed=0)
     tree = {c: [str(root / f"{c}/{n}.png") for n in range(k)] for c, k in (("a", 10), ("b", 5))}

@@ -89,7 +89,7 @@ def test_parquet_gives_the_samples_of_the_folder(parquet):
         assert pool.map(size_of, [path]) == [size_of(path)]
 
 
-def test_the_library_itself_reads_the_same(parquet):
+def test_images_equal_those_that_the_library_decodes(parquet):
     listed = read_dataset(f"hf:{parquet[1]}", None, None)
     for split, name in (("train", "train"), ("validation", "val")):
         rows = datasets.load_dataset(str(parquet[1]), split=split)
@@ -138,7 +138,7 @@ def png(value: int) -> bytes:
     return content.getvalue()
 
 
-def test_tables_of_others_without_types(tmp_path):
+def test_tables_without_feature_types_are_read(tmp_path):
     images = [png(value) for value in range(8)]
     table = pa.table({"png": images, "id": [*range(8)], "class": ["b", "a"] * 4})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
@@ -152,7 +152,7 @@ def test_tables_of_others_without_types(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["numbers", "names"])
-def test_lists_of_labels_are_several(tmp_path, kind):
+def test_list_columns_are_multilabel(tmp_path, kind):
     label = datasets.ClassLabel(names=["cat", "dog"])
     inner = label if kind == "numbers" else datasets.Value("string")
     columns = {"image": [{"bytes": png(n), "path": None} for n in range(3)]}
@@ -180,7 +180,7 @@ def refused(capsys, *words: str) -> str:
 
 
 @pytest.mark.auto_precision
-def test_what_cannot_be_opened_is_one_line(parquet, tmp_path, capsys):
+def test_datasets_that_cannot_be_opened_are_refused_in_one_line(parquet, tmp_path, capsys):
     table = f"hf:{parquet[1]}"
     out = ["--out", str(tmp_path / "r")]
     told = refused(capsys, "train", table, *out, "--label-column", "lable")
@@ -194,7 +194,7 @@ def test_what_cannot_be_opened_is_one_line(parquet, tmp_path, capsys):
     assert "cannot be loaded" in refused(capsys, "train", f"hf:{tmp_path}/bad.parquet", *out)
 
 
-def test_columns_that_may_be_meant_are_named(tmp_path):
+def test_ambiguous_columns_are_named_in_the_error(tmp_path):
     columns = {"image": [{"bytes": png(0), "path": None}], "fine": [0], "coarse": [0]}
     kind = datasets.ClassLabel(names=["a"])
     path = write(

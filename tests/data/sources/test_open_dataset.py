@@ -1,13 +1,11 @@
-"""Opening data sets: layouts, classes by name, what is left out, what is refused."""
+"""Opening a dataset: layouts, class names, what is left out, what is refused."""
 
 import os
 
 import pytest
 from PIL import Image
 
-from vit.commands.main import main
 from vit.data.archives import relative
-from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_eval_split, open_splits
 from vit.errors import DataError
 from vit.paths import did_you_mean
@@ -28,7 +26,7 @@ def names(samples, root):
 
 
 @pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
-def test_a_split_of_its_own_is_taken(make_tree, val):
+def test_a_validation_folder_is_used(make_tree, val):
     root = make_tree({name.replace("val", val): count for name, count in SPLIT.items()})
     splits = opened(root)
     assert splits.classes == ("a", "b")
@@ -42,7 +40,7 @@ def test_a_split_of_its_own_is_taken(make_tree, val):
     assert bool(splits.notes) == (val == "test")
 
 
-def test_val_comes_before_test(make_tree):
+def test_val_is_preferred_to_test(make_tree):
     splits = opened(make_tree(SPLIT | {"test/a": 1, "test/b": 1}))
     assert len(splits.val) == 5
 
@@ -84,7 +82,7 @@ def test_other_formats_and_deeper_folders_belong_to_the_class(make_tree):
     assert [sample.label for sample in splits.train].count(0) == 12 + 3 + 5
 
 
-def test_junk_is_left_out_and_said(make_tree):
+def test_hidden_and_system_names_are_left_out_with_a_note(make_tree):
     junk = {"train/.git": 1, "train/__MACOSX": 2, ".ipynb_checkpoints": 1, "train/a/.thumbs": 1}
     root = make_tree(SPLIT | junk)
     (root / "train/a/._0.png").write_bytes(b"\0")
@@ -104,7 +102,7 @@ def test_files_that_are_no_images_are_counted(make_tree):
     assert noted(splits, text)
 
 
-def test_what_is_no_regular_file_is_left_out_and_said(make_tree):
+def test_special_files_are_left_out_with_a_note(make_tree):
     root = make_tree(SPLIT)
     os.mkfifo(root / "train/a/pipe.png")
     (root / "train/a/dangling.png").symlink_to("nowhere.png")
@@ -117,7 +115,7 @@ def test_what_is_no_regular_file_is_left_out_and_said(make_tree):
     assert noted(splits, "without images: train/a/folder.png")
 
 
-def test_links_that_lead_back_are_left_out_and_said(make_tree):
+def test_circular_links_are_left_out_with_a_note(make_tree):
     root = make_tree(SPLIT)
     (root / "train/a/again").symlink_to(".")
     (root / "train/a/up").symlink_to("../..")
@@ -141,14 +139,14 @@ def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
     assert noted(splits, "left out links to folders of this dataset or around them: train/a/twice")
 
 
-def test_loose_images_and_other_folders_are_said(make_tree):
+def test_images_outside_of_class_folders_get_a_note(make_tree):
     root = make_tree(SPLIT | {"train": 2, "extra/x": 3})
     splits = opened(root)
     assert noted(splits, "lie in no class folder: train/0.png, train/1.png")
     assert noted(splits, "left out folders beside train: extra")
 
 
-def test_a_class_missing_in_validation_is_a_note_and_shifts_nothing(make_tree):
+def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make_tree):
     root = make_tree({"train/a": 12, "train/b": 12, "train/c": 12, "val/b": 3, "val/c": 0})
     splits = opened(root)
     assert {sample.label for sample in splits.val} == {1}
@@ -172,7 +170,7 @@ def test_a_class_missing_in_validation_is_a_note_and_shifts_nothing(make_tree):
         ({"a": 1, "b": 1}, "no images left to validate on"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(make_tree, tree, message):
+def test_datasets_that_cannot_be_trained_on_are_refused(make_tree, tree, message):
     with pytest.raises(DataError, match=message):
         opened(make_tree(tree))
 
@@ -191,36 +189,7 @@ def test_missing_data_and_files_are_refused(tmp_path):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.XLSX", r"an Excel workbook, not a list: .*Save As > CSV UTF-8 \(Comma delimited\)"),
-        ("a.xls", "an Excel workbook"),
-        ("a.ods", "a LibreOffice spreadsheet, .*Save As > Text CSV"),
-        ("a.numbers", "a Numbers spreadsheet, .*File > Export To > CSV"),
-        ("a.gsheet", "a link to a Google sheet, .*File > Download > Comma-separated values"),
-        ("a.zip", "is an archive: unpack it first"),
-        ("a.rar", "is an archive: unpack it first"),
-        ("a.7z", "is an archive: unpack it first"),
-        ("a.csv.gz", "is an archive: unpack it first"),
-        ("a.tgz", "compressed with gzip.*unpack it"),
-        ("a.jpg", "DATA is one folder, .*, not a single image: .*a.jpg"),
-    ],
-)
-def test_what_is_no_data_is_told_what_to_do(tmp_path, name, message):
-    (tmp_path / name).write_bytes(b"\x1f\x8b")
-    with pytest.raises(DataError, match=message):
-        opened(tmp_path / name)
-
-
-def test_a_spreadsheet_may_be_a_folder(make_tree):
-    root = make_tree({"a.numbers/Index": 0, "b.numbers/x": 5, "b.numbers/y": 5})
-    with pytest.raises(DataError, match="a Numbers spreadsheet"):
-        opened(root / "a.numbers")
-    assert opened(root / "b.numbers").classes == ("x", "y")
-
-
-def test_a_missing_path_has_the_nearest_name(make_tree, monkeypatch):
+def test_the_error_for_a_missing_path_suggests_a_similar_name(make_tree, monkeypatch):
     root = make_tree({"photos/cat": 1, ".phots": 0})
     (root / "link").symlink_to("gone")
     monkeypatch.chdir(root)
@@ -246,25 +215,7 @@ def test_a_missing_path_has_the_nearest_name(make_tree, monkeypatch):
         assert did_you_mean(nothing) == ""
 
 
-@pytest.mark.parametrize("command", ["train", "check", "evaluate", "data"])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
-        (["a", "b"], "b is one argument too many: DATA is a already"),
-        (["0.tar", "1.tar"], "quote the pattern"),
-        (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
-    ],
-)
-def test_words_after_data_are_told_what_is_wrong(capsys, command, words, message):
-    others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
-    assert main([command, *others, *words]) == 2
-    line = capsys.readouterr().err
-    assert message in line
-    assert line.count("\n") == 1
-
-
-def test_names_are_safe_on_a_terminal(make_tree):
+def test_names_in_errors_are_safe_on_a_terminal(make_tree):
     root = make_tree(SPLIT | {"val/red\x1b[31m\u202e": 1})
     with pytest.raises(DataError) as caught:
         opened(root)
@@ -272,21 +223,21 @@ def test_names_are_safe_on_a_terminal(make_tree):
     assert "\x1b" not in str(caught.value)
 
 
-def test_equal_names_in_other_unicode(make_tree):
+def test_class_names_equal_after_normalisation_get_a_note(make_tree):
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     splits = opened(make_tree({composed: 12, decomposed: 12}))
     assert splits.classes == (decomposed, composed)
     assert noted(splits, r"'cafe\u0301', 'caf\xe9'")
 
 
-def test_validation_may_be_in_other_unicode(make_tree):
+def test_classes_match_across_unicode_forms(make_tree):
     tree = {"train/caf\u00e9": 12, "train/b": 12, "val/cafe\u0301": 2, "val/b": 2}
     splits = opened(make_tree(tree))
     assert {sample.label for sample in splits.val} == {0, 1}
     assert noted(splits, "in other Unicode")
 
 
-def test_evaluation_labels_by_the_models_names(make_tree):
+def test_evaluation_labels_are_indices_into_the_models_classes(make_tree):
     root = make_tree(SPLIT)
     samples, notes = open_eval_split(str(root), split="val", classes=["z", "b", "a"])
     assert [sample.label for sample in samples] == [1, 1, 2, 2, 2]
@@ -305,7 +256,7 @@ def test_evaluation_refuses_unknown_classes_and_splits(make_tree):
 
 
 @pytest.mark.parametrize("prefix", ["", "train/"])
-def test_evaluation_takes_what_training_held_out(make_tree, prefix):
+def test_evaluation_uses_the_images_that_training_held_out(make_tree, prefix):
     root = make_tree({prefix + "a": 20, prefix + "b": 20})
     splits = opened(root)
     held_out = names(splits.val, root)
@@ -319,45 +270,7 @@ def test_evaluation_takes_what_training_held_out(make_tree, prefix):
     assert "took all 40 images" in notes[0]
 
 
-def test_inputs_of_prediction_keep_their_order(make_tree):
-    root = make_tree({"x": 3, "x/deep": 1, "y": 2, ".hidden": 1})
-    (root / "x/photo.HEIC").write_bytes(b"")
-    (root / "x/notes.txt").write_bytes(b"")
-    (root / "y/[odd].png").write_bytes(b"")
-    notes: list[str] = []
-    inputs = ["y/1.png", "x", "y/?.png", "missing.png", "y/[odd].png", "y/1.png"]
-    found = list_images([str(root / given) for given in inputs], notes=notes)
-    assert [relative(path, root) for path in found] == [
-        "y/1.png",
-        *("x/0.png", "x/1.png", "x/2.png", "x/deep/0.png", "x/photo.HEIC"),
-        *("y/0.png", "y/1.png"),
-        "missing.png",
-        "y/[odd].png",
-        "y/1.png",
-    ]
-    assert any(".txt 1" in note for note in notes)
-
-
-def test_a_pattern_that_matches_folders_too_lists_each_image_once(make_tree):
-    root = make_tree({"x": 2, "x/deep": 1, "y": 1})
-    found = list_images([f"{root}/**", f"{root}/y/0.png"])
-    assert [relative(path, root) for path in found] == [
-        *("x/0.png", "x/1.png", "x/deep/0.png", "y/0.png"),
-        "y/0.png",  # given twice
-    ]
-
-
-def test_inputs_that_give_nothing_are_refused(make_tree):
-    root = make_tree({"x": 1, "empty": 0})
-    with pytest.raises(DataError, match="no images in this folder"):
-        list_images([str(root / "empty")])
-    with pytest.raises(DataError, match=r"one folder, .* not a pattern"):
-        opened(root / "x" / "*.png")
-    with pytest.raises(DataError, match="matches no file"):
-        list_images([str(root / "*.jpg")])
-
-
-def test_classes_that_differ_in_case_or_spaces_are_told(make_tree):
+def test_class_names_that_differ_in_case_or_spaces_get_a_note(make_tree):
     notes = "\n".join(opened(make_tree({"Hat": 3, "hat": 3, "a b": 3, "a  b": 3, "c": 3})).notes)
     assert "differ only in case or spaces: 'Hat', 'hat'" in notes
     assert "differ only in case or spaces: 'a  b', 'a b'" in notes

@@ -98,7 +98,7 @@ def test_shards_without_a_split_hold_out_what_the_folder_does(pair, tmp_path):
 
 
 @pytest.mark.parametrize("above", ["", "photos/"])
-def test_a_packed_folder_is_that_folder(pair, tmp_path, above):
+def test_a_tar_of_an_image_folder_gives_the_same_samples(pair, tmp_path, above):
     root = pair[0]
     packed = pack(tmp_path / "p.tar", {above + k: v for k, v in files_of(root).items()})
     folder, splits = opened(root), opened(packed)
@@ -109,7 +109,7 @@ def test_a_packed_folder_is_that_folder(pair, tmp_path, above):
     ]
 
 
-def test_gnu_tar_itself_is_read(pair, tmp_path):
+def test_archives_of_gnu_tar_are_read(pair, tmp_path):
     name = "n" * 92
     long = pair[0] / "train/a" / f"{name}.png"
     shutil.copy(pair[0] / "train/a/0.png", long)
@@ -124,7 +124,7 @@ def test_gnu_tar_itself_is_read(pair, tmp_path):
 
 
 @pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
-def test_places_are_those_of_tarfile(tmp_path, style):
+def test_member_offsets_equal_those_of_tarfile(tmp_path, style):
     names = ["a/1.jpg", "ü/é.jpg", "d/" * 40 + "x.jpg", "empty.jpg", "a/2.tar/3.jpg"]
     path = pack(tmp_path / "x.tar", {name: name.encode() * 99 for name in names}, style)
     index = read_index(str(path))
@@ -186,7 +186,7 @@ def labelled(tmp_path, members: dict[str, bytes], **beside: str):
     return [item.labels for item in found.splits[""]], found
 
 
-def test_labels_beside_images_as_webdataset_has_them(tmp_path):
+def test_webdataset_label_files_are_read(tmp_path):
     names, _ = labelled(tmp_path, {"1.jpg": b"x", "1.cls": b"7\n", "2.jpg": b"x", "2.cls": b"cat"})
     assert names == [("7",), ("cat",)]
     names, _ = labelled(
@@ -205,7 +205,7 @@ def test_labels_beside_images_as_webdataset_has_them(tmp_path):
     assert found.notes == ["left out 1 text (.txt): captions are no classes"]
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_ignored_members_get_a_note(tmp_path):
     members = {"a/1.jpg": b"x", "b/2.jpg": b"x", "b/3.heic": b"x", "a/._1.jpg": b"x", "m.json": b""}
     path = pack(tmp_path / "x.tar", members)
     with tarfile.open(path, "a") as tar:
@@ -223,7 +223,7 @@ def test_what_is_left_out_is_said(tmp_path):
     ]
 
 
-def test_names_that_clash_have_their_shard_in_front(tmp_path):
+def test_equal_names_in_two_shards_are_prefixed_by_the_shard(tmp_path):
     for number in range(2):
         pack(tmp_path / f"{number}.tar", {f"{c}/{n}.jpg": b"x" for c in "ab" for n in range(4)})
     splits = opened(tmp_path)
@@ -232,14 +232,14 @@ def test_names_that_clash_have_their_shard_in_front(tmp_path):
     assert "0.tar/a/1.jpg" in names
 
 
-def test_a_tar_beside_class_folders_is_no_shard(make_tree):
+def test_a_tar_beside_class_folders_is_ignored(make_tree):
     root = make_tree({"a": 3, "b": 3})
     pack(root / "backup.tar", {"c/1.jpg": b"x"})
     assert not is_shards(str(root))
     assert opened(root).classes == ("a", "b")
 
 
-def test_predict_takes_a_shard_for_its_images(pair):
+def test_predict_reads_all_images_of_a_shard(pair):
     assert len(list_images([f"{pair[1]}/val-0000.tar"])) == 5
     names = list_images([str(pair[1])])
     assert len(names) == 21
@@ -283,7 +283,7 @@ def test_images_are_sorted_out_of_shards_as_copies(pair, tmp_path):
         ("{a,b{1..2}}-{x,y}", ["a-x", "a-y", "b1-x", "b1-y", "b2-x", "b2-y"]),
     ],
 )
-def test_braces_are_those_of_a_shell(pattern, names):
+def test_braces_expand_as_in_a_shell(pattern, names):
     assert expand_braces(pattern) == names
     shell = subprocess.run(["bash", "-c", f"echo {pattern}"], capture_output=True, text=True)
     assert shell.stdout.split() == names
@@ -298,7 +298,7 @@ def test_braces_are_those_of_a_shell(pattern, names):
         ("/d/trainer.tar", ""),
     ],
 )
-def test_the_split_of_shard_a_shard(path, split):
+def test_the_split_is_in_the_name_of_a_shard(path, split):
     assert split_of_shard(path) == split
 
 
@@ -360,7 +360,7 @@ def test_hostile_members_are_refused(tmp_path, name, what):
         read_shards(str(path))
 
 
-def test_sizes_that_lie_and_holes_are_refused(tmp_path):
+def test_wrong_sizes_and_gaps_are_refused(tmp_path):
     path = tmp_path / "x.tar"
     about = tarfile.TarInfo("a/1.jpg")
     about.size = 2**40
@@ -409,7 +409,7 @@ def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
         ({"1.jpg": b"x", "1.cls": b"0", "classes.txt": b"a\na"}, "not the names of classes"),
     ],
 )
-def test_labels_that_are_wrong_are_refused(tmp_path, members, what):
+def test_invalid_labels_are_refused(tmp_path, members, what):
     with pytest.raises(DataError, match=what):
         read_shards(str(pack(tmp_path / "x.tar", members)))
 
@@ -452,7 +452,7 @@ def memory(monkeypatch, tmp_path):
         system.rm(name)
 
 
-def test_remote_shards_are_copied_once(pair, memory, tmp_path, capsys):
+def test_remote_shards_are_downloaded_once(pair, memory, tmp_path, capsys):
     for path in pair[1].iterdir():
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
     expected = seen(opened(pair[1]).train)
@@ -471,7 +471,7 @@ def test_remote_shards_are_copied_once(pair, memory, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("key", ["ETag", "etag", "Content-MD5", "Digest", "Last-Modified"])
-def test_a_shard_that_changes_is_copied_again(pair, memory, monkeypatch, capsys, key):
+def test_a_changed_remote_shard_is_downloaded_again(pair, memory, monkeypatch, capsys, key):
     """As over HTTP, where a file system tells versions apart by what the server says alone."""
     memory.pipe("/b/train-0000.tar", (pair[1] / "train-0000.tar").read_bytes())
     real, said = type(memory).info, {key: "one"}
@@ -488,7 +488,7 @@ def test_a_shard_that_changes_is_copied_again(pair, memory, monkeypatch, capsys,
         assert capsys.readouterr().err.count("copying shard") == copies
 
 
-def test_a_copy_that_breaks_leaves_nothing(pair, memory, tmp_path, monkeypatch):
+def test_an_interrupted_download_leaves_no_file(pair, memory, tmp_path, monkeypatch):
     content = (pair[1] / "train-0000.tar").read_bytes()
     memory.pipe("/b/train-0000.tar", content)
     real = type(memory).info
@@ -502,13 +502,13 @@ def test_a_copy_that_breaks_leaves_nothing(pair, memory, tmp_path, monkeypatch):
 
 
 @pytest.mark.auto_precision
-def test_remote_shards_that_are_not_there(memory, capsys):
+def test_missing_remote_shards_are_refused_in_one_line(memory, capsys):
     assert "no such shard" in one_line(capsys, "train", "memory://bucket/none.tar")
     assert "cannot be reached" in one_line(capsys, "train", "nothing://bucket/x.tar")
     assert "compressed" in one_line(capsys, "train", "memory://bucket/x.tar.gz")
 
 
-def test_an_index_is_json_free_and_small(tmp_path):
+def test_a_shard_index_is_small_in_memory(tmp_path):
     """A million names in a dict would be copied into every loader process."""
     path = pack(tmp_path / "x.tar", {f"a/{number:06d}.jpg": b"" for number in range(500)})
     index = read_index(str(path))

@@ -38,7 +38,7 @@ def write_mnist(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
-def test_arrays_are_kept_without_loss(cache, name):
+def test_datasets_of_arrays_are_stored_losslessly(cache, name):
     write_mnist(cache / name / "raw")
     splits = open_splits(f"torchvision:{name}", val_share=0.2, seed=0)
     assert not splits.made
@@ -75,7 +75,7 @@ class Drawn(datasets.VisionDataset):
         return Image.open(self._images[index]), self._labels[index]
 
 
-def test_files_stay_where_they_are(monkeypatch, cache):
+def test_datasets_of_files_are_read_in_place(monkeypatch, cache):
     monkeypatch.setattr(datasets, "Drawn", Drawn, raising=False)
     splits = open_splits("torchvision:Drawn", val_share=0.2, seed=0)
     assert splits.classes == ("a", "b b")
@@ -89,7 +89,7 @@ def test_files_stay_where_they_are(monkeypatch, cache):
 
 
 @pytest.mark.auto_precision
-def test_what_cannot_be_had_is_one_line(monkeypatch, tmp_path, capsys):
+def test_unavailable_datasets_are_refused_in_one_line(monkeypatch, tmp_path, capsys):
     def offline(*_args, **_settings):
         raise RuntimeError("Error downloading train-images:\nTried https://...")
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_had_is_one_line(monkeypatch, tmp_path, capsys):
         read_torchvision("torchvision:CIFAR10")
 
 
-def test_a_set_that_breaks_while_it_is_written_leaves_nothing(monkeypatch, cache):
+def test_an_interrupted_export_leaves_no_file(monkeypatch, cache):
     write_mnist(cache / "MNIST" / "raw")
     real = datasets.MNIST.__getitem__
 

@@ -1,0 +1,64 @@
+"""Errors for inputs that are no dataset: each names the remedy."""
+
+import pytest
+
+from vit.commands.main import main
+from vit.data.sources.open_dataset import open_splits
+from vit.errors import DataError
+
+
+def opened(data):
+    return open_splits(str(data), val_share=0.25, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.XLSX", r"an Excel workbook, not a list: .*Save As > CSV UTF-8 \(Comma delimited\)"),
+        ("a.xls", "an Excel workbook"),
+        ("a.ods", "a LibreOffice spreadsheet, .*Save As > Text CSV"),
+        ("a.numbers", "a Numbers spreadsheet, .*File > Export To > CSV"),
+        ("a.gsheet", "a link to a Google sheet, .*File > Download > Comma-separated values"),
+        ("a.zip", "is an archive: unpack it first"),
+        ("a.rar", "is an archive: unpack it first"),
+        ("a.7z", "is an archive: unpack it first"),
+        ("a.csv.gz", "is an archive: unpack it first"),
+        ("a.tgz", "compressed with gzip.*unpack it"),
+        ("a.jpg", "DATA is one folder, .*, not a single image: .*a.jpg"),
+    ],
+)
+def test_spreadsheets_archives_and_images_are_refused_with_a_remedy(tmp_path, name, message):
+    (tmp_path / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path / name)
+
+
+def test_a_spreadsheet_may_be_a_folder(make_tree):
+    root = make_tree({"a.numbers/Index": 0, "b.numbers/x": 5, "b.numbers/y": 5})
+    with pytest.raises(DataError, match="a Numbers spreadsheet"):
+        opened(root / "a.numbers")
+    assert opened(root / "b.numbers").classes == ("x", "y")
+
+
+@pytest.mark.parametrize("command", ["train", "check", "evaluate", "data"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
+        (["a", "b"], "b is one argument too many: DATA is a already"),
+        (["0.tar", "1.tar"], "quote the pattern"),
+        (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
+    ],
+)
+def test_extra_arguments_are_explained(capsys, command, words, message):
+    others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
+    assert main([command, *others, *words]) == 2
+    line = capsys.readouterr().err
+    assert message in line
+    assert line.count("\n") == 1
+
+
+def test_a_glob_is_no_dataset(make_tree):
+    root = make_tree({"x": 1})
+    with pytest.raises(DataError, match=r"one folder, .* not a pattern"):
+        opened(root / "x" / "*.png")
