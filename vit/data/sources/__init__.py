@@ -1,1 +1,1 @@
-"""Where images and the names of their classes come from, and how they are divided."""
+"""Dataset sources: folders, lists, shards, named datasets; class names and splits."""
