@@ -178,7 +178,7 @@ def speed(args: argparse.Namespace) -> None:
 
 def accuracy(args: argparse.Namespace) -> None:
     run = load_run(args.run)
-    fit, size = run.preprocessing.fit, run.preprocessing.image_size
+    fit, size = run.preprocessing.resize_and_crop, run.preprocessing.image_size
     train = [path for name in run.classes for path in sorted(Path(args.train, name).iterdir())]
     random.Random(0).shuffle(train)
     calibration = [np.array(fit(read_image(str(path)))) for path in train[: args.samples]]

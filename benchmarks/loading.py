@@ -31,14 +31,14 @@ import simplejpeg
 import torch
 
 from vit.config import AugmentConfig
-from vit.data.dataloader import TrainingLoader, quiet
-from vit.data.dataset import Always
+from vit.data.dataloader import TrainingLoader, ignore_worker_warnings
+from vit.data.dataset import ConstantTransform
 from vit.data.dataset_types import Sample
-from vit.data.image_cache import Cache, open_cache, side_for
+from vit.data.image_cache import ImageCache, cache_side, open_cache
 from vit.data.image_io import read_image, read_pixels
 from vit.data.preprocessing import RESAMPLING, Preprocessing
-from vit.data.sampler import Schedule
-from vit.data.transforms import Crop, random_box, training_transform
+from vit.data.sampler import MicroBatchSampler
+from vit.data.transforms import FastCrop, TrainingTransform, random_crop_box
 
 BATCH = 50
 AHEAD = 4
@@ -47,15 +47,24 @@ Loader = Callable[[int], Iterator[object]]
 
 
 def ours(
-    paths: list[str], args: argparse.Namespace, *, quick: bool = True, cache: Cache | None = None
+    paths: list[str],
+    args: argparse.Namespace,
+    *,
+    quick: bool = True,
+    cache: ImageCache | None = None,
 ) -> Loader:
     """Our loader of training images."""
     samples = [Sample(path, 0) for path in paths]
     size = Preprocessing(image_size=(args.size,) * 2, interpolation=args.interpolation)
-    transform = training_transform(AugmentConfig(), size, quick=quick)
-    schedule = Schedule(count=len(samples), seed=0, batch_size=BATCH)
+    transform = TrainingTransform(AugmentConfig(), size, fast_crop=quick)
+    schedule = MicroBatchSampler(count=len(samples), seed=0, batch_size=BATCH)
     loader = TrainingLoader(
-        samples, Always(transform), schedule, epochs=10**6, workers=args.workers, cache=cache
+        samples,
+        ConstantTransform(transform),
+        schedule,
+        epochs=10**6,
+        workers=args.workers,
+        cache=cache,
     )
 
     def one_pass(number: int) -> Iterator[object]:
@@ -147,13 +156,13 @@ def psnr(pixels: torch.Tensor, other: np.ndarray) -> float:
     return float(10 * np.log10(255**2 / max(error, 1e-3)))
 
 
-def quality(paths: list[str], args: argparse.Namespace, cache: Cache) -> None:
+def quality(paths: list[str], args: argparse.Namespace, cache: ImageCache) -> None:
     """Print how near quick crops and crops from a cache are to those of Pillow, of equal boxes."""
     size, found = (args.size, args.size), {"whole": [], "reduced": [], "cache": []}
     for index, path in enumerate(paths):
         image = read_image(path)
         torch.manual_seed(index)
-        box = tuple(map(round, random_box(*image.size, AugmentConfig().min_crop, 4 / 3)))
+        box = tuple(map(round, random_crop_box(*image.size, AugmentConfig().min_crop, 4 / 3)))
         want = np.asarray(image.resize(size, RESAMPLING[args.interpolation], box=box))
         pixels = []
 
@@ -161,14 +170,14 @@ def quality(paths: list[str], args: argparse.Namespace, cache: Cache) -> None:
             pixels.append(read_pixels(path, least))
             return pixels[-1]
 
-        crop = Crop(size, args.interpolation, lambda _width, _height, box=box: box)
+        crop = FastCrop(size, args.interpolation, lambda _width, _height, box=box: box)
         value = psnr(crop(from_file), want)
         found["reduced" if pixels[0].shape[1] < image.width else "whole"].append(value)
         kept = cache.pixels(index)
         assert kept is not None
         scale = kept.shape[1] / image.width
         own = tuple(edge * scale for edge in box)
-        crop = Crop(size, args.interpolation, lambda _width, _height, own=own: own)
+        crop = FastCrop(size, args.interpolation, lambda _width, _height, own=own: own)
         found["cache"].append(psnr(crop(lambda _least, kept=kept: kept), want))
     for name, values in found.items():
         if values:
@@ -201,7 +210,7 @@ def main() -> None:
             (folder / "all" / f"{number:06d}.jpg").symlink_to(path)
         cache = open_cache(
             paths,
-            side=args.side or side_for(args.size, 0.08),
+            side=args.side or cache_side(args.size, 0.08),
             kind="disk",
             folder=Path(temporary),
             notify=print,
@@ -223,7 +232,7 @@ def main() -> None:
 def compare(loaders: dict[str, Loader], count: int, rounds: int) -> None:
     """Print the pace of each, and beside timm's in the same round."""
     paces: dict[str, list[Pace]] = {name: [] for name in loaders}
-    with quiet():
+    with ignore_worker_warnings():
         for number in range(rounds):
             for name, loader in loaders.items():
                 paces[name].append(pace(loader, number, count))

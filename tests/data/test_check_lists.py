@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.checks.dataset_check import inspect
+from vit.data.checks.dataset_check import check_dataset
 from vit.data.checks.problems import KINDS
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
@@ -36,10 +36,10 @@ def write(images):
 
 
 def checked(data, **asked):
-    return inspect(DatasetSpec(str(data), **asked), workers=1, cache=False)
+    return check_dataset(DatasetSpec(str(data), **asked), workers=1, cache=False)
 
 
-def told(report, *kinds):
+def terminal_line(report, *kinds):
     """(kind, line) of all problems of these kinds."""
     return [
         (one.kind, int(one.detail.partition(", line ")[2].partition(":")[0]))
@@ -59,7 +59,7 @@ def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, i
     (images / "b/3.png").write_bytes(b"<html>")
     path = write(["image,label", *GOOD[:4], *bad, *GOOD[4:]])
     report = checked(path)
-    assert told(report, *FAULTS) == [
+    assert terminal_line(report, *FAULTS) == [
         *(("bad_line", line) for line in (6, 7, 12, 17)),
         *(("bad_path", line) for line in (8, 9, 10, 11)),
         ("no_label", 15),
@@ -87,7 +87,7 @@ def test_every_bad_record_of_json_is_told(write, images):
     for name in ("list.jsonl", "list.ndjson"):
         path = write([*bad[:1], *good, *bad[1:]], name)
         report = checked(path)
-        assert told(report, *FAULTS) == [
+        assert terminal_line(report, *FAULTS) == [
             *(("bad_line", line) for line in (1, 10, 11, 12, 14)),
             ("bad_path", 15),
             ("no_label", 13),
@@ -102,11 +102,11 @@ def test_every_bad_record_of_json_is_told(write, images):
 def test_lists_with_splits_tell_all_of_each(write, images):
     rows = [f"{line},{'val' if '3' in line else 'train'}" for line in GOOD]
     path = write(["image,label,split", *rows, "a/0.png,a,val", "b/9.png,b,trian"])
-    assert told(checked(path), *FAULTS) == [("bad_line", 11), ("contradiction", 10)]
+    assert terminal_line(checked(path), *FAULTS) == [("bad_line", 11), ("contradiction", 10)]
     write(["image,label", *GOOD[:3], "x", *GOOD[4:7]], "train.csv")
     write(["image,label", "x", GOOD[3], GOOD[7]], "val.csv")
     report = checked(images)
-    assert told(report, *FAULTS) == [("bad_line", 5), ("bad_line", 2)]
+    assert terminal_line(report, *FAULTS) == [("bad_line", 5), ("bad_line", 2)]
     assert sum(report.listing.counts("val").values()) == 2
 
 
@@ -116,15 +116,15 @@ def test_several_labels_are_said_where_the_list_has_them(write):
     assert not report.failed
     assert any("line 11: several labels, so" in one.detail for one in report.problems)
     single = checked(path, multilabel=False)
-    assert told(single, *FAULTS) == [("contradiction", 10), ("contradiction", 11)]
+    assert terminal_line(single, *FAULTS) == [("contradiction", 10), ("contradiction", 11)]
     alone = checked(write(["image,label", *GOOD[1:], "a/0.png,a|b"]), multilabel=False)
-    assert told(alone, *FAULTS) == [("several_labels", 9)]
+    assert terminal_line(alone, *FAULTS) == [("several_labels", 9)]
 
 
 def test_absolute_names_are_those_of_the_folder(write, images):
     lines = [f"{images}/{line}" for line in GOOD[:2]]
     path = write(["image,label", *GOOD, *lines, f"{images}/a/3.png,b", "/etc/x.png,a"])
-    assert told(checked(path), *FAULTS) == [
+    assert terminal_line(checked(path), *FAULTS) == [
         ("bad_path", 13),
         ("contradiction", 12),
         ("repeated_line", 10),

@@ -11,7 +11,7 @@ from vit.config import AugmentConfig
 from vit.data import image_io
 from vit.data.image_io import count_scans, decode_jpeg, read_image, read_pixels
 from vit.data.preprocessing import Preprocessing
-from vit.data.transforms import Crop, training_transform
+from vit.data.transforms import FastCrop, TrainingTransform
 from vit.errors import BadImage
 
 
@@ -97,7 +97,7 @@ def test_scans_without_end_are_refused(pil_image, tmp_path, monkeypatch):
     assert count_scans(jpeg(pil_image(64, 48))) == 1
     (path := tmp_path / "x.jpg").write_bytes(scans(data, 500))
     assert count_scans(path.read_bytes()) > 500
-    monkeypatch.setattr(image_io, "SCANNED_PIXELS", 64 * 48 * 400)
+    monkeypatch.setattr(image_io, "MAX_SCANNED_PIXELS", 64 * 48 * 400)
     for read in (read_image, lambda path: read_pixels(path, whole)):
         with pytest.raises(BadImage, match="scans of 64 x 48 pixels: too many"):
             read(path)
@@ -134,7 +134,7 @@ def test_a_large_image_is_decoded_small(pil_image, tmp_path, orientation):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_a_quick_crop_shows_what_pillows_shows(pil_image, interpolation):
     image, box = pil_image(400, 300), (31, 20, 331, 290)
-    crop = Crop((96, 112), interpolation, lambda *_: box)
+    crop = FastCrop((96, 112), interpolation, lambda *_: box)
     pixels = crop(lambda _least: np.array(image)).permute(1, 2, 0).numpy()
     expected = image.resize((112, 96), getattr(Image.Resampling, interpolation.upper()), box=box)
     assert np.abs(pixels.astype(int) - np.asarray(expected)).max() <= 2
@@ -142,7 +142,7 @@ def test_a_quick_crop_shows_what_pillows_shows(pil_image, interpolation):
 
 def test_a_small_image_keeps_fractions_of_pixels(pil_image):
     image, box = pil_image(20, 16), (2.3, 1.7, 14.9, 12.1)
-    crop = Crop((24, 24), "bicubic", lambda *_: box)
+    crop = FastCrop((24, 24), "bicubic", lambda *_: box)
     pixels = crop(lambda _least: np.array(image)).permute(1, 2, 0).numpy()
     expected = image.resize((24, 24), Image.Resampling.BICUBIC, box=box)
     assert np.array_equal(pixels, np.asarray(expected))
@@ -158,10 +158,12 @@ def test_quick_and_exact_draw_the_same(pil_image, tmp_path, changes):
     config, size = AugmentConfig(min_crop=0.9, **changes), Preprocessing(image_size=(48, 48))
     results = []
     for quick in (False, True):
-        transform = training_transform(config, size, quick=quick)
+        transform = TrainingTransform(config, size, fast_crop=quick)
         torch.manual_seed(3)
         read = transform(read_image(path)) if not quick else None
-        pixels = transform.of(lambda least: read_pixels(path, least)) if read is None else read
+        pixels = (
+            transform.apply(lambda min_size: read_pixels(path, min_size)) if read is None else read
+        )
         results.append(pixels.to(torch.int16))
     assert results[0].shape == results[1].shape == (3, 48, 48)
     assert (results[0] - results[1]).abs().float().mean() < 3  # edges at whole pixels, and rounding

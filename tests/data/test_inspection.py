@@ -14,9 +14,9 @@ from PIL import Image
 
 from vit.data import image_io
 from vit.data.checks import check_workers
-from vit.data.checks.dataset_check import inspect
-from vit.data.checks.image_stats import Facts, look_at
-from vit.data.checks.problems import KINDS, bad_kind
+from vit.data.checks.dataset_check import check_dataset
+from vit.data.checks.image_stats import ImageStats, compute_stats
+from vit.data.checks.problems import KINDS, problem_kind
 from vit.data.sources.dataset_warnings import equal_files
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
@@ -47,7 +47,7 @@ def folder(tmp_path):
 
 
 def found(root):
-    report = inspect(str(root), workers=1, cache=False)
+    report = check_dataset(str(root), workers=1, cache=False)
     return report, report.kinds()
 
 
@@ -56,9 +56,9 @@ def test_nothing_is_invented_on_a_clean_folder(folder):
     assert kinds == {}
     assert not report.failed
     assert report.lines(5)[-1] == "no problems found"
-    told = report.to_dict()
-    assert (told["images"], told["classes"], told["problems"]) == (29, 2, [])
-    assert told["class_counts"]["val"] == {"a": 3, "b": 2}
+    terminal_line = report.to_dict()
+    assert (terminal_line["images"], terminal_line["classes"], terminal_line["problems"]) == (29, 2, [])
+    assert terminal_line["class_counts"]["val"] == {"a": 3, "b": 2}
 
 
 def test_every_fault_is_found_at_once(folder):
@@ -147,7 +147,7 @@ def reasons(file: Path) -> list[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
-        if node.func.id in ("BadImage", "Refused"):
+        if node.func.id in ("BadImage", "UnusableFile"):
             for text in ast.walk(node.args[-1]):
                 if isinstance(text, ast.JoinedStr):
                     parts = (getattr(part, "value", "7") for part in text.values)
@@ -163,7 +163,7 @@ def test_every_reason_of_a_bad_image_has_its_kind():
     files = ("image_io.py", "archives.py")
     kinds: dict[str, set[str]] = {}
     for reason in (reason for file in files for reason in reasons(folder / file)):
-        kinds.setdefault(bad_kind(reason), set()).add(reason)
+        kinds.setdefault(problem_kind(reason), set()).add(reason)
     assert kinds["empty_file"] == {"an empty file (0 bytes)"}
     assert kinds["truncated"] == {
         "cut short: the pixel data are not complete",
@@ -179,7 +179,7 @@ def test_every_reason_of_a_bad_image_has_its_kind():
     assert not any(
         word in reason for reason in kinds["unreadable"] for word in ("empty", "cut", "more than")
     )
-    assert bad_kind("damaged or cut short (an empty file: more than nothing)") == "truncated"
+    assert problem_kind("damaged or cut short (an empty file: more than nothing)") == "truncated"
 
 
 def test_a_list_is_looked_at_whatever_its_lines_say(folder):
@@ -192,15 +192,15 @@ def test_a_list_is_looked_at_whatever_its_lines_say(folder):
     table = folder / "list.csv"
     table.write_text("\n".join(["image,label,split", *lines, "val/c/0.png,c,val", ""]))
     report, kinds = found(table)
-    told = {
+    terminal_line = {
         (one.kind, os.path.relpath(one.images[0], folder)): one.detail
         for one in report.problems
         if one.images
     }
     assert (kinds["unreadable"], kinds["unknown_class"]) == (3, 1)
-    assert told["unreadable", "train/a/bad.png"].endswith("list.csv, line 31)")
-    assert told["unreadable", "train/a/gone.png"].endswith("list.csv, line 33)")
-    assert "list.csv, line 3; " in told["two_labels", "train/a/1.png"]
+    assert terminal_line["unreadable", "train/a/bad.png"].endswith("list.csv, line 31)")
+    assert terminal_line["unreadable", "train/a/gone.png"].endswith("list.csv, line 33)")
+    assert "list.csv, line 3; " in terminal_line["two_labels", "train/a/1.png"]
 
 
 def test_equal_files_are_those_that_training_finds(folder):
@@ -221,7 +221,7 @@ def dies_or_hangs(path: str) -> object:
 
 def broken_serve(pipe: object) -> None:
     """The work of a process whose decoder has bugs."""
-    check_workers.look_at = dies_or_hangs
+    check_workers.compute_stats = dies_or_hangs
     check_workers.serve(pipe)
 
 
@@ -229,7 +229,7 @@ def broken_serve(pipe: object) -> None:
 def test_an_image_that_kills_or_stops_a_process_costs_that_image_alone(monkeypatch):
     monkeypatch.setattr(check_workers.Looker, "work", staticmethod(broken_serve))
     paths = ["1", "dies", "2", "hangs", "3"]
-    verdicts = dict(check_workers.look_at_all(paths, workers=1, seconds=1.0))
+    verdicts = dict(check_workers.compute_all_stats(paths, workers=1, seconds=1.0))
     assert [verdicts[at] for at in (0, 2, 4)] == ["1", "2", "3"]
     assert verdicts[1] == "the decoder crashes on it"
     assert verdicts[3] == "not decoded within 1 seconds"
@@ -237,16 +237,16 @@ def test_an_image_that_kills_or_stops_a_process_costs_that_image_alone(monkeypat
 
 def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch):
     kept = tmp_path / "cache"
-    first = inspect(str(folder), workers=1, cache_folder=kept)
+    first = check_dataset(str(folder), workers=1, cache_folder=kept)
     scene(900).save(folder / "val/a/0.png")
     looked: list[str] = []
 
     def spy(paths, **_):
         looked.extend(paths)
-        return ((at, look_at(path)) for at, path in enumerate(paths))
+        return ((at, compute_stats(path)) for at, path in enumerate(paths))
 
-    monkeypatch.setattr("vit.data.checks.dataset_check.look_at_all", spy)
-    second = inspect(str(folder), workers=1, cache_folder=kept)
+    monkeypatch.setattr("vit.data.checks.dataset_check.compute_all_stats", spy)
+    second = check_dataset(str(folder), workers=1, cache_folder=kept)
     assert looked == [str(folder / "val/a/0.png")]
     assert second.facts.keys() == first.facts.keys()
     assert [path for path in first.facts if first.facts[path] != second.facts[path]] == looked
@@ -254,31 +254,31 @@ def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch
 
 def test_a_damaged_store_is_made_again(folder, tmp_path):
     kept = tmp_path / "cache"
-    inspect(str(folder), workers=1, cache_folder=kept)
+    check_dataset(str(folder), workers=1, cache_folder=kept)
     (database,) = kept.glob("*.sqlite")
     database.write_bytes(b"no database at all" * 100)
-    assert len(inspect(str(folder), workers=1, cache_folder=kept).facts) == 29
+    assert len(check_dataset(str(folder), workers=1, cache_folder=kept).facts) == 29
 
 
 def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeypatch):
-    kept, told = tmp_path / "cache", []
-    inspect(str(folder), workers=1, cache_folder=kept)
+    kept, terminal_line = tmp_path / "cache", []
+    check_dataset(str(folder), workers=1, cache_folder=kept)
     (database,) = kept.glob("*.sqlite")
     before = database.stat().st_ino
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(path, timeout=0))
     with closing(connect(database)) as other:
         other.execute("begin exclusive")
-        report = inspect(str(folder), workers=1, cache_folder=kept, notify=told.append)
+        report = check_dataset(str(folder), workers=1, cache_folder=kept, notify=terminal_line.append)
     assert len(report.facts) == 29
     assert database.stat().st_ino == before
-    assert len(told) == 1
-    assert "database is locked" in told[0]
+    assert len(terminal_line) == 1
+    assert "database is locked" in terminal_line[0]
 
 
 def test_without_a_cache_nothing_is_written(folder, tmp_path):
     kept = tmp_path / "cache"
-    inspect(str(folder), workers=1, cache=False, cache_folder=kept)
+    check_dataset(str(folder), workers=1, cache=False, cache_folder=kept)
     assert not kept.exists()
 
 
@@ -287,7 +287,7 @@ def test_validation_images_of_which_none_can_be_read_are_told(folder, name):
     (folder / "val").rename(folder / name)
     for path in (folder / name).rglob("*.png"):
         path.write_bytes(b"no image")
-    problems = inspect(str(folder), cache=False, workers=1).problems
+    problems = check_dataset(str(folder), cache=False, workers=1).problems
     words = [one.detail for one in problems if one.kind == "broken_class"]
     assert words == ["no image of validation can be read"]
 
@@ -295,7 +295,7 @@ def test_validation_images_of_which_none_can_be_read_are_told(folder, name):
 def test_facts_of_one_image(tmp_path):
     path = tmp_path / "x.png"
     scene(1).convert("L").convert("RGB").save(path)
-    facts = look_at(str(path))
-    assert isinstance(facts, Facts)
+    facts = compute_stats(str(path))
+    assert isinstance(facts, ImageStats)
     assert facts[:8] == ("PNG", "RGB", 96, 72, False, False, True, False)
-    assert look_at(str(tmp_path / "missing.png")) == "no such file"
+    assert compute_stats(str(tmp_path / "missing.png")) == "no such file"

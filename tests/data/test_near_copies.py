@@ -9,8 +9,8 @@ import torch
 from PIL import Image, ImageEnhance
 
 from vit.data.checks import near_duplicates
-from vit.data.checks.image_stats import looks, shrunk
-from vit.data.checks.near_duplicates import near_pairs
+from vit.data.checks.image_stats import thumbnails, shrunk
+from vit.data.checks.near_duplicates import find_near_duplicates
 
 
 def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
@@ -39,7 +39,7 @@ def variants(image: Image.Image, draw: random.Random) -> dict[str, Image.Image]:
 
 
 def look(image: Image.Image) -> bytes:
-    return looks(np.asarray(shrunk(image), dtype=np.int16))
+    return thumbnails(np.asarray(shrunk(image), dtype=np.int16))
 
 
 def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():
@@ -48,7 +48,7 @@ def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():
     changed = [variants(image, draw) for image in images]
     for kind in changed[0]:
         shown = [look(image) for image in images] + [look(one[kind]) for one in changed]
-        pairs = {pair[:2] for pair in near_pairs(shown, [72] * 60)}
+        pairs = {pair[:2] for pair in find_near_duplicates(shown, [72] * 60)}
         wanted = {(at, at + 30) for at in range(30)}
         assert pairs <= wanted
         assert len(pairs) >= 28
@@ -68,17 +68,17 @@ def drawn(seed: int, side: int) -> Image.Image:
 @pytest.mark.parametrize("side", [64, 32])
 def test_drawings_that_are_alike_are_no_copies(side):
     discs = [drawn(seed, side) for seed in range(30)]
-    assert near_pairs([look(disc) for disc in discs], [side] * 30) == []
+    assert find_near_duplicates([look(disc) for disc in discs], [side] * 30) == []
     buffer = io.BytesIO()
     discs[3].save(buffer, "JPEG", quality=80)
-    copies = [look(disc) for disc in [*discs, Image.open(buffer).convert("RGB")]]
-    assert [pair[:2] for pair in near_pairs(copies, [side] * 31)] == [(3, 30)]
+    find_duplicates = [look(disc) for disc in [*discs, Image.open(buffer).convert("RGB")]]
+    assert [pair[:2] for pair in find_near_duplicates(find_duplicates, [side] * 31)] == [(3, 30)]
 
 
 def test_images_without_details_have_no_copies():
     """Digits of 8 pixels are alike without being copies."""
     small = [look(scene(1, 8, 8)), look(scene(1, 9, 9))]
-    assert near_pairs(small, [8, 9]) == []
+    assert find_near_duplicates(small, [8, 9]) == []
 
 
 def test_a_crowd_of_alike_images_is_bounded_and_its_nearest_are_found(monkeypatch):
@@ -101,6 +101,6 @@ def test_few_similar_images_are_found_one_by_one():
 
 def test_no_pair_comes_from_flat_or_missing_images():
     flat = look(Image.new("RGB", (40, 40), "red"))
-    assert near_pairs([flat, flat], [40, 40]) == []
-    assert near_pairs([], []) == []
-    assert near_pairs([look(scene(1))], [72]) == []
+    assert find_near_duplicates([flat, flat], [40, 40]) == []
+    assert find_near_duplicates([], []) == []
+    assert find_near_duplicates([look(scene(1))], [72]) == []

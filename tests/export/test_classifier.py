@@ -358,7 +358,9 @@ def test_a_program_of_torch(run, tmp_path):
     extra = {"preprocessing.json": "", "classes.json": ""}
     program = torch.export.load(out, extra_files=extra)
     loaded, images = load_run(run), noise(4, 16, 16)
-    fitted = np.stack([loaded.preprocessing.fit(Image.fromarray(image)) for image in images])
+    fitted = np.stack(
+        [loaded.preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
+    )
     (found,) = program.module()(torch.from_numpy(fitted))
     np.testing.assert_allclose(found.detach(), torch_says(run, images), atol=1e-5)
     assert Preprocessing.from_dict(json.loads(extra["preprocessing.json"])) == loaded.preprocessing

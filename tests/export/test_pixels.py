@@ -45,7 +45,9 @@ def assert_same(front, preprocessing, height, width, count=2):
     random = np.random.default_rng(height * width)
     images = random.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
     images[0] = np.where(images[0] > 127, 255, 0)  # where the cubic overshoots
-    expected = [np.asarray(preprocessing.fit(Image.fromarray(image))) for image in images]
+    expected = [
+        np.asarray(preprocessing.resize_and_crop(Image.fromarray(image))) for image in images
+    ]
     (found,) = front({"images": images})
     np.testing.assert_array_equal(found, np.stack(expected), f"{height} x {width}")
 
@@ -70,8 +72,8 @@ def test_tall_images_begin_with_the_columns(settings):
 @columns_first
 @pytest.mark.parametrize("settings", WAYS, ids=str)
 def test_of_large_resized_images_only_the_crop_is_computed(settings, monkeypatch):
-    monkeypatch.setattr("vit.data.preprocessing.WHOLE_LIMIT", 900)
-    monkeypatch.setattr(onnx_preprocessing, "WHOLE_LIMIT", 900)
+    monkeypatch.setattr("vit.data.preprocessing.MAX_RESIZED_PIXELS", 900)
+    monkeypatch.setattr(onnx_preprocessing, "MAX_RESIZED_PIXELS", 900)
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)
     for height, width in [*SIZES, *TALL, (1, 300)]:

@@ -168,7 +168,7 @@ def test_whole_images_in_their_own_aspect(name, request, tmp_path):
     predictor = Predictor(folder, keep_aspect=True, precision="fp32", batch_size=4)
     shapes = set()
     for path, found in zip(paths, predictor(paths), strict=True):
-        image = loaded.preprocessing.whole(Image.open(path), 8)
+        image = loaded.preprocessing.keep_aspect(Image.open(path), 8)
         shapes.add(tuple(image.shape))
         with torch.no_grad():
             classes, memory = loaded.model.see(loaded.preprocessing.normalise(image[None]))

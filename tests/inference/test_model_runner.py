@@ -40,7 +40,7 @@ def test_flip_is_the_mean_of_an_image_and_its_mirror_image(run, images, keep_asp
     found = answers(run, images, tta="flip", keep_aspect=keep_aspect)
     for path, answer in zip(images, found, strict=True):
         image, prepare = read_image(path), run.preprocessing
-        view = prepare.whole(image, 8) if keep_aspect else prepare(image)
+        view = prepare.keep_aspect(image, 8) if keep_aspect else prepare(image)
         views = torch.stack([view, view.flip(-1)])
         assert answer.probabilities.numpy() == pytest.approx(
             by_hand(run, views).mean(dim=0).numpy(), abs=1e-5
@@ -61,7 +61,7 @@ def test_crops_are_ten_views(run, images, bad_images):
     found = answers(run, [images[0], bad_images[0], images[1]], tta="crops", batch_size=4)
     assert found[1].error
     for path, answer in zip(images[:2], found[::2], strict=True):
-        crops = run.preprocessing.crops(read_image(path))
+        crops = run.preprocessing.five_crops(read_image(path))
         expected = by_hand(run, torch.cat([crops, crops.flip(-1)])).mean(dim=0)
         assert answer.probabilities.numpy() == pytest.approx(expected.numpy(), abs=1e-5)
 

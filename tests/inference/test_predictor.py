@@ -99,7 +99,7 @@ def test_whole_images_in_their_own_aspect(tiny_run, oblong, bad_images):
     predictor = Predictor(tiny_run, keep_aspect=True, precision="fp32", batch_size=4)
     sizes = []
     for path, found in zip(oblong, predictor(oblong), strict=True):
-        image = run.preprocessing.whole(Image.open(path), 8)
+        image = run.preprocessing.keep_aspect(Image.open(path), 8)
         sizes.append(tuple(image.shape[1:]))
         with torch.inference_mode():
             logits = run.model(run.preprocessing.normalise(image[None]))[0]

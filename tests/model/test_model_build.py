@@ -248,7 +248,7 @@ def test_every_option_has_the_gradients_of_its_values(options):
 def test_every_option_is_saved_and_loaded(options, tmp_path):
     model = random_network(options).eval()
     run = Config(model=ModelConfig(**{**SMALL, **options}))
-    preprocessing = Preprocessing.of(run.data, run.model.image_size)
+    preprocessing = Preprocessing.from_config(run.data, run.model.image_size)
     save_model(tmp_path, model, config=run, classes=["a", "b", "c"], preprocessing=preprocessing)
     images = torch.randn(2, channels(options), 16, 16)
     assert torch.equal(load_run(tmp_path).model(images), model(images))

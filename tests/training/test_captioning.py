@@ -19,10 +19,10 @@ from tests.training.children import complete, differences, seen, train
 from vit.config.parser import make_config, read_settings
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import train_tokenizer
-from vit.data.dataset import Always, ImageDataset
+from vit.data.dataset import ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
-from vit.data.sampler import Key
+from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
 from vit.generation.caption_likelihood import word_losses
 from vit.inference.evaluate import evaluate
@@ -188,16 +188,16 @@ def spoken(tokenizer, rows) -> list[str]:
 
 def test_an_epoch_draws_a_caption_by_its_counters(words):
     samples, tokenizer, ids = words
-    prepared = Always(Preprocessing.of(make_config({}).data, 16))
+    prepared = ConstantTransform(Preprocessing.from_config(make_config({}).data, 16))
     drawn = []
     for epoch in range(20):
-        keys = [Key(epoch, sample, 0, visit=epoch) for sample in range(5)]
-        dataset = ImageDataset(samples, prepared, seed=3, words=ids)
-        said = spoken(tokenizer, dataset.__getitems__(keys).words)
+        keys = [SampleKey(epoch, sample, 0, pass_index=epoch) for sample in range(5)]
+        dataset = ImageDataset(samples, prepared, seed=3, caption_ids=ids)
+        said = spoken(tokenizer, dataset.__getitems__(keys).caption_ids)
         assert all(text in sample.captions for text, sample in zip(said, samples, strict=True))
-        again = ImageDataset(samples, prepared, seed=3, words=ids).__getitems__(keys[::-1])
-        assert spoken(tokenizer, again.words) == said[::-1]
-        assert again.others is None
+        again = ImageDataset(samples, prepared, seed=3, caption_ids=ids).__getitems__(keys[::-1])
+        assert spoken(tokenizer, again.caption_ids) == said[::-1]
+        assert again.mismatched_ids is None
         drawn.append(said)
     assert len({tuple(said) for said in drawn}) > 10
     twos = sum(text.endswith("two") for said in drawn for text in said)
@@ -206,10 +206,14 @@ def test_an_epoch_draws_a_caption_by_its_counters(words):
 
 def test_validation_pairs_each_caption_once_with_another_image(words):
     samples, tokenizer, ids = words
-    dataset = ImageDataset(samples, Always(Preprocessing.of(make_config({}).data, 16)), words=ids)
-    batch = dataset.__getitems__([Key(0, sample, 0) for sample in range(5)])
-    assert spoken(tokenizer, batch.words) == [f"{number} one" for number in range(5)]
-    own, others = spoken(tokenizer, batch.words), spoken(tokenizer, batch.others)
+    dataset = ImageDataset(
+        samples,
+        ConstantTransform(Preprocessing.from_config(make_config({}).data, 16)),
+        caption_ids=ids,
+    )
+    batch = dataset.__getitems__([SampleKey(0, sample, 0) for sample in range(5)])
+    assert spoken(tokenizer, batch.caption_ids) == [f"{number} one" for number in range(5)]
+    own, others = spoken(tokenizer, batch.caption_ids), spoken(tokenizer, batch.mismatched_ids)
     assert sorted(others) == sorted(own)
     assert all(mine != other for mine, other in zip(own, others, strict=True))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.training.children import complete, seen, train
 from vit.config import Config
-from vit.data.sampler import Schedule
+from vit.data.sampler import MicroBatchSampler
 from vit.training.checkpoint import find_checkpoints
 from vit.weights.safetensors_io import read_tensors
 
@@ -118,7 +118,7 @@ def test_experts_learn_the_same_on_two_processes(outcome_of):
 
 
 def test_a_step_sees_what_the_schedule_says(outcome_of):
-    schedule = Schedule(count=TRAIN, seed=0, batch_size=BATCH)
+    schedule = MicroBatchSampler(count=TRAIN, seed=0, batch_size=BATCH)
     batches = [batch for epoch in range(EPOCHS) for batch in schedule.micro_batches(epoch)]
     expected = {step: [key.sample for key in batch] for step, batch in enumerate(batches)}
     assert len(expected) == STEPS

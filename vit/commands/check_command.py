@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         check_output(path, overwrite=True)
 
-    from vit.data.checks.dataset_check import inspect
+    from vit.data.checks.dataset_check import check_dataset
     from vit.data.sources.dataset_spec import DatasetSpec
     from vit.output.prediction_results import to_json
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         allow_outside=args.allow_outside,
     )
     with Stages() as stages:
-        report = inspect(
+        report = check_dataset(
             asked,
             workers=args.workers,
             cache=not args.no_cache,

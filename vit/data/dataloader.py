@@ -1,9 +1,8 @@
-"""Batches of images, loaded by processes that stay alive over all epochs.
+"""Data loaders for training and evaluation, over torch's DataLoader.
 
-What a batch holds is decided in schedule.py and dataset.py; here it is only brought.
-
-Loader processes: how many, how they start, what they leave alone.
-torch's loader, with processes that end when they should and failures told where they matter.
+What a batch contains is decided in sampler.py and dataset.py. This module adds loader processes
+that live through all epochs, share memory with the main process (shared_memory.py), end when the
+main process does, and raise their errors in the main process.
 """
 
 import atexit
@@ -23,26 +22,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from vit.data.dataset import Always, Batch, ImageDataset
+from vit.data.dataset import Batch, ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
-from vit.data.random_seed import random_seed
-from vit.data.sampler import Key, Schedule, Stream
-from vit.data.shared_memory import Carrying, Orders, Slots
+from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
+from vit.data.shared_memory import SharedMemoryDataset, SharedMemoryPool, SlotSampler
 from vit.data.transforms import Transform
 from vit.errors import BadImage, DataError
 
 if TYPE_CHECKING:
     from vit.data.captions.caption_ids import CaptionIds
-    from vit.data.image_cache import Cache
+    from vit.data.image_cache import ImageCache
 
-
-MOST_WORKERS = 8
-REST_SECONDS = 0.05
+OnBadImage = Literal["stop", "skip"]
+MAX_WORKERS = 8
+PREFETCH_FACTOR = 2
+"""Batches that each loader process prepares in advance."""
+THREAD_EXIT_SECONDS = 0.05
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings of more processes than cores, or of a fork beside threads such as torch's own."""
+def ignore_worker_warnings() -> Iterator[None]:
+    """Suppress warnings of more processes than cores, and of forking a process with threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
@@ -50,102 +50,101 @@ def quiet() -> Iterator[None]:
 
 
 def default_workers(world_size: int) -> int:
-    """Loader processes of one device: its share of the cores, at most 8."""
+    """Number of loader processes of one device: its share of the cores, at most 8."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(max(cores // world_size, 1), MOST_WORKERS)
+    return min(max(cores // world_size, 1), MAX_WORKERS)
 
 
-def come_to_rest() -> None:
-    """Let threads of torch.distributed leave Python before processes are forked.
+def wait_for_exiting_threads() -> None:
+    """Let threads of torch.distributed exit before processes are forked.
 
-    One that is just leaving holds a lock that would stay closed in the new process, for ever:
-    python/cpython#112275, mended in Python 3.12.
+    An exiting thread holds a lock that would stay locked in the forked process:
+    python/cpython#112275, fixed in Python 3.12.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and sys.version_info < (3, 12):
-        time.sleep(REST_SECONDS)
+        time.sleep(THREAD_EXIT_SECONDS)
 
 
 def start_worker(_worker: int) -> None:
-    """Called first in each loader process."""
-    # The main process decides what a signal means, and may want one more step before it stops.
+    """Initialise a loader process."""
+    # The main process handles signals, and may finish a step before it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A scheduler may signal the whole group: a dead loader would break the step in progress.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What was inherited stays untouched: no finaliser of the main process's objects runs here, and
-    # no page is copied for it.
+    # Inherited objects are never collected here: no finaliser of the main process runs, and no
+    # page of theirs is copied.
     gc.freeze()
 
 
-OnBadImage = Literal["stop", "skip"]
-AHEAD = 2
-"""Batches that each loader process is asked for beforehand."""
-
-
-class Feed:
-    """torch's loader over given micro-batches, with failures told in the main process.
+class MicroBatchLoader:
+    """torch's DataLoader over given micro-batches; errors are raised in the main process.
 
     Args:
-        dataset: Makes a micro-batch of a list of keys.
-        keys: The lists.
-        workers: Loader processes; 0 to load in this one.
+        dataset: Loads a micro-batch from its keys.
+        micro_batches: Keys of each micro-batch.
+        workers: Loader processes; 0 loads in this process.
         on_bad_image: As in `TrainingLoader`.
         pin_memory: As in `TrainingLoader`.
-        size: Bytes of the images of a micro-batch. Larger ones come too, but slower.
-        held: Micro-batches that whoever takes them still has when it takes the next, likewise.
-        persistent: Keep the processes from one pass over `keys` to the next.
+        batch_bytes: Size of the images of a micro-batch; larger ones arrive more slowly.
+        batches_held: Micro-batches that the caller still holds when it takes the next one; if it
+            holds more, batches arrive more slowly.
+        persistent: Keep the processes from one pass over `micro_batches` to the next.
     """
 
     def __init__(
         self,
         dataset: ImageDataset,
-        keys: Iterable[list[Key]],
+        micro_batches: Iterable[list[SampleKey]],
         *,
         workers: int,
         on_bad_image: OnBadImage,
         pin_memory: bool,
-        size: int,
-        held: int = 1,
+        batch_bytes: int,
+        batches_held: int = 1,
         persistent: bool = False,
     ) -> None:
         self.on_bad_image = on_bad_image
-        # Forked processes start in milliseconds and share the list of files; they never touch the
+        # Forked processes start in milliseconds and share the list of files; they never use the
         # accelerator.
         fork = workers > 0 and sys.platform == "linux"
-        self.slots = Slots(AHEAD * workers + held + 1, size) if fork else None
-        batches: Any = keys if self.slots is None else Orders(keys, self.slots)
-        with quiet():
+        num_slots = PREFETCH_FACTOR * workers + batches_held + 1
+        self.pool = SharedMemoryPool(num_slots, batch_bytes) if fork else None
+        batch_sampler: Any = micro_batches
+        if self.pool is not None:
+            batch_sampler = SlotSampler(micro_batches, self.pool)
+        with ignore_worker_warnings():
             self.loader = DataLoader(
-                dataset if self.slots is None else Carrying(dataset, self.slots),
-                batch_sampler=batches,
+                dataset if self.pool is None else SharedMemoryDataset(dataset, self.pool),
+                batch_sampler=batch_sampler,
                 num_workers=workers,
-                prefetch_factor=AHEAD if workers else None,
-                collate_fn=as_it_is,
+                prefetch_factor=PREFETCH_FACTOR if workers else None,
+                collate_fn=identity_collate,
                 pin_memory=pin_memory,
                 persistent_workers=persistent and workers > 0,
                 worker_init_fn=start_worker,
                 multiprocessing_context="fork" if fork else None,
-                # Its own generator: an iterator draws a base seed, from the global one by default.
+                # An iterator draws a base seed, by default from the global generator.
                 generator=torch.Generator(),
             )
         self.batches: Iterator[Batch] = iter(())
-        self.process = 0
-        """In which the processes were started."""
-        LIVING.add(self)
+        self.owner_pid = 0
+        """The process that started the loader processes."""
+        OPEN_LOADERS.add(self)
 
-    def start(self) -> None:
-        """Begin a pass."""
+    def start_pass(self) -> None:
+        """Begin a pass over the micro-batches."""
         if self.loader.num_workers:
-            come_to_rest()
-        if self.slots is not None:
-            self.slots.map()
-        self.process = os.getpid()
-        with quiet():
+            wait_for_exiting_threads()
+        if self.pool is not None:
+            self.pool.allocate()
+        self.owner_pid = os.getpid()
+        with ignore_worker_warnings():
             self.batches = iter(self.loader)
 
-    def take(self) -> Batch:
-        """The next micro-batch.
+    def next_batch(self) -> Batch:
+        """Return the next micro-batch.
 
         Raises:
             BadImage: An image cannot be read, and `on_bad_image` is `stop`.
@@ -156,7 +155,7 @@ class Feed:
             if batch.failed and self.on_bad_image == "stop":
                 raise BadImage(batch.failed[0].path, batch.failed[0].reason)
         except RuntimeError as error:
-            self.stop()
+            self.stop_workers()
             if "DataLoader worker (pid" not in str(error):
                 raise
             killed = DataError(
@@ -166,163 +165,161 @@ class Feed:
             killed.everywhere = False
             raise killed from error
         except BaseException:
-            self.stop()
+            self.stop_workers()
             raise
         return batch
 
-    def rest(self) -> None:
-        """Use no memory for batches, until the next pass."""
-        if self.slots is not None:
-            self.slots.give_back()
+    def release_memory(self) -> None:
+        """Return the memory of batches to the system until the next pass."""
+        if self.pool is not None:
+            self.pool.release_pages()
 
-    def stop(self) -> None:
-        """End the processes now."""
-        # Not when the iterator is collected: a traceback may keep it, and processes forked in the
+    def stop_workers(self) -> None:
+        """Stop the loader processes now; the next pass starts new ones."""
+        # Not when the iterator is collected: a traceback may hold it, and processes forked in the
         # meantime inherit it.
         shutdown = getattr(self.batches, "_shutdown_workers", None)
         self.batches = iter(())
         self.loader._iterator = None
         if shutdown is not None:
             shutdown()
-        if self.slots is not None:
-            self.slots.drop()  # what was lent to those processes never comes back
+        if self.pool is not None:
+            self.pool.deallocate()  # the slots of those processes never come back
 
-    def end(self) -> None:
-        """End the processes for good, whatever torch says to it."""
+    def kill_workers(self) -> None:
+        """Kill the loader processes if they do not stop."""
         workers = [*getattr(self.batches, "_workers", [])]
-        # Python 3.12 starts no thread any more while it ends, which torch's way needs at times.
+        # While Python 3.12 shuts down it starts no threads, which torch's shutdown may need.
         with contextlib.suppress(BaseException):
-            self.stop()
+            self.stop_workers()
         if any(worker.is_alive() for worker in workers):
             if sys.platform != "win32":
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where torch would complain of it
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises
             for worker in workers:
                 worker.kill()
 
 
-def as_it_is(batch: Any) -> Any:
-    """The dataset stacks the images itself."""
+def identity_collate(batch: Any) -> Any:
+    """Return `batch`: the dataset stacks the images itself."""
     return batch
 
 
-LIVING: "weakref.WeakSet[Feed]" = weakref.WeakSet()
+OPEN_LOADERS: "weakref.WeakSet[MicroBatchLoader]" = weakref.WeakSet()
 
 
 @atexit.register
-def end_all() -> None:
-    """End all processes before Python does, which waits for them when it has sent a signal.
+def kill_all_workers() -> None:
+    """Kill all loader processes at exit.
 
-    They do not listen to signals (processes.py), so it would wait for ever.
+    multiprocessing would send them a signal, which they ignore (`start_worker`), and wait forever.
     """
-    for feed in list(LIVING):
-        if feed.process == os.getpid():  # not where a process was forked that is ending by itself
-            feed.end()
-
-
-__all__ = ["Batch", "EvaluationLoader", "Schedule", "TrainingLoader", "random_seed"]
+    for loader in list(OPEN_LOADERS):
+        if loader.owner_pid == os.getpid():  # not in a forked process that exits
+            loader.kill_workers()
 
 
 class TrainingLoader:
-    """Micro-batches of this device, from any (epoch, step) on.
+    """Training micro-batches of this device, beginning at any (epoch, step).
 
-    One set of loader processes lives through all epochs as long as they are asked for in order,
-    and loads the next epoch's first batches while the caller validates.
+    While epochs are requested in order, the same loader processes serve all of them, and prefetch
+    the next epoch's first batches during validation.
 
     Args:
-        samples: Files and their classes.
-        transform_for: The transform of an epoch.
-        schedule: Which samples make which micro-batch.
+        samples: Images with their labels.
+        transform_for: Epoch -> transform.
+        sampler: The samples of each micro-batch.
         epochs: Number of epochs of the run.
-        workers: Loader processes, 0 to load in this one; None to choose by the number of cores.
-        on_bad_image: `stop` raises a BadImage; `skip` leaves it out and names it in `failed`.
-        pin_memory: Put batches where a GPU can fetch them by itself.
-        words: Tokens of the samples' captions, where they are wanted.
+        workers: Loader processes; 0 loads in this process, None chooses by the number of cores.
+        on_bad_image: `stop` raises a BadImage; `skip` omits the image and lists it in `failed`.
+        pin_memory: Copy batches to page-locked memory, for faster transfer to a GPU.
+        caption_ids: Tokenised captions of the samples.
         cache: Decoded images of the same samples.
-        classes: How many there are, where an image may have several; as for `ImageDataset`.
+        classes: Number of classes of multi-label data; as for `ImageDataset`.
     """
 
     def __init__(
         self,
         samples: Sequence[Sample],
         transform_for: Callable[[int], Transform],
-        schedule: Schedule,
+        sampler: MicroBatchSampler,
         *,
         epochs: int,
         workers: int | None = None,
         on_bad_image: OnBadImage = "stop",
         pin_memory: bool = False,
-        words: "CaptionIds | None" = None,
-        cache: "Cache | None" = None,
+        caption_ids: "CaptionIds | None" = None,
+        cache: "ImageCache | None" = None,
         classes: int | None = None,
     ) -> None:
-        self.schedule = schedule
-        self.stream = Stream(schedule, epochs)
+        self.sampler = sampler
+        self.all_epochs = MultiEpochSampler(sampler, epochs)
         largest = max((transform_for(epoch).image_size for epoch in (0, epochs - 1)), key=math.prod)
-        self.feed = Feed(
+        self.loader = MicroBatchLoader(
             ImageDataset(
                 samples,
                 transform_for,
-                seed=schedule.seed,
-                words=words,
+                seed=sampler.seed,
+                caption_ids=caption_ids,
                 cache=cache,
                 classes=classes,
             ),
-            self.stream,
-            workers=default_workers(schedule.world_size) if workers is None else workers,
+            self.all_epochs,
+            workers=default_workers(sampler.world_size) if workers is None else workers,
             on_bad_image=on_bad_image,
             pin_memory=pin_memory,
-            size=bytes_of(schedule.micro_batch_size, largest),
-            held=2 * schedule.accumulate,  # those of a step, while those of the next are taken
+            batch_bytes=rgb_bytes(sampler.micro_batch_size, largest),
+            batches_held=2 * sampler.accumulate,  # of a step, while those of the next are taken
         )
-        self.next: tuple[int, int] | None = None
+        self.position: tuple[int, int] | None = None
+        """The (epoch, micro-batch) that is loaded next; None if unknown."""
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimiser steps of one epoch."""
-        return self.schedule.steps_per_epoch
+        return self.sampler.steps_per_epoch
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The micro-batches of `epoch` from `start_step` on; skipped ones are not read.
+        """The micro-batches of `epoch`, beginning at `start_step`; skipped ones are not read.
 
-        Loading starts with the call, not with the first batch.
+        Loading begins with the call, not with the first batch.
 
         Raises:
             BadImage: An image cannot be read, and `on_bad_image` is `stop`.
         """
-        first = epoch, start_step * self.schedule.accumulate
-        if self.next != first:
+        start = epoch, start_step * self.sampler.accumulate
+        if self.position != start:
             self.close()
-            self.stream.start = first
-            self.feed.start()
-        return self._take(*first)
+            self.all_epochs.start = start
+            self.loader.start_pass()
+        return self._batches(*start)
 
     def close(self) -> None:
         """Stop the loader processes; the next epoch starts new ones."""
-        self.next = None
-        self.feed.stop()
+        self.position = None
+        self.loader.stop_workers()
 
-    def _take(self, epoch: int, first: int) -> Iterator[Batch]:
-        end = self.steps_per_epoch * self.schedule.accumulate
+    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+        end = self.steps_per_epoch * self.sampler.accumulate
         for number in range(first, end):
-            self.next = None  # until this batch is here, the place in the stream is unknown
-            batch = self.feed.take()
-            self.next = (epoch + 1, 0) if number + 1 == end else (epoch, number + 1)
+            self.position = None  # unknown if the next line raises
+            batch = self.loader.next_batch()
+            self.position = (epoch + 1, 0) if number + 1 == end else (epoch, number + 1)
             yield batch
 
 
 class EvaluationLoader:
-    """Every sample exactly once over all devices, in order, none twice; may be iterated again.
+    """Every sample exactly once over all devices, in order; may be iterated repeatedly.
 
     Args:
-        samples: Files and their classes.
+        samples: Images with their labels.
         preprocessing: The transform.
-        batch_size: Images of one batch on one device.
-        rank: Number of this device, from 0; it reads each `world_size`-th sample.
+        batch_size: Images per batch and device.
+        rank: Index of this device; it reads every `world_size`-th sample.
         world_size: Number of devices.
         workers: As in `TrainingLoader`; they live as long as this object.
         on_bad_image: As in `TrainingLoader`.
         pin_memory: As in `TrainingLoader`.
-        words: As in `TrainingLoader`.
+        caption_ids: As in `TrainingLoader`.
         classes: As in `TrainingLoader`.
     """
 
@@ -337,43 +334,45 @@ class EvaluationLoader:
         workers: int | None = None,
         on_bad_image: OnBadImage = "skip",
         pin_memory: bool = False,
-        words: "CaptionIds | None" = None,
+        caption_ids: "CaptionIds | None" = None,
         classes: int | None = None,
     ) -> None:
         self.samples = samples
-        self.rounds = math.ceil(len(range(0, len(samples), world_size)) / batch_size)
-        """Batches of the device that has most of them."""
-        samples_here = range(rank, len(samples), world_size)
-        keys = [Key(0, sample, place) for place, sample in enumerate(samples_here)]
-        self.keys = [keys[at : at + batch_size] for at in range(0, len(keys), batch_size)]
+        self.max_batches = math.ceil(len(range(0, len(samples), world_size)) / batch_size)
+        """Number of batches of the device that has most."""
+        own_samples = range(rank, len(samples), world_size)
+        keys = [SampleKey(0, sample, position) for position, sample in enumerate(own_samples)]
+        self.batches = [keys[at : at + batch_size] for at in range(0, len(keys), batch_size)]
         workers = default_workers(world_size) if workers is None else workers
-        dataset = ImageDataset(samples, Always(preprocessing), words=words, classes=classes)
-        self.empty = dataset.empty(preprocessing)
-        """A batch without images, for a device that has run out of them."""
-        self.feed = Feed(
+        dataset = ImageDataset(
+            samples, ConstantTransform(preprocessing), caption_ids=caption_ids, classes=classes
+        )
+        self.empty_batch = dataset.empty_batch(preprocessing)
+        """A batch of 0 images, for a device that has fewer batches than another."""
+        self.loader = MicroBatchLoader(
             dataset,
-            self.keys,
-            workers=min(workers, len(self.keys)),
+            self.batches,
+            workers=min(workers, len(self.batches)),
             on_bad_image=on_bad_image,
             pin_memory=pin_memory,
-            size=bytes_of(max(map(len, self.keys), default=0), preprocessing.image_size),
+            batch_bytes=rgb_bytes(max(map(len, self.batches), default=0), preprocessing.image_size),
             persistent=True,
         )
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.feed.start()
-        for _ in self.keys:
-            yield self.feed.take()
-        self.feed.rest()
+        self.loader.start_pass()
+        for _ in self.batches:
+            yield self.loader.next_batch()
+        self.loader.release_memory()
 
     def close(self) -> None:
         """Stop the loader processes; the next iteration starts new ones."""
-        self.feed.stop()
+        self.loader.stop_workers()
 
 
-def bytes_of(count: int, image_size: tuple[int, int]) -> int:
-    """Bytes of so many images."""
+def rgb_bytes(count: int, image_size: tuple[int, int]) -> int:
+    """Size of `count` RGB images of (height, width) pixels."""
     return 3 * count * math.prod(image_size)

@@ -1,7 +1,7 @@
-"""Reads, varies and stacks the images of one micro-batch.
+"""Map-style dataset that reads, augments and stacks the images of one micro-batch.
 
-The augmentation of an image is drawn from (seed, "augment", epoch, index), and where an epoch has
-it again from (..., repetition) too: it depends neither on the loader process nor on what was loaded
+The augmentation of an image is seeded by (seed, "augment", pass, index), and where a pass repeats
+the image by its repetition too: it depends neither on the loader process nor on what was loaded
 before.
 """
 
@@ -20,54 +20,56 @@ from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image, read_pixels
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.random_seed import random_seed
-from vit.data.sampler import Key
+from vit.data.sampler import SampleKey
 from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import BadImage, printable
 
 if TYPE_CHECKING:
     from vit.data.captions.caption_ids import CaptionIds
-    from vit.data.image_cache import Cache
+    from vit.data.image_cache import ImageCache
 
 
-Room = Callable[[int, Tensor], Tensor]
-"""(count, image) -> where so many images like that one go, (count, *image.shape)."""
+AllocateBatch = Callable[[int, Tensor], Tensor]
+"""(count, image) -> an uninitialised tensor for `count` such images, (count, *image.shape)."""
 
 
-Lie = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides of a tensor."""
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class Batch(NamedTuple):
-    """Images of one micro-batch; those that could not be read are missing from the tensors."""
+    """One micro-batch; images that could not be read are missing from the tensors."""
 
     images: Tensor
     """Bytes, (batch, 3, height, width)."""
     labels: Tensor
-    """Classes, (batch,); where an image may have several, bytes of 0 and 1, (batch, classes)."""
+    """Class indices, (batch,); for multi-label data 0 and 1 as uint8, (batch, classes)."""
     indices: Tensor
-    """Which samples, (batch,)."""
+    """Indices of the samples, (batch,)."""
     positions: Tensor
-    """Places in the batch of the whole step, (batch,); MixUp pairs neighbours by them."""
+    """Positions in the batch of the whole step, (batch,); MixUp pairs neighbours by them."""
     failed: list[BadImage]
     """Images that could not be read."""
-    words: Tensor | None = None
-    """Tokens of a caption of each, (batch, tokens), filled up behind the end; None without any."""
-    others: Tensor | None = None
-    """Tokens of a caption of another image, likewise; in evaluation alone."""
+    caption_ids: Tensor | None = None
+    """One caption of each image, (batch, tokens), padded at the end; None without captions."""
+    mismatched_ids: Tensor | None = None
+    """A caption of another image for each, in the same form; only in evaluation."""
 
 
 class ImageDataset(Dataset[Batch]):
-    """Reads, varies and stacks the images of one micro-batch.
+    """Reads, augments and stacks the images of one micro-batch.
 
     Args:
-        samples: Files and their classes.
-        transform_for: The transform of an epoch; images of all epochs may have one size or not.
-        seed: Seed of the run; None where the transform draws nothing.
-        words: Tokens of the samples' captions, where they are wanted. In training each epoch draws
-            one of an image's captions; else it is the first.
-        cache: Decoded images of the same samples, for a TrainingTransform.
-        classes: How many there are, where an image may have several or none; labels are then rows
-            of 0 and 1.
+        samples: Images with their labels.
+        transform_for: Epoch -> transform; its image size may change from epoch to epoch.
+        seed: Seed of the run; None for a transform without randomness.
+        caption_ids: Tokenised captions of the samples. In training (with a seed) each pass draws
+            one caption of an image; otherwise it is the first.
+        cache: Decoded images of the same samples, read by a TrainingTransform.
+        classes: Number of classes of multi-label data; labels are then rows of 0 and 1.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ class ImageDataset(Dataset[Batch]):
         transform_for: Callable[[int], Transform],
         *,
         seed: int | None = None,
-        words: "CaptionIds | None" = None,
-        cache: "Cache | None" = None,
+        caption_ids: "CaptionIds | None" = None,
+        cache: "ImageCache | None" = None,
         classes: int | None = None,
     ) -> None:
         self.cache = cache
@@ -92,32 +94,35 @@ class ImageDataset(Dataset[Batch]):
         )
         self.transform_for = transform_for
         self.seed = seed
-        self.words = words
-        self.current: tuple[int, Transform] | None = None
+        self.caption_ids = caption_ids
+        self.epoch_transform: tuple[int, Transform] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def path(self, index: int) -> str:
-        """The file of one sample."""
+        """The path of one sample."""
         return os.fsdecode(self.names[self.ends[index] : self.ends[index + 1]])
 
-    def __getitem__(self, key: Key) -> Batch:
+    def __getitem__(self, key: SampleKey) -> Batch:
         return self.__getitems__([key])
 
-    def __getitems__(self, keys: list[Key]) -> Batch:
-        """The micro-batch of `keys`, all of one epoch."""
-        return self.batch(keys, room_for)
+    def __getitems__(self, keys: list[SampleKey]) -> Batch:
+        """Load the micro-batch of `keys`, all of one epoch."""
+        return self.load_batch(keys, allocate_batch)
 
-    def batch(self, keys: list[Key], room: Room) -> Batch:
-        """The micro-batch of `keys`, all of one epoch.
+    def load_batch(self, keys: list[SampleKey], allocate: AllocateBatch) -> Batch:
+        """Load a micro-batch into a given place.
 
         Args:
-            keys: Which images.
-            room: Where they go.
+            keys: Its images, all of one epoch.
+            allocate: Called once, with the number of keys and the first image that can be read.
+
+        Raises:
+            RuntimeError: The transform failed, or gave images of different shapes.
         """
         transform = self._transform(keys[0].epoch)
-        good: list[Key] = []
+        good: list[SampleKey] = []
         failed: list[BadImage] = []
         images = None
         for key in keys:
@@ -126,7 +131,7 @@ class ImageDataset(Dataset[Batch]):
                 failed.append(image)
                 continue
             if images is None:
-                images = room(len(keys), image)
+                images = allocate(len(keys), image)
             if image.shape != images.shape[1:] or image.dtype != images.dtype:
                 path = printable(self.path(key.sample))
                 raise RuntimeError(
@@ -136,52 +141,52 @@ class ImageDataset(Dataset[Batch]):
             images[len(good)] = image
             good.append(key)
         if images is None:
-            return self.empty(transform)._replace(failed=failed)
+            return self.empty_batch(transform)._replace(failed=failed)
         indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
         positions = torch.tensor([key.position for key in good], dtype=torch.int64)
         batch = Batch(images[: len(good)], self.labels[indices], indices, positions, failed)
-        return self._with_words(batch, good)
+        return self._with_captions(batch, good)
 
-    def empty(self, transform: Transform) -> Batch:
-        """A batch without images, of the shapes that `transform` gives."""
+    def empty_batch(self, transform: Transform) -> Batch:
+        """A batch of 0 images, with the image size of `transform`."""
         none = torch.empty(0, dtype=torch.int64)
         images = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
-        return self._with_words(Batch(images, self.labels[none], none, none, []), [])
+        return self._with_captions(Batch(images, self.labels[none], none, none, []), [])
 
-    def _with_words(self, batch: Batch, keys: list[Key]) -> Batch:
-        words = self.words
-        if words is None:
+    def _with_captions(self, batch: Batch, keys: list[SampleKey]) -> Batch:
+        captions = self.caption_ids
+        if captions is None:
             return batch
-        own = words.padded([(key.sample, self._which(key)) for key in keys])
+        own = captions.padded([(key.sample, self._caption_index(key)) for key in keys])
         if self.seed is not None:
-            return batch._replace(words=own)
-        # half the set further on: each image is looked at once with a caption not its own
-        away = len(self) // 2
-        others = words.padded([((key.sample + away) % len(self), 0) for key in keys])
-        return batch._replace(words=own, others=others)
+            return batch._replace(caption_ids=own)
+        # from half the dataset away: every image meets exactly one caption of another
+        shift = len(self) // 2
+        mismatched = captions.padded([((key.sample + shift) % len(self), 0) for key in keys])
+        return batch._replace(caption_ids=own, mismatched_ids=mismatched)
 
-    def _which(self, key: Key) -> int:
-        """Which caption of an image an epoch takes."""
+    def _caption_index(self, key: SampleKey) -> int:
+        """Which of an image's captions a pass uses."""
         if self.seed is None:
             return 0
-        assert self.words is not None
-        drawn = random_seed(self.seed, "caption", *counters(key))
-        return drawn % self.words.count(key.sample)
+        assert self.caption_ids is not None
+        seed = random_seed(self.seed, "caption", *seed_counters(key))
+        return seed % self.caption_ids.count(key.sample)
 
     def _transform(self, epoch: int) -> Transform:
-        if self.current is None or self.current[0] != epoch:
-            self.current = epoch, self.transform_for(epoch)
-        return self.current[1]
+        if self.epoch_transform is None or self.epoch_transform[0] != epoch:
+            self.epoch_transform = epoch, self.transform_for(epoch)
+        return self.epoch_transform[1]
 
-    def _read(self, key: Key, transform: Transform) -> Tensor | BadImage:
+    def _read(self, key: SampleKey, transform: Transform) -> Tensor | BadImage:
         path = self.path(key.sample)
         # Only the CPU's generator: torch.manual_seed would also reset the accelerator's.
         generator = torch.default_generator
         state = generator.get_state()
         try:
             if self.seed is not None:
-                generator.manual_seed(random_seed(self.seed, "augment", *counters(key)))
-            return self._varied(key.sample, path, transform)
+                generator.manual_seed(random_seed(self.seed, "augment", *seed_counters(key)))
+            return self._transformed(key.sample, path, transform)
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except Exception as error:  # loader processes report no file names by themselves
@@ -189,36 +194,36 @@ class ImageDataset(Dataset[Batch]):
         finally:
             generator.set_state(state)
 
-    def _varied(self, sample: int, path: str, transform: Transform) -> Tensor:
+    def _transformed(self, sample: int, path: str, transform: Transform) -> Tensor:
         if not isinstance(transform, TrainingTransform):
             return transform(read_image(path))
-        kept = None if self.cache is None else self.cache.pixels(sample)
-        if kept is not None:
-            return transform.of(lambda _least: kept)
-        if transform.quick:
-            return transform.of(partial(read_pixels, path))
+        cached = None if self.cache is None else self.cache.pixels(sample)
+        if cached is not None:
+            return transform.apply(lambda _min_size: cached)
+        if transform.fast_crop:
+            return transform.apply(partial(read_pixels, path))
         return transform(read_image(path))
 
 
-def counters(key: Key) -> tuple[int, ...]:
-    """What the draws of an image depend on, besides the seed of the run and their name."""
-    return (key.visit, key.sample, *([key.repetition] if key.repetition else []))
+def seed_counters(key: SampleKey) -> tuple[int, ...]:
+    """The counters of an image's random numbers, besides the seed of the run and their purpose."""
+    return (key.pass_index, key.sample, *([key.repetition] if key.repetition else []))
 
 
-def room_for(count: int, image: Tensor) -> Tensor:
-    """Room for `count` images such as `image`, each with its order in memory."""
-    lie = lie_of(count, image)
-    return torch.empty_strided(*lie, dtype=image.dtype, device=image.device)
+def allocate_batch(count: int, image: Tensor) -> Tensor:
+    """An uninitialised tensor for `count` images in the memory format of `image`."""
+    layout = batch_layout(count, image)
+    return torch.empty_strided(*layout, dtype=image.dtype, device=image.device)
 
 
-def lie_of(count: int, image: Tensor) -> Lie:
-    """How `count` images lie behind each other without gaps, each with its order in memory."""
+def batch_layout(count: int, image: Tensor) -> Layout:
+    """Layout of `count` contiguous images, each in the memory format of `image`."""
     one = torch.empty_like(image)
-    return (count, *one.shape), (one.numel(), *one.stride())
+    return Layout((count, *one.shape), (one.numel(), *one.stride()))
 
 
 @dataclass(frozen=True)
-class Always:
+class ConstantTransform:
     """The same transform in every epoch."""
 
     transform: Transform

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vit.data.captions.tokenizer import Tokenizer
-    from vit.data.image_cache import Cache
+    from vit.data.image_cache import ImageCache
 
 NO_LABEL = -1
 """Of an image without a class, or with several."""
@@ -78,5 +78,5 @@ class Splits:
     """Whether an image may have several classes, or none: `Sample.labels` has them."""
     tokenizer: "Tokenizer | None" = None
     """Of the captions, where they are to be learned."""
-    cache: "Cache | None" = None
+    cache: "ImageCache | None" = None
     """The training images decoded, where they are kept so."""

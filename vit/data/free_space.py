@@ -1,45 +1,46 @@
-"""How much fits: on a disk, or into the memory that this process may use."""
+"""Free space on a disk, and free memory of this machine or container."""
 
 import shutil
 from pathlib import Path
 
 from vit.text import format_bytes
 
-SPARED = 0.1
-"""Share of what is free that stays free."""
-GROUP = Path("/sys/fs/cgroup")
-PLENTY = 2**62
+RESERVED = 0.1
+"""Share of the free space that is left free."""
+CGROUP = Path("/sys/fs/cgroup")
+UNLIMITED = 2**62
 
 
-def room_in(folder: Path, *, memory: bool = False) -> int:
+def free_bytes(folder: Path, *, memory: bool = False) -> int:
     """Bytes that may be written into `folder`.
 
     Args:
-        folder: An existing one.
-        memory: Whether its files lie in memory, which then has to be free too.
+        folder: An existing folder.
+        memory: Whether its files are in memory (tmpfs), which then must be free too.
     """
-    room = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free
     if memory:
-        room = min(room, _free_memory(), _free_in_group())
-    return int(room * (1 - SPARED))
+        free = min(free, _free_system_memory(), _free_cgroup_memory())
+    return int(free * (1 - RESERVED))
 
 
-def _free_memory() -> int:
-    """Bytes of memory that the system could give; of Linux."""
+def _free_system_memory() -> int:
+    """Bytes of memory available on Linux."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return PLENTY
+    return UNLIMITED
 
 
-def _free_in_group() -> int:
-    """Bytes left to the container that this process runs in, if any."""
+def _free_cgroup_memory() -> int:
+    """Bytes left to the container of this process, if any."""
     try:
-        most = (GROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = int((GROUP / "memory.current").read_text(encoding="ascii"))
-        return PLENTY if most == "max" else int(most) - used
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+        return UNLIMITED if limit == "max" else int(limit) - used
     except (OSError, ValueError):
-        return PLENTY
+        return UNLIMITED
 
 
+room_in = free_bytes  # plan.py imports it by this name
 shown_bytes = format_bytes  # plan_rules.py imports it by this name

@@ -1,15 +1,13 @@
-"""Decoded training images, at the size that crops need, in one file that all processes map.
+"""Cache of decoded training images, at the size that crops need, memory-mapped by all processes.
 
-The file's name says which images in which order and at which side, its index in which state. It
-appears under that name when it is complete and on the disk, and never before: what an interruption
-leaves is deleted by the next builder. Images that cannot be read have no place in it: they are
-read from their files, which says again what is wrong with them.
+    header    magic, digest of the index                           128 bytes
+    index     offset, height, width, fingerprint of the image's file
+    pixels    RGB, (height, width, 3) uint8 each
 
-The file of a cache: its header and index, and who may write it.
-
-header    magic, digest of the index              128 bytes
-index     place, height, width; stamp of the image's file (stamps.py)
-pixels    RGB bytes, (height, width, 3) each
+The file's name is a hash of the paths, their order and the side. A cache is written under another
+name and renamed when it is complete and on the disk; the next builder deletes what an interrupted
+one left. Unreadable images have no pixels in it: they are read from their files, which raises their
+error again.
 """
 
 import contextlib
@@ -28,44 +26,45 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vit.data.free_space import room_in
-from vit.data.image_io import Pixels, read_pixels, read_size, stamp_of
+from vit.data.free_space import free_bytes
+from vit.data.image_io import Pixels, file_fingerprint, read_pixels, read_size
 from vit.errors import BadImage, DataError, printable
 from vit.paths import user_cache
 from vit.text import format_bytes
 
-OURS = b"vit cache "
-MAGIC = OURS + b"2\n"
-HEADER = 128
-STAMP = ("size", "mtime", "ctime", "number")
-INDEX = np.dtype([(name, "<i8") for name in ("place", "height", "width", *STAMP)])
-NAME = re.compile(r"images-[0-9a-f]{24}")
-NOWHERE = -1
-"""Place of an image that cannot be read."""
+MAGIC_PREFIX = b"vit cache "
+MAGIC = MAGIC_PREFIX + b"2\n"
+HEADER_BYTES = 128
+FINGERPRINT = ("size", "mtime", "ctime", "inode")
+INDEX = np.dtype([(name, "<i8") for name in ("offset", "height", "width", *FINGERPRINT)])
+FILE_NAME = re.compile(r"images-[0-9a-f]{24}")
+UNREADABLE = -1
+"""Offset of an image that cannot be read."""
 
 Index = np.ndarray[Any, Any]
 
 
-def stamps_of(paths: Sequence[str]) -> Index:
-    """An index with the stamp of each image's file, or of the file that it lies in."""
+def new_index(paths: Sequence[str]) -> Index:
+    """An index with the fingerprint of each image's file, and no pixels yet."""
     index = np.zeros(len(paths), INDEX)
-    index["place"] = NOWHERE
-    stamps = np.array([stamp_of(path) for path in paths], np.int64).reshape(-1, len(STAMP))
-    for name, column in zip(STAMP, stamps.T, strict=True):
+    index["offset"] = UNREADABLE
+    fingerprints = np.array([file_fingerprint(path) for path in paths], np.int64)
+    columns = fingerprints.reshape(-1, len(FINGERPRINT)).T
+    for name, column in zip(FINGERPRINT, columns, strict=True):
         index[name] = column
     return index
 
 
 def make_folder(folder: Path, *, private: bool) -> None:
-    """Make the folder.
+    """Create the folder of caches.
 
     Args:
-        folder: Where it goes.
-        private: Whether it lies where all users write: one of them may have made it before.
+        folder: Its path.
+        private: Whether its parent is writable by all users, one of whom may have created it.
 
     Raises:
         DataError: It is not private.
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
     if not private:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,86 +80,92 @@ def make_folder(folder: Path, *, private: bool) -> None:
         )
 
 
-def usable_index(file: Path, stamps: Index) -> Index | None:
-    """The index of a complete cache whose images are as they were, or None."""
+def read_valid_index(file: Path, expected: Index) -> Index | None:
+    """Read the index of a complete cache of unchanged images; None otherwise.
+
+    Args:
+        file: The cache.
+        expected: `new_index` of its images.
+    """
     try:
         with file.open("rb") as opened:
-            head, body = opened.read(HEADER), opened.read(stamps.nbytes)
+            head, body = opened.read(HEADER_BYTES), opened.read(expected.nbytes)
     except FileNotFoundError:
         return None
-    if head != header_of(body) or len(body) != stamps.nbytes:
+    if head != header_of(body) or len(body) != expected.nbytes:
         return None
     index = np.frombuffer(body, INDEX)
-    same = all(np.array_equal(index[name], stamps[name]) for name in STAMP)
-    return index if same else None
+    unchanged = all(np.array_equal(index[name], expected[name]) for name in FINGERPRINT)
+    return index if unchanged else None
 
 
 def header_of(index: bytes) -> bytes:
-    return (MAGIC + hashlib.sha256(index).hexdigest().encode()).ljust(HEADER)
+    """The header of a cache with this index."""
+    return (MAGIC + hashlib.sha256(index).hexdigest().encode()).ljust(HEADER_BYTES)
 
 
 @contextlib.contextmanager
 def locked(lock: Path) -> Iterator[None]:
-    """Be the only builder, where the system has locks; wait for one that is at work."""
+    """Hold the builder's lock, where the system has locks; wait for another builder."""
     with lock.open("ab") as file:
         lock_file(file, wait=True)
         yield
 
 
 def lock_file(file: BinaryIO, *, wait: bool, shared: bool = False) -> bool:
-    """Lock `file` until it is closed, or its process killed; False where another one has it.
+    """Lock `file` until it is closed or its process ends; False if another process holds it.
 
     Args:
-        file: An open one; what maps it keeps the lock too.
-        wait: Until the other one gives it back.
-        shared: Among all who ask for it shared.
+        file: An open file; a memory mapping of it keeps the lock too.
+        wait: Wait until the other process releases it.
+        shared: Share the lock with all processes that request it shared.
     """
     try:
         import fcntl
-    except ImportError:  # Windows: two builders each build one, and the last one stays
+    except ImportError:  # Windows: of two builders the last one wins
         return True
     try:
-        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(file, how | (0 if wait else fcntl.LOCK_NB))
+        operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(file, operation | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True
 
 
-def sweep(folder: Path) -> None:
-    """Delete what builders left that were killed: a live one holds a lock on its file."""
+def delete_unfinished(folder: Path) -> None:
+    """Delete the files of killed builders; a live builder holds a lock on its file."""
     for left in folder.glob("images-*.building-*"):
         with contextlib.suppress(OSError), left.open("ab") as file:
             if lock_file(file, wait=False):
                 left.unlink()
 
 
-def surplus(folder: Path, file: Path, most: int) -> dict[Path, int]:
-    """Caches besides `file` to delete, so that the others take `most` bytes, with their bytes.
+def caches_to_evict(folder: Path, file: Path, limit: int) -> dict[Path, int]:
+    """The least recently used caches besides `file` beyond `limit` bytes, with their sizes.
 
-    They are the least recently used ones; one that a process maps is never among them.
+    A cache that a process maps is never among them.
     """
     found: list[tuple[int, int, Path]] = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            if NAME.fullmatch(path.name) and path != file:
+            if FILE_NAME.fullmatch(path.name) and path != file:
                 status = path.stat(follow_symlinks=False)
                 found.append((status.st_mtime_ns, status.st_size, path))
-    over = sum(size for _, size, _ in found) - most
+    excess = sum(size for _, size, _ in found) - limit
     chosen: dict[Path, int] = {}
     for _, size, path in sorted(found):
-        if over <= 0:
+        if excess <= 0:
             break
-        if unused(path):
+        if is_unused(path):
             chosen[path] = size
-            over -= size
+            excess -= size
     return chosen
 
 
-def unused(path: Path, *, delete: bool = False) -> bool:
-    """Whether no process maps the cache in `path`; it may be deleted then."""
+def is_unused(path: Path, *, delete: bool = False) -> bool:
+    """Whether `path` is a cache that no process maps; if so, it may be deleted at once."""
     with contextlib.suppress(OSError), path.open("r+b") as file:
-        if file.read(len(OURS)) == OURS and lock_file(file, wait=False):
+        if file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX and lock_file(file, wait=False):
             if delete:
                 path.unlink()
             return True
@@ -168,22 +173,22 @@ def unused(path: Path, *, delete: bool = False) -> bool:
 
 
 Kind = Literal["ram", "disk"]
-MOST = 100 * 2**30
-"""Bytes that the caches in a folder take together; a single one may be larger."""
-WINDOW = 256
-"""Images that are in work at once."""
-SHARED = Path("/dev/shm")
+MAX_TOTAL_BYTES = 100 * 2**30
+"""Limit of all caches in a folder together; a single one may be larger."""
+CHUNK = 256
+"""Images that are decoded at a time."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
-class Cache:
-    """Decoded images by their number.
+class ImageCache:
+    """Decoded images by sample index.
 
     Args:
-        file: A complete one; it may be deleted once this object exists.
+        file: A complete cache; it may be deleted once this object exists.
         index: Its index.
 
     Raises:
-        FileNotFoundError: It has gone, or is another one now.
+        FileNotFoundError: It has been deleted or replaced.
     """
 
     def __init__(self, file: Path, index: Index) -> None:
@@ -191,33 +196,33 @@ class Cache:
         self.index = index
         with file.open("rb") as opened:
             lock_file(opened, wait=True, shared=True)  # for as long as it is mapped
-            if opened.read(HEADER) != header_of(index.tobytes()):
-                raise FileNotFoundError(errno.ENOENT, "another one is in its place", str(file))
-            # copy on write, for torch warns of memory that cannot be written; nobody writes
+            if opened.read(HEADER_BYTES) != header_of(index.tobytes()):
+                raise FileNotFoundError(errno.ENOENT, "replaced by another cache", str(file))
+            # copy on write, since torch warns of read-only memory; nobody writes
             self.bytes = np.asarray(np.memmap(opened, np.uint8, mode="c"))
         with contextlib.suppress(OSError):
-            os.utime(file)  # the last use, by which old ones are deleted
+            os.utime(file)  # the time of the last use, for eviction
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cache, (self.file, self.index)  # a process that is not forked maps it anew
+        return ImageCache, (self.file, self.index)  # a spawned process maps the file itself
 
     def pixels(self, number: int) -> Pixels | None:
-        """The image, (height, width, 3), or None where it has to be read from its own file."""
-        place, height, width = (
-            int(self.index[name][number]) for name in ("place", "height", "width")
+        """The pixels of sample `number`, (height, width, 3); None if it is not in the cache."""
+        offset, height, width = (
+            int(self.index[name][number]) for name in ("offset", "height", "width")
         )
-        if place == NOWHERE:
+        if offset == UNREADABLE:
             return None
-        return self.bytes[place : place + 3 * height * width].reshape(height, width, 3)
+        return self.bytes[offset : offset + 3 * height * width].reshape(height, width, 3)
 
-    def forget(self) -> None:
-        """Delete the file's name: its memory is free when the last process that maps it ends."""
-        with contextlib.suppress(OSError), locked(_lock(self.file)):
+    def unlink(self) -> None:
+        """Delete the file's name; its memory is freed when the last process that maps it ends."""
+        with contextlib.suppress(OSError), locked(_lock_file(self.file)):
             self.file.unlink()
 
 
-def side_for(image_size: int, min_crop: float) -> int:
-    """Short side of kept images: a crop of the mean area is not enlarged to `image_size`."""
+def cache_side(image_size: int, min_crop: float) -> int:
+    """Short side of cached images such that a crop of mean area is not upsampled."""
     return math.ceil(image_size / math.sqrt((min_crop + 1) / 2))
 
 
@@ -230,35 +235,35 @@ def open_cache(
     threads: int = 2,
     notify: Callable[[str], None] = lambda _: None,
     advance: Callable[[int], object] = lambda _: None,
-) -> Cache:
-    """The cache of `paths`, built where there is none that is complete and up to date.
+) -> ImageCache:
+    """Open the cache of `paths`, and build it if there is none, or it is out of date.
 
     Args:
-        paths: Addresses of images.
-        side: Short side of what is kept, in pixels; smaller images are kept as they are.
-        kind: `disk` keeps it for other runs; `ram` until this process and its children end, and
-            the caller deletes its name with `forget` when all of them have opened it.
-        folder: Where `disk` keeps it; in the user's cache where left out.
-        threads: How many images are decoded at a time.
-        say: Told what is about to be built, and where, and what is deleted for it.
-        advance: Told how many images have been added.
+        paths: Images.
+        side: Short side of cached images, in pixels; smaller images are not resized.
+        kind: `disk` keeps the cache for other runs; `ram` until this process and its children end:
+            the caller calls `unlink` when all of them have opened it.
+        folder: Where `disk` caches are stored; by default in the user's cache folder.
+        threads: Number of decoding threads.
+        notify: Called with messages about what is built, where, and what is deleted for it.
+        advance: Called with the number of images just added.
 
     Raises:
-        DataError: There is no room for it, it cannot be written, or it would not be private.
+        DataError: There is not enough space, it cannot be written, or it would not be private.
     """
     folder = _folder(kind, folder)
     file = folder / _name(paths, side)
     try:
         make_folder(folder, private=kind == "ram")
-        stamps = stamps_of(paths)
-        cache = _ready(file, stamps)
+        index = new_index(paths)
+        cache = _open_valid(file, index)
         if cache is None:
-            with locked(_lock(file)):
-                cache = _ready(file, stamps)  # which another process has built meanwhile
+            with locked(_lock_file(file)):
+                cache = _open_valid(file, index)  # another process may have built it meanwhile
                 if cache is None:
-                    builder = _Builder(paths, stamps, side, file, threads)
-                    builder.plan(kind, notify)
-                    cache = builder.built(advance)
+                    builder = _Builder(paths, index, side, file, threads)
+                    builder.reserve_space(kind, notify)
+                    cache = builder.build(advance)
         return cache
     except OSError as error:
         raise DataError(
@@ -268,70 +273,71 @@ def open_cache(
 
 
 def _name(paths: Sequence[str], side: int) -> str:
-    """The name of their file; equal words are other images in another working folder."""
-    here = os.getcwd()
-    whole = (os.path.join(here, path) for path in paths)
-    key = hashlib.sha256("\0".join([str(side), *whole]).encode("utf-8", "surrogateescape"))
+    """The name of the cache file, from absolute paths."""
+    folder = os.getcwd()
+    absolute = (os.path.join(folder, path) for path in paths)
+    key = hashlib.sha256("\0".join([str(side), *absolute]).encode("utf-8", "surrogateescape"))
     return f"images-{key.hexdigest()[:24]}"
 
 
-def _lock(file: Path) -> Path:
+def _lock_file(file: Path) -> Path:
     return file.with_suffix(".lock")
 
 
-def _ready(file: Path, stamps: Index) -> Cache | None:
-    """The complete cache of images that are as they were, or None."""
-    index = usable_index(file, stamps)
-    with contextlib.suppress(FileNotFoundError):  # forgotten, or built anew, meanwhile
-        return None if index is None else Cache(file, index)
+def _open_valid(file: Path, expected: Index) -> ImageCache | None:
+    """The cache in `file` if it is complete and its images are unchanged."""
+    index = read_valid_index(file, expected)
+    with contextlib.suppress(FileNotFoundError):  # deleted or rebuilt meanwhile
+        return None if index is None else ImageCache(file, index)
     return None
 
 
 def _folder(kind: Kind, folder: Path | None) -> Path:
-    """Where a cache of this kind lies.
+    """The folder of caches of this kind.
 
     Raises:
-        DataError: This system shares no memory by name.
+        DataError: This system has no /dev/shm.
     """
     if kind == "disk":
         return user_cache() / "pictures" if folder is None else folder
-    if not SHARED.is_dir():
+    if not SHARED_MEMORY.is_dir():
         raise DataError("cache=ram: there is no /dev/shm here, which only Linux has; use disk")
-    return SHARED / f"vit-toolkit-{os.getuid()}"
+    return SHARED_MEMORY / f"vit-toolkit-{os.getuid()}"
 
 
 class _Builder:
-    """Makes one cache.
+    """Builds one cache.
 
     Args:
-        paths: Addresses of images.
-        index: Their stamps.
-        side: Short side of what is kept.
-        file: What to build.
-        threads: How many images are decoded at a time.
+        paths: Images.
+        index: `new_index` of them.
+        side: Short side of cached images, in pixels.
+        file: The cache file.
+        threads: Number of decoding threads.
     """
 
     def __init__(
         self, paths: Sequence[str], index: Index, side: int, file: Path, threads: int
     ) -> None:
         self.paths, self.index, self.side, self.file = paths, index.copy(), side, file
-        self.pool_size = threads
+        self.threads = threads
         with ThreadPoolExecutor(threads, "cache-size") as pool:
-            sizes = pool.map(self._bytes_of, paths, chunksize=WINDOW)
-            self.bytes = HEADER + index.nbytes + sum(sizes)
+            sizes = pool.map(self._pixel_bytes, paths, chunksize=CHUNK)
+            self.bytes = HEADER_BYTES + index.nbytes + sum(sizes)
 
-    def plan(self, kind: Kind, notify: Callable[[str], None]) -> None:
-        """Say what will be built, and delete caches that would be too many then.
+    def reserve_space(self, kind: Kind, notify: Callable[[str], None]) -> None:
+        """Announce what will be built, and evict caches beyond the limit.
 
-        In memory, all that no process maps: they are of trainings that were killed.
+        In memory, all caches that no process maps are evicted: their runs were killed.
 
         Raises:
-            DataError: There is no room for it.
+            DataError: There is not enough space.
         """
         folder = self.file.parent
-        sweep(folder)
-        old = surplus(folder, self.file, 0 if kind == "ram" else max(MOST - self.bytes, 0))
-        free = room_in(folder, memory=kind == "ram") + sum(old.values())
+        delete_unfinished(folder)
+        limit = 0 if kind == "ram" else max(MAX_TOTAL_BYTES - self.bytes, 0)
+        old = caches_to_evict(folder, self.file, limit)
+        free = free_bytes(folder, memory=kind == "ram") + sum(old.values())
         if self.bytes > free:
             what = "memory" if kind == "ram" else f"space in {printable(self.file.parent)}"
             raise DataError(
@@ -340,87 +346,94 @@ class _Builder:
                 "images"
             )
         where = "memory" if kind == "ram" else printable(self.file)
-        gone = [size for path, size in old.items() if unused(path, delete=True)]
-        if gone:
-            why = f" for the caches to stay within {MOST // 2**30} GiB" if kind == "disk" else ""
+        deleted = [size for path, size in old.items() if is_unused(path, delete=True)]
+        if deleted:
+            why = (
+                f" for the caches to stay within {MAX_TOTAL_BYTES // 2**30} GiB"
+                if kind == "disk"
+                else ""
+            )
             notify(
-                f"note: deleted the {len(gone)} least recently used of the caches in "
-                f"{printable(folder)}, {format_bytes(sum(gone))},{why or ' left by killed runs'}"
+                f"note: deleted the {len(deleted)} least recently used of the caches in "
+                f"{printable(folder)}, {format_bytes(sum(deleted))},{why or ' left by killed runs'}"
             )
         notify(
             f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
             f"{format_bytes(self.bytes)} of {where}"
         )
 
-    def built(self, advance: Callable[[int], object]) -> Cache:
-        """The cache, after `plan`.
+    def build(self, advance: Callable[[int], object]) -> ImageCache:
+        """Build the cache, after `reserve_space`.
 
         Raises:
-            DataError: Somebody deleted its file at once.
+            DataError: Its file was deleted at once.
             OSError: It cannot be written.
         """
         try:
-            return Cache(self.file, self.build(advance))
+            return ImageCache(self.file, self._write_file(advance))
         except FileNotFoundError:
             raise DataError(
-                f"{printable(self.file)} was deleted while it was made; start once more"
+                f"{printable(self.file)} was deleted while it was built; start again"
             ) from None
 
-    def build(self, advance: Callable[[int], object]) -> Index:
-        """Decode all images into the file, which appears when it is complete."""
-        aside = self.file.with_name(f"{self.file.name}.building-{os.getpid()}")
+    def _write_file(self, advance: Callable[[int], object]) -> Index:
+        """Decode all images into the file, which gets its name when it is complete."""
+        unfinished = self.file.with_name(f"{self.file.name}.building-{os.getpid()}")
         try:
-            with aside.open("xb") as output, ThreadPoolExecutor(self.pool_size, "cache") as pool:
+            with (
+                unfinished.open("xb") as output,
+                ThreadPoolExecutor(self.threads, "cache") as pool,
+            ):
                 lock_file(output, wait=True)
-                output.seek(HEADER + self.index.nbytes)
-                for first in range(0, len(self.paths), WINDOW):
-                    window = self.paths[first : first + WINDOW]
-                    for number, pixels in enumerate(pool.map(self._small, window), first):
-                        self._write(output, number, pixels)
-                    advance(len(window))
+                output.seek(HEADER_BYTES + self.index.nbytes)
+                for first in range(0, len(self.paths), CHUNK):
+                    chunk = self.paths[first : first + CHUNK]
+                    for number, pixels in enumerate(pool.map(self._decode, chunk), first):
+                        self._write_pixels(output, number, pixels)
+                    advance(len(chunk))
                 body = self.index.tobytes()
                 output.seek(0)
                 output.write(header_of(body) + body)
                 output.flush()
                 os.fsync(output.fileno())
-            aside.replace(self.file)
+            unfinished.replace(self.file)
         finally:
-            aside.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         return self.index
 
-    def _write(self, output: BinaryIO, number: int, pixels: Pixels | None) -> None:
+    def _write_pixels(self, output: BinaryIO, number: int, pixels: Pixels | None) -> None:
         if pixels is None:
             return
-        self.index["place"][number] = output.tell()
+        self.index["offset"][number] = output.tell()
         self.index["height"][number], self.index["width"][number] = pixels.shape[:2]
         output.write(pixels.data)
 
-    def _bytes_of(self, path: str) -> int:
+    def _pixel_bytes(self, path: str) -> int:
         try:
-            width, height = self._shrunk(*read_size(path))
+            width, height = self._cached_size(*read_size(path))
         except BadImage:
             return 0
         return 3 * width * height
 
-    def _small(self, path: str) -> Pixels | None:
+    def _decode(self, path: str) -> Pixels | None:
         try:
-            pixels = read_pixels(path, self._least)
+            pixels = read_pixels(path, self._min_size)
         except BadImage:
             return None
         height, width = pixels.shape[:2]
-        width, height = self._shrunk(width, height)
+        width, height = self._cached_size(width, height)
         if (height, width) == pixels.shape[:2]:
             return np.ascontiguousarray(pixels)
-        whole = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        small = F.interpolate(whole, (height, width), mode="bicubic", antialias=True)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        small = F.interpolate(image, (height, width), mode="bicubic", antialias=True)
         return small[0].permute(1, 2, 0).contiguous().numpy()
 
-    def _least(self, width: int, height: int) -> tuple[int, int]:
-        least = self._shrunk(width, height)
-        return min(2 * least[0], width), min(2 * least[1], height)
+    def _min_size(self, width: int, height: int) -> tuple[int, int]:
+        cached = self._cached_size(width, height)
+        return min(2 * cached[0], width), min(2 * cached[1], height)
 
-    def _shrunk(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of what is kept of an image."""
+    def _cached_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) of the cached version of an image."""
         short = min(width, height)
         if short <= self.side:
             return width, height

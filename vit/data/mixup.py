@@ -1,11 +1,12 @@
-"""MixUp and CutMix of neighbours: images 2i and 2i + 1 of a step's batch mix with each other.
+"""MixUp and CutMix of pairs: images 2i and 2i + 1 of a step's batch mix with each other.
 
     MixUp    x' = lam x + (1 - lam) y        for the pixels and for the one-hot targets
     CutMix   x' = x outside a box, y inside; lam of the targets is the box's outside share
 
-All draws of a step come from (seed, "mix", epoch, step), and partners are found by position. So the
-result does not depend on how the batch is split over devices and micro-batches, as long as each
-part holds whole pairs; an image whose partner is elsewhere, or could not be read, stays as it is.
+The random numbers of a step are seeded by (seed, "mix", epoch, step), and partners are found by
+position. So the result does not depend on how the batch is split over devices and micro-batches, as
+long as each part holds complete pairs; an image without its partner (on another device, or
+unreadable) is not mixed.
 
 Source: Zhang et al., arXiv:1710.09412; Yun et al., section 3.1, arXiv:1905.04899. Both images of
 a pair get the same lam, as in torchvision's v2 transforms on a batch of two.
@@ -24,35 +25,35 @@ from vit.data.random_seed import random_seed
 
 @dataclass(frozen=True)
 class MixPlan:
-    """What happens to each pair of one step's batch; arrays of one entry a pair."""
+    """Random parameters of one step's batch; arrays with one entry per pair."""
 
     lam: np.ndarray
-    """Weight of an image in its own mixture; 1 leaves the pair alone."""
-    cut: np.ndarray
-    """Whether the pair is mixed by CutMix instead of MixUp."""
+    """Weight of an image in its own mixture, (pairs,); 1 leaves the pair unchanged."""
+    use_cutmix: np.ndarray
+    """Whether the pair is mixed by CutMix instead of MixUp, (pairs,)."""
     centre: np.ndarray
     """Centre of CutMix's box, (pairs, 2): shares of the height and of the width."""
 
 
-def draw_plan(
+def sample_mix_plan(
     config: AugmentConfig, *, seed: int, epoch: int, step: int, batch_size: int
 ) -> MixPlan | None:
-    """The draws for one step; None where mixing is off.
+    """Sample the parameters of one step; None if mixing is off.
 
     Args:
-        config: Which mixtures, how strong, how often.
+        config: Strength and probability of MixUp and CutMix.
         seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        step: Number of the step in the epoch, from 0.
+        epoch: Index of the epoch.
+        step: Index of the step in the epoch.
         batch_size: Images of the step, over all devices and micro-batches.
     """
     if not config.mixes:
         return None
     alphas = [config.mixup, config.cutmix]
     pairs = (batch_size + 1) // 2
-    # RandomState and not Generator: only its streams are the same in all versions of numpy.
-    words = divmod(random_seed(seed, "mix", epoch, step), 2**32)
-    random = np.random.RandomState(words)
+    # only RandomState, not Generator, gives the same stream in all versions of NumPy
+    seed_words = divmod(random_seed(seed, "mix", epoch, step), 2**32)
+    random = np.random.RandomState(seed_words)
     mixed = random.random_sample(pairs) < config.mix_probability
     share = config.cutmix_share if all(alphas) else float(config.cutmix > 0)
     cut = random.random_sample(pairs) < share
@@ -69,23 +70,23 @@ def mix(
     Args:
         images: Normalised images, (batch, channels, height, width).
         targets: Shares of the classes, (batch, classes).
-        positions: Places of the images in the batch of the step, (batch,), on the CPU.
-        plan: The draws of the step.
+        positions: Positions of the images in the batch of the step, (batch,), on the CPU.
+        plan: Parameters of the step.
 
     Returns:
-        Mixed images and their targets, as new tensors where anything was mixed.
+        Mixed images and targets; the inputs themselves if there is nothing to mix.
     """
     if plan is None or not len(images):
         return images, targets
     height, width = images.shape[-2:]
     partner, paired = _partners(positions.numpy())
     pair = positions.numpy() // 2
-    cut = paired & plan.cut[pair]
+    cut = paired & plan.use_cutmix[pair]
     boxes = _boxes(plan.lam[pair], plan.centre[pair], height, width) * cut[:, None]
     share = 1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / (height * width)
     lam = np.where(cut, share, np.where(paired, plan.lam[pair], 1.0))
 
-    blend = np.where(cut, 1.0, lam)  # CutMix blends nothing: it takes whole pixels
+    blend = np.where(cut, 1.0, lam)  # CutMix replaces pixels, and blends none
     other = images[torch.from_numpy(partner).to(images.device)]
     weight = rearrange(_column(blend, images), "batch -> batch 1 1 1")
     mixed = images * weight + other * (1 - weight)
@@ -97,7 +98,7 @@ def mix(
 
 
 def _partners(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each image the row of its partner, itself where there is none, and whether there is."""
+    """The row of each image's partner (its own row without one), and whether there is one."""
     row_of = {int(position): row for row, position in enumerate(positions)}
     rows = [row_of.get(int(position) ^ 1, row) for row, position in enumerate(positions)]
     partner = np.array(rows, dtype=np.int64)
@@ -105,9 +106,9 @@ def _partners(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _boxes(lam: np.ndarray, centre: np.ndarray, height: int, width: int) -> np.ndarray:
-    """CutMix's boxes of area 1 - lam before they are clipped, (batch, 4): top, bottom, left, right.
+    """CutMix's boxes, (batch, 4): top, bottom, left, right; of area 1 - lam before clipping.
 
-    As in torchvision: a centre pixel, and half sides rounded down.
+    As in torchvision, half sides are rounded down around a centre pixel.
     """
     half = 0.5 * np.sqrt(1 - lam)
     middle = (centre * [height, width]).astype(np.int64)

@@ -1,10 +1,10 @@
-"""The one way an image becomes network input in evaluation, prediction and export.
+"""Preprocessing of images for evaluation, prediction and export.
 
-    input = (resize, centre crop, bytes / 255 - mean) / std
+    input = (centre_crop(resize(image)) / 255 - mean) / std
 
-It is saved in the run, so that no later use can differ from the validation of the training.
-Resizing needs no torch, so that an exported network runs without it.
-Equals timm's evaluation transform (crop modes `center` and `squash`) bit by bit.
+It is stored in the run folder, so that every later use equals the validation during training.
+Resizing needs no torch, so that exported networks run without it. Equals timm's evaluation
+transform (crop modes `center` and `squash`) bit for bit.
 """
 
 import math
@@ -31,26 +31,26 @@ RESAMPLING: dict[str, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
-PLACES = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
-"""Where a crop lies in the resized image: its share of what is left over, across and down."""
-WHOLE_LIMIT = 2**24
-"""Pixels of a resized image above which only its crop is computed; 1 x 3000 would take 450 MB."""
+CROP_POSITIONS = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+"""Centre and corners: the share of the excess width and height left and above of the crop."""
+MAX_RESIZED_PIXELS = 2**24
+"""Larger resized images are not computed, only their crops; 1 x 3000 would take 450 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """An image of any size becomes (3, height, width) bytes; a batch of bytes becomes floats.
+    """Resizes and crops images to (3, height, width) uint8, and normalises batches of them.
 
     Args:
         image_size: (height, width) of the result, in pixels.
-        resize: `crop` keeps the aspect ratio and cuts the centre out; `squash` does not keep it.
+        resize: `crop` keeps the aspect ratio and crops the centre; `squash` changes the ratio.
         crop_share: Share of the resized side that the centre crop keeps, in (0, 1].
-        interpolation: How pixels are resampled.
-        mean: Subtracted from each channel, as a share of full brightness.
+        interpolation: Resampling filter.
+        mean: Subtracted from each channel, in [0, 1].
         std: Divides each channel afterwards.
 
     Raises:
-        ConfigError: A value is impossible.
+        ConfigError: A value is invalid.
     """
 
     image_size: tuple[int, int]
@@ -78,33 +78,33 @@ class Preprocessing:
             raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
 
     def __call__(self, image: Image.Image) -> "Tensor":
-        """RGB image -> its bytes, (3, height, width)."""
-        return to_bytes(self.fit(image))
+        """RGB image -> (3, height, width) uint8."""
+        return to_tensor(self.resize_and_crop(image))
 
-    def crops(self, image: Image.Image) -> "Tensor":
-        """RGB image -> the bytes of five crops, (5, 3, height, width).
-
-        The usual one comes first, then those in the corners of the resized image.
-        """
+    def five_crops(self, image: Image.Image) -> "Tensor":
+        """RGB image -> centre crop and the four corner crops, (5, 3, height, width) uint8."""
         import torch
 
-        return torch.stack([to_bytes(crop) for crop in self._cut(image, PLACES)])
+        return torch.stack([to_tensor(crop) for crop in self._crops(image, CROP_POSITIONS)])
 
-    def fit(self, image: Image.Image) -> Image.Image:
-        """Resize `image` and cut the centre out of it."""
-        return self._cut(image, PLACES[:1])[0]
+    def resize_and_crop(self, image: Image.Image) -> Image.Image:
+        """Resize `image` and crop its centre."""
+        return self._crops(image, CROP_POSITIONS[:1])[0]
 
-    def _cut(self, image: Image.Image, places: Sequence[tuple[float, float]]) -> list[Image.Image]:
-        """Resize `image` and cut a crop out of it at each of `places`."""
+    def _crops(
+        self, image: Image.Image, positions: Sequence[tuple[float, float]]
+    ) -> list[Image.Image]:
+        """Resize `image` and crop it at each of `positions`."""
         height, width = self.image_size
-        full = full_width, full_height = self._resized(*image.size)
-        # int(round()) as torchvision's centre crop rounds: half a pixel goes to the even side.
+        full = full_width, full_height = self.resized_size(*image.size)
+        # round() as torchvision's centre crop does: half a pixel goes to the even side
         corners = [
-            (round((full_width - width) * x), round((full_height - height) * y)) for x, y in places
+            (round((full_width - width) * x), round((full_height - height) * y))
+            for x, y in positions
         ]
         boxes = [(left, top, left + width, top + height) for left, top in corners]
         resample = RESAMPLING[self.interpolation]
-        if full_width * full_height <= WHOLE_LIMIT:
+        if full_width * full_height <= MAX_RESIZED_PIXELS:
             resized = image.resize(full, resample)
             return [resized.crop(box) for box in boxes]
         x, y = image.width / full_width, image.height / full_height
@@ -112,23 +112,22 @@ class Preprocessing:
         return [image.resize((width, height), resample, box=source) for source in sources]
 
     @property
-    def cuts(self) -> bool:
-        """Whether something of an image is cut off, be it only of an oblong one."""
+    def crops_borders(self) -> bool:
+        """Whether a part of some images is cropped away."""
         return self.resize == "crop" or self.crop_share < 1
 
-    def whole(self, image: Image.Image, patch_size: int) -> "Tensor":
-        """All of an RGB image in its own aspect -> its bytes, (3, height, width).
+    def keep_aspect(self, image: Image.Image, patch_size: int) -> "Tensor":
+        """Resize without cropping, near the image's own aspect ratio, (3, height, width) uint8.
 
-        The sides are whole patches, as near to the aspect as they come with no more patches than
-        `image_size` has; nothing is cut off.
+        The sides are multiples of `patch_size`, with at most as many patches as `image_size` has.
         """
         patches = math.prod(side // patch_size for side in self.image_size)
         rows, cols = grid_of_aspect(image.height / image.width, patches)
         size = (cols * patch_size, rows * patch_size)
-        return to_bytes(image.resize(size, RESAMPLING[self.interpolation]))
+        return to_tensor(image.resize(size, RESAMPLING[self.interpolation]))
 
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of the whole image before the centre is cut out."""
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) to which an image is resized before it is cropped."""
         rows, cols = (math.floor(side / self.crop_share) for side in self.image_size)
         if self.resize == "squash":
             return cols, rows
@@ -139,13 +138,11 @@ class Preprocessing:
         return round(width / ratio), round(height / ratio)
 
     def normalise(self, images: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
-        """Bytes (batch, 3, height, width) -> floats of the same shape, on the same device.
-
-        However the bytes lie in memory, the floats are contiguous.
+        """Normalise a batch on its device, (batch, 3, height, width) uint8 -> floats.
 
         Args:
-            images: The bytes.
-            dtype: Of the result; float32 when left out.
+            images: In any memory format; the result is contiguous.
+            dtype: Of the result; float32 by default.
         """
         import torch
 
@@ -159,13 +156,13 @@ class Preprocessing:
 
     @property
     def mean_colour(self) -> tuple[int, int, int]:
-        """The colour that is (nearly) zero after normalisation, as bytes."""
+        """The RGB colour that normalisation maps to (nearly) zero."""
         red, green, blue = (min(max(round(255 * share), 0), 255) for share in self.mean)
         return red, green, blue
 
     @classmethod
-    def of(cls, data: DataConfig, side: int) -> "Preprocessing":
-        """What the settings in `data` say, for square images of `side` pixels."""
+    def from_config(cls, data: DataConfig, side: int) -> "Preprocessing":
+        """The preprocessing that `data` sets, for square images of `side` pixels."""
         return cls(
             image_size=(side, side),
             resize=data.resize,
@@ -176,7 +173,7 @@ class Preprocessing:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Values for JSON."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -184,7 +181,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":
-        """The inverse of `to_dict`; every key must be there, and no other.
+        """The inverse of `to_dict`; exactly its keys are accepted.
 
         Raises:
             ConfigError: A key is missing or unknown, or a value has the wrong type.
@@ -194,9 +191,9 @@ class Preprocessing:
             found = sorted(values) if isinstance(values, dict) else values
             raise ConfigError(f"preprocessing has {found!r}; expected exactly {sorted(names)}")
         for name in ("image_size", "mean", "std"):
-            if not isinstance(values[name], list | tuple) or not all(map(_number, values[name])):
+            if not isinstance(values[name], list | tuple) or not all(map(_is_number, values[name])):
                 raise ConfigError(f"preprocessing.{name}={values[name]!r}: expected numbers")
-        if not _number(values["crop_share"]):
+        if not _is_number(values["crop_share"]):
             raise ConfigError(f"preprocessing.crop_share={values['crop_share']!r}: not a number")
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -206,30 +203,31 @@ class Preprocessing:
 
 
 def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
-    """(rows, cols) with rows / cols near `aspect`, and at most `patches` in all."""
+    """(rows, cols) with rows / cols near `aspect` and rows * cols at most `patches`."""
     sides = math.sqrt(patches * aspect), math.sqrt(patches / aspect)
 
     def overlap(grid: tuple[int, int]) -> float:
-        """Share of the wanted shape and of `grid` together that both cover."""
+        """Intersection over union of the ideal rectangle and `grid`, aligned at a corner."""
         return math.prod(min(x, y) / max(x, y) for x, y in zip(grid, sides, strict=True))
 
     near = [
-        {min(max(whole(side), 1), patches) for whole in (math.floor, math.ceil)} for side in sides
+        {min(max(rounded(side), 1), patches) for rounded in (math.floor, math.ceil)}
+        for side in sides
     ]
     return max(((r, c) for r in near[0] for c in near[1] if r * c <= patches), key=overlap)
 
 
-def to_bytes(image: Image.Image) -> "Tensor":
-    """RGB image -> its bytes, (3, height, width)."""
-    return pixels_of(image).contiguous()
+def to_tensor(image: Image.Image) -> "Tensor":
+    """RGB image -> (3, height, width) uint8, contiguous."""
+    return to_channels_last(image).contiguous()
 
 
-def pixels_of(image: Image.Image) -> "Tensor":
-    """RGB image -> its bytes, (3, height, width); those of a pixel lie together in memory."""
+def to_channels_last(image: Image.Image) -> "Tensor":
+    """RGB image -> (3, height, width) uint8 in channels-last memory format."""
     import torch
 
     return rearrange(torch.from_numpy(np.array(image)), "height width rgb -> rgb height width")
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

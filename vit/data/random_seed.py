@@ -1,7 +1,7 @@
-"""Randomness from counters: the same (seed, epoch, index) draws the same numbers anywhere.
+"""Counter-based seeds: the same (seed, epoch, index) gives the same random numbers on any machine.
 
-Nothing has to be saved to resume, and neither the number of loader processes nor the number of
-devices changes an image.
+A resumed run needs no saved generator state, and neither the number of loader processes nor the
+number of devices changes how an image is augmented.
 """
 
 import hashlib
@@ -9,10 +9,10 @@ import json
 
 
 def random_seed(*counters: int | str) -> int:
-    """A seed of 63 bits for the named draw, the same on every machine and version.
+    """Hash `counters` to a seed of 63 bits, the same on every machine and in every version.
 
     Args:
-        counters: What the draw is for, such as `(seed, "augment", epoch, index)`.
+        counters: What the random numbers are for, such as `(seed, "augment", epoch, index)`.
     """
     digest = hashlib.blake2b(json.dumps(counters).encode("ascii"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,22 +1,20 @@
-"""Which images make which batch: a pure function of (seed, epoch, step).
+"""Distributed, resumable sampler: a batch is a pure function of (seed, epoch, step).
 
-    order of an epoch        a permutation drawn from (seed, "order", epoch)
-    batch of a step          order[step * batch_size :][:batch_size]; an incomplete last one is left
+    order of a pass          a permutation seeded by (seed, "order", pass)
+    batch of a step          order[step * batch_size :][:batch_size]
     micro-batch of a device  a fixed slice of the batch
 
-An epoch is one pass over the images, or `epoch_steps` steps: passes then follow each other through
-the epochs, and an epoch may hold a part of one, or several.
-
-So a run resumes anywhere with nothing saved but the step, and a step sees the same images on any
-number of devices.
+A run resumes at any step with nothing saved but the step, and a step sees the same images on any
+number of devices. An epoch is one pass over the images, or `epoch_steps` steps: passes then run on
+through the epochs, and an epoch may hold a part of a pass or several passes.
 
 Repeated augmentation: a batch has batch_size / repeats different images, all of them once, then
-all of them again, so that devices and neighbours, which MixUp pairs, have different ones. An epoch
-keeps its steps, and sees 1 / repeats of the images: Hoffer et al., arXiv:1901.09335; epochs as in
-Berman et al., section 3.2, arXiv:1902.05509.
+all of them again, so that devices and neighbours, which MixUp pairs, get different images. An epoch
+keeps its number of steps and sees 1 / repeats of the images. Source: Hoffer et al.,
+arXiv:1901.09335; epochs as in Berman et al., section 3.2, arXiv:1902.05509.
 
-Balanced classes: an epoch has as many images of each class. Those of a class follow each other in
-random order, all of them before one comes again.
+Class balancing: an epoch has equally many images of each class. The images of a class are shuffled,
+and all of them are used before one is repeated.
 """
 
 from collections.abc import Iterator
@@ -30,35 +28,35 @@ from vit.data.random_seed import random_seed
 from vit.errors import DataError
 
 
-class Key(NamedTuple):
-    """One image to load."""
+class SampleKey(NamedTuple):
+    """One image to load, with the counters that seed its augmentation."""
 
     epoch: int
     sample: int
     position: int
     repetition: int = 0
-    """How often the pass had the image before; each time it is augmented otherwise."""
-    visit: int = 0
-    """Pass over the images, from 0; with sample and repetition it seeds the augmentation."""
+    """How often the pass has used the image before; each time it is augmented differently."""
+    pass_index: int = 0
+    """Number of the pass over the images, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Which samples make which micro-batch of one device.
+class MicroBatchSampler:
+    """The samples of each micro-batch of one device.
 
     Args:
         count: Number of training samples.
         seed: Seed of the run.
-        batch_size: Images of one step, over all devices and micro-batches.
-        accumulate: Micro-batches of one step on one device.
-        rank: Number of this device, from 0.
+        batch_size: Images per optimiser step, over all devices and micro-batches.
+        accumulate: Micro-batches per step and device.
+        rank: Index of this device.
         world_size: Number of devices.
-        repeats: How often a batch has each of its images.
-        balanced: Classes of the samples, (count,), where all are to come equally often.
-        epoch_steps: Steps of an epoch; those of one pass over the samples where left out.
+        repeats: How often a batch contains each of its images (repeated augmentation).
+        balanced: Class indices of the samples, (count,), to draw all classes equally often.
+        epoch_steps: Steps per epoch; None for one pass over the samples.
 
     Raises:
-        DataError: The batch is larger than the data, or does not split evenly.
+        DataError: The batch is larger than the dataset, or does not split evenly.
     """
 
     count: int
@@ -74,7 +72,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.batch_size % self.repeats:
             raise DataError(
-                f"batch_size={self.batch_size} is no multiple of repeats={self.repeats}; choose one"
+                f"batch_size={self.batch_size} is not a multiple of repeats={self.repeats}; "
+                "choose one"
             )
         parts = self.accumulate * self.world_size
         if self.batch_size % parts:
@@ -90,104 +89,115 @@ class Schedule:
 
     @property
     def steps_per_pass(self) -> int:
-        """Whole batches in the training images."""
+        """Full batches in one pass over the images."""
         return self.count // self.batch_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps between two validations."""
+        """Optimiser steps per epoch."""
         return self.epoch_steps or self.steps_per_pass
 
     @property
     def micro_batch_size(self) -> int:
-        """Images that a device takes at once."""
+        """Images per forward pass of one device."""
         return self.batch_size // (self.accumulate * self.world_size)
 
-    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[list[Key]]:
-        """The micro-batches of one epoch on this device, from its `start`-th on.
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[list[SampleKey]]:
+        """The micro-batches of one epoch on this device, beginning with number `start`.
 
-        Those of micro-batch 0 over all devices come first in the batch of a step, then those of
-        micro-batch 1.
+        A step's batch consists of micro-batch 0 of all devices, then micro-batch 1 of all, etc.
         """
-        size, loaded = self.micro_batch_size, -1
+        size, ordered_pass = self.micro_batch_size, -1
         for number in range(start, self.steps_per_epoch * self.accumulate):
-            in_epoch, micro = divmod(number, self.accumulate)
-            visit, step = divmod(epoch * self.steps_per_epoch + in_epoch, self.steps_per_pass)
-            if visit != loaded:
-                order = self.order(visit)
-                again, loaded = repetitions(order), visit
+            epoch_step, micro = divmod(number, self.accumulate)
+            pass_index, step = divmod(
+                epoch * self.steps_per_epoch + epoch_step, self.steps_per_pass
+            )
+            if pass_index != ordered_pass:
+                order = self.order(pass_index)
+                repetitions, ordered_pass = count_repetitions(order), pass_index
             first = (micro * self.world_size + self.rank) * size
-            here = slice(step * self.batch_size + first, step * self.batch_size + first + size)
-            pairs = zip(order[here].tolist(), again[here].tolist(), strict=True)
-            yield [Key(epoch, sample, first + at, n, visit) for at, (sample, n) in enumerate(pairs)]
+            window = slice(step * self.batch_size + first, step * self.batch_size + first + size)
+            pairs = zip(order[window].tolist(), repetitions[window].tolist(), strict=True)
+            yield [
+                SampleKey(epoch, sample, first + offset, repetition, pass_index)
+                for offset, (sample, repetition) in enumerate(pairs)
+            ]
 
-    def order(self, visit: int) -> Tensor:
-        """The samples of all batches of a pass, one batch after the other, int64."""
-        generator = torch.Generator().manual_seed(random_seed(self.seed, "order", visit))
+    def order(self, pass_index: int) -> Tensor:
+        """The samples of a pass, batch after batch, int64."""
+        generator = torch.Generator().manual_seed(random_seed(self.seed, "order", pass_index))
         if self.balanced is None:
-            drawn = torch.randperm(self.count, generator=generator)
+            order = torch.randperm(self.count, generator=generator)
         else:
-            drawn = balanced_order(self.balanced, generator)
+            order = balanced_order(self.balanced, generator)
         if self.repeats == 1:
-            return drawn
-        different = drawn[: self.steps_per_pass * (self.batch_size // self.repeats)]
+            return order
+        different = order[: self.steps_per_pass * (self.batch_size // self.repeats)]
         batches = different.view(self.steps_per_pass, 1, -1)
         return batches.expand(-1, self.repeats, -1).flatten()
 
 
 def balanced_order(classes: Tensor, generator: torch.Generator) -> Tensor:
-    """As many samples as there are, of each class that has some as many as of the others, mixed.
+    """A shuffled order of as many entries as samples, with equally many of each non-empty class.
 
-    Where that does not come out even, classes drawn at random have one more.
+    If the number of samples is not a multiple of the number of classes, random classes have one
+    entry more.
 
     Args:
-        classes: Of the samples, (count,).
-        generator: Draws.
+        classes: Class indices of the samples, (count,).
+        generator: Source of randomness.
+
+    Returns:
+        Sample indices, (count,) int64.
     """
-    present, places = torch.unique(classes, return_inverse=True)
-    members = torch.split(places.argsort(stable=True), torch.bincount(places).tolist())
-    each, more = divmod(len(classes), len(present))
-    lucky = torch.randperm(len(present), generator=generator) < more
-    drawn = []
-    for own, one_more in zip(members, lucky.tolist(), strict=True):
-        wanted = each + one_more
-        rounds = -(-wanted // len(own))
-        orders = [torch.randperm(len(own), generator=generator) for _ in range(rounds)]
-        drawn.append(own[torch.cat(orders)[:wanted]])
-    return torch.cat(drawn)[torch.randperm(len(classes), generator=generator)]
+    present, inverse = torch.unique(classes, return_inverse=True)
+    members = torch.split(inverse.argsort(stable=True), torch.bincount(inverse).tolist())
+    per_class, remainder = divmod(len(classes), len(present))
+    has_extra = torch.randperm(len(present), generator=generator) < remainder
+    chosen = []
+    for samples, extra in zip(members, has_extra.tolist(), strict=True):
+        number = per_class + extra
+        rounds = -(-number // len(samples))
+        orders = [torch.randperm(len(samples), generator=generator) for _ in range(rounds)]
+        chosen.append(samples[torch.cat(orders)[:number]])
+    return torch.cat(chosen)[torch.randperm(len(classes), generator=generator)]
 
 
-def repetitions(order: Tensor) -> Tensor:
-    """How often each entry of `order`, (entries,), came before, int64."""
+def count_repetitions(order: Tensor) -> Tensor:
+    """How often each entry of `order`, (entries,), occurred before, int64."""
     by_sample = order.argsort(stable=True)
     _, counts = torch.unique_consecutive(order[by_sample], return_counts=True)
     starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    again = torch.empty_like(order)
-    again[by_sample] = torch.arange(len(order)) - starts
-    return again
+    repetitions = torch.empty_like(order)
+    repetitions[by_sample] = torch.arange(len(order)) - starts
+    return repetitions
 
 
-class Stream:
-    """Micro-batches of epoch after epoch, so that loader processes never pause between epochs."""
+class MultiEpochSampler:
+    """Micro-batches of all epochs in a row, so that loader processes never wait between epochs.
 
-    def __init__(self, schedule: Schedule, epochs: int) -> None:
-        self.schedule = schedule
+    `start` is the (epoch, micro-batch) at which the next iteration begins.
+    """
+
+    def __init__(self, sampler: MicroBatchSampler, epochs: int) -> None:
+        self.sampler = sampler
         self.epochs = epochs
         self.start = (0, 0)
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         first, number = self.start
         for epoch in range(first, self.epochs):
-            yield from self.schedule.micro_batches(epoch, number if epoch == first else 0)
+            yield from self.sampler.micro_batches(epoch, number if epoch == first else 0)
 
 
 def fitting_batch_size(count: int, batch_size: int, parts: int) -> int:
-    """`batch_size`, or the largest that `count` images fill; a multiple of `parts`.
+    """`batch_size`, or the largest multiple of `parts` that `count` images fill.
 
     Args:
         count: Number of training images.
-        batch_size: Images of one step, as wanted.
-        parts: Micro-batches of one step over all devices, or a multiple of it.
+        batch_size: Requested images per step.
+        parts: What the result must be a multiple of: micro-batches per step over all devices.
 
     Raises:
         DataError: There are fewer images than parts.

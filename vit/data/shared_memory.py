@@ -1,13 +1,16 @@
-"""Memory that loader processes fill with images, and this process reads where it is.
+"""Image batches in memory that the loader processes and the main process share.
 
-    this process                                    a loader process
-    lend() a slot          -- keys, slot -->        room() in it is filled
-    a tensor over it       <-- slot, shape --       Carried, which pickles no image
-    lend() it again, when that tensor is no more
+    main process                                   loader process
+    slot = pool.acquire()
+    LoadRequest(keys, slot)    -- index queue -->  images are written into pool.view(slot)
+    rebuild_batch()            <-- data queue --   SharedBatch: the slot and its layout, no pixels
+    tensor over the slot
+    pool.release(slot) when the last tensor over it is garbage collected
 
-It is mapped before the processes are forked: no image is copied on its way, no file descriptor
-travels, and /dev/shm, which containers keep small, holds nothing of it. Where no slot is free, or a
-batch does not fit, the images go as torch sends tensors.
+torch opens a file descriptor, or a file in /dev/shm, for every tensor of every batch. Here one
+anonymous mapping is made before the processes are forked: no pixel is copied or pickled on its way
+to the main process, no descriptor travels, and /dev/shm, which containers keep small, stays empty.
+Where no slot is free, or a batch is larger than a slot, the images travel as torch sends tensors.
 """
 
 import contextlib
@@ -22,164 +25,186 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vit.data.dataset import Batch, ImageDataset, Lie, lie_of, room_for
-from vit.data.sampler import Key
+from vit.data.dataset import Batch, ImageDataset, Layout, allocate_batch, batch_layout
+from vit.data.sampler import SampleKey
 from vit.errors import DataError
 
 
-class Slots:
-    """Equal parts of memory that forked processes share.
+class SharedMemoryPool:
+    """Slots of equal size in one anonymous memory mapping, shared with forked processes.
 
     Args:
-        count: How many.
-        size: Bytes of each.
+        num_slots: How many batches fit.
+        slot_bytes: Size of one batch; rounded up to whole pages.
     """
 
-    numbers: ClassVar = itertools.count()
+    by_id: ClassVar["weakref.WeakValueDictionary[int, SharedMemoryPool]"] = (
+        weakref.WeakValueDictionary()
+    )
+    """The pools of this process; a batch that arrives names its pool by `id`."""
+    ids: ClassVar = itertools.count()
 
-    def __init__(self, count: int, size: int) -> None:
-        self.number = next(self.numbers)
-        self.count = count
-        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.id = next(self.ids)
+        self.num_slots = num_slots
+        self.slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.memory: mmap.mmap | None = None
-        self.free: list[int] = []
-        KNOWN[self.number] = self
+        self.free_slots: list[int] = []
+        self.by_id[self.id] = self
 
-    def map(self) -> None:
-        """Take memory, all of it free, before processes are forked; nothing where there is some.
+    def allocate(self) -> None:
+        """Map the memory, unless it is mapped already; call it before processes are forked.
 
         Raises:
-            DataError: There is not as much.
+            DataError: There is not enough memory.
         """
         if self.memory is not None:
             return
         try:
-            self.memory = mmap.mmap(-1, self.count * self.size)
+            self.memory = mmap.mmap(-1, self.num_slots * self.slot_bytes)
         except OSError as error:
             raise DataError(
-                f"{self.count} batches of {self.size / 2**20:,.0f} MiB that loader processes make "
-                f"ahead do not fit in memory ({error.strerror}); use fewer workers (-j) or a "
-                "smaller batch_size"
+                f"{self.num_slots} prefetched batches of {self.slot_bytes / 2**20:,.0f} MiB do not "
+                f"fit in memory ({error.strerror}); use fewer workers (-j) or a smaller batch_size"
             ) from None
-        self.free = [*range(self.count)]
+        self.free_slots = [*range(self.num_slots)]
 
-    def drop(self) -> None:
-        """Let go of the memory, of which the processes are gone; tensors over it keep it."""
-        self.give_back()  # other processes may have been forked meanwhile, which map it too
-        self.memory, self.free = None, []
+    def deallocate(self) -> None:
+        """Forget the memory when the loader processes have ended; tensors over it keep it alive."""
+        self.release_pages()  # other processes forked meanwhile may map it too
+        self.memory, self.free_slots = None, []
 
-    def lend(self) -> int | None:
-        """A slot that nobody uses, for a loader process; None where there is none."""
-        return self.free.pop() if self.free else None  # the last one used is warm, the others cold
+    def acquire(self) -> int | None:
+        """Reserve a slot for a loader process; None if all are in use."""
+        # the slot released last is still in the processor's caches
+        return self.free_slots.pop() if self.free_slots else None
 
-    def room(self, slot: int, count: int, image: Tensor) -> Tensor | None:
-        """As `room_for`, in a slot that was lent; None where it does not fit."""
-        if image.dtype != torch.uint8 or count * image.numel() > self.size:
+    def release(self, slot: int) -> None:
+        """Make `slot` available again."""
+        self.free_slots.append(slot)
+
+    def empty_batch(self, slot: int, count: int, image: Tensor) -> Tensor | None:
+        """As `allocate_batch`, in a slot (loader process); None if the images do not fit."""
+        if image.dtype != torch.uint8 or count * image.numel() > self.slot_bytes:
             return None
-        return torch.from_numpy(self._bytes(slot)).as_strided(*lie_of(count, image))
+        return torch.from_numpy(self._bytes(slot)).as_strided(*batch_layout(count, image))
 
-    def filled(self, slot: int, lie: Lie) -> Tensor:
-        """The tensor of bytes in `slot`, which is free again when nothing looks at it any more."""
+    def read_batch(self, slot: int, layout: Layout) -> Tensor:
+        """A tensor over `slot`, released when the last view of it is gone (main process)."""
         array = self._bytes(slot)
-        weakref.finalize(array, self.free.append, slot)
-        return torch.from_numpy(array).as_strided(*lie)
+        # bound to this list, not to the pool: `deallocate` starts a new one, and slots of tensors
+        # that outlive their mapping must not become free in the next
+        weakref.finalize(array, self.free_slots.append, slot)
+        return torch.from_numpy(array).as_strided(*layout)
 
-    def give_back(self) -> None:
-        """Let the system have the memory of free slots, until they are filled again."""
-        for slot in list(self.free):
+    def release_pages(self) -> None:
+        """Return the memory of free slots to the system; it comes back when they are written."""
+        for slot in list(self.free_slots):
             assert self.memory is not None
             with contextlib.suppress(OSError):  # not every kernel can, and it only saves memory
-                self.memory.madvise(mmap.MADV_REMOVE, slot * self.size, self.size)
+                self.memory.madvise(mmap.MADV_REMOVE, slot * self.slot_bytes, self.slot_bytes)
 
     def _bytes(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         assert self.memory is not None
-        return np.frombuffer(self.memory, np.uint8, self.size, slot * self.size)
+        return np.frombuffer(self.memory, np.uint8, self.slot_bytes, slot * self.slot_bytes)
 
 
-KNOWN: "weakref.WeakValueDictionary[int, Slots]" = weakref.WeakValueDictionary()
-"""Those of this process, which a batch that arrives looks up."""
+class LoadRequest(NamedTuple):
+    """A micro-batch to load, and the slot for its images."""
 
-
-class DatasetSpec(NamedTuple):
-    """What a loader process is to make."""
-
-    keys: list[Key]
+    keys: list[SampleKey]
     slot: int | None
 
 
-class Orders:
-    """Micro-batches to make, each with a slot where one is free.
+class SlotSampler:
+    """Batch sampler that adds a slot to each micro-batch; it runs in the main process.
 
     Args:
-        keys: The micro-batches.
-        slots: Whose.
+        micro_batches: Keys of each micro-batch.
+        pool: Where the slots come from.
     """
 
-    def __init__(self, keys: Iterable[list[Key]], slots: Slots) -> None:
-        self.keys = keys
-        self.slots = slots
+    def __init__(self, micro_batches: Iterable[list[SampleKey]], pool: SharedMemoryPool) -> None:
+        self.micro_batches = micro_batches
+        self.pool = pool
 
-    def __iter__(self) -> Iterator[DatasetSpec]:
-        for keys in self.keys:
-            yield DatasetSpec(keys, self.slots.lend())
+    def __iter__(self) -> Iterator[LoadRequest]:
+        for keys in self.micro_batches:
+            yield LoadRequest(keys, self.pool.acquire())
 
 
-class Carrying(Dataset[Batch]):
-    """`dataset` in loader processes, which leave its images in `slots`."""
+class SharedMemoryDataset(Dataset["SharedBatch"]):
+    """`dataset` in a loader process, with the images of each batch written into its slot."""
 
-    def __init__(self, dataset: ImageDataset, slots: Slots) -> None:
+    def __init__(self, dataset: ImageDataset, pool: SharedMemoryPool) -> None:
         self.dataset = dataset
-        self.slots = slots
+        self.pool = pool
 
-    def __getitems__(self, asked: DatasetSpec) -> "Carried":
-        """The micro-batch that was asked for."""
-        rooms: list[Tensor | None] = []
+    def __getitems__(self, request: LoadRequest) -> "SharedBatch":
+        """Load the micro-batch of `request`."""
+        in_slot = False
 
-        def room(count: int, image: Tensor) -> Tensor:
-            slot = asked.slot
-            rooms.append(None if slot is None else self.slots.room(slot, count, image))
-            return room_for(count, image) if rooms[0] is None else rooms[0]
+        def allocate(count: int, image: Tensor) -> Tensor:
+            nonlocal in_slot
+            if request.slot is not None:
+                images = self.pool.empty_batch(request.slot, count, image)
+                if images is not None:
+                    in_slot = True
+                    return images
+            return allocate_batch(count, image)
 
-        batch = self.dataset.batch(asked.keys, room)
-        here = bool(rooms) and rooms[0] is not None
-        return Carried(batch, self.slots.number, asked.slot, here=here)
+        batch = self.dataset.load_batch(request.keys, allocate)
+        return SharedBatch(batch, self.pool.id, request.slot, in_slot=in_slot)
 
 
-class Carried:
-    """A batch that becomes itself again in the process that reads it.
+class SharedBatch:
+    """A batch that is pickled without its pixels, and unpickled as a `Batch` over its slot.
+
+    Unpickling is the one moment at which the main process sees every batch, also those of a pass
+    that is abandoned, so it is where slots are taken back (as torch.multiprocessing.reductions does
+    for single tensors).
 
     Args:
-        batch: What was made.
-        number: Of the slots.
-        slot: Which of them was lent.
-        here: Whether the images are there.
+        batch: The batch as loaded.
+        pool_id: `SharedMemoryPool.id`.
+        slot: The slot of the request.
+        in_slot: Whether the images are in it.
     """
 
-    def __init__(self, batch: Batch, number: int, slot: int | None, *, here: bool) -> None:
+    def __init__(self, batch: Batch, pool_id: int, slot: int | None, *, in_slot: bool) -> None:
         self.batch = batch
-        self.number = number
+        self.pool_id = pool_id
         self.slot = slot
-        self.here = here
+        self.in_slot = in_slot
 
     def __reduce__(self) -> tuple[Any, ...]:
         images, *rest = self.batch
-        carried = (images.shape, images.stride()) if self.here else images
+        payload = Layout(images.shape, images.stride()) if self.in_slot else images
         # arrays go by value: torch would send a file descriptor for each of these small tensors
-        values = [one.numpy() if isinstance(one, Tensor) else one for one in rest]
-        return arrived, (self.number, self.slot, carried, values)
+        fields = [one.numpy() if isinstance(one, Tensor) else one for one in rest]
+        return rebuild_batch, (self.pool_id, self.slot, payload, fields)
 
 
-def arrived(number: int, slot: int | None, images: Tensor | Lie, values: list[Any]) -> Batch:
-    """The batch that was carried."""
-    slots = KNOWN.get(number)
-    if slots is None:  # its loader is gone, and nobody will look at it
+def rebuild_batch(
+    pool_id: int, slot: int | None, payload: Tensor | Layout, fields: list[Any]
+) -> Batch:
+    """The `Batch` of a pickled `SharedBatch`, in the main process.
+
+    Args:
+        pool_id: `SharedMemoryPool.id`.
+        slot: The slot of the request.
+        payload: The layout of the images in the slot, or the images.
+        fields: The other fields of the batch; tensors as arrays.
+    """
+    pool = SharedMemoryPool.by_id.get(pool_id)
+    if pool is None:  # its loader is gone, and nobody will read the batch
         images = torch.empty(0)
-    elif not isinstance(images, Tensor):
+    elif isinstance(payload, Layout):
         assert slot is not None
-        images = slots.filled(slot, images)
-    elif slot is not None:
-        slots.free.append(slot)
-    rest: list[Any] = [
-        torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in values
-    ]
-    return Batch(images, *rest)
+        images = pool.read_batch(slot, payload)
+    else:
+        images = payload
+        if slot is not None:
+            pool.release(slot)
+    tensors = [torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in fields]
+    return Batch(images, *tensors)

@@ -174,7 +174,9 @@ def images_of(preprocessing: Preprocessing) -> Iterator[Array]:
 
 def fitted(images: Array, preprocessing: Preprocessing) -> Array:
     """Images of one size -> as the network takes them, by Pillow."""
-    return np.stack([np.asarray(preprocessing.fit(Image.fromarray(image))) for image in images])
+    return np.stack(
+        [np.asarray(preprocessing.resize_and_crop(Image.fromarray(image))) for image in images]
+    )
 
 
 def noise(count: int, height: int, width: int) -> Array:

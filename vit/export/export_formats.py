@@ -67,9 +67,9 @@ def export_torch(
 ) -> Exported:
     """Write a classifier as a program of torch.export, NAME.pt2, for any number of images.
 
-    Its input is bytes (batch, height, width, 3) of the network's own size: `Preprocessing.fit`
-    stays outside, and what it needs is in the file's extra files preprocessing.json and
-    classes.json; thresholds.json is there where an image may have several classes.
+    Its input is bytes (batch, height, width, 3) of the network's own size:
+    `Preprocessing.resize_and_crop` stays outside, and what it needs is in the file's extra files
+    preprocessing.json and classes.json; multi-label models also have thresholds.json.
 
     Args:
         run, overwrite, say: As for `export_onnx`.

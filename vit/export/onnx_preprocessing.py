@@ -1,4 +1,4 @@
-"""`Preprocessing.fit` as nodes of an ONNX graph: images of any size in, those of the network out.
+"""`Preprocessing.resize_and_crop` as nodes of an ONNX graph, for images of any size.
 
 Pillow resizes in two passes, first along the rows, each rounded to bytes:
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.preprocessing import WHOLE_LIMIT, Preprocessing
+from vit.data.preprocessing import MAX_RESIZED_PIXELS, Preprocessing
 from vit.export.onnx_builder import Nodes, Value
 
 PREFIX = "pixels/"
@@ -82,7 +82,7 @@ def axes_of(images: Value, preprocessing: Preprocessing) -> tuple["Axis", "Axis"
     height, width = side_of(images, 1), side_of(images, 2)
     rows, cols = preprocessing.image_size
     full_height, full_width = resized(preprocessing, height, width)
-    cropped = (full_height * full_width).holds("Greater", WHOLE_LIMIT)
+    cropped = (full_height * full_width).holds("Greater", MAX_RESIZED_PIXELS)
     return Axis(height, full_height, rows, cropped), Axis(width, full_width, cols, cropped)
 
 

@@ -65,9 +65,9 @@ class ImageReader:
     ) -> None:
         self.prepare: Callable[..., Tensor] = preprocessing
         if crops:
-            self.prepare = preprocessing.crops
+            self.prepare = preprocessing.five_crops
         elif patch_size is not None:
-            self.prepare = lambda image: preprocessing.whole(image, patch_size)
+            self.prepare = lambda image: preprocessing.keep_aspect(image, patch_size)
         self.budget = PixelBudget(MAX_PIXELS)
 
     def __call__(self, path: str) -> Tensor | BadImage:
@@ -79,7 +79,7 @@ class ImageReader:
             held.append(pixels)
 
         try:
-            return self.prepare(read_image(path, admit=admit))
+            return self.prepare(read_image(path, before_decode=admit))
         except BadImage as error:
             return error
         except (ValueError, OSError, MemoryError) as error:

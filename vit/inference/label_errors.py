@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.data.checks.check_listing import Listed
-from vit.data.checks.dataset_check import Report, in_order
-from vit.data.checks.duplicates import near
-from vit.data.checks.near_duplicates import confirmed
+from vit.data.checks.check_listing import ListedImage
+from vit.data.checks.dataset_check import CheckReport, sort_by_severity
+from vit.data.checks.duplicates import near_duplicate_problem
+from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.errors import printable
 from vit.inference.predictor import Predictor
@@ -54,12 +54,12 @@ class Suspect(NamedTuple):
 
 
 def find_label_errors(
-    report: Report,
+    report: CheckReport,
     weights: str,
     *,
     device: str | None = None,
     notify: Callable[[str], object] = lambda _note: None,
-) -> Report:
+) -> CheckReport:
     """`report` with what the features of a network say too.
 
     Args:
@@ -72,7 +72,7 @@ def find_label_errors(
         VitError: The weights cannot be used.
     """
     predictor = Predictor(weights, device=device, embeddings=True, notify=notify)
-    images = [one for one in report.listing.images if one.path in report.facts]
+    images = [one for one in report.listing.images if one.path in report.stats]
     rows, features = [], []
     for answer, one in zip(
         (answer for batch in predictor.batches([one.path for one in images]) for answer in batch),
@@ -97,28 +97,28 @@ def find_label_errors(
                 for two in suspects(torch.stack(features), found, labels, len(names))
             ]
             problems += report.listing.with_lines(suspected)
-    return dataclasses.replace(report, problems=in_order(problems))
+    return dataclasses.replace(report, problems=sort_by_severity(problems))
 
 
-def more_copies(report: Report, rows: Sequence[Listed], found: Neighbours) -> list[Problem]:
+def more_copies(report: CheckReport, rows: Sequence[ListedImage], found: Neighbours) -> list[Problem]:
     """Images with nearly equal features that are nearly the same, and are not told yet.
 
     Features alone say too much: a trained network gives all images of a class nearly the same.
     """
     where = {one.path: (one.split, one.labels) for one in rows}
     told = {frozenset(problem.images) for problem in report.problems}
-    facts = [report.facts[one.path] for one in rows]
+    facts = [report.stats[one.path] for one in rows]
     likely = [
         (first, second)
         for first, second, _ in pairs(found)
         if facts[first].digest != facts[second].digest
         and frozenset((rows[first].path, rows[second].path)) not in told
     ]
-    alike = confirmed(
-        [one.look for one in facts], [min(one.width, one.height) for one in facts], likely
+    alike = verify_near_duplicates(
+        [one.thumbnail for one in facts], [min(one.width, one.height) for one in facts], likely
     )
     return [
-        near([(rows[one.first].path, rows[one.second].path)], where, f"correlation {one.score:.3f}")
+        near_duplicate_problem([(rows[one.first].path, rows[one.second].path)], where, f"correlation {one.score:.3f}")
         for one in alike
     ]
 

@@ -193,7 +193,7 @@ def check_settings(runner: ModelRunner) -> None:
         raise ConfigError(f"tta={tta}: probabilities are averaged, not captions; leave it out")
     if tta == "crops" and runner.keep_aspect:
         raise ConfigError("tta=crops: keep_aspect shows whole images; use tta=flip")
-    if tta == "crops" and not runner.preprocessing.cuts:
+    if tta == "crops" and not runner.preprocessing.crops_borders:
         raise ConfigError(
             "tta=crops: images are squashed to the size of this network and nothing is cut off, "
             "so all crops are equal; use tta=flip"

@@ -16,7 +16,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
-from vit.data.dataloader import Batch
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding

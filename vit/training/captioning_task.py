@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.dataloader import Batch
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
 from vit.errors import DataError
 from vit.evaluation.caption_metrics import caption_scores
@@ -97,8 +97,8 @@ class CaptionTally:
         assert isinstance(network, Captioner)
         if not len(images):
             return
-        assert batch.others is not None
-        words, others = target_words(batch, images.device), batch.others.to(images.device)
+        assert batch.mismatched_ids is not None
+        words, others = target_words(batch, images.device), batch.mismatched_ids.to(images.device)
         with run.accelerator.autocast():
             classes, memory = network.see(images)
             few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
@@ -144,8 +144,8 @@ def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:
 
 def target_words(batch: Batch, device: torch.device) -> Tensor:
     """The captions of a batch on their device, (batch, tokens)."""
-    assert batch.words is not None, "the loader was given no captions"
-    return batch.words.to(device, non_blocking=True)
+    assert batch.caption_ids is not None, "the loader was given no captions"
+    return batch.caption_ids.to(device, non_blocking=True)
 
 
 def forward(run: "TrainingState", images: Tensor, ids: Tensor) -> Said:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.data.dataloader import Batch
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
-from vit.data.mixup import draw_plan, mix
+from vit.data.mixup import mix, sample_mix_plan
 from vit.training.batch_norm_statistics import uncounted
 from vit.training.class_balance import Balance
 from vit.training.losses import smoothed_cross_entropy
@@ -120,7 +120,7 @@ def mixed(
         targets: Shares of the classes, (batch, classes).
         epoch: Number of the epoch, from 0.
     """
-    plan = draw_plan(
+    plan = sample_mix_plan(
         run.config.augment,
         seed=run.config.training.seed,
         epoch=epoch,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.dataloader import Batch, EvaluationLoader
+from vit.data.dataloader import EvaluationLoader
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.errors import DataError, VitError, printable
@@ -140,7 +141,7 @@ def seen(
         batch_size=micro_batch_size(run),
         workers=workers_of(run),
         pin_memory=device.type == "cuda",
-        words=words_of(run, samples),
+        caption_ids=words_of(run, samples),
         classes=rows_of(run.config),
     )
     try:
@@ -185,8 +186,8 @@ def measure_captions(
     answers: list[Outcomes] = []
     sums = torch.zeros(4, dtype=torch.float64)
     for batch, images in batches:
-        assert batch.others is not None
-        words, others = target_words(batch, device), batch.others.to(device)
+        assert batch.mismatched_ids is not None
+        words, others = target_words(batch, device), batch.mismatched_ids.to(device)
         with autocast(precision, device):
             classes, memory = model.see(images)
             written = generate_captions(model.decoder, memory, tokenizer, Search())

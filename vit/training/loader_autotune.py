@@ -16,9 +16,9 @@ from vit.config import Config, DataConfig
 from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
 from vit.data.dataset_types import Sample, Splits
-from vit.data.image_cache import Cache, open_cache, side_for
+from vit.data.image_cache import ImageCache, cache_side, open_cache
 from vit.data.image_io import read_bytes
-from vit.data.sampler import Key
+from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
 from vit.training.devices import inference_precision
@@ -45,7 +45,7 @@ MOST_SHARED = 2
 
 # the caches in memory that the next training of this process may use, the newest last; None where
 # each training forgets its own
-_shared: list[Cache] | None = None
+_shared: list[ImageCache] | None = None
 
 
 @contextlib.contextmanager
@@ -57,18 +57,18 @@ def shared_caches() -> Iterator[None]:
         yield
     finally:
         for cache in _shared:
-            cache.forget()
+            cache.unlink()
         _shared = None
 
 
-def share_or_forget(cache: Cache) -> None:
+def share_or_forget(cache: ImageCache) -> None:
     """Keep a cache in memory for the next training, or delete its name."""
     if _shared is None:
-        cache.forget()
+        cache.unlink()
         return
     _shared[:] = [*(other for other in _shared if other.file != cache.file), cache]
     while len(_shared) > MOST_SHARED:
-        _shared.pop(0).forget()
+        _shared.pop(0).unlink()
 
 
 def with_cache(
@@ -94,7 +94,7 @@ def with_cache(
     ) as bar:
         cache = open_cache(
             paths,
-            side=side_for(config.model.image_size, config.augment.min_crop),
+            side=cache_side(config.model.image_size, config.augment.min_crop),
             kind=data.cache,
             folder=None if data.cache_folder is None else Path(data.cache_folder).expanduser(),
             threads=max(data.workers or default_workers(1), 1),
@@ -154,7 +154,7 @@ def time_reading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, 
         except BadImage:  # the run itself will meet it, and say so
             continue
         middle = time.perf_counter()
-        dataset[Key(0, index, 0)]
+        dataset[SampleKey(0, index, 0)]
         if index:  # the first one also imports what it needs
             fetch, rest, done = (
                 fetch + middle - start,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.data.dataloader import Batch
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.evaluation.multilabel_metrics import average_precisions, f1_scores, mean_of_known

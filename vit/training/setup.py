@@ -146,7 +146,7 @@ def make_training(
         model=model,
         optimizer=prepared,
         average=average,
-        preprocessing=Preprocessing.of(config.data, config.model.image_size),
+        preprocessing=Preprocessing.from_config(config.data, config.model.image_size),
         lr_at=learning_rate(training, epoch_steps=epoch_steps, total=total_steps),
         task=make_task(config, splits),
         tokenizer=None if splits is None else splits.tokenizer,

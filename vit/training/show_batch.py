@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.config.parser import changed_settings
 from vit.data.contact_sheet import MOST, contact_sheet, save_sheet, sheet_format
-from vit.data.dataloader import Batch
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError, printable
 from vit.text import plural
@@ -122,8 +122,8 @@ def class_lines(shares: Tensor, classes: Sequence[str]) -> list[str]:
 def caption_lines(run: TrainingState, batch: Batch, classes: Sequence[str]) -> list[list[str]]:
     """The caption of each image that this epoch has drawn, below its class where it has one."""
     assert run.tokenizer is not None, "captions are learned with a tokenizer"
-    assert batch.words is not None, "the loader was given captions"
-    texts = [run.tokenizer.decode(row) for row in batch.words.tolist()]
+    assert batch.caption_ids is not None, "the loader was given captions"
+    texts = [run.tokenizer.decode(row) for row in batch.caption_ids.tolist()]
     if not run.config.training.classifies:
         return [[text] for text in texts]
     labels = batch.labels.tolist()

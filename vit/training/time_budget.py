@@ -22,7 +22,8 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.data.dataloader import Batch, EvaluationLoader, TrainingLoader
+from vit.data.dataloader import EvaluationLoader, TrainingLoader
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.training.dry_run import LONG, largest, rehearse

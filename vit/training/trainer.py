@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vit.data.dataloader import Batch
+from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, DataError, WeightsError, quoted
 from vit.training.best_checkpoints import BestEpochs, stopped_early

@@ -8,10 +8,11 @@ import torch
 
 from vit.config import Config
 from vit.data.captions.caption_ids import CaptionIds
-from vit.data.dataloader import EvaluationLoader, Schedule, TrainingLoader
+from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
-from vit.data.transforms import Transform, training_transform
+from vit.data.sampler import MicroBatchSampler
+from vit.data.transforms import TrainingTransform, Transform
 from vit.training.lr_schedule import image_side
 from vit.training.training_loop import TrainingState
 
@@ -27,7 +28,7 @@ class TransformFor:
         side = image_side(self.config, epoch, self.config.training.epochs)
         sized = dataclasses.replace(self.preprocessing, image_size=(side, side))
         quick = self.config.data.decode == "fast"
-        return training_transform(self.config.augment, sized, quick=quick)
+        return TrainingTransform(self.config.augment, sized, fast_crop=quick)
 
 
 def make_schedule(
@@ -37,7 +38,7 @@ def make_schedule(
     rank: int = 0,
     processes: int = 1,
     samples: Sequence[Sample] | None = None,
-) -> Schedule:
+) -> MicroBatchSampler:
     """Which of `count` samples make which step.
 
     Args:
@@ -52,7 +53,7 @@ def make_schedule(
     """
     draws = samples is not None and config.training.balance == "sampler"
     balanced = torch.tensor([sample.label for sample in samples or ()]) if draws else None
-    return Schedule(
+    return MicroBatchSampler(
         count=count,
         seed=config.training.seed,
         batch_size=config.data.batch_size,
@@ -77,7 +78,7 @@ def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLo
         workers=workers_of(run),
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
-        words=words_of(run, samples),
+        caption_ids=words_of(run, samples),
         cache=run.cache,
         classes=rows_of(run.config),
     )
@@ -100,7 +101,7 @@ def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> Evaluati
         workers=workers_of(run),
         on_bad_image="skip",  # collected; the loop decides, on all processes alike
         pin_memory=accelerator.device.type == "cuda",
-        words=words_of(run, samples),
+        caption_ids=words_of(run, samples),
         classes=rows_of(run.config),
     )
 

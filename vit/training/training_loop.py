@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from vit.config import Config
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.dataloader import Batch
-from vit.data.image_cache import Cache
+from vit.data.dataset import Batch
+from vit.data.image_cache import ImageCache
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
 from vit.errors import BadImage, RunError
@@ -50,7 +50,7 @@ class TrainingState:
     task: Task = field(default_factory=Classification)
     tokenizer: Tokenizer | None = None
     """Of the captions, where they are learned."""
-    cache: Cache | None = None
+    cache: ImageCache | None = None
     """The training images decoded, where they are kept so."""
     workers: int | None = None
     """Loader processes, where nobody chose their number."""

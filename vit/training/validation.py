@@ -62,8 +62,8 @@ def validate(
     failed: list[BadImage] = []
     with exchanged(run.network, weights), watched(run.network) as routers:
         # the same number of passes on all processes: they may exchange weights in each
-        for _ in range(loader.rounds):
-            batch = next(batches, loader.empty)
+        for _ in range(loader.max_batches):
+            batch = next(batches, loader.empty_batch)
             failed += batch.failed
             images = batch.images.to(device, non_blocking=True)
             tally.add(run, batch, run.preprocessing.normalise(images, run.dtype))

@@ -291,7 +291,7 @@ def preprocessing_or_default(pretrained: Pretrained) -> tuple[Preprocessing, str
     if pretrained.preprocessing is not None:
         return pretrained.preprocessing, ""
     usual, side = DataConfig(), pretrained.config.image_size
-    assumed = Preprocessing.of(usual, side)
+    assumed = Preprocessing.from_config(usual, side)
     return assumed, (
         "note: nothing says how images are prepared for these weights; assumed: resized to "
         f"{side} px by {usual.interpolation}, the middle {usual.crop_share:.0%}, mean and std 0.5"

@@ -62,7 +62,7 @@ def photographs(tmp_path_factory) -> list[str]:
 
 def rest(shape: tuple[int, int], preprocessing: Preprocessing) -> tuple[int, int]:
     """Pixels left over beside and above and below the crop of an image of this shape."""
-    full = preprocessing._resized(*shape)
+    full = preprocessing.resized_size(*shape)
     return full[0] - preprocessing.image_size[1], full[1] - preprocessing.image_size[0]
 
 
@@ -119,7 +119,7 @@ def test_what_is_written_prepares_the_same_pixels(name, photographs, tmp_path):
     for path, shape, is_moved in zip(photographs, SHAPES, moved, strict=True):
         with Image.open(path) as image:
             whole = image.resize(
-                preprocessing._resized(*shape),
+                preprocessing.resized_size(*shape),
                 Image.Resampling[preprocessing.interpolation.upper()],
             )
         left, top = (pixels // 2 for pixels in rest(shape, preprocessing))

@@ -1,4 +1,4 @@
-"""Lists a data set as `vit train` would, and goes on where training stops."""
+"""Listing of a dataset for `vit check`: as `vit train` lists it, but collecting its errors."""
 
 import dataclasses
 import difflib
@@ -28,43 +28,43 @@ from vit.errors import DataError, printable
 from vit.text import join_names, plural
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
-"""Kinds of problems that may be mended in a list."""
+"""Kinds of problems that may be fixed in an image list."""
 ALL = "all"
-"""The split of data that have none."""
+"""The name of the split of a dataset without splits."""
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Listed:
-    """An image, where it is and what it shows."""
+class ListedImage:
+    """An image of the dataset, with its split and classes."""
 
     path: str
     split: str
     labels: tuple[str, ...]
     group: str = ""
-    """As its source has it, if that was asked for."""
+    """Its group, if the source has groups and they were requested."""
 
 
 @dataclass
-class Listing:
-    """What there is, before an image is opened.
+class DatasetListing:
+    """The images of a dataset, before any of them is opened.
 
     Args:
-        root: Folder of all of it.
-        splits: Names, as they are found.
+        root: Folder of the dataset.
+        splits: Names, in the order found.
         classes: Names, sorted.
-        images: All of them.
-        problems: What is wrong with their places and names.
-        asked: How a source other than a folder is read.
-        grouped: Whether the source itself says the groups of its images.
+        images: The images of all splits.
+        problems: Problems of paths and names.
+        spec: How a source other than a folder is read.
+        grouped: Whether the source provides the groups of its images.
     """
 
     root: Path
     splits: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
-    images: list[Listed] = field(default_factory=list)
+    images: list[ListedImage] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    asked: DatasetSpec | None = None
+    spec: DatasetSpec | None = None
     grouped: bool = False
 
     def report(self, kind: str, detail: str, *images: str) -> None:
@@ -73,59 +73,57 @@ class Listing:
         self.problems.append(Problem(kind, detail, images[:SHOWN], more))
 
     def counts(self, split: str) -> dict[str, int]:
-        """Images of each class in a split."""
+        """Number of images per class in a split."""
         found = Counter(name for one in self.images if one.split == split for name in one.labels)
         return {name: found[name] for name in self.classes}
 
     def with_lines(self, problems: Sequence[Problem]) -> list[Problem]:
-        """`problems`, with the lines of a list where its images or their classes are wrong."""
-        if self.asked is None or not is_list(self.asked.data):
+        """Add the line numbers of an image list to the problems that can be fixed there."""
+        if self.spec is None or not is_list(self.spec.data):
             return [*problems]
-        told = [
+        fixable = [
             one
             for one in problems
             if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
         ]
-        lines = lines_of(self.asked, {path for one in told for path in one.images})
+        lines = lines_of(self.spec, {path for one in fixable for path in one.images})
         found = []
         for one in problems:
             where = [printable(lines[path]) for path in one.images[:4] if path in lines]
             words = f"{one.detail} ({'; '.join(where)})"
-            known = bool(where) and one in told
+            known = bool(where) and one in fixable
             found.append(dataclasses.replace(one, detail=words) if known else one)
         return found
 
     @property
     def learned(self) -> str:
-        """The split that is trained on."""
+        """The training split."""
         return "train" if "train" in self.splits else ALL
 
 
-def list_images(data: str | DatasetSpec) -> Listing:
-    """What `data` holds.
+def list_dataset(data: str | DatasetSpec) -> DatasetListing:
+    """List the images of `data`.
 
     Args:
-        data: A folder, the name of a built-in set, or any other source that `vit train` takes; or
-            that, and how it is to be read.
+        data: A source that `vit train` accepts, or its specification.
 
     Raises:
-        DataError: There is nothing of that name, or it is a source other than a folder that cannot
-            be opened.
-        ConfigError: A setting is not for this kind of source.
+        DataError: It does not exist, or is a source other than a folder that cannot be opened.
+        ConfigError: A setting does not apply to this kind of source.
     """
-    asked = DatasetSpec(data) if isinstance(data, str) else data
-    if not is_folder_source(asked.data) or asked != DatasetSpec(asked.data, group=asked.group):
-        return list_source(asked)
-    root, _ = resolve_folder(asked.data)
+    spec = DatasetSpec(data) if isinstance(data, str) else data
+    if not is_folder_source(spec.data) or spec != DatasetSpec(spec.data, group=spec.group):
+        return list_source(spec)
+    root, _ = resolve_folder(spec.data)
     return list_folder(root)
 
 
-def list_source(asked: DatasetSpec) -> Listing:
-    """What a list, shards or a table hold."""
+def list_source(spec: DatasetSpec) -> DatasetListing:
+    """List an image list, shards or a table."""
     faults: list[Fault] = []
-    asked = dataclasses.replace(asked, all_splits=True, faults=faults)
-    opened = read_source(asked)
-    listing = Listing(opened.root, [name or ALL for name in opened.splits], asked=asked)
+    spec = dataclasses.replace(spec, all_splits=True, faults=faults)
+    opened = read_source(spec)
+    listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
     listing.grouped = opened.has_groups
     for note in opened.notes:
         listing.report("source", note)
@@ -133,7 +131,7 @@ def list_source(asked: DatasetSpec) -> Listing:
         listing.report(fault.kind, str(fault.error), *fault.images)
     for name, items in opened.splits.items():
         listing.images += [
-            Listed(item.path, name or ALL, item.labels, item.group) for item in items
+            ListedImage(item.path, name or ALL, item.labels, item.group) for item in items
         ]
     named = {
         name: {label for item in items for label in item.labels}
@@ -144,32 +142,32 @@ def list_source(asked: DatasetSpec) -> Listing:
         listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
     listing.classes = sorted(named[listing.learned])
-    where = opened.locations.get(listing.learned, asked.data)
+    where = opened.locations.get(listing.learned, spec.data)
     if not listing.classes:
-        listing.report("no_pictures", f"{printable(where)}: no images", asked.data)
+        listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])
-        listing.report("one_class", f"only one class ({only}), nothing to tell apart", asked.data)
+        listing.report("one_class", f"only one class ({only}), nothing to tell apart", spec.data)
     for name in named.keys() - {listing.learned}:
         found: dict[str, list[str]] = {label: [] for label in named[name]}
         for item in opened.splits[name]:
             for label in item.labels:
                 found[label].append(item.path)
-        match(listing, name, Path(asked.data), found)
+        match_classes(listing, name, Path(spec.data), found)
     check_validation(listing)
     return listing
 
 
-def list_folder(root: Path) -> Listing:
-    """What a folder holds, whatever is wrong with it."""
-    listing = Listing(root)
+def list_folder(root: Path) -> DatasetListing:
+    """List an image folder, whatever is wrong with it."""
+    listing = DatasetListing(root)
     for name in SPLIT_NAMES:
         if (root / name).is_file():
             listing.report("split_is_file", f"{name} is a file, not a folder; {LAYOUT}", name)
     walk = FolderWalker(str(root))
     try:
         folders, beside = split_folders(root, walk)
-    except DataError:  # of such a file, or of a folder that cannot be listed
+    except DataError:  # a split is a file, or a folder cannot be listed
         folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
         beside = []
     if beside:
@@ -188,14 +186,14 @@ def list_folder(root: Path) -> Listing:
     return listing
 
 
-def list_split(listing: Listing, name: str, folder: Path) -> None:
-    """Add the images of one split, whose classes must be those of the first one."""
+def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
+    """Add the images of one split; its classes must be those of the first split."""
     walk, first = FolderWalker(str(listing.root)), not listing.splits
     listing.splits.append(name)
-    classes = tolerant(listing, folder, lambda: walk.subfolders(str(folder))) or []
-    tolerant(listing, folder, lambda: walk.loose_images(str(folder)))
+    classes = walk_or_report(listing, folder, lambda: walk.subfolders(str(folder))) or []
+    walk_or_report(listing, folder, lambda: walk.loose_images(str(folder)))
     found = {
-        label: tolerant(listing, folder / label, lambda: walk.images(str(folder / label))) or []  # noqa: B023
+        label: walk_or_report(listing, folder / label, lambda: walk.images(str(folder / label))) or []  # noqa: B023
         for label in classes
     }
     where = printable(folder)
@@ -207,14 +205,14 @@ def list_split(listing: Listing, name: str, folder: Path) -> None:
         listing.classes = classes
         check_training(listing, folder, found)
     else:
-        found = match(listing, name, folder, found)
+        found = match_classes(listing, name, folder, found)
     for label, paths in found.items():
-        listing.images += [Listed(path, name, (label,)) for path in paths]
-    listing.problems += left_out(walk)
+        listing.images += [ListedImage(path, name, (label,)) for path in paths]
+    listing.problems += skipped_files(walk)
 
 
-def tolerant(listing: Listing, folder: Path, walk: Callable[[], Found]) -> Found | None:
-    """What `walk` gives, or a problem in its place."""
+def walk_or_report(listing: DatasetListing, folder: Path, walk: Callable[[], Found]) -> Found | None:
+    """Return what `walk` returns; report a problem and return None if it raises."""
     try:
         return walk()
     except (DataError, OSError) as error:
@@ -223,8 +221,8 @@ def tolerant(listing: Listing, folder: Path, walk: Callable[[], Found]) -> Found
         return None
 
 
-def check_training(listing: Listing, folder: Path, found: dict[str, list[str]]) -> None:
-    """Training classes that leave nothing to learn."""
+def check_training(listing: DatasetListing, folder: Path, found: dict[str, list[str]]) -> None:
+    """Report empty training classes, and a training split with one class."""
     where = printable(folder)
     if not any(found.values()):
         listing.report("no_pictures", f"{where}: no images in its class folders", str(folder))
@@ -238,20 +236,20 @@ def check_training(listing: Listing, folder: Path, found: dict[str, list[str]]) 
         listing.report("one_class", f"only one class ({only}), nothing to tell apart", str(folder))
 
 
-def match(
-    listing: Listing, split: str, folder: Path, found: dict[str, list[str]]
+def match_classes(
+    listing: DatasetListing, split: str, folder: Path, found: dict[str, list[str]]
 ) -> dict[str, list[str]]:
-    """`found` under the names of the training's classes; others stay, and are a problem."""
+    """`found` by the names of the training classes; others stay, and are reported."""
     equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
     matched: dict[str, list[str]] = {}
     for name, paths in found.items():
-        own = name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
-        if own is None and paths:
+        matching = name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
+        if matching is None and paths:
             near = difflib.get_close_matches(name, listing.classes, n=1)
             hint = f" (is it {printable(near[0])}?)" if near else ""
             words = f"{split} has class {printable(name)}, which train does not have{hint}"
             listing.report("unknown_class", words, str(folder / name))
-        matched.setdefault(own or name, []).extend(paths)
+        matched.setdefault(matching or name, []).extend(paths)
     if split != UNSEEN:
         for name in listing.classes:
             if not matched.get(name):
@@ -260,8 +258,8 @@ def match(
     return matched
 
 
-def check_validation(listing: Listing) -> None:
-    """Whether there is something to measure on."""
+def check_validation(listing: DatasetListing) -> None:
+    """Report a missing or empty validation split."""
     name = next((name for name in VAL_NAMES if name in listing.splits), None)
     if name is None:
         listing.report("no_val", "no validation images: training holds out a share of each class")
@@ -272,8 +270,8 @@ def check_validation(listing: Listing) -> None:
         listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))
 
 
-def left_out(walk: FolderWalker) -> list[Problem]:
-    """What a walk passed over, a problem a reason."""
+def skipped_files(walk: FolderWalker) -> list[Problem]:
+    """The files and folders that a walk skipped, one problem per reason."""
     endings = (".".join(["", *name.lower().split(".")[-1:]]) for name in walk.ignored_files)
     foreign: list[str] = []
     other: list[str] = []

@@ -1,4 +1,4 @@
-"""Looks at every image of a data set and says what is wrong with it."""
+"""Dataset check of `vit check`: reads every image and reports the problems of the dataset."""
 
 import statistics
 from collections import Counter
@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.data.checks.check_cache import Store
-from vit.data.checks.check_listing import Listing, list_images
-from vit.data.checks.check_workers import SECONDS, look_at_all
-from vit.data.checks.duplicates import copies
-from vit.data.checks.group_leakage import shared_groups
-from vit.data.checks.image_stats import Facts, Verdict
-from vit.data.checks.problems import KINDS, Problem, bad_kind, shared
-from vit.data.image_io import Stamp, stamp_of
+from vit.data.checks.check_listing import DatasetListing, list_dataset
+from vit.data.checks.duplicates import find_duplicates
+from vit.data.checks.group_leakage import find_group_leakage
+from vit.data.checks.image_stats import (
+    TIMEOUT_SECONDS,
+    ImageStats,
+    StatsCache,
+    StatsOrReason,
+    compute_all_stats,
+)
+from vit.data.checks.problems import KINDS, Problem, problem_kind, shared_property
+from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.sources.dataset_spec import VAL_NAMES, DatasetSpec
 from vit.data.sources.dataset_warnings import (
     few_note,
@@ -26,50 +30,50 @@ from vit.data.sources.dataset_warnings import (
 from vit.errors import printable
 from vit.text import plural
 
-KEPT = 512
-"""Verdicts that are written at a time."""
-ASPECT = 4.0
-"""Long side over short side from which on an image is odd."""
-LARGE = 30_000_000
-"""Pixels from which on decoding takes long."""
-SMALL = 4
-"""Times below the median of short sides from which on an image is tiny."""
+CACHE_BATCH = 512
+"""Statistics that are written to the cache at a time."""
+EXTREME_ASPECT = 4.0
+"""Ratio of long to short side above which an image is reported."""
+HUGE_PIXELS = 30_000_000
+"""Pixels above which decoding is slow."""
+TINY_FACTOR = 4
+"""An image is tiny if its short side is this many times below the median."""
 
 Progress = Callable[[str, int, int], object]
-"""Told what is done with images, how many of them are done, and how many there are."""
+"""Called with the stage, the number of images done, and their total."""
 
 
 @dataclass
-class Report:
-    """What was found.
+class CheckReport:
+    """The result of a dataset check.
 
     Args:
         listing: The images.
-        facts: Of those that can be read, by path.
-        problems: The worst first.
+        stats: Statistics of the readable images, by path.
+        problems: The most severe first.
     """
 
-    listing: Listing
-    facts: dict[str, Facts]
+    listing: DatasetListing
+    stats: dict[str, ImageStats]
     problems: list[Problem]
 
     @property
     def failed(self) -> bool:
-        """Whether training would stop."""
+        """Whether training would raise an error."""
         return any(problem.severity == "error" for problem in self.problems)
 
     def severities(self) -> dict[str, int]:
-        """Problems of each severity."""
+        """Number of problems per severity."""
         found = Counter(problem.severity for problem in self.problems)
         return {name: found[name] for name in ("error", "warning", "note")}
 
     def kinds(self) -> dict[str, int]:
-        """Problems of each kind, the worst first."""
+        """Number of problems per kind, the most severe first."""
         found = Counter(problem.kind for problem in self.problems)
         return {kind: found[kind] for kind in KINDS if kind in found}
 
-    def lines(self, most: int) -> list[str]:
-        """For a terminal: each kind with its number, and the first problems."""
+    def lines(self, limit: int) -> list[str]:
+        """Lines for a terminal: the number of problems per kind, and the first `limit` errors."""
         listing, found = self.listing, self.severities()
         splits = ", ".join(
             f"{printable(split)} {sum(listing.counts(split).values()):,}"
@@ -83,11 +87,11 @@ class Report:
         lines += [words, ""]
         for kind, number in self.kinds().items():
             first = next(problem for problem in self.problems if problem.kind == kind)
-            lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first.told(listing.root)}")
-        shown = [problem for problem in self.problems if problem.severity == "error"][:most]
+            lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first.terminal_line(listing.root)}")
+        shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
         rest = found["error"] - len(shown)
         lines += ["", "training stops over:"] if shown else []
-        lines += [f"  {problem.told(listing.root)}" for problem in shown]
+        lines += [f"  {problem.terminal_line(listing.root)}" for problem in shown]
         return lines + ([f"  and {rest:,} more (--json FILE has all)"] if rest else [])
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,101 +106,101 @@ class Report:
                 split: sum(one.split == split for one in listing.images) for split in listing.splits
             },
             "class_counts": {split: listing.counts(split) for split in listing.splits},
-            "statistics": numbers([*self.facts.values()]),
+            "statistics": summarize_stats([*self.stats.values()]),
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
-def inspect(
+def check_dataset(
     data: str | DatasetSpec,
     *,
     workers: int | None = None,
     cache: bool = True,
     cache_folder: Path | None = None,
-    seconds: float = SECONDS,
+    timeout: float = TIMEOUT_SECONDS,
     progress: Progress = lambda _what, _done, _total: None,
     notify: Callable[[str], object] = lambda _: None,
-) -> Report:
-    """Everything that can be said of `data` without a network.
+) -> CheckReport:
+    """Check a dataset without a model.
 
     Args:
-        data: As for `list_images`.
-        workers: Processes that look at images, and threads that compare; one a core if None.
-        cache: Whether verdicts of earlier days are used, and kept.
-        cache_folder: Where; in the user's cache if None.
-        seconds: After which an image is given up.
-        progress: Told how far it is.
-        say: Told why verdicts cannot be kept.
+        data: As for `list_dataset`.
+        workers: Processes that read images, and threads that compare them; one per core if None.
+        cache: Whether statistics are read from and written to the cache.
+        cache_folder: Folder of the cache; in the user's cache if None.
+        timeout: Seconds after which an image is given up.
+        progress: Called with the progress.
+        notify: Called with the reason if the cache cannot be written.
 
     Raises:
-        DataError: As in `list_images`, or its group matches no path.
-        ConfigError: A setting is not for this kind of source.
+        DataError: As in `list_dataset`, or `data.group` matches no path.
+        ConfigError: A setting does not apply to this kind of source.
     """
-    listing = list_images(data)
-    listing.problems += shared_groups(
+    listing = list_dataset(data)
+    listing.problems += find_group_leakage(
         listing, data.group if isinstance(data, DatasetSpec) else None
     )
     paths = list(dict.fromkeys(one.path for one in listing.images))
-    with closing(Store(listing.root, cache_folder)) if cache else nullcontext() as store:
+    with closing(StatsCache(listing.root, cache_folder)) if cache else nullcontext() as store:
         if store is not None and store.note is not None:
             notify(store.note)
-        verdicts = look(paths, store, workers, seconds, progress)
-    facts = {path: found for path, found in verdicts.items() if isinstance(found, Facts)}
-    problems = [*listing.problems, *broken(listing, verdicts), *counted(listing)]
-    problems += copies(
+        results = load_or_compute_stats(paths, store, workers, timeout, progress)
+    stats = {path: found for path, found in results.items() if isinstance(found, ImageStats)}
+    problems = [*listing.problems, *unreadable_images(listing, results), *class_problems(listing)]
+    problems += find_duplicates(
         listing.images,
-        facts,
+        stats,
         workers=workers,
         progress=lambda done, total: progress("compared", done, total),
     )
-    problems += odd(facts)
-    return Report(listing, facts, in_order(listing.with_lines(problems)))
+    problems += unusual_images(stats)
+    return CheckReport(listing, stats, sort_by_severity(listing.with_lines(problems)))
 
 
-def in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """The worst kinds first."""
-    place = {kind: at for at, kind in enumerate(KINDS)}
-    return sorted(problems, key=lambda problem: place[problem.kind])
+def sort_by_severity(problems: Sequence[Problem]) -> list[Problem]:
+    """Sort by kind, the most severe first."""
+    rank = {kind: number for number, kind in enumerate(KINDS)}
+    return sorted(problems, key=lambda problem: rank[problem.kind])
 
 
-def look(
+def load_or_compute_stats(
     paths: Sequence[str],
-    store: Store | None,
+    cache: StatsCache | None,
     workers: int | None,
-    seconds: float,
+    timeout: float,
     progress: Progress,
-) -> dict[str, Verdict]:
-    """The verdict on each of `paths`, in their order."""
-    stamps: dict[str, Stamp] = {}
-    found: dict[str, Verdict] = {}
-    if store is not None:
-        stamps = {path: stamp_of(path) for path in paths}
-        found.update(store.known(stamps))
-        store.forget(store.paths() - stamps.keys())
+) -> dict[str, StatsOrReason]:
+    """The statistics of each of `paths`, in their order; new ones are written to the cache."""
+    fingerprints: dict[str, Fingerprint] = {}
+    found: dict[str, StatsOrReason] = {}
+    if cache is not None:
+        fingerprints = {path: file_fingerprint(path) for path in paths}
+        found.update(cache.read(fingerprints))
+        cache.delete(cache.paths() - fingerprints.keys())
     missing = [path for path in paths if path not in found]
-    fresh: list[tuple[str, Stamp, Facts]] = []
+    unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:
-        for place, verdict in look_at_all(missing, workers=workers, seconds=seconds):
-            path = missing[place]
-            found[path] = verdict
-            if store is not None and isinstance(verdict, Facts):
-                fresh.append((path, stamps[path], verdict))
-            if store is not None and len(fresh) == KEPT:
-                store.keep(fresh)
-                fresh = []
+        for index, result in compute_all_stats(missing, workers=workers, timeout=timeout):
+            path = missing[index]
+            found[path] = result
+            if cache is not None and isinstance(result, ImageStats):
+                unsaved.append((path, fingerprints[path], result))
+            if cache is not None and len(unsaved) == CACHE_BATCH:
+                cache.write(unsaved)
+                unsaved = []
             progress("read", len(found), len(paths))
-    finally:  # of an interrupted look, all that was seen is kept
-        if store is not None:
-            store.keep(fresh)
+    finally:  # also if interrupted
+        if cache is not None:
+            cache.write(unsaved)
     return {path: found[path] for path in paths}
 
 
-def broken(listing: Listing, verdicts: Mapping[str, Verdict]) -> list[Problem]:
-    """Images that cannot be read, and classes and splits of which none can."""
+def unreadable_images(listing: DatasetListing, results: Mapping[str, StatsOrReason]) -> list[Problem]:
+    """Unreadable images, and classes and splits without any readable image."""
     problems = [
-        Problem(bad_kind(verdict), verdict, (path,))
-        for path, verdict in verdicts.items()
-        if isinstance(verdict, str)
+        Problem(problem_kind(result), result, (path,))
+        for path, result in results.items()
+        if isinstance(result, str)
     ]
     val = next((name for name in VAL_NAMES if name in listing.splits), listing.learned)
     for split in dict.fromkeys((listing.learned, val)):
@@ -211,13 +215,13 @@ def broken(listing: Listing, verdicts: Mapping[str, Verdict]) -> list[Problem]:
         problems += [
             Problem("broken_class", f"no image of {name} can be read")
             for name, members in groups.items()
-            if members and all(isinstance(verdicts[one.path], str) for one in members)
+            if members and all(isinstance(results[one.path], str) for one in members)
         ]
     return problems
 
 
-def counted(listing: Listing) -> list[Problem]:
-    """What names and numbers of the classes say."""
+def class_problems(listing: DatasetListing) -> list[Problem]:
+    """Problems of class names and class sizes."""
     problems = []
     for form, names in lookalike_names(listing.classes).items():
         written = ", ".join(map(ascii, names))
@@ -234,56 +238,56 @@ def counted(listing: Listing) -> list[Problem]:
     return problems
 
 
-def odd(facts: Mapping[str, Facts]) -> list[Problem]:
-    """Images that are unlike the others, by kind; what all of them are is no problem."""
-    total = len(facts)
+def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
+    """Images with unusual properties, by kind."""
+    total = len(stats)
     if not total:
         return []
-    median = statistics.median(min(one.width, one.height) for one in facts.values())
-    tests: dict[str, tuple[Callable[[Facts], bool], str]] = {
+    median = statistics.median(min(one.width, one.height) for one in stats.values())
+    tests: dict[str, tuple[Callable[[ImageStats], bool], str]] = {
         "tiny": (
-            lambda one: min(one.width, one.height) * SMALL < median,
+            lambda one: min(one.width, one.height) * TINY_FACTOR < median,
             f"have a short side below a quarter of the median ({median:g} pixels)",
         ),
-        "huge": (lambda one: one.width * one.height > LARGE, f"have more than {LARGE:,} pixels"),
+        "huge": (lambda one: one.width * one.height > HUGE_PIXELS, f"have more than {HUGE_PIXELS:,} pixels"),
         "extreme_aspect": (
-            lambda one: max(one.width, one.height) > ASPECT * min(one.width, one.height),
-            f"are more than {ASPECT:g} times as long as wide, or the other way",
+            lambda one: max(one.width, one.height) > EXTREME_ASPECT * min(one.width, one.height),
+            f"are more than {EXTREME_ASPECT:g} times as long as wide, or the other way",
         ),
-        "turned": (lambda one: one.turned, "are turned by an EXIF tag, which is obeyed"),
-        "alpha": (lambda one: one.alpha, "may be transparent: they are laid over white"),
-        "blank": (lambda one: one.blank, "are blank: all pixels are alike"),
+        "turned": (lambda one: one.exif_rotated, "are rotated by an EXIF tag, which is applied"),
+        "alpha": (lambda one: one.alpha, "may be transparent: they are composited over white"),
+        "blank": (lambda one: one.blank, "are blank: all pixels are equal"),
     }
     problems = []
     for kind, (test, words) in tests.items():
-        problems += shared(kind, [path for path, one in facts.items() if test(one)], total, words)
-    others = [path for path, one in facts.items() if one.mode not in ("RGB", "L", "RGBA", "P")]
-    modes = ", ".join(sorted({facts[path].mode for path in others}))
-    problems += shared("mode", others, total, f"are stored in {modes}, and read as RGB")
-    grey = [path for path, one in facts.items() if one.grey]
+        problems += shared_property(kind, [path for path, one in stats.items() if test(one)], total, words)
+    others = [path for path, one in stats.items() if one.mode not in ("RGB", "L", "RGBA", "P")]
+    modes = ", ".join(sorted({stats[path].mode for path in others}))
+    problems += shared_property("mode", others, total, f"are stored in {modes}, and read as RGB")
+    grey = [path for path, one in stats.items() if one.grey]
     if len(grey) < total:
-        problems += shared("greyscale", grey, total, "have no colours")
+        problems += shared_property("greyscale", grey, total, "have no colours")
     return problems
 
 
-def numbers(facts: Sequence[Facts]) -> dict[str, Any]:
-    """Sizes, formats and shares of the images that can be read."""
-    if not facts:
+def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:
+    """Sizes, formats and shares of the readable images."""
+    if not stats:
         return {"readable": 0}
 
     def spread(values: list[int]) -> dict[str, float]:
         return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
     def share(name: str) -> float:
-        return sum(bool(getattr(one, name)) for one in facts) / len(facts)
+        return sum(bool(getattr(one, name)) for one in stats) / len(stats)
 
     return {
-        "readable": len(facts),
-        "width": spread([one.width for one in facts]),
-        "height": spread([one.height for one in facts]),
-        "formats": dict(Counter(one.format for one in facts).most_common()),
-        "modes": dict(Counter(one.mode for one in facts).most_common()),
-        "exif_rotated": share("turned"),
+        "readable": len(stats),
+        "width": spread([one.width for one in stats]),
+        "height": spread([one.height for one in stats]),
+        "formats": dict(Counter(one.format for one in stats).most_common()),
+        "modes": dict(Counter(one.mode for one in stats).most_common()),
+        "exif_rotated": share("exif_rotated"),
         "alpha": share("alpha"),
         "greyscale": share("grey"),
         "blank": share("blank"),

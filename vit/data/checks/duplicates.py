@@ -1,91 +1,91 @@
-"""Turns equal and nearly equal images into problems: leaks, two labels, copies."""
+"""Exact and near duplicates as problems: leaks between splits, contradicting labels, copies."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
-from vit.data.checks.check_listing import Listed
-from vit.data.checks.image_stats import Facts
-from vit.data.checks.near_duplicates import near_pairs
+from vit.data.checks.check_listing import ListedImage
+from vit.data.checks.image_stats import ImageStats
+from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_warnings import compare_origins
 from vit.errors import printable
 
-Where = Mapping[str, tuple[str, object]]
-"""Split and classes of each image."""
+SplitAndClasses = Mapping[str, tuple[str, object]]
+"""Split and classes by path."""
 
 
-def copies(
-    images: Sequence[Listed],
-    facts: Mapping[str, Facts],
+def find_duplicates(
+    images: Sequence[ListedImage],
+    stats: Mapping[str, ImageStats],
     *,
     workers: int | None = None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> list[Problem]:
-    """Files that are the same, and images that nearly are.
+    """Find files of equal content, and images that are nearly the same.
 
     Args:
-        images: All of them; those without facts count for nothing.
-        facts: By path.
-        workers: Threads that compare; one a core if None.
-        progress: Told how many of how many images were compared with all others.
+        images: All images; those without statistics are skipped.
+        stats: Statistics by path.
+        workers: Threads that compare; one per core if None.
+        progress: Called with the number of images compared with all others, and their total.
     """
-    where = {one.path: (one.split, one.labels) for one in images if one.path in facts}
+    locations = {one.path: (one.split, one.labels) for one in images if one.path in stats}
     groups: dict[bytes, list[str]] = defaultdict(list)
-    for path in where:
-        groups[facts[path].digest].append(path)
+    for path in locations:
+        groups[stats[path].digest].append(path)
     problems = [
-        problem for group in groups.values() if len(group) > 1 for problem in equal(group, where)
+        problem for group in groups.values() if len(group) > 1 for problem in exact_duplicate_problems(group, locations)
     ]
-    members = [group for group in groups.values() if not facts[group[0]].blank]
-    firsts = [facts[group[0]] for group in members]
+    members = [group for group in groups.values() if not stats[group[0]].blank]
+    firsts = [stats[group[0]] for group in members]
     done = 0
 
-    def further(number: int) -> None:
+    def advance(number: int) -> None:
         nonlocal done
         done += number
         progress(done, len(firsts))
 
-    pairs = near_pairs(
-        [one.look for one in firsts],
+    pairs = find_near_duplicates(
+        [one.thumbnail for one in firsts],
         [min(one.width, one.height) for one in firsts],
         workers=workers,
-        progress=further,
+        progress=advance,
     )
     for pair in pairs:
-        nearly = product(members[pair.first], members[pair.second])
-        problems.append(near(nearly, where, f"correlation {pair.score:.3f}"))
+        candidates = product(members[pair.first], members[pair.second])
+        problems.append(near_duplicate_problem(candidates, locations, f"correlation {pair.score:.3f}"))
     return problems
 
 
-def equal(group: Sequence[str], where: Where) -> list[Problem]:
-    """The problems of files of the same content."""
-    first, other, kinds = compare_origins(group, where)
+def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -> list[Problem]:
+    """The problems of files with the same content."""
+    first, other, kinds = compare_origins(group, locations)
     paths = (first, other, *(path for path in group[1:] if path != other))
-    labels = classes(paths, where)
+    labels = class_names(paths, locations)
     problems = []
     if "split" in kinds:
-        splits = " and ".join(dict.fromkeys(where[path][0] for path in group))
+        splits = " and ".join(dict.fromkeys(locations[path][0] for path in group))
         problems.append(Problem("leak", f"the same file in {splits}", paths, labels=labels))
     if "class" in kinds:
         problems.append(Problem("two_labels", "the same file in two classes", paths, labels=labels))
     return problems or [Problem("duplicate", "the same file", paths, labels=labels)]
 
 
-def near(pairs: Iterable[tuple[str, str]], where: Where, how: str) -> Problem:
+def near_duplicate_problem(pairs: Iterable[tuple[str, str]], locations: SplitAndClasses, how: str) -> Problem:
     """The problem of two images that are nearly the same.
 
     Args:
-        pairs: Files of the first and of the second, of which there may be copies.
-        where: Of all of them.
-        how: By what they were found.
+        pairs: Files of the first and of the second image; each may have exact copies.
+        locations: Split and classes of each file.
+        how: The evidence, in words.
     """
     order = ("split", "class")
-    worst = max(pairs, key=lambda pair: [name in compare_origins(pair, where)[2] for name in order])
-    _, _, kinds = compare_origins(worst, where)
-    labels = classes(worst, where)
+    worst = max(pairs, key=lambda pair: [name in compare_origins(pair, locations)[2] for name in order])
+    _, _, kinds = compare_origins(worst, locations)
+    labels = class_names(worst, locations)
     if "split" in kinds:
-        splits = " and ".join(where[path][0] for path in worst)
+        splits = " and ".join(locations[path][0] for path in worst)
         two = ", under two labels" if "class" in kinds else ""
         words = f"nearly the same image in {splits}{two} ({how})"
         return Problem("near_leak", words, worst, labels=labels)
@@ -95,11 +95,11 @@ def near(pairs: Iterable[tuple[str, str]], where: Where, how: str) -> Problem:
     return Problem("near_duplicate", f"nearly the same image ({how})", worst, labels=labels)
 
 
-def classes(paths: Sequence[str], where: Where) -> tuple[str, ...]:
-    """Names of the classes of each image."""
+def class_names(paths: Sequence[str], locations: SplitAndClasses) -> tuple[str, ...]:
+    """The names of the classes of each image."""
     found = []
     for path in paths:
-        labels = where[path][1]
+        labels = locations[path][1]
         assert isinstance(labels, tuple)
         found.append(", ".join(map(printable, labels)))
     return tuple(found)

@@ -1,10 +1,10 @@
-"""Groups of images, such as those of one patient, that lie on both sides of a split."""
+"""Group leakage: images of one group, such as a patient, in training and in another split."""
 
 from collections import defaultdict
 from itertools import zip_longest
 
 from vit.data.archives import relative
-from vit.data.checks.check_listing import Listed, Listing
+from vit.data.checks.check_listing import ListedImage, DatasetListing
 from vit.data.checks.problems import SHOWN, Problem
 from vit.data.sources.dataset_spec import VAL_NAMES
 from vit.data.sources.train_val_split import find_groups, group_notes
@@ -12,16 +12,16 @@ from vit.errors import printable
 from vit.text import plural
 
 
-def shared_groups(listing: Listing, group: str | None) -> list[Problem]:
-    """Groups that training shares with another split, and how many groups there are.
+def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:
+    """Report groups that training shares with another split, and the number of groups.
 
     Args:
         listing: The images.
-        group: The column that has the groups, or a regular expression over paths; None: no groups.
+        group: Column of the groups, or a regular expression over paths; None for no groups.
 
     Raises:
-        ConfigError: It is neither.
-        DataError: It matches no path.
+        ConfigError: `group` is neither.
+        DataError: `group` matches no path.
     """
     if group is None:
         return []
@@ -31,7 +31,7 @@ def shared_groups(listing: Listing, group: str | None) -> list[Problem]:
         if listing.grouped
         else find_groups([relative(one.path, listing.root) for one in images], group)
     )
-    found: dict[str, dict[str, list[Listed]]] = {
+    found: dict[str, dict[str, list[ListedImage]]] = {
         split: defaultdict(list) for split in listing.splits
     }
     for one, name in zip(images, groups, strict=True):

@@ -1,57 +1,78 @@
-"""One pass over one image: what its header says, whether it decodes, and what it looks like."""
+"""Statistics of images for `vit check`: computed by worker processes, cached in a database.
 
+An image that hangs or crashes the decoder costs only itself: its process is replaced. This module
+imports no torch, so that the processes start quickly.
+"""
+
+import contextlib
 import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from vit.data.archives import open_member
-from vit.data.image_io import read_header, read_image
-from vit.errors import BadImage
+from vit.data.image_io import Fingerprint, read_header, read_image
+from vit.errors import BadImage, DataError, printable
+from vit.paths import user_cache
 
 VERSION = 2
-"""Of what is found here: facts of another version are made again."""
-SIDE = 32
-"""Of the grey copy, in pixels."""
-COARSE = 8
-"""Of the copy of the colours."""
-GREY = 6
-"""Difference between channels up to which a pixel has no colour; JPEG makes some."""
-FLAT = 2
-"""Difference between pixels up to which an image is blank."""
+"""Of the statistics; those of another version are computed again."""
+THUMBNAIL_SIDE = 32
+"""Of the grey thumbnail, in pixels."""
+CHROMA_SIDE = 8
+"""Of the thumbnails of the colour differences, in pixels."""
+GREY_TOLERANCE = 6
+"""Difference between channels up to which a pixel counts as grey; JPEG makes some."""
+BLANK_TOLERANCE = 2
+"""Difference between pixels up to which an image counts as blank."""
+TIMEOUT_SECONDS = 60.0
+"""For one image."""
+CHUNK = 32
+"""Images that a process gets at a time."""
+MAX_WORKERS = 16
 
 
-class Facts(NamedTuple):
-    """What one pass says of an image that can be read."""
+class ImageStats(NamedTuple):
+    """Statistics of a readable image, from one pass over it."""
 
     format: str
-    """Of the file, as Pillow calls it."""
+    """File format, as Pillow names it."""
     mode: str
-    """Of its pixels, as Pillow calls it."""
+    """Pixel format, as Pillow names it."""
     width: int
-    """Pixels, upright like the height."""
+    """In pixels, upright like the height."""
     height: int
-    turned: bool
-    """Whether an EXIF tag turns it by a quarter, or upside down."""
+    exif_rotated: bool
+    """Whether its EXIF orientation rotates or flips it."""
     alpha: bool
-    """Whether it may be transparent."""
+    """Whether pixels may be transparent."""
     grey: bool
-    """Whether it has no colours, however it is stored."""
+    """Whether it has no colours, in whichever mode it is stored."""
     blank: bool
-    """Whether all pixels are alike."""
+    """Whether all pixels are equal."""
     digest: bytes
-    """Of the file."""
-    look: bytes
-    """Copies: SIDE x SIDE bytes of grey, COARSE x COARSE of each difference of colours."""
+    """Hash of the file's content."""
+    thumbnail: bytes
+    """Y at THUMBNAIL_SIDE squared, then Cb and Cr at CHROMA_SIDE squared, uint8."""
 
 
-Verdict = Facts | str
-"""Of an image; why there are no facts is a reason in words."""
+StatsOrReason = ImageStats | str
+"""The statistics of an image, or the reason why it cannot be read."""
 
 
-def look_at(path: str) -> Verdict:
-    """The facts of the image in `path`, or why it cannot be read."""
+def compute_stats(path: str) -> StatsOrReason:
+    """Compute the statistics of the image at `path`."""
     try:
         header = read_header(path)
         image = read_image(path)
@@ -60,28 +81,28 @@ def look_at(path: str) -> Verdict:
         return bad.reason
     except OSError as error:
         return error.strerror or "cannot be read again"
-    small = np.asarray(shrunk(image), dtype=np.int16)
-    flat = int(np.ptp(small, axis=(0, 1)).max()) <= 4 * FLAT
-    return Facts(
+    small = np.asarray(downscaled(image), dtype=np.int16)
+    flat = int(np.ptp(small, axis=(0, 1)).max()) <= 4 * BLANK_TOLERANCE
+    return ImageStats(
         format=header.format,
         mode=header.mode,
         width=image.width,
         height=image.height,
-        turned=header.turned,
+        exif_rotated=header.exif_rotated,
         alpha=header.alpha,
-        grey=int(np.ptp(small, axis=2).max()) <= GREY,
-        blank=flat and all(high - low <= FLAT for low, high in extrema(image)),
+        grey=int(np.ptp(small, axis=2).max()) <= GREY_TOLERANCE,
+        blank=flat and all(high - low <= BLANK_TOLERANCE for low, high in channel_ranges(image)),
         digest=digest,
-        look=looks(small),
+        thumbnail=encode_thumbnail(small),
     )
 
 
 def content_digest(path: str) -> bytes:
-    """16 bytes that only files of the same content share; `path` is known to be an image.
+    """16-byte hash of the content of `path`, which is known to be an image.
 
     Raises:
-        BadImage: It is inside of a file, and has gone.
-        OSError: It has gone.
+        BadImage: It is inside an archive, and no longer there.
+        OSError: It is no longer there.
     """
     try:
         file: BinaryIO = open(path, "rb")  # noqa: SIM115
@@ -94,23 +115,246 @@ def content_digest(path: str) -> bytes:
     return digest.digest()
 
 
-def shrunk(image: Image.Image) -> Image.Image:
-    """An RGB image of SIDE x SIDE pixels, whatever its aspect was."""
-    return image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=2.0)
+def downscaled(image: Image.Image) -> Image.Image:
+    """An RGB image at THUMBNAIL_SIDE squared, whatever its aspect ratio."""
+    size = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+    return image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
 
 
-def extrema(image: Image.Image) -> list[tuple[int, int]]:
-    """Least and greatest value of each channel of an RGB image."""
+def channel_ranges(image: Image.Image) -> list[tuple[int, int]]:
+    """Smallest and largest value of each channel of an RGB image."""
     found = [channel.getextrema() for channel in image.split()]
     return [(int(low), int(high)) for low, high in found]  # type: ignore[arg-type]
 
 
-def looks(small: np.ndarray[Any, Any]) -> bytes:
-    """What `Facts.look` holds of a (SIDE, SIDE, 3) image: Y, Cb and Cr of JPEG."""
+def encode_thumbnail(small: np.ndarray[Any, Any]) -> bytes:
+    """`ImageStats.thumbnail` of a (THUMBNAIL_SIDE, THUMBNAIL_SIDE, 3) image: JPEG's Y, Cb, Cr."""
     red, green, blue = (small[..., channel].astype(np.float32) for channel in range(3))
     grey = 0.299 * red + 0.587 * green + 0.114 * blue
-    step = SIDE // COARSE
-    colours = 128 + 0.564 * (blue - grey), 128 + 0.713 * (red - grey)
-    blocks = (COARSE, step, COARSE, step)
-    parts = [grey, *(colour.reshape(blocks).mean(axis=(1, 3)) for colour in colours)]
-    return b"".join(np.rint(part).clip(0, 255).astype(np.uint8).tobytes() for part in parts)
+    step = THUMBNAIL_SIDE // CHROMA_SIDE
+    chroma = 128 + 0.564 * (blue - grey), 128 + 0.713 * (red - grey)
+    blocks = (CHROMA_SIDE, step, CHROMA_SIDE, step)
+    planes = [grey, *(plane.reshape(blocks).mean(axis=(1, 3)) for plane in chroma)]
+    return b"".join(np.rint(plane).clip(0, 255).astype(np.uint8).tobytes() for plane in planes)
+
+
+def default_workers() -> int:
+    """One process per core that this process may use, at most 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, MAX_WORKERS)
+
+
+def compute_all_stats(
+    paths: Sequence[str], *, workers: int | None = None, timeout: float = TIMEOUT_SECONDS
+) -> Iterator[tuple[int, StatsOrReason]]:
+    """Compute the statistics of `paths` in worker processes.
+
+    Args:
+        paths: Images.
+        workers: Number of processes; one per core if None.
+        timeout: Seconds after which an image is given up.
+
+    Yields:
+        The index of an image in `paths` and its statistics, in any order.
+    """
+    pending = deque(range(at, min(at + CHUNK, len(paths))) for at in range(0, len(paths), CHUNK))
+    number = min(workers or default_workers(), len(pending))
+    processes = [StatsWorker(paths, timeout) for _ in range(number)]
+    try:
+        while pending or any(process.assigned for process in processes):
+            for process in processes:
+                if not process.assigned and pending:
+                    process.assign(pending.popleft())
+            busy = {process.pipe: process for process in processes if process.assigned}
+            ready = wait(list(busy), timeout=min(timeout / 4, 1.0))
+            for pipe, process in busy.items():
+                yield from process.results(pipe in ready)
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def serve_stats(pipe: Connection) -> None:
+    """Main function of a worker: receives lists of paths, sends the statistics of each path."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops it
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        pipe.send(None)  # the process has started
+        while True:
+            for path in pipe.recv():
+                pipe.send(compute_stats(path))
+
+
+class StatsWorker:
+    """One worker process, replaced when it fails.
+
+    Args:
+        paths: All images.
+        timeout: Seconds after which an image is given up.
+    """
+
+    target = staticmethod(serve_stats)
+
+    def __init__(self, paths: Sequence[str], timeout: float) -> None:
+        self.paths, self.timeout = paths, timeout
+        self.assigned: deque[int] = deque()
+        """Indices of images without a result; the process works on the first."""
+        self.last_progress = 0.0
+        self._start()
+
+    def assign(self, indices: Sequence[int]) -> None:
+        """Send images to the process, which must be idle."""
+        self.assigned.extend(indices)
+        self.last_progress = time.monotonic()
+        with contextlib.suppress(OSError):  # it has ended: handled by `results`
+            self.pipe.send([self.paths[index] for index in indices])
+
+    def results(self, ready: bool) -> Iterator[tuple[int, StatsOrReason]]:
+        """Receive the results that are available.
+
+        Args:
+            ready: Whether its pipe has data, or has been closed.
+
+        Raises:
+            DataError: The process cannot be started.
+        """
+        try:
+            while self.assigned and (ready or self.pipe.poll()):
+                result = self.pipe.recv()
+                ready, self.last_progress = False, time.monotonic()
+                if result is None:
+                    self.started = True
+                    continue
+                yield self.assigned.popleft(), result
+        except (EOFError, OSError):
+            if not self.started:
+                raise DataError(
+                    "processes that read images cannot be started; a script must call this under "
+                    "if __name__ == '__main__'"
+                ) from None
+            yield self.assigned.popleft(), "the decoder crashes on it"
+            self._restart()
+        overdue = time.monotonic() - self.last_progress > self.timeout
+        if self.started and self.assigned and overdue:
+            yield self.assigned.popleft(), f"not decoded within {self.timeout:g} seconds"
+            self._restart()
+
+    def stop(self) -> None:
+        """Kill the process."""
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+    def _restart(self) -> None:
+        remaining = list(self.assigned)
+        self.assigned.clear()
+        self.stop()
+        self._start()
+        if remaining:
+            self.assign(remaining)
+
+    def _start(self) -> None:
+        # spawned: a fork of a process with threads of torch may hang
+        self.started = False
+        context: Any = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self.pipe: Connection = ours
+        self.process = context.Process(target=self.target, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+
+TABLE = (
+    "create table if not exists verdicts (path blob primary key, size integer, mtime integer, "
+    "ctime integer, number integer, facts text, digest blob, look blob)"
+)
+
+
+class StatsCache:
+    """Statistics of the images of one dataset, in a small SQLite database; safe to delete.
+
+    Entries are valid while the file has the same fingerprint. Only readable images are stored: the
+    reason of an error may be removed in many ways. Without a writable folder nothing is stored.
+
+    Args:
+        root: Folder of the dataset.
+        folder: Of the databases; in the user's cache if None.
+    """
+
+    def __init__(self, root: Path, folder: Path | None = None) -> None:
+        folder = user_cache() / "check" if folder is None else folder
+        name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=12).hexdigest()
+        self.path = folder / f"{name}-v{VERSION}.sqlite"
+        self.database: sqlite3.Connection | None = None
+        self.note: str | None = None
+        """Why nothing is stored, or None."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.database = self._open()
+        except (OSError, sqlite3.Error) as error:
+            self.note = f"note: {printable(self.path)}: {printable(error)}; nothing is kept there"
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._connect()
+        except sqlite3.OperationalError:  # in use by another process, or not writable
+            raise
+        except sqlite3.DatabaseError:  # damaged: its content can be computed again
+            self.path.unlink(missing_ok=True)
+            return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self.path, timeout=5)
+        try:
+            database.execute("pragma synchronous = off")
+            database.execute(TABLE)
+        except sqlite3.Error:
+            database.close()
+            raise
+        return database
+
+    def read(self, fingerprints: Mapping[str, Fingerprint]) -> dict[str, ImageStats]:
+        """The valid entries, by path."""
+        found: dict[str, ImageStats] = {}
+        if self.database is None:
+            return found
+        with contextlib.suppress(sqlite3.Error, ValueError, TypeError):
+            for path, *fingerprint, stats, digest, thumbnail in self.database.execute(
+                "select path, size, mtime, ctime, number, facts, digest, look from verdicts"
+            ):
+                name = os.fsdecode(path)
+                if fingerprints.get(name) == tuple(fingerprint):
+                    found[name] = ImageStats._make([*json.loads(stats), digest, thumbnail])
+        return found
+
+    def write(self, entries: Iterable[tuple[str, Fingerprint, ImageStats]]) -> None:
+        """Store entries in one transaction."""
+        rows: list[tuple[object, ...]] = [
+            (os.fsencode(path), *fingerprint, json.dumps(stats[:-2]), stats.digest, stats.thumbnail)
+            for path, fingerprint, stats in entries
+        ]
+        self._execute("insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete the entries of `paths`."""
+        self._execute("delete from verdicts where path = ?", [(os.fsencode(p),) for p in paths])
+
+    def paths(self) -> set[str]:
+        """The paths of all entries."""
+        if self.database is None:
+            return set()
+        with contextlib.suppress(sqlite3.Error):
+            rows = self.database.execute("select path from verdicts").fetchall()
+            return {os.fsdecode(path) for (path,) in rows}
+        return set()
+
+    def close(self) -> None:
+        """Close the database."""
+        if self.database is not None:
+            self.database.close()
+
+    def _execute(self, statement: str, rows: list[tuple[object, ...]]) -> None:
+        if self.database is None:
+            return
+        # a full disk or another process costs only time: what is not stored is computed again
+        with contextlib.suppress(sqlite3.Error), self.database:
+            self.database.executemany(statement, rows)

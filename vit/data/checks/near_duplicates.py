@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.data.checks.image_stats import COARSE, SIDE
+from vit.data.checks.image_stats import CHROMA_SIDE, THUMBNAIL_SIDE
 
 ALIGNMENT_SIDE = 16
 """Side of the images that are laid over each other first."""
@@ -311,8 +311,8 @@ OUTSIDE = 0.02
 """Most of half a side that each may show beside the other: one is a cut of the other."""
 
 
-def near_pairs(
-    looks: Sequence[bytes],
+def find_near_duplicates(
+    thumbnails: Sequence[bytes],
     short_sides: Sequence[int],
     *,
     workers: int | None = None,
@@ -326,19 +326,19 @@ def near_pairs(
         workers: Threads; one a core if None.
         progress: Told how many more images were compared with all others.
     """
-    if len(looks) < 2:
+    if len(thumbnails) < 2:
         return []
-    images = _Looks.of(looks, short_sides)
+    images = _Looks.of(thumbnails, short_sides)
     flat = torch.cat([some.flatten(1).float().std(1) for some in torch.split(images.grey, 2**13)])
     kept = ((flat >= CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
-    progress(len(looks) - len(kept))
+    progress(len(thumbnails) - len(kept))
     with threads(workers) as pool:
         pairs, windows = candidates(images.grey[kept], pool, progress)
         return _judged(images, kept[pairs], windows, pool)
 
 
-def confirmed(
-    looks: Sequence[bytes], short_sides: Sequence[int], pairs: Sequence[tuple[int, int]]
+def verify_near_duplicates(
+    thumbnails: Sequence[bytes], short_sides: Sequence[int], pairs: Sequence[tuple[int, int]]
 ) -> list[Pair]:
     """Those of `pairs`, however they were found, that are nearly the same image.
 
@@ -349,7 +349,7 @@ def confirmed(
     """
     if not pairs:
         return []
-    images, both = _Looks.of(looks, short_sides), torch.tensor(pairs)
+    images, both = _Looks.of(thumbnails, short_sides), torch.tensor(pairs)
     both = both[(images.sides[both] >= TINY).all(1)]
     windows = torch.arange(len(WINDOWS)).repeat_interleave(len(both))
     with threads(None) as pool:
@@ -362,11 +362,11 @@ class _Looks(NamedTuple):
     sides: Tensor
 
     @classmethod
-    def of(cls, looks: Sequence[bytes], short_sides: Sequence[int]) -> "_Looks":
-        copies = torch.from_numpy(np.frombuffer(b"".join(looks), dtype=np.uint8).copy())
-        copies = copies.view(len(looks), -1)
-        grey = copies[:, : SIDE * SIDE].view(-1, SIDE, SIDE)
-        colours = copies[:, SIDE * SIDE :].view(-1, 2, COARSE, COARSE)
+    def of(cls, thumbnails: Sequence[bytes], short_sides: Sequence[int]) -> "_Looks":
+        find_duplicates = torch.from_numpy(np.frombuffer(b"".join(thumbnails), dtype=np.uint8).copy())
+        find_duplicates = find_duplicates.view(len(thumbnails), -1)
+        grey = find_duplicates[:, : THUMBNAIL_SIDE * THUMBNAIL_SIDE].view(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+        colours = find_duplicates[:, THUMBNAIL_SIDE * THUMBNAIL_SIDE :].view(-1, 2, CHROMA_SIDE, CHROMA_SIDE)
         return cls(grey, colours, torch.tensor(short_sides))
 
 
@@ -417,7 +417,7 @@ def candidates(
     Args:
         grey: (images, SIDE, SIDE) bytes.
         pool: Does the work.
-        progress: As for `near_pairs`.
+        progress: As for `find_near_duplicates`.
     """
     # padded by images that are like none, so that groups are whole
     room = (0, 0, 0, -len(grey) % GROUPS)
@@ -502,11 +502,11 @@ def waves(grey: Tensor, window: tuple[float, float, float, float]) -> Tensor:
 
 def cosines(start: float, end: float) -> Tensor:
     """The transform of a part of a line of pixels, (WAVES, SIDE)."""
-    at = ((start + (torch.arange(SIDE) + 0.5) / SIDE * (end - start)) * SIDE - 0.5).clamp(
-        0, SIDE - 1
+    at = ((start + (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE * (end - start)) * THUMBNAIL_SIDE - 0.5).clamp(
+        0, THUMBNAIL_SIDE - 1
     )
-    read = (1 - (at[:, None] - torch.arange(SIDE)).abs()).clamp(min=0.0)
-    places = (torch.arange(SIDE) + 0.5) / SIDE
+    read = (1 - (at[:, None] - torch.arange(THUMBNAIL_SIDE)).abs()).clamp(min=0.0)
+    places = (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE
     return torch.cos(math.pi * torch.arange(WAVES)[:, None] * places) @ read
 
 

@@ -1,4 +1,4 @@
-"""What a problem is, and which words there are for its kind."""
+"""Problems that `vit check` reports: kinds, severities and output formats."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from vit.errors import printable
 from vit.text import plural
 
 Severity = Literal["error", "warning", "note"]
-"""`vit train` stops; it goes on, and the result may be wrong; worth knowing."""
+"""error: training stops; warning: its result may be wrong; note: worth knowing."""
 SHOWN = 20
-"""Images that are named of a property that many may share."""
+"""Number of images that one problem lists."""
 
 KINDS: dict[str, Severity] = {
     # training stops
@@ -78,12 +78,12 @@ KINDS: dict[str, Severity] = {
     "mode": "note",
     "greyscale": "note",
 }
-"""How bad each kind is."""
+"""Severity of each kind."""
 LOCATED = (
     *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
     *("bad_shard", "bad_label", "lone_label"),
 )
-"""Kinds whose words say where: in which line of a list, in which shard, or beside what."""
+"""Kinds whose detail already names the location: a line of a list, a shard, or other images."""
 
 
 REASONS = {
@@ -94,19 +94,19 @@ REASONS = {
     ),
     "decoder_failed": re.compile("the decoder |not decoded within "),
 }
-"""How the reasons of a BadImage begin; every other one is `unreadable`."""
+"""Beginning of a BadImage's reason, by kind; every other reason is `unreadable`."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, or odd.
+    """One problem of a dataset.
 
     Args:
         kind: One of KINDS.
-        detail: What exactly, for people.
-        images: Paths of the images or folders, maybe the first SHOWN of them.
-        count: Of all of them, where that is more.
-        labels: Classes of `images`, where they matter.
+        detail: A description.
+        images: Paths of the images or folders, or the first SHOWN of them.
+        count: Number of all of them, if there are more.
+        labels: Classes of `images`, if they matter.
     """
 
     kind: str
@@ -117,11 +117,11 @@ class Problem:
 
     @property
     def severity(self) -> Severity:
-        """How bad it is."""
+        """Severity of its kind."""
         return KINDS[self.kind]
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the JSON of `vit check`."""
+        """The object in the JSON of `vit check`."""
         one = len(self.images) == 1
         named: dict[str, Any] = {"image": self.images[0]} if one else {"images": list(self.images)}
         more = {"count": self.count} if self.count else {}
@@ -135,28 +135,28 @@ class Problem:
             **labels,
         }
 
-    def told(self, root: Path) -> str:
-        """For a terminal, with the first two names."""
+    def terminal_line(self, root: Path) -> str:
+        """One line for a terminal, with the first two paths."""
         images = () if self.kind in LOCATED else self.images[:2]
-        names = [printable(name_of(image, root)) for image in images]
+        names = [printable(display_name(image, root)) for image in images]
         more = max(self.count, len(self.images)) - len(names)
         rest = f" and {more:,} more" if more > 0 and names else ""
         return f"{printable(self.detail)}{': ' if names else ''}{', '.join(names)}{rest}"
 
 
-def name_of(path: str, root: Path) -> str:
-    """An image inside its data set: of one inside a file, its name there."""
+def display_name(path: str, root: Path) -> str:
+    """The path of an image relative to its dataset, or its name inside an archive."""
     return relative(path, root) if is_inside(path) else os.path.relpath(path, root)
 
 
-def shared(kind: str, images: list[str], total: int, what: str) -> list[Problem]:
-    """A property that some of `total` images have, as one problem; none if no image has it."""
+def shared_property(kind: str, images: list[str], total: int, what: str) -> list[Problem]:
+    """One problem for all images with a property; none if there are no such images."""
     if not images:
         return []
     detail = f"{plural(len(images), 'image')} of {total:,} {what}"
     return [Problem(kind, detail, tuple(images[:SHOWN]), len(images))]
 
 
-def bad_kind(reason: str) -> str:
-    """The kind of an image that cannot be read, by the reason of its BadImage."""
+def problem_kind(reason: str) -> str:
+    """The kind of an unreadable image, by the reason of its BadImage."""
     return next((kind for kind, words in REASONS.items() if words.match(reason)), "unreadable")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.data import create_transform
 
-from vit.data.preprocessing import WHOLE_LIMIT, Preprocessing, grid_of_aspect
+from vit.data.preprocessing import MAX_RESIZED_PIXELS, Preprocessing, grid_of_aspect
 from vit.errors import ConfigError
 
 SIZES = [(50, 37), (33, 50), (8, 8), (1, 1), (22, 23), (102, 25), (9, 160)]
@@ -46,13 +46,13 @@ def test_a_line_of_pixels_is_not_blown_up(pil_image, monkeypatch):
     ours = Preprocessing(image_size=(16, 16))
     image = pil_image(2, 400)
     whole = ours(image)
-    monkeypatch.setattr("vit.data.preprocessing.WHOLE_LIMIT", 100)
+    monkeypatch.setattr("vit.data.preprocessing.MAX_RESIZED_PIXELS", 100)
     assert (ours(image).int() - whole.int()).abs().max() <= 1
     monkeypatch.undo()
-    assert ours._resized(1, 30_000)[1] * 17 < WHOLE_LIMIT
+    assert ours.resized_size(1, 30_000)[1] * 17 < MAX_RESIZED_PIXELS
     big = dataclasses.replace(ours, image_size=(224, 224))
-    full_width, full_height = big._resized(1, 30_000)
-    assert full_width * full_height > WHOLE_LIMIT
+    full_width, full_height = big.resized_size(1, 30_000)
+    assert full_width * full_height > MAX_RESIZED_PIXELS
     assert big(pil_image(1, 30_000)).shape == (3, 224, 224)
 
 
@@ -118,4 +118,4 @@ def test_a_grid_of_the_image_s_aspect_has_no_more_patches_than_usual(patches):
 def test_whole_images_keep_their_aspect(pil_image, size, expected):
     preprocessing = Preprocessing(image_size=(32, 32), crop_share=0.5)
     image = pil_image(*size)
-    assert preprocessing.whole(image, 8).shape == (3, *expected)
+    assert preprocessing.keep_aspect(image, 8).shape == (3, *expected)

@@ -6,11 +6,11 @@ import torch
 from PIL import Image
 
 from vit.data.bad_images import without
-from vit.data.dataset import Always, ImageDataset
+from vit.data.dataset import ConstantTransform, ImageDataset
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of, to_multilabel
 from vit.data.preprocessing import Preprocessing
-from vit.data.sampler import Key
+from vit.data.sampler import SampleKey
 from vit.errors import BadImage
 
 
@@ -43,8 +43,8 @@ def test_batches_have_rows(tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
         samples.append(Sample(str(tmp_path / f"{number}.png"), NO_LABEL, labels=labels))
     (tmp_path / "1.png").write_bytes(b"no image")
-    dataset = ImageDataset(samples, Always(Preprocessing(image_size=(8, 8))), classes=3)
-    batch = dataset.__getitems__([Key(0, number, number) for number in (2, 1, 0)])
+    dataset = ImageDataset(samples, ConstantTransform(Preprocessing(image_size=(8, 8))), classes=3)
+    batch = dataset.__getitems__([SampleKey(0, number, number) for number in (2, 1, 0)])
     assert batch.labels.tolist() == [[0, 1, 0], [1, 0, 1]]
     assert len(batch.failed) == 1
     assert dataset.empty(Preprocessing(image_size=(8, 8))).labels.shape == (0, 3)

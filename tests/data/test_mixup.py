@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from vit.config import AugmentConfig
-from vit.data.mixup import MixPlan, draw_plan, mix
+from vit.data.mixup import MixPlan, mix, sample_mix_plan
 
 BATCH, CLASSES = 16, 5
 BOTH = AugmentConfig(mixup=0.8, cutmix=1.0)
@@ -27,7 +27,7 @@ def batch():
 
 
 def plan_of(config, step=0):
-    return draw_plan(config, seed=7, epoch=1, step=step, batch_size=BATCH)
+    return sample_mix_plan(config, seed=7, epoch=1, step=step, batch_size=BATCH)
 
 
 def test_mixup_of_a_pair_equals_torchvision(batch, monkeypatch):
@@ -94,13 +94,13 @@ def test_draws_depend_on_the_step_alone():
     first, again, other = plan_of(BOTH), plan_of(BOTH), plan_of(BOTH, step=1)
     assert np.array_equal(first.lam, again.lam)
     assert not np.array_equal(first.lam, other.lam)
-    assert first.cut.any()
-    assert not first.cut.all()
+    assert first.use_cutmix.any()
+    assert not first.use_cutmix.all()
 
 
 def test_draws_are_the_same_on_every_machine_and_version():
     plan = plan_of(BOTH)
-    assert plan.cut.tolist() == GOLDEN_CUT
+    assert plan.use_cutmix.tolist() == GOLDEN_CUT
     np.testing.assert_allclose(plan.lam, GOLDEN_LAM, atol=1e-6)
 
 
@@ -132,12 +132,14 @@ def test_an_empty_batch_and_an_odd_one(batch):
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_the_share_of_cutmix_is_timms_switch(share):
     config = AugmentConfig(mixup=0.8, cutmix=1.0, cutmix_share=share)
-    plans = [draw_plan(config, seed=0, epoch=0, step=step, batch_size=BATCH) for step in range(100)]
-    ours = np.mean([plan.cut.mean() for plan in plans])
+    plans = [
+        sample_mix_plan(config, seed=0, epoch=0, step=step, batch_size=BATCH) for step in range(100)
+    ]
+    ours = np.mean([plan.use_cutmix.mean() for plan in plans])
     reference = Mixup(0.8, 1.0, switch_prob=share, mode="elem")
     np.random.seed(0)
     theirs = reference._params_per_elem(800)[1].mean()
     assert ours == pytest.approx(theirs, abs=0.06)
     other = AugmentConfig(mixup=0.8, cutmix=1.0, cutmix_share=share, mix_probability=0.5)
-    plan = draw_plan(other, seed=0, epoch=0, step=0, batch_size=2000)
+    plan = sample_mix_plan(other, seed=0, epoch=0, step=0, batch_size=2000)
     assert np.mean(plan.lam == 1) == pytest.approx(0.5, abs=0.06)

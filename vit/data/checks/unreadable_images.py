@@ -1,4 +1,4 @@
-"""Finds images that cannot be read before a training spends time on the others."""
+"""Finds unreadable images by their headers before training, and excludes them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,36 +14,38 @@ THREADS = 8
 CHUNK = 64
 
 
-def check_samples(samples: Sequence[Sample], workers: int = THREADS) -> list[BadImage]:
-    """The samples whose file is clearly no image, by its header, in the order of `samples`.
+def find_unreadable(samples: Sequence[Sample], threads: int = THREADS) -> list[BadImage]:
+    """Check the headers of `samples`, and return the errors in their order.
 
     Args:
-        samples: What to look at.
-        workers: Threads; more of them hide a slow disk or network.
+        samples: Images to check.
+        threads: Number of threads; more of them hide the latency of a slow disk or network.
     """
     chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return [bad for found in pool.map(_check_chunk, chunks) for bad in found]
 
 
-def without(splits: Splits, bad: Sequence[BadImage]) -> Splits:
-    """`splits` without the images in `bad`, which are named in its notes.
+def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
+    """`splits` without the images in `bad`, which a note names.
 
     Raises:
-        DataError: A class has no other training images, or validation no others at all.
+        DataError: A class has no other training image, or the validation split no other image.
     """
     if not bad:
         return splits
-    names = join_names([str(image) for image in bad], 3)
+    names = join_names([str(image) for image in bad], limit=3)
     paths = {image.path for image in bad}
     train, val = (
         tuple(sample for sample in part if sample.path not in paths)
         for part in (splits.train, splits.val)
     )
-    left = {label for sample in train for label in labels_of(sample)}
-    gone = [printable(name) for label, name in enumerate(splits.classes) if label not in left]
-    if gone:
-        raise DataError(f"no training image of class {join_names(gone)} can be read: {names}")
+    present = {label for sample in train for label in labels_of(sample)}
+    missing = [
+        printable(name) for label, name in enumerate(splits.classes) if label not in present
+    ]
+    if missing:
+        raise DataError(f"no training image of class {join_names(missing)} can be read: {names}")
     if not val:
         raise DataError(f"no validation image can be read: {names}")
     notes = (*splits.notes, f"left out {plural(len(bad), 'image')} that cannot be read: {names}")
@@ -51,10 +53,10 @@ def without(splits: Splits, bad: Sequence[BadImage]) -> Splits:
 
 
 def _check_chunk(samples: Sequence[Sample]) -> list[BadImage]:
-    return [bad for sample in samples if (bad := _bad(sample.path)) is not None]
+    return [bad for sample in samples if (bad := _header_error(sample.path)) is not None]
 
 
-def _bad(path: str) -> BadImage | None:
+def _header_error(path: str) -> BadImage | None:
     try:
         check_header(path)
     except BadImage as bad:

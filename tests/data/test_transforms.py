@@ -11,7 +11,7 @@ import torch
 
 from vit.config import AugmentConfig
 from vit.data.preprocessing import Preprocessing
-from vit.data.transforms import erase, random_box, training_transform
+from vit.data.transforms import TrainingTransform, random_crop_box, random_erasing
 
 PREPROCESSING = Preprocessing(image_size=(24, 32))
 NOTHING = {"min_crop": 1.0, "hflip": 0.0}
@@ -30,7 +30,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_varies_images_by_torchs_generator_alone(pil_image, option):
-    transform = training_transform(AugmentConfig(**OPTIONS[option]), PREPROCESSING)
+    transform = TrainingTransform(AugmentConfig(**OPTIONS[option]), PREPROCESSING)
     transform = pickle.loads(pickle.dumps(transform))
     image = pil_image(40, 30)
     before = random.getstate(), np.random.get_state()[1].tolist()
@@ -45,7 +45,7 @@ def test_every_option_varies_images_by_torchs_generator_alone(pil_image, option)
 
 
 def test_with_everything_off_it_is_the_evaluation_transform(pil_image):
-    transform = training_transform(AugmentConfig(**NOTHING), PREPROCESSING)
+    transform = TrainingTransform(AugmentConfig(**NOTHING), PREPROCESSING)
     state = torch.get_rng_state()
     assert torch.equal(transform(pil_image(40, 30)), PREPROCESSING(pil_image(40, 30)))
     assert torch.equal(torch.get_rng_state(), state)
@@ -53,7 +53,7 @@ def test_with_everything_off_it_is_the_evaluation_transform(pil_image):
 
 @pytest.mark.parametrize(("option", "axis"), [("hflip", 2), ("vflip", 1)])
 def test_flips(pil_image, option, axis):
-    transform = training_transform(AugmentConfig(**NOTHING | {option: 1.0}), PREPROCESSING)
+    transform = TrainingTransform(AugmentConfig(**NOTHING | {option: 1.0}), PREPROCESSING)
     plain = PREPROCESSING(pil_image(40, 30))
     assert torch.equal(transform(pil_image(40, 30)), plain.flip(axis))
 
@@ -61,7 +61,7 @@ def test_flips(pil_image, option, axis):
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (17, 5), (160, 160)])
 def test_any_size_of_image(pil_image, size):
     config = AugmentConfig(rotate=10, translate=0.1, erase=1.0)
-    transform = training_transform(config, PREPROCESSING)
+    transform = TrainingTransform(config, PREPROCESSING)
     assert transform(pil_image(*size)).shape == (3, 24, 32)
 
 
@@ -69,7 +69,7 @@ def test_crops_keep_their_promises():
     torch.manual_seed(0)
     shares, ratios = [], []
     for _ in range(500):
-        left, top, right, bottom = random_box(40, 40, 0.25, 4 / 3)
+        left, top, right, bottom = random_crop_box(40, 40, 0.25, 4 / 3)
         assert 0 <= left < right <= 40
         assert 0 <= top < bottom <= 40
         shares.append((right - left) * (bottom - top) / 1600)
@@ -81,7 +81,7 @@ def test_crops_keep_their_promises():
 
 
 def test_a_thin_image_gives_a_centred_crop():
-    left, top, right, bottom = random_box(1, 300, 0.9, 4 / 3)
+    left, top, right, bottom = random_crop_box(1, 300, 0.9, 4 / 3)
     assert (left, right) == (0, 1)
     assert bottom - top == pytest.approx(4 / 3)
     assert top + bottom == pytest.approx(300)
@@ -90,7 +90,7 @@ def test_a_thin_image_gives_a_centred_crop():
 def test_erasing_paints_one_rectangle_in_the_mean_colour():
     torch.manual_seed(1)
     pixels = torch.zeros(3, 24, 32, dtype=torch.uint8)
-    erase(pixels, (1, 2, 3))
+    random_erasing(pixels, (1, 2, 3))
     painted = pixels[0] == 1
     assert 0.01 < painted.float().mean() < 0.4
     rows, cols = painted.any(1), painted.any(0)
@@ -102,7 +102,7 @@ def test_shifted_in_parts_have_the_mean_colour(pil_image):
     config = AugmentConfig(**NOTHING | {"translate": 1.0})
     torch.manual_seed(4)
     white = pil_image(32, 24).point(lambda _: 255)
-    pixels = training_transform(config, PREPROCESSING)(white)
+    pixels = TrainingTransform(config, PREPROCESSING)(white)
     assert set(pixels.unique().tolist()) == {128, 255}
 
 

@@ -12,12 +12,12 @@ import torch
 
 from vit.config import AugmentConfig
 from vit.data.dataloader import Batch, EvaluationLoader, TrainingLoader
-from vit.data.dataset import Always
+from vit.data.dataset import ConstantTransform
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.data.sampler import Schedule, fitting_batch_size
-from vit.data.transforms import training_transform
+from vit.data.sampler import MicroBatchSampler, fitting_batch_size
+from vit.data.transforms import TrainingTransform
 from vit.errors import BadImage, DataError
 
 EPOCHS = 3
@@ -25,14 +25,14 @@ SEED = 8407243675484231436
 ORDER = [5, 7, 8, 2, 4, 9, 3, 6, 0, 1]
 PREPROCESSING = Preprocessing(image_size=(8, 8))
 AUGMENT = AugmentConfig(min_crop=0.3, erase=0.5)
-TRANSFORM = training_transform(AUGMENT, PREPROCESSING)
+TRANSFORM = TrainingTransform(AUGMENT, PREPROCESSING)
 
 
 def loader(samples, *, seed=0, batch_size=8, workers=0, **settings):
     names = {"accumulate", "rank", "world_size"} & settings.keys()
     parts = {name: settings.pop(name) for name in names}
-    schedule = Schedule(count=len(samples), seed=seed, batch_size=batch_size, **parts)
-    transform_for = settings.pop("transform_for", Always(TRANSFORM))
+    schedule = MicroBatchSampler(count=len(samples), seed=seed, batch_size=batch_size, **parts)
+    transform_for = settings.pop("transform_for", ConstantTransform(TRANSFORM))
     return TrainingLoader(
         samples, transform_for, schedule, epochs=EPOCHS, workers=workers, **settings
     )
@@ -96,7 +96,7 @@ def test_starting_anywhere_gives_the_rest(samples, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipped_steps_are_not_read(samples, workers):
-    early = loader(samples).schedule.micro_batches(1)
+    early = loader(samples).sampler.micro_batches(1)
     for key in next(early):
         os.remove(samples[key.sample].path)
     rest = [key.sample for key in next(early)]
@@ -139,7 +139,7 @@ class Growing:
 
     def __call__(self, epoch: int):
         side = 8 * (epoch + 1)
-        return training_transform(AUGMENT, Preprocessing(image_size=(side, side)))
+        return TrainingTransform(AUGMENT, Preprocessing(image_size=(side, side)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -165,7 +165,7 @@ def test_a_bad_image_stops_by_its_name(samples, broken, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_image_is_skipped_counted_and_never_replaced(samples, broken, workers):
-    keys = next(loader(samples, batch_size=20).schedule.micro_batches(0))
+    keys = next(loader(samples, batch_size=20).sampler.micro_batches(0))
     place = next(key.position for key in keys if key.sample == 5)
     batch = everything(samples, batch_size=20, workers=workers, on_bad_image="skip")[0]
     assert [bad.path for bad in batch.failed] == [broken]
@@ -213,7 +213,7 @@ class Deadly:
 
 def test_a_killed_loader_process_is_one_clear_line(samples):
     with pytest.raises(DataError, match="loader process was killed"):
-        everything(samples, workers=1, transform_for=Always(Deadly()))
+        everything(samples, workers=1, transform_for=ConstantTransform(Deadly()))
 
 
 class Buggy:
@@ -225,7 +225,7 @@ class Buggy:
 
 def test_a_bug_in_a_transform_names_the_image(samples):
     with pytest.raises(RuntimeError, match=r"\d\d.png: the transform failed: oh"):
-        everything(samples, transform_for=Always(Buggy()))
+        everything(samples, transform_for=ConstantTransform(Buggy()))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -271,13 +271,13 @@ def test_seeds_are_the_same_on_every_machine_and_version():
 
 
 def test_orders_are_the_same_on_every_machine_and_version():
-    schedule = Schedule(count=10, seed=0, batch_size=10)
+    schedule = MicroBatchSampler(count=10, seed=0, batch_size=10)
     assert [key.sample for key in next(schedule.micro_batches(0))] == ORDER
 
 
 LEAVING = """
 import os, sys
-from vit.data.dataloader import Feed
+from vit.data.dataloader import MicroBatchLoader
 from vit.data.dataloader import EvaluationLoader
 from vit.data.preprocessing import Preprocessing
 from vit.data.dataset_types import Sample
@@ -293,7 +293,7 @@ for batches in passes:
 if sys.argv[1] == "torch fails":
     def fail(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
-    Feed.stop = fail
+    MicroBatchLoader.stop_workers = fail
 if sys.argv[1] == "fork":
     if os.fork() == 0:
         os.close(2)  # where multiprocessing complains of a plain fork
@@ -338,4 +338,4 @@ class Changing:
 )
 def test_images_of_a_batch_that_do_not_fit_together_are_refused(samples, later):
     with pytest.raises(RuntimeError, match=r"\d\d.png: the transform gave .* after \(3, 8, 8\)"):
-        everything(samples, transform_for=Always(Changing(later)))
+        everything(samples, transform_for=ConstantTransform(Changing(later)))

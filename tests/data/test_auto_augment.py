@@ -12,9 +12,9 @@ from torchvision.transforms import v2
 from vit.config import AugmentConfig
 from vit.config.parser import make_config
 from vit.data import auto_augment
-from vit.data.auto_augment import THREE_JITTER, operations, three_augment
+from vit.data.auto_augment import THREE_JITTER, build_operations, three_augment
 from vit.data.preprocessing import Preprocessing
-from vit.data.transforms import simple_crop, training_transform
+from vit.data.transforms import TrainingTransform, simple_random_crop
 from vit.errors import ConfigError
 
 GREY = (128, 128, 128)
@@ -44,7 +44,7 @@ def test_three_augment_equals_timms_in_operations_and_distribution():
     noise = np.random.RandomState(0).randint(0, 256, (24, 20, 3)).astype(np.uint8)
     image = Image.fromarray(noise)
     torch.manual_seed(0)
-    ours, our_sharpness = kinds(image, three_augment())
+    ours, our_sharpness = kinds(image, three_augment)
     random.seed(0)
     np.random.seed(0)
     theirs, their_sharpness = kinds(image, auto_augment_transform("3a", {}))
@@ -58,16 +58,16 @@ def test_three_augment_equals_timms_in_operations_and_distribution():
 def test_the_jitter_of_three_augment_is_its_papers_unless_another_is_chosen():
     for chosen, expected in ((0.0, THREE_JITTER), (0.1, 0.1)):
         config = AugmentConfig(auto_augment="three", color_jitter=chosen)
-        *_, jitter = operations(config, GREY)
+        *_, jitter = build_operations(config, GREY)
         theirs = v2.ColorJitter(expected, expected, expected)
         for name in ("brightness", "contrast", "saturation", "hue"):
             assert getattr(jitter, name) == getattr(theirs, name)
     assert THREE_JITTER == 0.3
-    assert operations(AugmentConfig(), GREY) == []
+    assert build_operations(AugmentConfig(), GREY) == []
 
 
 def test_augmix_is_torchvisions_with_the_papers_operations(pil_image):
-    (ours,) = operations(AugmentConfig(auto_augment="augmix"), GREY)
+    (ours,) = build_operations(AugmentConfig(auto_augment="augmix"), GREY)
     theirs = v2.AugMix(3, 3, -1, 1.0, all_ops=False, fill=list(GREY))
     for seed in range(5):
         results = []
@@ -89,7 +89,7 @@ def test_a_simple_crop_is_a_window_of_torchvisions_padded_image(pil_image, width
     seen = set()
     for seed in range(40):
         torch.manual_seed(seed)
-        crop = np.asarray(simple_crop(image, 24, 24, Image.Resampling.BICUBIC))
+        crop = np.asarray(simple_random_crop(image, 24, 24, Image.Resampling.BICUBIC))
         rows, cols = np.nonzero((windows == crop).all(axis=(2, 3, 4)))
         assert len(rows) >= 1
         seen.add((int(rows[0]), int(cols[0])))
@@ -101,14 +101,14 @@ def test_a_simple_crop_is_a_window_of_torchvisions_padded_image(pil_image, width
 def test_a_simple_crop_of_a_very_long_image_is_made_of_the_crop_alone(pil_image):
     image = pil_image(1, 300).resize((1, 60_000))
     config = AugmentConfig(random_crop="simple")
-    transform = training_transform(config, Preprocessing(image_size=(224, 224)))
+    transform = TrainingTransform(config, Preprocessing(image_size=(224, 224)))
     torch.manual_seed(0)
     assert transform(image).shape == (3, 224, 224)
 
 
 def test_three_augment_draws_from_torchs_generator_alone(pil_image):
     config = AugmentConfig(auto_augment="three", random_crop="simple")
-    transform = training_transform(config, Preprocessing(image_size=(24, 24)))
+    transform = TrainingTransform(config, Preprocessing(image_size=(24, 24)))
     state = random.getstate(), np.random.get_state()[1].tolist()
     made = []
     for seed in (0, 0, 1):

@@ -17,13 +17,13 @@ from PIL import Image
 from vit.config import AugmentConfig
 from vit.data import image_cache as cache_module
 from vit.data.dataloader import TrainingLoader
-from vit.data.dataset import Always
+from vit.data.dataset import ConstantTransform
 from vit.data.dataset_types import Sample
-from vit.data.image_cache import NOWHERE, Cache, locked, open_cache, side_for
-from vit.data.image_io import stamp_of
+from vit.data.image_cache import UNREADABLE, ImageCache, cache_side, locked, open_cache
+from vit.data.image_io import file_fingerprint
 from vit.data.preprocessing import Preprocessing
-from vit.data.sampler import Schedule
-from vit.data.transforms import training_transform
+from vit.data.sampler import MicroBatchSampler
+from vit.data.transforms import TrainingTransform
 from vit.errors import DataError
 
 
@@ -91,7 +91,7 @@ def test_bad_images_have_no_place_and_stay_bad(paths, tmp_path):
     os.unlink(paths[4])
     cache, _ = built(paths, tmp_path)
     assert [cache.pixels(number) is None for number in range(6)] == [n in (2, 4) for n in range(6)]
-    assert cache.index["place"][2] == NOWHERE
+    assert cache.index["offset"][2] == UNREADABLE
     batches = list(loaded(paths, cache))
     bad = {failed.path for batch in batches for failed in batch.failed}
     assert bad == {paths[2], paths[4]}
@@ -99,13 +99,13 @@ def test_bad_images_have_no_place_and_stay_bad(paths, tmp_path):
 
 def loaded(paths, cache, workers=0, start=0):
     samples = [Sample(path, 0) for path in paths]
-    transform = training_transform(
-        AugmentConfig(min_crop=0.3), Preprocessing(image_size=(16, 16)), quick=True
+    transform = TrainingTransform(
+        AugmentConfig(min_crop=0.3), Preprocessing(image_size=(16, 16)), fast_crop=True
     )
-    schedule = Schedule(count=len(samples), seed=0, batch_size=2)
+    schedule = MicroBatchSampler(count=len(samples), seed=0, batch_size=2)
     loader = TrainingLoader(
         samples,
-        Always(transform),
+        ConstantTransform(transform),
         schedule,
         epochs=2,
         workers=workers,
@@ -136,18 +136,18 @@ def test_another_process_maps_it_anew(paths, tmp_path):
 
 
 def test_no_room_is_told_before_anything_is_written(paths, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_module, "room_in", lambda *_args, **_: 1000)
+    monkeypatch.setattr(cache_module, "free_bytes", lambda *_args, **_: 1000)
     with pytest.raises(DataError, match=r"6 images need 0\.0 MiB, and 0\.0 MiB of space"):
         built(paths, tmp_path)
     assert not list((tmp_path / "cache").glob("images-*[!k]"))
 
 
 def test_memory_is_free_when_the_last_process_ends(paths, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_module, "SHARED", tmp_path)
+    monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     cache, told = built(paths, tmp_path, kind="ram", folder=None)
     assert "MiB of memory" in told[0]
     assert cache.file.exists()
-    cache.forget()
+    cache.unlink()
     assert not cache.file.exists()
     assert cache.pixels(5).shape == (20, 30, 3)
 
@@ -198,8 +198,8 @@ def test_two_processes_build_it_once(paths, tmp_path):
 
 
 def test_the_side_keeps_crops_of_the_mean_area_from_being_enlarged():
-    assert side_for(224, 1.0) == 224
-    assert side_for(224, 0.08) == 305
+    assert cache_side(224, 1.0) == 224
+    assert cache_side(224, 0.08) == 305
 
 
 def one_image(path, colour):
@@ -224,15 +224,15 @@ def test_another_image_of_the_same_name_size_and_time_is_another_one(tmp_path, m
 def test_the_stamp_of_something_in_a_file_is_that_of_the_file(tmp_path):
     file = tmp_path / "x.tar"
     file.write_bytes(b"12345")
-    assert stamp_of(str(file))[0] == 5
-    assert stamp_of(f"{file}/a/b.png") == stamp_of(str(file))
-    assert stamp_of(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
+    assert file_fingerprint(str(file))[0] == 5
+    assert file_fingerprint(f"{file}/a/b.png") == file_fingerprint(str(file))
+    assert file_fingerprint(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="/dev/shm is of Linux")
 @pytest.mark.parametrize("how", ["open", "link"])
 def test_a_shared_folder_that_others_could_write_is_refused(paths, tmp_path, monkeypatch, how):
-    monkeypatch.setattr(cache_module, "SHARED", tmp_path)
+    monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     folder, elsewhere = tmp_path / f"vit-toolkit-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     if how == "open":
@@ -246,16 +246,16 @@ def test_a_shared_folder_that_others_could_write_is_refused(paths, tmp_path, mon
 
 
 def test_a_cache_that_is_forgotten_while_it_is_opened_is_built_anew(paths, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_module, "SHARED", tmp_path)
+    monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     first, _ = built(paths, tmp_path, kind="ram", folder=None)
-    original = cache_module.usable_index
+    original = cache_module.read_valid_index
 
     def forgotten(file, stamps):
         index = original(file, stamps)
         file.unlink(missing_ok=True)
         return index
 
-    monkeypatch.setattr(cache_module, "usable_index", forgotten)
+    monkeypatch.setattr(cache_module, "read_valid_index", forgotten)
     second, told = built(paths, tmp_path, kind="ram", folder=None)
     assert len(told) == 1
     assert np.array_equal(first.pixels(3), second.pixels(3))
@@ -266,13 +266,13 @@ def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, pil_image)
     pil_image(60, 50, 99).save(paths[0])
     built(paths, tmp_path)
     with pytest.raises(FileNotFoundError, match="another one is in its place"):
-        Cache(cache.file, cache.index)
+        ImageCache(cache.file, cache.index)
 
 
 def test_forgetting_waits_for_those_who_open_it(paths, tmp_path):
     pytest.importorskip("fcntl")
     cache, _ = built(paths, tmp_path)
-    thread = threading.Thread(target=cache.forget)
+    thread = threading.Thread(target=cache.unlink)
     with locked(cache.file.with_suffix(".lock")):
         thread.start()
         thread.join(0.1)
@@ -295,7 +295,7 @@ def test_the_least_recently_used_caches_make_room(paths, tmp_path, monkeypatch):
         os.utime(file, (at, at))
     built(paths[1:2], tmp_path)  # its use makes it the youngest
     size = max(file.stat().st_size for file in files)
-    monkeypatch.setattr(cache_module, "MOST", 3.5 * size)
+    monkeypatch.setattr(cache_module, "MAX_TOTAL_BYTES", 3.5 * size)
     _, told = built(paths[5:], tmp_path)
     assert [file.exists() for file in files] == [True, True, False, False]
     assert stranger.exists()

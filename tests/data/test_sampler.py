@@ -12,20 +12,20 @@ from vit.data.dataset import ImageDataset
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.data.sampler import Schedule, balanced_order, repetitions
-from vit.data.transforms import training_transform
+from vit.data.sampler import MicroBatchSampler, balanced_order, count_repetitions
+from vit.data.transforms import TrainingTransform
 from vit.errors import ConfigError, DataError
 
 COUNT, BATCH = 50, 12
 
 
 def keys_of(epoch: int = 0, **parts):
-    schedule = Schedule(count=COUNT, seed=3, batch_size=BATCH, **parts)
+    schedule = MicroBatchSampler(count=COUNT, seed=3, batch_size=BATCH, **parts)
     return [key for batch in schedule.micro_batches(epoch) for key in batch]
 
 
 def transform_for(epoch):
-    return training_transform(AugmentConfig(), Preprocessing(image_size=(8, 8)))
+    return TrainingTransform(AugmentConfig(), Preprocessing(image_size=(8, 8)))
 
 
 def test_without_repeats_every_draw_is_the_one_it_always_was(samples):
@@ -66,7 +66,7 @@ def test_a_step_has_the_same_images_on_any_number_of_devices(parts):
     for world_size, accumulate in ((2, 1), (3, 2)):
         each = [
             list(
-                Schedule(
+                MicroBatchSampler(
                     count=COUNT,
                     seed=3,
                     batch_size=BATCH,
@@ -82,12 +82,12 @@ def test_a_step_has_the_same_images_on_any_number_of_devices(parts):
             key for batches in zip(*each, strict=True) for batch in batches for key in batch
         ]
         assert together == whole
-    later = Schedule(count=COUNT, seed=3, batch_size=BATCH, **parts).micro_batches(0, 2)
+    later = MicroBatchSampler(count=COUNT, seed=3, batch_size=BATCH, **parts).micro_batches(0, 2)
     assert [key for batch in later for key in batch] == whole[2 * BATCH :]
 
 
 def test_repetitions_are_augmented_otherwise_and_alike_with_loader_processes(samples):
-    schedule = Schedule(count=20, seed=0, batch_size=4, repeats=2)
+    schedule = MicroBatchSampler(count=20, seed=0, batch_size=4, repeats=2)
     taken = []
     for workers in (0, 2):
         loader = TrainingLoader(samples, transform_for, schedule, epochs=1, workers=workers)
@@ -114,7 +114,7 @@ def test_a_balanced_epoch_has_as_many_of_each_class():
 
 def test_an_image_drawn_again_in_an_epoch_is_counted():
     order = torch.tensor([4, 1, 4, 4, 2, 1])
-    assert repetitions(order).tolist() == [0, 0, 1, 2, 0, 1]
+    assert count_repetitions(order).tolist() == [0, 0, 1, 2, 0, 1]
     keys = keys_of(balanced=torch.arange(COUNT) // 48)  # a class of 2 images
     pairs = [(key.sample, key.repetition) for key in keys]
     assert len(set(pairs)) == len(pairs)
@@ -122,7 +122,7 @@ def test_an_image_drawn_again_in_an_epoch_is_counted():
 
 
 def test_a_batch_that_holds_no_whole_repetitions_is_refused():
-    with pytest.raises(DataError, match="batch_size=12 is no multiple of repeats=5"):
+    with pytest.raises(DataError, match="batch_size=12 is not a multiple of repeats=5"):
         keys_of(repeats=5)
     with pytest.raises(ConfigError, match="batch_size=64 is no multiple of repeats=3"):
         make_config({"aug_repeats": 3, "batch_size": 64})
