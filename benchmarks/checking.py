@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from vit.data.checks.dataset_check import inspect
-from vit.data.checks.image_stats import looks, shrunk
-from vit.data.checks.near_duplicates import near_pairs
+from vit.data.checks.dataset_check import check_dataset
+from vit.data.checks.image_stats import downscaled, encode_thumbnail
+from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.image_io import read_image
 
 Draw = random.Random
@@ -94,17 +94,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     began = time.perf_counter()
-    report = inspect(args.data, workers=args.workers, cache=False)
+    report = check_dataset(args.data, workers=args.workers, cache=False)
     seconds, cpu = time.perf_counter() - began, used()
     found = report.kinds()
-    print(f"{len(report.facts):,} images in {seconds:.1f} s, {cpu:.1f} s of cores; {found}")
-    paths = [*report.facts]
+    print(f"{len(report.stats):,} images in {seconds:.1f} s, {cpu:.1f} s of cores; {found}")
+    paths = [*report.stats]
     copies = planted(paths, args.plant, Draw(args.seed))
-    shown = [facts.look for facts in report.facts.values()]
-    shown += [looks(np.asarray(shrunk(copy), dtype=np.int16)) for *_, copy in copies]
-    sides = [min(facts.width, facts.height) for facts in report.facts.values()]
+    shown = [stats.thumbnail for stats in report.stats.values()]
+    shown += [encode_thumbnail(np.asarray(downscaled(copy), dtype=np.int16)) for *_, copy in copies]
+    sides = [min(stats.width, stats.height) for stats in report.stats.values()]
     sides += [min(copy.size) for *_, copy in copies]
-    pairs = {pair[:2] for pair in near_pairs(shown, sides, workers=args.workers)}
+    pairs = {pair[:2] for pair in find_near_duplicates(shown, sides, workers=args.workers)}
     print("| change | copies | found |\n|---|---|---|")
     for kind in KINDS:
         hits = [

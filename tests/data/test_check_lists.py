@@ -92,7 +92,7 @@ def test_every_bad_record_of_json_is_told(write, images):
             ("bad_path", 15),
             ("no_label", 13),
         ]
-        assert len(report.facts) == 8
+        assert len(report.stats) == 8
         lost = next(one for one in report.problems if one.kind == "no_label")
         assert lost.images == (str(images / "x.png"),)
         with pytest.raises(DataError, match="line 1: not JSON"):
@@ -206,7 +206,7 @@ def test_broken_shards_are_told_and_the_others_are_looked_at(shards):
     assert "after a/train-1-1.png" in bad[0].detail
     assert "not a tar file" in bad[1].detail
     assert "an empty file" in bad[2].detail
-    assert len(report.facts) == 12
+    assert len(report.stats) == 12
     assert report.failed
     with pytest.raises(DataError, match=r"train-1\.tar.*cut short"):
         open_splits(str(shards), val_share=0.2, seed=0)
@@ -251,7 +251,7 @@ def test_pairs_that_are_not_whole_are_told_one_by_one(tmp_path):
         ("bad_label", "5.png"),
         ("lone_label", "9.cls"),
     }
-    assert len(report.facts) == 4
+    assert len(report.stats) == 4
     assert KINDS["lone_label"] == "warning"
     with pytest.raises(DataError, match=r"2 images without \.cls beside, which others have"):
         open_splits(str(path), val_share=0.2, seed=0)
@@ -266,7 +266,7 @@ def test_labels_in_json_and_images_in_no_folder(tmp_path):
     tree = {f"{'ab'[n % 2]}/{n}.png": png(n) for n in range(4)}
     report = checked(pack(tmp_path / "y.tar", {**tree, "loose.png": png(9)}))
     assert report.kinds()["no_label"] == 1
-    assert len(report.facts) == 4
+    assert len(report.stats) == 4
 
 
 @pytest.fixture

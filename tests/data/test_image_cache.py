@@ -265,7 +265,7 @@ def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, pil_image)
     cache, _ = built(paths, tmp_path)
     pil_image(60, 50, 99).save(paths[0])
     built(paths, tmp_path)
-    with pytest.raises(FileNotFoundError, match="another one is in its place"):
+    with pytest.raises(FileNotFoundError, match="replaced by another cache"):
         ImageCache(cache.file, cache.index)
 
 

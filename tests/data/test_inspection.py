@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from vit.data import image_io
-from vit.data.checks import check_workers
+from vit.data.checks import image_stats
 from vit.data.checks.dataset_check import check_dataset
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.problems import KINDS, problem_kind
@@ -57,7 +57,11 @@ def test_nothing_is_invented_on_a_clean_folder(folder):
     assert not report.failed
     assert report.lines(5)[-1] == "no problems found"
     terminal_line = report.to_dict()
-    assert (terminal_line["images"], terminal_line["classes"], terminal_line["problems"]) == (29, 2, [])
+    assert (terminal_line["images"], terminal_line["classes"], terminal_line["problems"]) == (
+        29,
+        2,
+        [],
+    )
     assert terminal_line["class_counts"]["val"] == {"a": 3, "b": 2}
 
 
@@ -123,7 +127,7 @@ def test_what_training_refuses_is_an_error_and_the_rest_is_looked_at(tree, kind,
     report, kinds = found(root)
     assert kind in kinds
     assert report.failed
-    assert len(report.facts) == sum(tree.values())
+    assert len(report.stats) == sum(tree.values())
 
 
 def test_a_split_that_is_a_file_is_an_error(folder):
@@ -131,7 +135,7 @@ def test_a_split_that_is_a_file_is_an_error(folder):
     (folder / "val").write_bytes(b"x")
     report, kinds = found(folder)
     assert kinds["split_is_file"] == 1
-    assert len(report.facts) == 24
+    assert len(report.stats) == 24
 
 
 def test_names_that_clash_are_told(make_tree):
@@ -221,15 +225,15 @@ def dies_or_hangs(path: str) -> object:
 
 def broken_serve(pipe: object) -> None:
     """The work of a process whose decoder has bugs."""
-    check_workers.compute_stats = dies_or_hangs
-    check_workers.serve(pipe)
+    image_stats.compute_stats = dies_or_hangs
+    image_stats.serve_stats(pipe)
 
 
 @pytest.mark.slow
 def test_an_image_that_kills_or_stops_a_process_costs_that_image_alone(monkeypatch):
-    monkeypatch.setattr(check_workers.Looker, "work", staticmethod(broken_serve))
+    monkeypatch.setattr(image_stats.StatsWorker, "target", staticmethod(broken_serve))
     paths = ["1", "dies", "2", "hangs", "3"]
-    verdicts = dict(check_workers.compute_all_stats(paths, workers=1, seconds=1.0))
+    verdicts = dict(image_stats.compute_all_stats(paths, workers=1, timeout=1.0))
     assert [verdicts[at] for at in (0, 2, 4)] == ["1", "2", "3"]
     assert verdicts[1] == "the decoder crashes on it"
     assert verdicts[3] == "not decoded within 1 seconds"
@@ -248,8 +252,8 @@ def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch
     monkeypatch.setattr("vit.data.checks.dataset_check.compute_all_stats", spy)
     second = check_dataset(str(folder), workers=1, cache_folder=kept)
     assert looked == [str(folder / "val/a/0.png")]
-    assert second.facts.keys() == first.facts.keys()
-    assert [path for path in first.facts if first.facts[path] != second.facts[path]] == looked
+    assert second.stats.keys() == first.stats.keys()
+    assert [path for path in first.stats if first.stats[path] != second.stats[path]] == looked
 
 
 def test_a_damaged_store_is_made_again(folder, tmp_path):
@@ -257,7 +261,7 @@ def test_a_damaged_store_is_made_again(folder, tmp_path):
     check_dataset(str(folder), workers=1, cache_folder=kept)
     (database,) = kept.glob("*.sqlite")
     database.write_bytes(b"no database at all" * 100)
-    assert len(check_dataset(str(folder), workers=1, cache_folder=kept).facts) == 29
+    assert len(check_dataset(str(folder), workers=1, cache_folder=kept).stats) == 29
 
 
 def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeypatch):
@@ -269,8 +273,10 @@ def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeyp
     monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(path, timeout=0))
     with closing(connect(database)) as other:
         other.execute("begin exclusive")
-        report = check_dataset(str(folder), workers=1, cache_folder=kept, notify=terminal_line.append)
-    assert len(report.facts) == 29
+        report = check_dataset(
+            str(folder), workers=1, cache_folder=kept, notify=terminal_line.append
+        )
+    assert len(report.stats) == 29
     assert database.stat().st_ino == before
     assert len(terminal_line) == 1
     assert "database is locked" in terminal_line[0]

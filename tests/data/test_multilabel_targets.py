@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.data.bad_images import without
+from vit.data.checks.unreadable_images import exclude_images
 from vit.data.dataset import ConstantTransform, ImageDataset
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of, to_multilabel
@@ -47,7 +47,7 @@ def test_batches_have_rows(tmp_path):
     batch = dataset.__getitems__([SampleKey(0, number, number) for number in (2, 1, 0)])
     assert batch.labels.tolist() == [[0, 1, 0], [1, 0, 1]]
     assert len(batch.failed) == 1
-    assert dataset.empty(Preprocessing(image_size=(8, 8))).labels.shape == (0, 3)
+    assert dataset.empty_batch(Preprocessing(image_size=(8, 8))).labels.shape == (0, 3)
 
 
 def test_one_class_is_one_of_several(tmp_path):
@@ -65,4 +65,4 @@ def test_one_class_is_one_of_several(tmp_path):
 def test_a_bad_image_takes_no_class_away_that_others_have(tmp_path):
     samples = tuple(Sample(f"{n}", NO_LABEL, labels=(0, 1)) for n in range(3))
     splits = Splits(("a", "b"), samples, samples[:1], (), False, tmp_path, multilabel=True)
-    assert len(without(splits, [BadImage("2", "cut")]).train) == 2
+    assert len(exclude_images(splits, [BadImage("2", "cut")]).train) == 2

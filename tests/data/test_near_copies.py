@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from vit.data.checks import near_duplicates
-from vit.data.checks.image_stats import thumbnails, shrunk
+from vit.data.checks.image_stats import downscaled, encode_thumbnail
 from vit.data.checks.near_duplicates import find_near_duplicates
 
 
@@ -39,7 +39,7 @@ def variants(image: Image.Image, draw: random.Random) -> dict[str, Image.Image]:
 
 
 def look(image: Image.Image) -> bytes:
-    return thumbnails(np.asarray(shrunk(image), dtype=np.int16))
+    return encode_thumbnail(np.asarray(downscaled(image), dtype=np.int16))
 
 
 def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():

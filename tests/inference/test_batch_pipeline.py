@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms import functional as tv
 
 from vit.config import ModelConfig
-from vit.data.preprocessing import Preprocessing, to_bytes
+from vit.data.preprocessing import Preprocessing, to_tensor
 from vit.errors import BadImage
 from vit.inference.batch_pipeline import (
     ImageReader,
@@ -106,16 +106,16 @@ def test_the_pixel_budget_admits_what_fits_and_always_one_image():
 @pytest.mark.parametrize("settings", [{}, {"crop_share": 1.0}, {"resize": "squash"}])
 def test_crops_are_those_of_torchvision(pil_image, settings):
     prepare = Preprocessing(image_size=(32, 32), **settings)
-    size = prepare._resized(*pil_image.size)
+    size = prepare.resized_size(*pil_image.size)
     corners = tv.five_crop(pil_image.resize(size, Image.Resampling.BICUBIC), [32, 32])
-    expected = [to_bytes(crop) for crop in (corners[4], *corners[:4])]
-    found = prepare.crops(pil_image)
+    expected = [to_tensor(crop) for crop in (corners[4], *corners[:4])]
+    found = prepare.five_crops(pil_image)
     assert torch.equal(found, torch.stack(expected))
     assert torch.equal(found[0], prepare(pil_image))
 
 
 def test_crops_of_an_endless_image_are_computed_without_all_of_it():
-    crops = Preprocessing(image_size=(512, 512)).crops(Image.new("RGB", (1, 400), "red"))
+    crops = Preprocessing(image_size=(512, 512)).five_crops(Image.new("RGB", (1, 400), "red"))
     assert crops.shape == (5, 3, 512, 512)
     assert (crops == torch.tensor([255, 0, 0])[:, None, None]).all()
 

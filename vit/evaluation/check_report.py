@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from vit.data.checks.dataset_check import Report, numbers
-from vit.data.checks.problems import KINDS, Problem, name_of
+from vit.data.checks.dataset_check import CheckReport, summarize_stats
+from vit.data.checks.problems import KINDS, Problem, display_name
 from vit.evaluation.classification_report import PRIVACY
 from vit.evaluation.error_analysis import thumbnail
 from vit.evaluation.html_page import Html, called, document, join, table, tag
@@ -20,7 +20,7 @@ NO_IMAGE = {"foreign_format", "ignored_file", "hidden", "empty_folder", "not_a_f
 """Kinds whose names are not opened."""
 
 
-def check_page(report: Report) -> Html:
+def check_page(report: CheckReport) -> Html:
     """The whole page."""
     listing, found = report.listing, report.severities()
     tiles = {
@@ -54,7 +54,7 @@ def check_page(report: Report) -> Html:
     return document(f"{name}: {plural(found['error'], 'error')}", *sections)
 
 
-def kind_section(report: Report, kind: str) -> Html:
+def kind_section(report: CheckReport, kind: str) -> Html:
     """Problems of one kind, the first ones with images."""
     problems = [problem for problem in report.problems if problem.kind == kind]
     title = f"{kind.replace('_', ' ')}: {plural(len(problems), KINDS[kind])}"
@@ -64,13 +64,13 @@ def kind_section(report: Report, kind: str) -> Html:
     return tag("section", tag("h2", title), *shown, tag("p", more, class_="soft small"))
 
 
-def problem_box(report: Report, problem: Problem) -> Html:
+def problem_box(report: CheckReport, problem: Problem) -> Html:
     """One problem in words, with names and thumbnails."""
     figures = []
     for at, path in enumerate(problem.images[:MOST_IMAGES]):
-        name = name_of(path, report.listing.root)
+        name = display_name(path, report.listing.root)
         label = problem.labels[at] if at < len(problem.labels) else ""
-        read = path in report.facts and problem.kind not in NO_IMAGE
+        read = path in report.stats and problem.kind not in NO_IMAGE
         image = thumbnail(path, name) if read else None
         caption = [called(name), *([tag("br"), tag("b", called(label))] if label else [])]
         figures.append(tag("figure", image or Html(""), tag("figcaption", *caption)))
@@ -80,7 +80,7 @@ def problem_box(report: Report, problem: Problem) -> Html:
     return join(tag("p", called(problem.detail), more), *wall)
 
 
-def class_section(report: Report) -> Html:
+def class_section(report: CheckReport) -> Html:
     """Images of each class in each split."""
     listing = report.listing
     counts = {split: listing.counts(split) for split in listing.splits}
@@ -97,9 +97,9 @@ def class_section(report: Report) -> Html:
     return tag("section", tag("h2", "Classes"), table(head, rows), tag("p", more))
 
 
-def statistics_section(report: Report) -> Html:
+def statistics_section(report: CheckReport) -> Html:
     """Sizes, formats and shares."""
-    found = numbers([*report.facts.values()])
+    found = summarize_stats([*report.stats.values()])
     if not found["readable"]:
         return tag("section", tag("h2", "Images"), tag("p", "None can be read."))
     rows: Sequence[tuple[str, str]] = [

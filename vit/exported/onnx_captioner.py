@@ -117,7 +117,10 @@ class ExportedCaptioner:
 
     def _stream(self, paths: Iterator[str], top_k: int) -> Iterator[Prediction]:
         batches = prefetch_images(
-            paths, self.preprocessing.resize_and_crop, workers=self.workers, window_size=self.batch_size
+            paths,
+            self.preprocessing.resize_and_crop,
+            workers=self.workers,
+            window_size=self.batch_size,
         )
         for batch in batches:
             decoded = [image for _, image in batch if not isinstance(image, BadImage)]

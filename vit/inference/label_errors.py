@@ -100,7 +100,9 @@ def find_label_errors(
     return dataclasses.replace(report, problems=sort_by_severity(problems))
 
 
-def more_copies(report: CheckReport, rows: Sequence[ListedImage], found: Neighbours) -> list[Problem]:
+def more_copies(
+    report: CheckReport, rows: Sequence[ListedImage], found: Neighbours
+) -> list[Problem]:
     """Images with nearly equal features that are nearly the same, and are not told yet.
 
     Features alone say too much: a trained network gives all images of a class nearly the same.
@@ -118,7 +120,9 @@ def more_copies(report: CheckReport, rows: Sequence[ListedImage], found: Neighbo
         [one.thumbnail for one in facts], [min(one.width, one.height) for one in facts], likely
     )
     return [
-        near_duplicate_problem([(rows[one.first].path, rows[one.second].path)], where, f"correlation {one.score:.3f}")
+        near_duplicate_problem(
+            [(rows[one.first].path, rows[one.second].path)], where, f"correlation {one.score:.3f}"
+        )
         for one in alike
     ]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.data.bad_images import check_samples, without
 from vit.data.captions.caption_dataset import open_captions
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.checks.unreadable_images import exclude_images, find_unreadable
 from vit.data.dataset_types import Splits
 from vit.data.multilabel_targets import to_multilabel
 from vit.data.sampler import fitting_batch_size
@@ -55,7 +55,7 @@ def look_at_data(
     config, splits = settle_task(config, open_data(config, listing), given, notify)
     config = complete(config, splits, given)
     bad = find_bad_images(splits, config, accelerator)
-    splits = without(splits, bad)
+    splits = exclude_images(splits, bad)
     for note in splits.notes:
         notify(f"note: {note}")
     if config.training.captions:
@@ -201,7 +201,7 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
     Raises:
         BadImage: There are some, and `on_bad_image` is stop.
     """
-    bad = on_main(accelerator, lambda: check_samples([*splits.train, *splits.val]))
+    bad = on_main(accelerator, lambda: find_unreadable([*splits.train, *splits.val]))
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""

@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -192,10 +193,10 @@ def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
     listing.splits.append(name)
     classes = walk_or_report(listing, folder, lambda: walk.subfolders(str(folder))) or []
     walk_or_report(listing, folder, lambda: walk.loose_images(str(folder)))
-    found = {
-        label: walk_or_report(listing, folder / label, lambda: walk.images(str(folder / label))) or []  # noqa: B023
-        for label in classes
-    }
+    found: dict[str, list[str]] = {}
+    for label in classes:
+        images = partial(walk.images, str(folder / label))
+        found[label] = walk_or_report(listing, folder / label, images) or []
     where = printable(folder)
     if not classes:
         loose = plural(len(walk.unclassified), "image")
@@ -211,7 +212,9 @@ def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
     listing.problems += skipped_files(walk)
 
 
-def walk_or_report(listing: DatasetListing, folder: Path, walk: Callable[[], Found]) -> Found | None:
+def walk_or_report(
+    listing: DatasetListing, folder: Path, walk: Callable[[], Found]
+) -> Found | None:
     """Return what `walk` returns; report a problem and return None if it raises."""
     try:
         return walk()
@@ -243,7 +246,9 @@ def match_classes(
     equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
     matched: dict[str, list[str]] = {}
     for name, paths in found.items():
-        matching = name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
+        matching = (
+            name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
+        )
         if matching is None and paths:
             near = difflib.get_close_matches(name, listing.classes, n=1)
             hint = f" (is it {printable(near[0])}?)" if near else ""

@@ -87,7 +87,9 @@ class CheckReport:
         lines += [words, ""]
         for kind, number in self.kinds().items():
             first = next(problem for problem in self.problems if problem.kind == kind)
-            lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first.terminal_line(listing.root)}")
+            lines.append(
+                f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first.terminal_line(listing.root)}"
+            )
         shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
         rest = found["error"] - len(shown)
         lines += ["", "training stops over:"] if shown else []
@@ -195,7 +197,9 @@ def load_or_compute_stats(
     return {path: found[path] for path in paths}
 
 
-def unreadable_images(listing: DatasetListing, results: Mapping[str, StatsOrReason]) -> list[Problem]:
+def unreadable_images(
+    listing: DatasetListing, results: Mapping[str, StatsOrReason]
+) -> list[Problem]:
     """Unreadable images, and classes and splits without any readable image."""
     problems = [
         Problem(problem_kind(result), result, (path,))
@@ -249,7 +253,10 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
             lambda one: min(one.width, one.height) * TINY_FACTOR < median,
             f"have a short side below a quarter of the median ({median:g} pixels)",
         ),
-        "huge": (lambda one: one.width * one.height > HUGE_PIXELS, f"have more than {HUGE_PIXELS:,} pixels"),
+        "huge": (
+            lambda one: one.width * one.height > HUGE_PIXELS,
+            f"have more than {HUGE_PIXELS:,} pixels",
+        ),
         "extreme_aspect": (
             lambda one: max(one.width, one.height) > EXTREME_ASPECT * min(one.width, one.height),
             f"are more than {EXTREME_ASPECT:g} times as long as wide, or the other way",
@@ -260,7 +267,9 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
     }
     problems = []
     for kind, (test, words) in tests.items():
-        problems += shared_property(kind, [path for path, one in stats.items() if test(one)], total, words)
+        problems += shared_property(
+            kind, [path for path, one in stats.items() if test(one)], total, words
+        )
     others = [path for path, one in stats.items() if one.mode not in ("RGB", "L", "RGBA", "P")]
     modes = ", ".join(sorted({stats[path].mode for path in others}))
     problems += shared_property("mode", others, total, f"are stored in {modes}, and read as RGB")

@@ -35,7 +35,10 @@ def find_duplicates(
     for path in locations:
         groups[stats[path].digest].append(path)
     problems = [
-        problem for group in groups.values() if len(group) > 1 for problem in exact_duplicate_problems(group, locations)
+        problem
+        for group in groups.values()
+        if len(group) > 1
+        for problem in exact_duplicate_problems(group, locations)
     ]
     members = [group for group in groups.values() if not stats[group[0]].blank]
     firsts = [stats[group[0]] for group in members]
@@ -54,7 +57,9 @@ def find_duplicates(
     )
     for pair in pairs:
         candidates = product(members[pair.first], members[pair.second])
-        problems.append(near_duplicate_problem(candidates, locations, f"correlation {pair.score:.3f}"))
+        problems.append(
+            near_duplicate_problem(candidates, locations, f"correlation {pair.score:.3f}")
+        )
     return problems
 
 
@@ -72,7 +77,9 @@ def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -
     return problems or [Problem("duplicate", "the same file", paths, labels=labels)]
 
 
-def near_duplicate_problem(pairs: Iterable[tuple[str, str]], locations: SplitAndClasses, how: str) -> Problem:
+def near_duplicate_problem(
+    pairs: Iterable[tuple[str, str]], locations: SplitAndClasses, how: str
+) -> Problem:
     """The problem of two images that are nearly the same.
 
     Args:

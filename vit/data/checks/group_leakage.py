@@ -4,7 +4,7 @@ from collections import defaultdict
 from itertools import zip_longest
 
 from vit.data.archives import relative
-from vit.data.checks.check_listing import ListedImage, DatasetListing
+from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.problems import SHOWN, Problem
 from vit.data.sources.dataset_spec import VAL_NAMES
 from vit.data.sources.train_val_split import find_groups, group_notes

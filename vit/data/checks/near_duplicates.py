@@ -363,10 +363,16 @@ class _Looks(NamedTuple):
 
     @classmethod
     def of(cls, thumbnails: Sequence[bytes], short_sides: Sequence[int]) -> "_Looks":
-        find_duplicates = torch.from_numpy(np.frombuffer(b"".join(thumbnails), dtype=np.uint8).copy())
+        find_duplicates = torch.from_numpy(
+            np.frombuffer(b"".join(thumbnails), dtype=np.uint8).copy()
+        )
         find_duplicates = find_duplicates.view(len(thumbnails), -1)
-        grey = find_duplicates[:, : THUMBNAIL_SIDE * THUMBNAIL_SIDE].view(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE)
-        colours = find_duplicates[:, THUMBNAIL_SIDE * THUMBNAIL_SIDE :].view(-1, 2, CHROMA_SIDE, CHROMA_SIDE)
+        grey = find_duplicates[:, : THUMBNAIL_SIDE * THUMBNAIL_SIDE].view(
+            -1, THUMBNAIL_SIDE, THUMBNAIL_SIDE
+        )
+        colours = find_duplicates[:, THUMBNAIL_SIDE * THUMBNAIL_SIDE :].view(
+            -1, 2, CHROMA_SIDE, CHROMA_SIDE
+        )
         return cls(grey, colours, torch.tensor(short_sides))
 
 
@@ -502,9 +508,11 @@ def waves(grey: Tensor, window: tuple[float, float, float, float]) -> Tensor:
 
 def cosines(start: float, end: float) -> Tensor:
     """The transform of a part of a line of pixels, (WAVES, SIDE)."""
-    at = ((start + (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE * (end - start)) * THUMBNAIL_SIDE - 0.5).clamp(
-        0, THUMBNAIL_SIDE - 1
-    )
+    at = (
+        (start + (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE * (end - start))
+        * THUMBNAIL_SIDE
+        - 0.5
+    ).clamp(0, THUMBNAIL_SIDE - 1)
     read = (1 - (at[:, None] - torch.arange(THUMBNAIL_SIDE)).abs()).clamp(min=0.0)
     places = (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE
     return torch.cos(math.pi * torch.arange(WAVES)[:, None] * places) @ read

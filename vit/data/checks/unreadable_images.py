@@ -41,9 +41,7 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
         for part in (splits.train, splits.val)
     )
     present = {label for sample in train for label in labels_of(sample)}
-    missing = [
-        printable(name) for label, name in enumerate(splits.classes) if label not in present
-    ]
+    missing = [printable(name) for label, name in enumerate(splits.classes) if label not in present]
     if missing:
         raise DataError(f"no training image of class {join_names(missing)} can be read: {names}")
     if not val:
