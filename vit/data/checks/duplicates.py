@@ -88,7 +88,9 @@ def near_duplicate_problem(
         how: The evidence, in words.
     """
     order = ("split", "class")
-    worst = max(pairs, key=lambda pair: [name in compare_origins(pair, locations)[2] for name in order])
+    worst = max(
+        pairs, key=lambda pair: [name in compare_origins(pair, locations)[2] for name in order]
+    )
     _, _, kinds = compare_origins(worst, locations)
     labels = class_names(worst, locations)
     if "split" in kinds:
