@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-
 from vit.data.bad_images import check_samples, without
+
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
