@@ -142,7 +142,7 @@ def test_every_pretrained_name_is_one_of_timm(capsys):
 
 
 def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
-    monkeypatch.setattr(timm_registry, "supported", lambda name: ".dino" in name)
+    monkeypatch.setattr(timm_registry, "is_supported", lambda name: ".dino" in name)
     assert main(["models", "--pretrained", "timm/vit_small"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines
@@ -153,7 +153,7 @@ def test_what_this_network_cannot_compute_is_not_listed(capsys):
     assert timm_registry.is_supported("vit_so400m_patch14_siglip_384.webli")
     assert not timm_registry.is_supported("vit_base_patch16_rpn_224.sw_in1k")
     assert main(["models", "--pretrained", "vit_base_patch16_rpn_224"]) == 2
-    assert "computes none of timm's" in capsys.readouterr().err
+    assert "no supported timm model matches" in capsys.readouterr().err
 
 
 def test_no_pretrained_match_names_the_nearest(capsys):

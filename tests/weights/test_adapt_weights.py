@@ -66,7 +66,7 @@ def test_what_fits_is_taken_as_it_is(pretrained):
     assert all(state[name] is tensor for name, tensor in source.state.items())
     head = "all 5 classes kept"
     assert report == AdaptationReport(
-        reused=len(state), resized=(), made=(), left_out=(), head=head
+        reused=len(state), resized=(), initialised=(), left_out=(), head=head
     )
     assert report.lines() == [f"{len(state)} tensors reused", "head: all 5 classes kept"]
 
@@ -306,7 +306,7 @@ def test_another_number_of_classes_starts_from_zeros(pretrained):
     source = pretrained()
     state, report = adapt_weights(source, changed(source, num_classes=4))
     assert rows(state, source, [None] * 4)
-    assert report.made == ("head (4 classes, zeros)",)
+    assert report.initialised == ("head (4 classes, zeros)",)
     assert report.left_out == ("head (5 classes)",)
     assert len(report.lines()) == 1
 

@@ -21,9 +21,9 @@ from vit.weights.resolve_source import (
     PREFERRED_FILES,
     TRAINING_STATE_FILES,
     card_license,
-    choose,
+    choose_weights_file,
     locate_weights,
-    needed,
+    required_files,
 )
 from vit.weights.state_dict_readers import read_npz, read_state
 
@@ -74,7 +74,7 @@ def test_a_folder_of_timm(tmp_path, inside):
     assert (found.folder, found.weights) == (folder, folder / "model.safetensors")
     assert (found.config, found.processor) == (folder / "config.json", None)
     assert found.license == "apache-2.0"
-    assert found.places == (str(folder / inside),)
+    assert found.searched == (str(folder / inside),)
 
 
 def test_an_old_flat_config_of_timm(tmp_path):
@@ -137,7 +137,7 @@ def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", range(len(PREFERRED_FILES)))
 def test_the_order_of_names_is_that_of_timm(number):
-    name, notes = choose([*PREFERRED_FILES[number:], "aaa.safetensors"])
+    name, notes = choose_weights_file([*PREFERRED_FILES[number:], "aaa.safetensors"])
     assert name == PREFERRED_FILES[number]
     assert notes[0].startswith(f"took {name}, not ")
 
@@ -159,7 +159,7 @@ def test_our_order_keeps_that_of_timm():
     ],
 )
 def test_other_names_follow_their_endings(names, chosen):
-    assert choose(names)[0] == chosen
+    assert choose_weights_file(names)[0] == chosen
 
 
 def test_only_the_companions_of_weights_are_passed_over():
@@ -181,9 +181,9 @@ def test_what_is_needed_of_a_repository():
     small = ["README.md", "config.json", "preprocessor_config.json"]
     old = ["pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "runs/model.safetensors"]
     index = "model.safetensors.index.json"
-    assert set(needed([*small, *old, *shards, index])) == {*small, *shards, index}
-    assert set(needed([*small, *old])) == {*small, "pytorch_model.bin"}
-    assert set(needed([*small, *old, "model.safetensors"])) == {*small, "model.safetensors"}
+    assert set(required_files([*small, *old, *shards, index])) == {*small, *shards, index}
+    assert set(required_files([*small, *old])) == {*small, "pytorch_model.bin"}
+    assert set(required_files([*small, *old, "model.safetensors"])) == {*small, "model.safetensors"}
 
 
 # ----------------------------------------------------------------------------- licences
@@ -305,7 +305,7 @@ def test_the_cache_is_enough(cache, source):
     snapshot = put(cache, "o/n", files(VIT))
     found = locate_weights(source)
     assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
-    assert found.places[-1] == f"the cache {cache / 'models--o--n'}"
+    assert found.searched[-1] == f"the cache {cache / 'models--o--n'}"
     assert found.notes == ()
     assert set(read_state(found.weights).tensors) == {"head.weight"}
 
@@ -414,9 +414,9 @@ def test_the_environment_switches_the_hub_off(cache):
     """Without any patch: huggingface_hub reads the environment when it is imported."""
     put(cache, "o/n", files(VIT))
     code = (
-        "from vit.weights.resolve_source import locate\n"
-        "print(locate('o/n').kind)\n"
-        "locate('o/other')"
+        "from vit.weights.resolve_source import locate_weights\n"
+        "print(locate_weights('o/n').kind)\n"
+        "locate_weights('o/other')"
     )
     variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     run = subprocess.run(
@@ -502,7 +502,7 @@ def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch, cap
     assert said.startswith("downloading http://127.0.0.1:")
     assert "/o/n: 3 files, 0.0 MB, to " in said
     assert (found.kind, found.name, found.license) == ("huggingface", "o/n", "mit")
-    assert found.places[-1] == f"{constants.ENDPOINT}/o/n"
+    assert found.searched[-1] == f"{constants.ENDPOINT}/o/n"
     assert set(read_state(found.weights).tensors) == {"head.weight"}
     wanted = ["o/n/README.md", "o/n/config.json", "o/n/model.safetensors"]
     assert sorted(server.fetched) == wanted

@@ -142,7 +142,7 @@ def test_the_rest_is_adapted_too(pretrained):
     both, report = adapt_weights(source, experts(source, num_experts=4, **change))
     assert all(torch.equal(both[name], state[name]) for name in both.keys() & state.keys())
     assert report.resized == dense.resized
-    assert report.made == ("1 router", "head (2 classes, zeros)")
+    assert report.initialised == ("1 router", "head (2 classes, zeros)")
 
 
 @pytest.mark.parametrize(

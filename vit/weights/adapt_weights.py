@@ -1,4 +1,14 @@
-"""x"""
+"""Adapts pretrained weights to another image size, patch size, channel count or set of classes.
+
+Learned position tables are interpolated bicubically, as the network does for images of another
+size; the patch projection is resized as in FlexiViT (vit/model/patch_embed.py); relative position
+biases are resized linearly, or as in BEiT; the head keeps the rows of classes with known names;
+MLPs become experts by copies (vit/weights/sparse_upcycling.py). `change_patches` builds a trained
+network for another patch size, or with token merging.
+
+Source: the code of Bao et al., "BEiT", arXiv:2106.08254; Beyer et al., "FlexiViT", section 3,
+arXiv:2212.08013; Bolya et al., "Token Merging", arXiv:2210.09461.
+"""
 
 import dataclasses
 from collections import Counter
@@ -17,29 +27,35 @@ from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patches
 from vit.model.position_embedding import LearnedPositions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_offsets
-from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, check_fit, some
+from vit.weights.formats.state_dict_names import (
+    BIAS_TABLE,
+    PATCH_WEIGHT,
+    check_fit,
+    list_names,
+)
 from vit.weights.formats.timm_config import first_convolution
 from vit.weights.pretrained import Pretrained
 from vit.weights.saved_model import LoadedRun, meta_model, split_decoder
 from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle
 
-# Between which BEiT's code looks for the ratio of two gaps; the second grows where it must.
+# BEiT's code searches the ratio of the geometric progression in this interval; the upper bound
+# grows for large grids.
 MIN_RATIO, MAX_RATIO = 1.01, 1.5
 
 
 def resize_offsets_geometric(
     table: Tensor, old: tuple[int, int], new: tuple[int, int], *, extra: int
 ) -> Tensor:
-    """Relative positions for another grid, in which near offsets keep nearly what they were.
+    """Resize a relative position bias table as BEiT does: near offsets are hardly changed.
 
     Args:
         table: (offsets of the old grid + extra, heads).
         old: Rows and columns of the table's grid, in patches.
-        new: Rows and columns wanted.
-        extra: Rows of the table that are for no offset; they stay as they are.
+        new: Rows and columns of the new grid.
+        extra: Last rows of the table, which belong to prefix tokens; they are kept.
 
     Returns:
-        (offsets of the new grid + extra, heads), of the same type.
+        (offsets of the new grid + extra, heads), in the same dtype.
     """
     count = len(table) - extra
     across = 2 * old[1] - 1
@@ -50,10 +66,11 @@ def resize_offsets_geometric(
 
 
 def geometric_interpolation(old: int, new: int) -> Tensor:
-    """What spreads a line of offsets, linearly between places, (2 new - 1, 2 old - 1) in float64.
+    """Interpolation matrix from old to new offsets of one axis, (2 new - 1, 2 old - 1) in float64.
 
-    The old offsets 0, 1, 2, ... come to the places 0, 1, 1 + q, 1 + q + q^2, ... The last comes to
-    new - 1, where q may be at least NARROWEST; what lies beyond the last place takes its number.
+    The old offsets 0, 1, 2, ... are placed at 0, 1, 1 + q, 1 + q + q^2, ..., with q >= MIN_RATIO
+    chosen such that the last is at new - 1. Values are interpolated linearly between these knots
+    and constant beyond the last.
     """
     if old == 1:
         return torch.ones(2 * new - 1, 1, dtype=torch.float64)
@@ -64,14 +81,14 @@ def geometric_interpolation(old: int, new: int) -> Tensor:
         middle = (low + high) / 2
         low, high = (low, middle) if _geometric_sum(middle, old) > new - 1 else (middle, high)
     side = (low ** torch.arange(old - 1, dtype=torch.float64)).cumsum(0)
-    places = torch.cat([-side.flip(0), torch.zeros(1), side])
-    wanted = torch.arange(1 - new, new, dtype=torch.float64)
-    right = torch.bucketize(wanted, places).clamp(1, len(places) - 1)
-    gaps = places[right] - places[right - 1]
-    share = ((wanted - places[right - 1]) / gaps).clamp(0, 1)[:, None]
-    matrix = torch.zeros(len(wanted), len(places), dtype=torch.float64)
-    matrix.scatter_(1, right[:, None] - 1, 1 - share)
-    return matrix.scatter_(1, right[:, None], share)
+    knots = torch.cat([-side.flip(0), torch.zeros(1), side])
+    offsets = torch.arange(1 - new, new, dtype=torch.float64)
+    right = torch.bucketize(offsets, knots).clamp(1, len(knots) - 1)
+    gaps = knots[right] - knots[right - 1]
+    weight = ((offsets - knots[right - 1]) / gaps).clamp(0, 1)[:, None]
+    matrix = torch.zeros(len(offsets), len(knots), dtype=torch.float64)
+    matrix.scatter_(1, right[:, None] - 1, 1 - weight)
+    return matrix.scatter_(1, right[:, None], weight)
 
 
 def _geometric_sum(ratio: float, side: int) -> float:
@@ -80,20 +97,19 @@ def _geometric_sum(ratio: float, side: int) -> float:
 
 
 def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
-    """The projection for images of `new` channels instead of `old`.
+    """Convert a patch projection from `old` to `new` input channels.
 
-    One channel takes the sum of the old ones: a grey image gets the tokens that it had as a
-    colour image of three equal channels. Otherwise the old channels are repeated in their order
-    and scaled by old / new, so that tokens keep their size; from one channel to three, a colour
-    image is read as the mean of its colours.
+    For one new channel the old kernels are summed: a grey image gets the tokens it would have as
+    an RGB image of three equal channels. Otherwise the old kernels are repeated in order and
+    scaled by old / new, so that activations keep their scale.
 
     Args:
         matrix: (dim, old * pixels).
-        old: Channels of the images.
-        new: Channels wanted.
+        old: Input channels of `matrix`.
+        new: Input channels of the result.
 
     Returns:
-        (dim, new * pixels), of the same type.
+        (dim, new * pixels), in the same dtype.
     """
     kernels = rearrange(
         matrix.double(), "dim (channels pixels) -> dim channels pixels", channels=old
@@ -110,9 +126,9 @@ HEAD = ("head.weight", "head.bias")
 
 
 def adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
-    """Leave out what pooled, where nothing pools any more; tells what was changed.
+    """Remove the pooling from `state` where `config` has none, and return the list of changes.
 
-    The norm of what was pooled becomes that of all tokens.
+    The norm after pooling becomes the final norm of all tokens.
     """
     if config.pooling != "none" or source.pooling == "none":
         return []
@@ -131,7 +147,7 @@ def adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> lis
 def adapt_head(
     state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Make the head fit; tells what was made, what was left out, and which classes are kept."""
+    """Adapt the head in place; return added parts, dropped parts and a line about kept classes."""
     had, wanted = pretrained.config.num_classes, config.num_classes
     if classes is not None:
         _check_class_names(classes, pretrained.classes, wanted)
@@ -157,15 +173,17 @@ def adapt_head(
     if kept == wanted:
         return (), left_out, f"all {wanted} classes kept by name"
     assert classes is not None
-    new_names = some((c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES)
+    new_names = list_names(
+        (c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES
+    )
     return (), left_out, f"{kept} of {wanted} classes kept by name; new: {new_names}"
 
 
 def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, wanted: int) -> None:
-    """Refuse names that do not belong to the outputs.
+    """Check that there are `wanted` distinct class names.
 
     Raises:
-        WeightsError: There are too many or too few, or two are the same.
+        WeightsError: There are too many or too few, or two are equal.
     """
     if len(classes) != wanted:
         raise WeightsError(
@@ -173,24 +191,24 @@ def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, want
         )
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice and tuple(classes) != known:
-        raise WeightsError(f"two classes have the same name, {some(twice)}: rename one")
+        raise WeightsError(f"two classes have the same name, {list_names(twice)}: rename one")
 
 
 def _head_rows(
     pretrained: Pretrained, wanted: int, classes: Sequence[str] | None
 ) -> list[int | None]:
-    """For each class, the row of the source's head that knows it."""
+    """Row of the source's head for each new class; None where it has none."""
     had, known = pretrained.config.num_classes, pretrained.classes
     if classes is None or (had and tuple(classes) == known):
         return list(range(had)) if had == wanted else [None] * wanted
-    # a name that two classes of the source have says of neither which one is meant
+    # a name of two classes in the source is ambiguous
     names = Counter(known or ())
-    places = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
-    return [places.get(name) for name in classes]
+    rows = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
+    return [rows.get(name) for name in classes]
 
 
 def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
-    """Why no row of the source's head could be kept."""
+    """Describe the dropped head, with the reason why no row was kept."""
     had = f"{pretrained.config.num_classes} classes"
     if classes is None:
         return had
@@ -198,7 +216,7 @@ def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
 
 
 POSITION_TABLE = "pos_embed"
-# The settings in which a network may differ from the one whose weights it takes.
+# Settings in which the new network may differ from the source.
 ADAPTABLE_SETTINGS = ("image_size", "patch_size", "channels", "num_classes")
 SETTINGS_WITHOUT_TENSORS = (
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes", "merge_tokens"),
@@ -208,53 +226,53 @@ SETTINGS_WITHOUT_TENSORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationReport:
-    """What became of the weights.
+    """What `adapt_weights` did.
 
     Args:
-        reused: Tensors taken as they are.
-        resized: Tensors that were changed to fit, and from what to what.
-        made: Parts that the source has nothing for.
-        left_out: Parts of the source that have no place here.
-        head: Which classes the head knows already; empty where none, or without a head.
-        upcycled: Which MLPs became experts; empty where none.
+        reused: Number of unchanged tensors.
+        resized: Resized tensors, each with its old and new size.
+        initialised: Parts that the source does not have.
+        left_out: Parts of the source that were dropped.
+        head: Classes whose head rows were kept; empty if none.
+        upcycled: MLPs that became experts; empty if none.
     """
 
     reused: int
     resized: tuple[str, ...]
-    made: tuple[str, ...]
+    initialised: tuple[str, ...]
     left_out: tuple[str, ...]
     head: str
     upcycled: str = ""
 
     def lines(self) -> list[str]:
-        """The report for the user."""
-        parts = {"resized": self.resized, "new": self.made, "left out": self.left_out}
-        said = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
-        first = "; ".join([f"{self.reused} tensors reused", *said])
+        """Lines for the user."""
+        parts = {"resized": self.resized, "new": self.initialised, "left out": self.left_out}
+        details = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
+        first = "; ".join([f"{self.reused} tensors reused", *details])
         more = {"upcycled": self.upcycled, "head": self.head}
-        return [first, *(f"{what}: {words}" for what, words in more.items() if words)]
+        return [first, *(f"{what}: {text}" for what, text in more.items() if text)]
 
 
 def adapt_weights(
     pretrained: Pretrained, config: ModelConfig, *, classes: Sequence[str] | None = None
 ) -> tuple[State, AdaptationReport]:
-    """The tensors of `pretrained`, made to fit the network of `config`.
+    """Convert the tensors of `pretrained` to the network of `config`.
 
     Args:
-        pretrained: What somebody trained.
-        config: The network wanted. It may differ in image size, patch size, channels, number of
-            classes, in what has no weights (dropout, merged tokens, places in experts), and in
-            experts that the source has one MLP for.
-        classes: Names by output of the network wanted. Where the source's are known too, rows of
-            the head are kept by name, and new classes start from zeros. Left out, the head is kept
-            if it has as many classes; else it starts from zeros.
+        pretrained: Source weights.
+        config: Target network. It may differ in image size, patch size, channels, number of
+            classes, settings without weights (dropout, token merging, expert capacity), and may
+            have experts where the source has MLPs.
+        classes: Class names of the target, by output. If the source has names too, head rows are
+            kept by name and new classes start from zeros. If None, the head is kept when it has
+            the same number of classes, and starts from zeros otherwise.
 
     Returns:
-        The tensors, of which those that fit are the source's own, and what became of them.
+        The tensors (unchanged ones share memory with the source), and a report.
 
     Raises:
-        WeightsError: The networks differ in anything else, the names are not `num_classes` distinct
-            ones, or the source is not what its settings say.
+        WeightsError: The networks differ in another setting, `classes` are not `num_classes`
+            distinct names, or the source does not match its own settings.
     """
     _check_compatible(pretrained, config)
     check_fit(_to_meta(pretrained.state), meta_model(pretrained.config))
@@ -266,14 +284,14 @@ def adapt_weights(
         ),
     ]
     resized += adapt_pooling(state, pretrained.config, config)
-    made, left_out, head = adapt_head(state, pretrained, config, classes)
+    added, left_out, head = adapt_head(state, pretrained, config, classes)
     routers, upcycled = upcycle(state, pretrained, config)
     check_fit(state, meta_model(config))
     reused = sum(state.get(name) is tensor for name, tensor in pretrained.state.items())
     return state, AdaptationReport(
         reused=reused,
         resized=tuple(resized),
-        made=(*routers, *made),
+        initialised=(*routers, *added),
         left_out=left_out,
         head=head,
         upcycled=upcycled,
@@ -281,29 +299,29 @@ def adapt_weights(
 
 
 def implied_settings(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows for other settings of `source` from those in which a network is to differ.
+    """Settings that follow from the `chosen` ones for a network built from `source`.
 
     Args:
-        source: The network whose weights are taken.
-        chosen: Settings by name; one that somebody chose goes before what follows.
+        source: Network of the pretrained weights.
+        chosen: Explicit settings by name; these take precedence over the result.
     """
     found: dict[str, Any] = {}
     if source.patch_sizes and chosen.get("patch_size", source.patch_size) != source.patch_size:
-        # whichever is the usual size, training draws from the same
+        # training draws from the same sizes, whichever is the default
         found["patch_sizes"] = source.drawn_patch_sizes
-    if source.pooling == "none" and chosen.get("num_classes"):  # nobody pooled for it so far
+    if source.pooling == "none" and chosen.get("num_classes"):  # the source has no pooling
         found["pooling"] = "class_token" if source.class_token else "mean"
         found["final_norm"] = source.last_norm
-    if chosen.get("capacity_factor") == 0:  # nobody is dropped, so nobody goes first
+    if chosen.get("capacity_factor") == 0:  # no token is dropped, so priority is unused
         found["router_priority"] = "order"
     return found
 
 
 def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
-    """Refuse a network that is another one than the source.
+    """Check that `config` differs from the source only in adaptable settings.
 
     Raises:
-        WeightsError: It names the settings, both values, and the remedy.
+        WeightsError: With the settings, both values and the remedy.
     """
     source = pretrained.config
     check_feedforward(pretrained, config.feedforward)
@@ -317,9 +335,9 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
         + SETTINGS_WITHOUT_TENSORS
         + (MOE_SETTINGS if is_upcycled(source, config) else ())
     )
-    if "none" in (source.pooling, config.pooling):  # a network for captions begins or ends here
+    if "none" in (source.pooling, config.pooling):  # a captioning encoder has no pooling
         free += ("pooling", "final_norm")
-    # what means something else only because of another setting is not named beside that
+    # settings whose resolved value is the same are compatible
     others = [
         name
         for name in asdict(config)
@@ -329,7 +347,7 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     ]
     if others:
         mine, theirs = (
-            some((f"{name}={_display_value(each, name)}" for name in others), MAX_NAMES)
+            list_names((f"{name}={_display_value(each, name)}" for name in others), MAX_NAMES)
             for each in (config, source)
         )
         it = "it" if len(others) == 1 else "them"
@@ -340,30 +358,30 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
 
 
 def _resolved_value(config: ModelConfig, name: str) -> object:
-    """What a setting stands for where it is empty or auto."""
+    """Value of a setting after resolving None and auto."""
     meant = {
         "hidden_dim": config.feedforward_dim,
         "final_norm": config.last_norm,
         "prefix_positions": config.num_placed_tokens,
         "router_weights": config.expert_weights,
-        "top_k": config.expert_weights,  # any number whose weights are of the same kind
+        "top_k": config.expert_weights,  # any top_k with the same kind of weights
     }
     return meant.get(name, getattr(config, name))
 
 
 def _display_value(config: ModelConfig, name: str) -> object:
-    """A setting for the user; one that was left empty by what it stands for."""
+    """A setting for messages; None is replaced by its resolved value."""
     value = getattr(config, name)
     return _resolved_value(config, name) if value is None else value
 
 
 def _to_meta(state: State) -> State:
-    """Names and shapes alone, which are cheap to check."""
+    """Copy to the meta device: names and shapes only, which are cheap to check."""
     return {name: tensor.to("meta") for name, tensor in state.items()}
 
 
 def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
-    """Make the patch projection fit; tells what was changed."""
+    """Adapt the patch projection in place, and return the list of changes."""
     changed = []
     if source.channels != config.channels:
         name = f"{first_convolution(source)}.weight"
@@ -382,7 +400,7 @@ def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConf
 def _adapt_positions(
     state: State, source: ModelConfig, config: ModelConfig, *, linear_offsets: bool
 ) -> list[str]:
-    """Make the table of positions fit; tells what was changed."""
+    """Adapt position tables in place, and return the list of changes."""
     if source.grid == config.grid:
         return []
     (old_rows, old_cols), (rows, cols) = source.grid, config.grid
@@ -397,37 +415,37 @@ def _adapt_positions(
     positions = POSITIONS[source.position](source)
     if not isinstance(positions, LearnedPositions):
         return []
-    # what the network does with images of another size: stretch, or compute again
+    # as the network does for images of another size: interpolate, or recompute
     state[POSITION_TABLE] = positions.at(state[POSITION_TABLE], config.grid)
     return [f"{POSITION_TABLE} {sizes}"]
 
 
 def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
-    """`config` with what is `changed`, and with what follows from it."""
+    """`config` with the `changed` settings and those implied by them."""
     return dataclasses.replace(config, **{**implied_settings(config, changed), **changed})
 
 
 def change_patches(
     run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
 ) -> LoadedRun:
-    """`run` with the same weights in a network of other patches; `run` itself where none is given.
+    """`run` with the same weights at another patch size or with token merging.
 
-    A decoder stays as it is: it looks at the patches that there are.
+    Without either, `run` itself is returned. A decoder is kept unchanged.
 
     Args:
-        run: A network with its classes.
+        run: A loaded network.
         merge_tokens: Patches merged in each block.
         patch_size: Side of a patch in pixels; the projection and the positions are resized.
 
     Raises:
-        ConfigError: The blocks of its network cannot merge tokens, or its images have no whole
-            number of such patches.
+        ConfigError: The blocks do not support token merging, or `patch_size` does not divide the
+            image size.
     """
-    asked = {"merge_tokens": merge_tokens, "patch_size": patch_size}
+    requested = {"merge_tokens": merge_tokens, "patch_size": patch_size}
     kinds, config = all_settings(), run.config
     changed = {
         name: convert(kinds[name].kind, value, name)
-        for name, value in asked.items()
+        for name, value in requested.items()
         if value is not None
     }
     if not changed:
@@ -451,10 +469,10 @@ def change_patches(
 
 
 def _check_patch_size(config: ModelConfig, size: int) -> None:
-    """Refuse patches that do not fill the images of a network, whose size is given.
+    """Check that the patch size divides the image size.
 
     Raises:
-        ConfigError: It names the next smaller and the next larger size that do.
+        ConfigError: With the nearest smaller and larger divisors.
     """
     side = config.image_size
     if size > 0 and not side % size:

@@ -1,6 +1,6 @@
-"""Any source of weights -> a folder that timm or Hugging Face transformers opens.
+"""Converts any weight source to a folder that timm or Hugging Face transformers opens.
 
-The folder is written beside its place and moved there when it is whole.
+The folder is written to a temporary name and renamed when complete.
 """
 
 import contextlib
@@ -18,7 +18,11 @@ from vit.config import ModelConfig
 from vit.errors import RunError, WeightsError, printable
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
-from vit.weights.formats.timm_config import remedy, timm_config, timm_incompatibility
+from vit.weights.formats.timm_config import (
+    incompatibility_remedy,
+    timm_config,
+    timm_incompatibility,
+)
 from vit.weights.formats.timm_weights import to_timm
 from vit.weights.load_model import (
     Source,
@@ -64,16 +68,16 @@ def convert(
 
     Args:
         source: As for `open_pretrained`.
-        to: Whose folder it becomes.
-        out: The folder, which must not exist.
-        overwrite: Delete what is there first.
-        merge_tokens: Patches merged in each block; as in `source` when left out.
+        to: Target library.
+        out: Output folder, which must not exist.
+        overwrite: Replace an existing converted model.
+        merge_tokens: Patches merged in each block; None: as in `source`.
 
     Returns:
-        What was converted, and lines for the user.
+        The converted weights, and lines for the user.
 
     Raises:
-        WeightsError: `source` cannot be opened, or the target cannot express it.
+        WeightsError: `source` cannot be opened, or the target library cannot express it.
         RunError: `out` exists or cannot be written.
     """
     pretrained = open_pretrained(source)
@@ -93,7 +97,7 @@ def convert(
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     files = folder_contents(pretrained, to)
     place = Path(out).absolute()
-    card = model_card(source, pretrained, to, name=place.name, scored=same)
+    card = model_card(source, pretrained, to, name=place.name, with_scores=same)
     with atomic_folder(place, overwrite=overwrite) as folder:
         for name, content in files.items():
             if isinstance(content, str):
@@ -105,14 +109,14 @@ def convert(
 
 
 def as_exported(config: ModelConfig, to: Library) -> ModelConfig:
-    """The encoder of a captioner as transformers sees it: the class token is its pooled output."""
+    """For transformers, pool a captioning encoder by its class token."""
     if to == "huggingface" and config.pooling == "none" and config.class_token:
         return dataclasses.replace(config, pooling="class_token")
     return config
 
 
 def conversion_notes(source: ModelConfig, config: ModelConfig, to: Library) -> list[str]:
-    """What the folder of `config` does not do with patches that the `source` did, or needs."""
+    """Notes on settings of `source` that the converted model lacks, and on what it requires."""
     dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
     lines = [
         f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
@@ -129,16 +133,17 @@ def conversion_notes(source: ModelConfig, config: ModelConfig, to: Library) -> l
 
 
 def folder_contents(pretrained: Pretrained, to: Library) -> dict[str, str | Mapping[str, Tensor]]:
-    """Files of the folder by name: texts, and tensors.
+    """Files of the folder by name: text, or tensors.
 
     Raises:
-        WeightsError: The target cannot express the network; the message says what.
+        WeightsError: The target library cannot express the network.
     """
     preprocessing, _ = preprocessing_or_default(pretrained)
     config, classes = pretrained.config, pretrained.classes or numbered_classes(pretrained)
     if to == "timm":
-        if (refusal := timm_incompatibility(config)) is not None:
-            raise WeightsError(f"timm cannot express this network: {refusal}{remedy(refusal)}")
+        if (reason := timm_incompatibility(config)) is not None:
+            remedy = incompatibility_remedy(reason)
+            raise WeightsError(f"timm cannot express this network: {reason}{remedy}")
         settings = timm_config(config, classes, preprocessing)
         if pretrained.license:
             settings["pretrained_cfg"]["license"] = pretrained.license
@@ -159,16 +164,16 @@ def folder_contents(pretrained: Pretrained, to: Library) -> dict[str, str | Mapp
 
 
 def to_json(content: Mapping[str, Any]) -> str:
-    """`content` as it stands in a file."""
+    """Format a JSON file."""
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 @contextlib.contextmanager
 def atomic_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to fill, which is moved to `out` at the end of the `with`, or deleted on an error.
+    """Temporary folder that is renamed to `out` after the `with`, and deleted on an error.
 
     Raises:
-        RunError: `out` exists and is not to be replaced, or it is not a folder of weights.
+        RunError: `out` exists and must not be overwritten, or is not a converted model.
     """
     if out.exists() and not overwrite:
         raise RunError(f"{printable(out)} exists: give another --out, or --overwrite")

@@ -1,4 +1,4 @@
-"""What a file is, read from its first bytes: its name is only a promise."""
+"""Detects the format of a weight file by its magic bytes; the file name is not trusted."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from vit.errors import WeightsError, printable
 
 FileFormat = Literal["safetensors", "zip", "pickle", "index"]
 
-START = 1024
-"""Bytes that are looked at."""
+HEADER_BYTES = 1024
+"""Bytes read for detection."""
 
-# where, what is there, what it means
+# offset, magic bytes, description
 FOREIGN_FORMATS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89PNG", "an image (PNG)"),
     (0, b"\xff\xd8\xff", "an image (JPEG)"),
@@ -41,15 +41,15 @@ ONNX = (
 
 
 def detect_format(path: Path) -> FileFormat:
-    """What reader the file `path` needs.
+    """Detect the format of the file `path`.
 
     Raises:
-        WeightsError: It is missing, no regular file, empty, or holds no weights that can be read;
-            the message says what it looks like.
+        WeightsError: It is missing, not a regular file, empty, or of another format, which the
+            message names.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        start = file.read(START)
+        start = file.read(HEADER_BYTES)
     if not start:
         raise WeightsError(f"{printable(path)} is empty; fetch it again")
     if is_safetensors(start, size):
@@ -68,16 +68,16 @@ def detect_format(path: Path) -> FileFormat:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """`path` opened for reading, where it is a regular file.
+    """Open the regular file `path` for reading.
 
     Raises:
-        WeightsError: It is not, or cannot be opened.
+        WeightsError: It is not a regular file, or cannot be opened.
     """
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             raise WeightsError(f"{printable(path)} is a folder; give a file in it")
-        if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(mode):  # opening a pipe would block
             raise WeightsError(f"{printable(path)} is no regular file; {WANTED}")
         return path.open("rb")
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def is_safetensors(start: bytes, size: int) -> bool:
 
 
 def describe_foreign_format(start: bytes) -> str:
-    """What a file that begins with `start` seems to be, with a remedy; empty if unknown."""
+    """Describe a file that starts with `start`, with a remedy; empty if unknown."""
     if start.startswith(b"version https://git-lfs"):
         return "a git-lfs pointer and not the file itself; run `git lfs pull` where it came from"
     for offset, magic, meaning in FOREIGN_FORMATS:
@@ -107,8 +107,8 @@ def describe_foreign_format(start: bytes) -> str:
     if re.match(rb"[(\]}]?[dlc][a-z_]*p?\d*\n", start):
         return f"a Python pickle, which could run code; {NO_CODE}"
     try:
-        # the last character may be cut in two
-        text = start.decode() if len(start) < START else start[:-4].decode()
+        # the last character may be truncated
+        text = start.decode() if len(start) < HEADER_BYTES else start[:-4].decode()
     except UnicodeDecodeError:
         return ""
     words = text.lstrip("\ufeff \t\r\n").lower()
@@ -120,10 +120,10 @@ def describe_foreign_format(start: bytes) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a small text file.
+    """Read a JSON object.
 
     Raises:
-        WeightsError: It is missing, larger than 50 MB, or no JSON object.
+        WeightsError: The file is missing, larger than 50 MB, or not a JSON object.
     """
     with open_file(path) as file:
         raw = file.read(MAX_JSON_BYTES + 1)

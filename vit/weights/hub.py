@@ -1,7 +1,7 @@
-"""Files of the Hugging Face Hub: from its cache on this disk, or fetched into it.
+"""Hugging Face Hub: downloads, the local cache, and uploads, by huggingface_hub.
 
-huggingface_hub does the fetching; the layout of its cache is
-models--OWNER--NAME/refs/REVISION, a text with a commit, and models--OWNER--NAME/snapshots/COMMIT.
+The layout of the cache is models--OWNER--NAME/refs/REVISION, a text file with a commit, and
+models--OWNER--NAME/snapshots/COMMIT.
 """
 
 import re
@@ -13,8 +13,8 @@ from typing import Any
 
 from vit.errors import ConfigError, WeightsError, printable, quoted
 
-SECONDS = 5.0
-"""How long the hub may take for its first answer."""
+TIMEOUT = 5.0
+"""Seconds until the first response of the hub."""
 NAME_PATTERN = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -32,7 +32,7 @@ class Repository:
 
     @classmethod
     def parse(cls, text: str) -> "Repository":
-        """The repository called OWNER/NAME or OWNER/NAME@REVISION.
+        """Parse OWNER/NAME or OWNER/NAME@REVISION.
 
         Raises:
             WeightsError: `text` has another form.
@@ -47,27 +47,27 @@ class Repository:
 
     @property
     def url(self) -> str:
-        """Its page."""
+        """Web page of the repository."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self.name}"
 
     @property
     def cache(self) -> Path:
-        """Where huggingface_hub keeps it on this disk; there may be nothing."""
+        """Folder of the repository in huggingface_hub's cache; it may not exist."""
         from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE) / f"models--{self.name.replace('/', '--')}"
 
     def fetch_command(self) -> str:
-        """What to type on a machine with a network."""
+        """Shell command that downloads it on a machine with a network."""
         revision = f" --revision {quoted(self.revision)}" if self.revision else ""
         folder = quoted(self.name.rpartition("/")[2])
         return f"`hf download {self.name}{revision} --local-dir {folder}`"
 
 
-def cached(repository: Repository) -> Path | None:
-    """The folder of the cache with the files of `repository`, as many as were fetched."""
+def cached_snapshot(repository: Repository) -> Path | None:
+    """Snapshot folder of `repository` in the cache, which may be partial; None if missing."""
     revision = repository.revision or "main"
     reference = repository.cache / "refs" / revision
     if reference.is_file():
@@ -79,10 +79,10 @@ def cached(repository: Repository) -> Path | None:
 
 
 def offline_reason(*, offline: bool | None) -> str | None:
-    """Why the hub is not to be asked; None where it may be.
+    """Reason why the hub must not be used; None if it may be.
 
     Args:
-        offline: Whether to leave it alone; None follows HF_HUB_OFFLINE.
+        offline: Whether to avoid the network; None follows HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants
 
@@ -92,13 +92,13 @@ def offline_reason(*, offline: bool | None) -> str | None:
 
 
 def unreachable_reason() -> str | None:
-    """Why the hub cannot be asked, found in seconds; None where it answers."""
+    """Reason why the hub cannot be reached, within seconds; None if it answers."""
     from huggingface_hub import constants, get_session
 
     try:
-        # one short question first: huggingface_hub tries each file six times, for half a minute
-        answer = get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception as error:  # of requests, httpx or httpx2, as its version has it
+        # one request first: huggingface_hub retries each file six times, for half a minute
+        answer = get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
+    except Exception as error:  # of requests or httpx, depending on the version
         return f"{constants.ENDPOINT} cannot be reached ({_first_line(error)})"
     if answer.status_code in (407, 502, 503, 504):
         return f"{constants.ENDPOINT} cannot be reached (status {answer.status_code})"
@@ -106,52 +106,53 @@ def unreachable_reason() -> str | None:
 
 
 def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
-    """Fetch files of `repository` into the cache, except those that are there already.
+    """Download files of `repository` into the cache, except those already there.
 
-    What is about to be fetched is announced on standard error, with its size.
+    The number of files and their size are printed to standard error first.
 
     Args:
-        repository: Where they are.
-        choose: From the names of all files of a repository, those that are needed.
+        repository: Source of the files.
+        choose: Selects the required files from the names of all files.
 
     Returns:
-        The folder they are in.
+        Snapshot folder with the files.
 
     Raises:
-        WeightsError: It is not there, closed, or the network broke; one reason, without places.
+        WeightsError: The repository is missing or closed, or the network failed; the message is
+            the reason only.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
-    def ask() -> Path:
+    def fetch() -> Path:
         info = HfApi().model_info(
             repository.name,
             revision=repository.revision,
-            timeout=2 * SECONDS,
+            timeout=2 * TIMEOUT,
             files_metadata=True,
         )
         sizes = {file.rfilename: file.size for file in info.siblings or []}
-        wanted = choose([*sizes])
-        here = repository.cache / "snapshots" / str(info.sha)
-        if missing := [name for name in wanted if not (here / name).exists()]:
+        required = choose([*sizes])
+        snapshot = repository.cache / "snapshots" / str(info.sha)
+        if missing := [name for name in required if not (snapshot / name).exists()]:
             print(download_message(repository, [sizes[name] for name in missing]), file=sys.stderr)
         paths = [
             Path(hf_hub_download(repository.name, name, revision=repository.revision))
-            for name in wanted
+            for name in required
         ]
         folders = {path.parent for path in paths}
         if len(folders) != 1:
             raise WeightsError("it changed while it was fetched; try again")
         return folders.pop()
 
-    return _explained(ask, repository)
+    return _explain_errors(fetch, repository)
 
 
 def download_message(repository: Repository, sizes: Sequence[int | None]) -> str:
-    """The line before a download: from where, how much, to where.
+    """Line printed before a download: source, number of files, size, destination.
 
     Args:
-        repository: Where the files are.
-        sizes: Of each file in bytes; None where the hub does not say.
+        repository: Source of the files.
+        sizes: Size of each file in bytes; None if the hub does not give it.
     """
     known = sum(size or 0 for size in sizes)
     size = f"{known / 1e6:,.1f} MB" if known else "of a size that the hub does not say"
@@ -159,12 +160,12 @@ def download_message(repository: Repository, sizes: Sequence[int | None]) -> str
     return printable(f"downloading {repository.url}: {files}, {size}, to {repository.cache}")
 
 
-def _explained(ask: Callable[[], Path], repository: Repository) -> Path:
-    """The answer of `ask`, with what the hub's errors mean."""
+def _explain_errors(fetch: Callable[[], Path], repository: Repository) -> Path:
+    """Call `fetch`, and translate errors of huggingface_hub to one-line reasons."""
     from huggingface_hub import errors
 
     try:
-        return ask()
+        return fetch()
     except errors.GatedRepoError:
         reason = (
             f"it is gated: accept its terms at {repository.url}, then `hf auth login` on this "
@@ -188,7 +189,7 @@ def _first_line(error: object) -> str:
 
 
 def check_repository_name(name: str) -> None:
-    """Refuse what is no name of a repository.
+    """Check the name of a repository.
 
     Raises:
         ConfigError: It is not OWNER/NAME.
@@ -198,13 +199,13 @@ def check_repository_name(name: str) -> None:
 
 
 def push_to_hub(folder: Path, name: str, *, private: bool = False) -> str:
-    """Upload the files of `folder` to the repository `name`, which is made if it is not there.
+    """Upload the files of `folder` to the repository `name`, which is created if missing.
 
     Returns:
-        Its address.
+        URL of the repository.
 
     Raises:
-        WeightsError: Nobody is logged in, the repository is closed, or the network broke.
+        WeightsError: There is no login, the repository is closed, or the network failed.
     """
     from huggingface_hub import HfApi, errors
 

@@ -1,8 +1,7 @@
-"""timm and transformers learn of the networks that only we can build, when they are imported.
+"""Registers our additional networks with timm and transformers when these are imported.
 
-`import vit` must stay light, and neither library looks for plug-ins by itself. So a finder waits
-for the import of either, and lets our entry points be registered right after it; a library that is
-there already is told at once.
+`import vit` must not import them, and neither has a plug-in mechanism. An import hook therefore
+registers our entry points right after the library is imported, or at once if it already is.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-# a module of another library -> the module of ours whose import registers what it is to know
+# module of a library -> our module that registers networks with it on import
 PLUGINS = {
     "timm": "vit.weights.formats.timm_conv_stem",
     "transformers.models.auto.modeling_auto": "vit.weights.formats.huggingface_classes",
@@ -22,11 +21,11 @@ PLUGINS = {
 
 
 class PluginLoader(Loader):
-    """Loads a module as its own loader does, then imports our plug-in.
+    """Loads a module with its own loader, then imports our plug-in.
 
     Args:
-        loader: Of the module.
-        plugin: Name of ours.
+        loader: Loader of the module.
+        plugin: Name of our module.
     """
 
     def __init__(self, loader: Loader, plugin: str) -> None:
@@ -34,22 +33,22 @@ class PluginLoader(Loader):
         self.plugin = plugin
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the module's own loader."""
+        """Delegate to the module's loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the module's own loader, and our plug-in afterwards."""
+        """Delegate to the module's loader, then import our plug-in."""
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader  # resources are read through it
+        module.__spec__.loader = module.__loader__ = self.loader  # importlib.resources uses it
         self.loader.exec_module(module)
-        load(self.plugin)
+        import_plugin(self.plugin)
 
 
 class PluginFinder(MetaPathFinder):
-    """Finds the modules of PLUGINS as all other finders do, with `PluginLoader` as their loader."""
+    """Finds the modules of PLUGINS like all others, and wraps their loader in `PluginLoader`."""
 
     def __init__(self) -> None:
-        self.waiting = dict(PLUGINS)
+        self.pending = dict(PLUGINS)
 
     def find_spec(
         self,
@@ -57,20 +56,20 @@ class PluginFinder(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """None for every module that nobody waits for."""
-        plugin = self.waiting.pop(fullname, None)  # or the search below would end here again
+        """The spec of a module in PLUGINS, with our loader; None for all others."""
+        plugin = self.pending.pop(fullname, None)  # avoids recursion in find_spec
         if plugin is None:
             return None
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
-            self.waiting[fullname] = plugin
+            self.pending[fullname] = plugin
             return None
         spec.loader = PluginLoader(spec.loader, plugin)
         return spec
 
 
-def load(plugin: str) -> None:
-    """Import our plug-in; a library of a version that it does not fit is still imported."""
+def import_plugin(plugin: str) -> None:
+    """Import our plug-in; warn if the library's version is incompatible."""
     try:
         importlib.import_module(plugin)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -78,10 +77,10 @@ def load(plugin: str) -> None:
 
 
 def register() -> None:
-    """Let timm and transformers open our networks, now or as soon as they are imported."""
+    """Register our networks with timm and transformers, now or when they are imported."""
     if any(isinstance(finder, PluginFinder) for finder in sys.meta_path):
         return
     finder = PluginFinder()
     sys.meta_path.insert(0, finder)
     for name in [name for name in PLUGINS if name in sys.modules]:
-        load(finder.waiting.pop(name))
+        import_plugin(finder.pending.pop(name))

@@ -1,7 +1,8 @@
-"""SOURCE -> a network: any library's weights, found, read, understood and adapted.
+"""Loads a network from any weight source: `from_pretrained`, `load_model`, `open_pretrained`.
 
-SOURCE -> files (sources.py) -> tensors (files.py) -> our names and settings (formats/)
-       -> another head, size or number of channels (adapting.py) -> network
+SOURCE -> files (resolve_source.py) -> tensors (state_dict_readers.py)
+       -> our parameter names and ModelConfig (formats/)
+       -> another head, image size or number of channels (adapt_weights.py) -> network
 """
 
 import dataclasses
@@ -24,7 +25,6 @@ from vit.weights.formats.jax_weights import read_jax
 from vit.weights.formats.timm_weights import (
     looks_like_timm,
     read_timm,
-    read_timm_bare,
     read_timm_config,
 )
 from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
@@ -46,28 +46,28 @@ Notify = Callable[[str], object]
 
 
 def print_to_stderr(line: str) -> None:
-    """Write a line to standard error."""
+    """Print a line to standard error."""
     print(line, file=sys.stderr)
 
 
 def open_pretrained(source: Source, *, model: str | None = None) -> Pretrained:
-    """The weights that `source` names, with all that is known about them.
+    """Read the weights of `source` and everything known about them, without building a network.
 
     Args:
         source: timm/NAME, hf/OWNER/NAME, a run folder, a folder of timm or Hugging Face, or a file.
-        model: The architecture, where a bare file of tensors does not tell it.
+        model: timm architecture of a file of tensors, if shapes do not determine it.
 
     Raises:
-        WeightsError: They cannot be found, read, or computed by this network; the message says why.
+        WeightsError: They cannot be found or read, or this network cannot express them.
     """
     return _read_weights(locate_weights(source), model)
 
 
 def read_source_config(source: Source) -> ModelConfig:
-    """What network `source` is; nothing is downloaded. Of a run only config.json is read.
+    """ModelConfig of `source`, without downloads; of a run folder only config.json is read.
 
     Raises:
-        RunError, WeightsError: As `open_pretrained`, or it is not on this disk.
+        RunError, WeightsError: As `open_pretrained`, or the source is not on this disk.
     """
     found = locate_weights(source, offline=True)
     return read_model_config(found.folder) if found.kind == "run" else _read_weights(found).config
@@ -90,10 +90,10 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
 
 def _from_run(found: WeightsLocation) -> Pretrained:
     run = load_run(found.folder)
-    encoder, words = split_decoder(run.model.state_dict())
+    encoder, decoder_state = split_decoder(run.model.state_dict())
     decoder = None
     if run.decoder is not None and run.tokenizer is not None:
-        own = {name.removeprefix(DECODER): tensor for name, tensor in words.items()}
+        own = {name.removeprefix(DECODER): tensor for name, tensor in decoder_state.items()}
         decoder = PretrainedDecoder(own, run.decoder, run.tokenizer)
     return Pretrained(
         state=encoder,
@@ -110,21 +110,21 @@ def _from_run(found: WeightsLocation) -> Pretrained:
 
 def _license_of_run(found: WeightsLocation) -> str | None:
     assert found.config is not None
-    noted = read_json(found.config).get("pretrained_cfg", {}).get("license")
-    return noted if isinstance(noted, str) else None
+    license_ = read_json(found.config).get("pretrained_cfg", {}).get("license")
+    return license_ if isinstance(license_, str) else None
 
 
 def _from_timm(found: WeightsLocation) -> Pretrained:
     file = read_state(found.weights)
     about = {} if found.config is None else read_timm_config(read_json(found.config))
     if architecture(about.get("architecture")) != architecture(found.name):
-        # two networks share a repository, whose config.json is the other one's
+        # two networks share a repository, and its config.json describes the other one
         about = {"architecture": found.name}
     return _with_notes(read_timm(file.tensors, **about, where=str(found.weights)), file)
 
 
 def architecture(name: str | None) -> str:
-    """A name of timm without its tag."""
+    """timm model name without its tag."""
     return (name or "").partition(".")[0]
 
 
@@ -143,7 +143,7 @@ def _from_file(found: WeightsLocation, model: str | None) -> Pretrained:
     if looks_like_torchvision(file.tensors):
         return _with_notes(read_torchvision(file.tensors, where), file)
     if looks_like_timm(file.tensors):
-        return _with_notes(read_timm_bare(file.tensors, where, model=model), file)
+        return _with_notes(read_timm(file.tensors, architecture=model, where=where), file)
     names = ", ".join(printable(name) for name in list(file.tensors)[:3])
     raise WeightsError(
         f"{printable(where)} has tensors that no known Vision Transformer has ({names}, ...); "
@@ -156,7 +156,7 @@ def _with_notes(pretrained: Pretrained, file: StateFile) -> Pretrained:
 
 
 def describe_source(source: Source, pretrained: Pretrained) -> list[str]:
-    """What a user should know of weights before they are used."""
+    """Origin, license and notes of the weights, as lines for the user."""
     terms = printable(pretrained.license) if pretrained.license else "not said; ask who made them"
     lines = [f"weights: {printable(source)} ({pretrained.origin}), license: {terms}"]
     return lines + [f"note: {note}" for note in pretrained.notes]
@@ -171,19 +171,18 @@ def from_pretrained(
     notify: Notify | None = print_to_stderr,
     **settings: Any,
 ) -> VisionTransformer:
-    """A network with pretrained weights, in evaluation mode; a Captioner where it writes captions.
+    """Build a network with pretrained weights, in evaluation mode; a Captioner for captioning.
 
     Args:
         source: As for `open_pretrained`.
-        num_classes: Outputs of the head; a new one of zeros where the source has another number.
-            As in the source when left out; 0 for none.
-        classes: Names of the outputs; rows of the source's head are kept where names match.
-        model: The architecture, where a bare file of tensors does not tell it.
-        say: Told where the weights come from and what became of them; None to hear nothing.
-        settings: image_size, patch_size, channels, and what has no weights, such as drop_path,
-            merge_tokens and capacity_factor, to which the weights are adapted; feedforward="moe"
-            with its own, whose experts are copies of the source's MLPs; any other must be the
-            source's.
+        num_classes: Outputs of the head; a new head of zeros if the source has another number.
+            None: as in the source; 0: no head.
+        classes: Class names by output; head rows of the source are kept for equal names.
+        model: timm architecture of a file of tensors, if shapes do not determine it.
+        notify: Called with each line about origin, license and changes; None for silence.
+        settings: Model settings to adapt to: image_size, patch_size, channels, settings without
+            weights (drop_path, merge_tokens, capacity_factor), and feedforward="moe", whose
+            experts are copies of the source's MLPs. All others must equal the source's.
 
     Raises:
         WeightsError: As `open_pretrained`, or the weights cannot be adapted.
@@ -226,10 +225,7 @@ def _requested_config(
 def build_from_state(
     config: ModelConfig, state: dict[str, Tensor], decoder: PretrainedDecoder | None = None
 ) -> VisionTransformer:
-    """The network of `config` with exactly the tensors of `state`, in evaluation mode.
-
-    With a `decoder` it is a Captioner.
-    """
+    """Build the network of `config` from `state`, for evaluation; with `decoder` a Captioner."""
     if decoder is None:
         network = meta_model(config)
     else:
@@ -242,12 +238,12 @@ def build_from_state(
 def load_model(
     source: Source, *, notify: Notify | None = print_to_stderr, headless: bool = False
 ) -> LoadedRun:
-    """A network that answers for images, with its class names and preprocessing.
+    """Load a network for prediction, with its class names and preprocessing.
 
     Args:
         source: A run folder, or any other source of weights with a head.
-        say: Told where weights of others come from, and what was assumed; None to hear nothing.
-        headless: Take weights without a head too, whose network has no classes.
+        notify: Called with each line about foreign weights and assumptions; None for silence.
+        headless: Accept weights without a head; the network then has no classes.
 
     Raises:
         RunError, WeightsError: It cannot be found or read, or has no head.
@@ -277,17 +273,23 @@ def load_model(
         for line in lines:
             notify(line)
     model = build_from_state(pretrained.config, pretrained.state)
-    about = (model, classes, preprocessing, pretrained.config, pretrained.linear_offsets)
-    return LoadedRun(*about, thresholds=pretrained.thresholds)
+    return LoadedRun(
+        model,
+        classes,
+        preprocessing,
+        pretrained.config,
+        pretrained.linear_offsets,
+        thresholds=pretrained.thresholds,
+    )
 
 
 def numbered_classes(pretrained: Pretrained) -> tuple[str, ...]:
-    """Numbers as the names of classes that nobody named."""
+    """Output indices as class names, for sources without names."""
     return tuple(str(index) for index in range(pretrained.config.num_classes))
 
 
 def preprocessing_or_default(pretrained: Pretrained) -> tuple[Preprocessing, str]:
-    """How images are prepared, and a line about it where the source does not say."""
+    """Preprocessing of the source; if unknown, the default and a line about it."""
     if pretrained.preprocessing is not None:
         return pretrained.preprocessing, ""
     usual, side = DataConfig(), pretrained.config.image_size

@@ -1,4 +1,4 @@
-"""README.md of a folder of weights: what it is, from what it was made, how to use it."""
+"""Model card (README.md) of a converted model: architecture, source, usage, scores, classes."""
 
 import json
 import os
@@ -41,16 +41,16 @@ def model_card(
     to: str,
     *,
     name: str,
-    scored: bool = True,
+    with_scores: bool = True,
 ) -> str:
-    """The text of the card.
+    """Write the text of the model card.
 
     Args:
-        source: What was converted; where it is a run, its scores stand in the card.
-        pretrained: The same, opened.
-        to: Which library opens the folder.
-        name: Of the folder.
-        scored: Whether the scores of the run are those of this network.
+        source: Converted source; a run folder adds its scores to the card.
+        pretrained: The opened source.
+        to: Target library, "timm" or "huggingface".
+        name: Name of the folder.
+        with_scores: Whether the scores of the run apply to the converted network.
     """
     config, best = pretrained.config, best_event(Path(source))
     use = USAGE[to]
@@ -62,7 +62,7 @@ def model_card(
         "tags": ["image-classification", "vision-transformer", LIBRARIES[to]],
     }
     if pretrained.license:
-        front |= terms(pretrained.license)
+        front |= license_metadata(pretrained.license)
     parts = [
         f"# {printable(Path(source).name)}",
         f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
@@ -71,7 +71,7 @@ def model_card(
         *([STEM_USAGE.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
         use.replace("FOLDER", printable(name)),
     ]
-    if scored and best is not None:
+    if with_scores and best is not None:
         parts.append(f"## Scores\n\n{describe_score(best)} (loss {best['val_loss']:.4f}).")
     if pretrained.classes:
         names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
@@ -85,15 +85,15 @@ def model_card(
     return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def terms(license_: str) -> dict[str, str]:
-    """A licence as the hub takes it: one of its short names, or `other` with what it is called."""
+def license_metadata(license_: str) -> dict[str, str]:
+    """License fields of the hub's front matter: a short identifier, or `other` with its name."""
     if re.fullmatch(r"[a-z0-9.-]+", license_):
         return {"license": license_}
     return {"license": "other", "license_name": license_}
 
 
 def best_event(run: Path) -> dict[str, Any] | None:
-    """The scores of the weights that a run answers with; None where there are none."""
+    """The event in metrics.jsonl of the weights in model.safetensors; None if unreadable."""
     folder = run.parent if run.is_file() else run
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -109,12 +109,12 @@ def best_event(run: Path) -> dict[str, Any] | None:
 
 
 def best_score(event: dict[str, Any]) -> float:
-    """The score that the best epoch of a run has most of: top-1, or what the event names."""
+    """Score by which the best epoch was chosen: top-1, or the one named by the event."""
     return float(event[event.get("chosen_by", "val_top1")])
 
 
 def describe_score(event: dict[str, Any]) -> str:
-    """The score in words."""
+    """The score as text."""
     names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
     name = names.get(event.get("chosen_by", ""), "Top-1")
     return f"{name} on its validation images: {best_score(event):.2%}"

@@ -1,6 +1,6 @@
-"""Does the library that a folder was written for give our answers? Measured on an image.
+"""Compares the outputs of a converted model in timm or transformers with ours, on one image.
 
-image -> our preprocessing, our network      image -> theirs, as they read them from the folder
+image -> our preprocessing, our network      image -> the library's, as loaded from the folder
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from vit.errors import WeightsError, printable
 from vit.weights.load_model import build_from_state, preprocessing_or_default
 from vit.weights.pretrained import Pretrained
 
-# The same weights and pixels: rounding alone. Another library's resizing moves a score further.
+# Same weights and pixels differ by rounding only; another resizing changes scores further.
 OUTPUT_TOLERANCE = 1e-3
 SCORE_TOLERANCE = 0.01
 
@@ -24,16 +24,16 @@ SCORE_TOLERANCE = 0.01
 def check_parity(
     pretrained: Pretrained, folder: Path, to: str, pil_image: str | os.PathLike[str]
 ) -> list[str]:
-    """Compare what was converted with the folder it became, and say how far they are apart.
+    """Compare the outputs of the converted folder with ours, and return lines for the user.
 
     Args:
-        pretrained: What was converted.
-        folder: The folder.
-        to: "timm" or "huggingface".
-        image: An image to compare on.
+        pretrained: Converted weights.
+        folder: Folder of the converted model.
+        to: Library, "timm" or "huggingface".
+        pil_image: Path of an image.
 
     Raises:
-        WeightsError: The folder answers otherwise.
+        WeightsError: The library cannot open the folder, or its outputs differ.
         BadImage: The image cannot be read.
     """
     if to == "huggingface" and importlib.util.find_spec("transformers") is None:
@@ -55,13 +55,13 @@ def check_parity(
                 f"{printable(folder)} was written, but {to} cannot open it: {reason}"
             ) from None
     spread = float(mine.abs().max()) or 1.0
-    apart = float((mine - same).abs().max()) / spread
-    if not apart < OUTPUT_TOLERANCE:
+    difference = float((mine - same).abs().max()) / spread
+    if not difference < OUTPUT_TOLERANCE:
         raise WeightsError(
             f"{printable(folder)} was written, but {to} answers otherwise: outputs differ by "
-            f"{apart:.2g} of the largest; please report it"
+            f"{difference:.2g} of the largest; please report it"
         )
-    line = f"parity on {printable(pil_image)}: outputs differ by {apart:.1g} of the largest"
+    line = f"parity on {printable(pil_image)}: outputs differ by {difference:.1g} of the largest"
     if not pretrained.config.num_classes:
         return [line]
     scores, others = mine.softmax(1)[0], other.softmax(1)[0]
@@ -74,7 +74,7 @@ def check_parity(
 
 
 def _timm(folder: Path, pixels: Tensor, image: Image.Image, _head: bool) -> tuple[Tensor, Tensor]:
-    """Outputs of timm for our pixels, and for its own."""
+    """timm's outputs for our preprocessed pixels, and for its own preprocessing."""
     import timm
 
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -85,7 +85,7 @@ def _timm(folder: Path, pixels: Tensor, image: Image.Image, _head: bool) -> tupl
 def _huggingface(
     folder: Path, pixels: Tensor, image: Image.Image, head: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of transformers for our pixels, and for its own."""
+    """transformers' outputs for our preprocessed pixels, and for its own preprocessing."""
     from transformers import (
         AutoImageProcessor,
         AutoModel,

@@ -1,4 +1,4 @@
-"""A network that somebody trained, in our terms, whatever library's file it came from."""
+"""Pretrained weights converted to our names and settings, from any library's file."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from vit.data.preprocessing import Preprocessing
 
 @dataclass(frozen=True)
 class PretrainedDecoder:
-    """A decoder that somebody trained with an encoder, and its words.
+    """A pretrained caption decoder and its tokenizer.
 
     Args:
-        state: Tensors by the decoder's own names.
-        config: The decoder they fit exactly.
-        tokenizer: Of its captions.
+        state: Tensors by the decoder's parameter names.
+        config: Decoder settings that match `state` exactly.
+        tokenizer: Tokenizer of its captions.
     """
 
     state: dict[str, Tensor]
@@ -26,20 +26,20 @@ class PretrainedDecoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Weights and what is known about them.
+    """Pretrained weights and their metadata.
 
     Args:
         state: Tensors by our names and in our shapes, float32, on the CPU.
-        config: The network they fit exactly; `num_classes` is 0 where there is no head.
-        classes: Names by output; None where the source does not say.
-        preprocessing: How images were prepared; None where the source does not say.
-        license: Under which terms the weights are given; None where the source does not say.
-        origin: What they were, in a few words: "timm vit_small_patch16_224".
-        stretches: Whether relative positions are stretched to another grid, as our networks do
-            with images of another size; else they are spread as BEiT's makers do.
-        decoder: Of a network that writes captions.
-        thresholds: As in a LoadedRun: where an image may have several classes.
-        notes: Lines for the user: what was assumed, which tensors were left out and why.
+        config: Settings that match `state` exactly; `num_classes` is 0 without a head.
+        classes: Class names by output; None if unknown.
+        preprocessing: Image preprocessing; None if unknown.
+        license: License of the weights; None if unknown.
+        origin: Short description, such as "timm vit_small_patch16_224".
+        stretches: Whether relative position biases are resized linearly, as our networks do
+            for images of another size; otherwise geometrically, as in BEiT.
+        decoder: Decoder of a captioner.
+        thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
+        notes: Lines for the user: assumptions, and tensors that were left out.
     """
 
     state: dict[str, Tensor]

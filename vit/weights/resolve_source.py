@@ -1,4 +1,12 @@
-"""x"""
+"""Resolves SOURCE, as users name weights, to files on this disk.
+
+    a folder, a file                     of ours, timm, Hugging Face, or bare weights
+    timm/NAME[.TAG][@REVISION]           a pretrained model of timm's registry
+    hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME and hf-hub:OWNER/NAME
+
+A path is tried first, then the hub, and the hub's cache when the hub does not answer. In a folder,
+the weight file, the library that wrote it and the license are read from names and config.json.
+"""
 
 import os
 import re
@@ -12,7 +20,7 @@ from vit.paths import did_you_mean, names_in
 from vit.weights import hub
 from vit.weights.file_format import ONNX, detect_format, open_file, read_json
 from vit.weights.formats import timm_registry
-from vit.weights.formats.state_dict_names import some
+from vit.weights.formats.state_dict_names import list_names
 from vit.weights.state_dict_readers import is_npz
 
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
@@ -21,7 +29,7 @@ CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 MODEL_CARD = "README.md"
 INDEX = ".index.json"
-# The order of timm, with the lists of shards behind the files that they replace.
+# timm's order of preference, with each shard index after the file it replaces.
 PREFERRED_FILES = (
     "model.safetensors",
     f"model.safetensors{INDEX}",
@@ -35,7 +43,7 @@ PREFERRED_FILES = (
     "open_clip_pytorch_model.pth",
 )
 SUFFIXES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
-# What trainings keep beside the weights.
+# Training state that is saved next to the weights.
 TRAINING_STATE_FILES = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states)[\w.-]*"
 )
@@ -45,19 +53,19 @@ MAX_LICENSE_LENGTH = 160
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsLocation:
-    """Weights on this disk.
+    """Weight files on this disk.
 
     Args:
-        kind: Who can read them: "run" (a folder of ours), "timm", "huggingface", "file" (tensors
-            and nothing else), "npz" (numpy arrays).
-        folder: Where the files are.
-        weights: The file to read, or the index of several.
-        config: config.json; None for "file", and where a cache has only timm's weights.
-        processor: How images are prepared, for "huggingface"; None where it is not there.
-        name: What they are called. For "timm" its name, ARCHITECTURE or ARCHITECTURE.TAG; where
-            config.json names another architecture, this one is what was asked for.
-        license: Under which terms they are given; None where nothing says so.
-        places: Where they were looked for, the last one with success.
+        kind: Their format: "run" (our run folder), "timm", "huggingface", "file" (tensors only),
+            "npz" (numpy arrays).
+        folder: Folder of the files.
+        weights: Weight file, or the index of a sharded one.
+        config: config.json; None for "file", and if a cache has only timm's weights.
+        processor: preprocessor_config.json for "huggingface"; None if missing.
+        name: For "timm" ARCHITECTURE or ARCHITECTURE.TAG, as requested, even if config.json names
+            another architecture; otherwise the repository, folder or file.
+        license: License of the weights; None if unknown.
+        searched: Locations that were searched, the successful one last.
         notes: Lines for the user.
     """
 
@@ -68,16 +76,16 @@ class WeightsLocation:
     processor: Path | None = None
     name: str
     license: str | None = None
-    places: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def locate_in_folder(folder: Path) -> WeightsLocation:
-    """The weights in `folder`.
+    """Locate the weights in `folder`.
 
     Raises:
-        WeightsError: There are none, or several that nothing decides between, or config.json is
-            no settings of a network.
+        WeightsError: There are none, the choice is ambiguous, or config.json does not describe a
+            network.
     """
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
@@ -86,28 +94,28 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     if CONFIG in names and _kind(read_json(folder / CONFIG)) == "run":
         return _describe_files(folder / PREFERRED_FILES[0])
     try:
-        name, notes = choose(names)
+        name, notes = choose_weights_file(names)
     except WeightsError as error:
         raise WeightsError(f"{printable(folder)}: {error}") from None
     return replace(_describe_files(folder / name), notes=notes)
 
 
 def locate_file(path: Path) -> WeightsLocation:
-    """The weights in the file `path`; a config.json beside it describes them.
+    """Locate the weights in the file `path`, described by the config.json next to it, if any.
 
     Raises:
-        WeightsError: It holds none that can be read, or config.json is no settings of a network.
+        WeightsError: The file has no readable weights, or config.json does not describe a network.
     """
     if path.name in (CONFIG, *PROCESSORS):
         raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
     return _describe_files(path)
 
 
-def choose(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Of the files in a folder, the one with the weights; and notes on those passed over.
+def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Choose the weight file among the names of a folder; return it with notes on the others.
 
     Raises:
-        WeightsError: None has any, or nothing decides between several.
+        WeightsError: There is no weight file, or the choice is ambiguous.
     """
     preferred = [name for name in PREFERRED_FILES if name in names]
     others = [
@@ -121,30 +129,32 @@ def choose(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         onnx = next((name for name in names if name.endswith(".onnx")), None)
         if onnx is not None:
             raise WeightsError(f"{printable(onnx)} is {ONNX}")
-        there = f"it has {some(sorted(names))}" if names else "it has no files"
+        there = f"it has {list_names(sorted(names))}" if names else "it has no files"
         raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
     first = found[0]
     ending = next((s for s in SUFFIXES if first.endswith(s)), "")
     rivals = [name for name in found if name.endswith(ending)]
     if not preferred and len(rivals) > 1:
-        raise WeightsError(f"several files of weights: {some(rivals, most=6)}; give one of them")
-    passed_over = f"took {printable(first)}, not {some(found[1:])}"
+        raise WeightsError(
+            f"several files of weights: {list_names(rivals, limit=6)}; give one of them"
+        )
+    passed_over = f"took {printable(first)}, not {list_names(found[1:])}"
     return first, (passed_over,) if len(found) > 1 else ()
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file has the name of one of several that belong together."""
+    """Whether a file is named as one shard of a sharded checkpoint."""
     return re.search(r"-\d{5}-of-\d{5}\.(safetensors|bin)$", name) is not None
 
 
-def needed(names: Sequence[str]) -> list[str]:
-    """Of all files of a repository, those that loading reads: one set of weights, settings, card.
+def required_files(names: Sequence[str]) -> list[str]:
+    """Names of the files of a repository that loading reads: weights, settings, model card.
 
     Raises:
-        WeightsError: As `choose`.
+        WeightsError: As `choose_weights_file`.
     """
     top = [name for name in names if "/" not in name]
-    weights, _ = choose(top)
+    weights, _ = choose_weights_file(top)
     small = [name for name in (CONFIG, *PROCESSORS, MODEL_CARD) if name in top]
     stem, ending = Path(weights.removesuffix(INDEX)).stem, Path(weights.removesuffix(INDEX)).suffix
     shards = [n for n in top if is_shard(n) and n.startswith(f"{stem}-") and n.endswith(ending)]
@@ -157,7 +167,7 @@ def _describe_files(weights: Path) -> WeightsLocation:
     content = read_json(config) if config else {}
     kind = _kind(content) if config else "file"
     if kind == "run" and weights.name != PREFERRED_FILES[0]:
-        kind, config, content = "file", None, {}  # something else that lies in a run folder
+        kind, config, content = "file", None, {}  # another file in a run folder
     if kind != "run" and detect_format(weights) == "zip" and is_npz(weights):
         kind = "npz"
     processors = (folder / name for name in PROCESSORS)
@@ -207,7 +217,7 @@ def _license(config: dict[str, Any]) -> str | None:
 
 
 def card_license(card: Path) -> str | None:
-    """The licence in the head of a model card (README.md); None where it names none."""
+    """License in the YAML front matter of a model card (README.md); None if missing."""
     if not card.is_file():
         return None
     with open_file(card) as file:
@@ -215,7 +225,7 @@ def card_license(card: Path) -> str | None:
     head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
     if head is None:
         return None
-    # single lines only: that is all a licence needs of YAML
+    # license fields are single lines, so no YAML parser is needed
     lines = re.findall(r"^(license(?:_name|_link)?):[ \t]*(?:\n- )?([^#\n]*)", head[1], re.M)
     terms = {key: value.strip().strip("'\"[]") for key, value in lines}
     name, link = terms.get("license", ""), terms.get("license_link", "")
@@ -234,35 +244,35 @@ FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
 def locate_weights(
     source: str | os.PathLike[str], *, offline: bool | None = None
 ) -> WeightsLocation:
-    """Find the weights called `source`, and fetch them if they are elsewhere.
+    """Locate the weights `source`, and download them if they are not on this disk.
 
     Args:
         source: A path, or a name on the Hugging Face Hub.
-        offline: Whether to ask no other computer; None follows HF_HUB_OFFLINE.
+        offline: Whether to avoid the network; None follows HF_HUB_OFFLINE.
 
     Raises:
-        WeightsError: They are not to be had; the message has every place that was looked at, and
-            what to do.
+        WeightsError: They were not found; the message lists every searched location and the
+            remedy.
     """
     text = os.fspath(source)
     if not text.strip():
         raise WeightsError("the weights have no name; give a file, a folder or timm/NAME")
-    word = text.lower()
-    remote = next((prefix for prefix in HUB[:2] if word.startswith(prefix)), None)
+    lower = text.lower()
+    remote = next((prefix for prefix in HUB[:2] if lower.startswith(prefix)), None)
     if remote is not None:
         return _from_hub(hub.Repository.parse(text[len(remote) :]), text, offline)
-    only_local = isinstance(source, os.PathLike) or word.startswith(LOCAL)
-    path = Path(text[len(LOCAL) :] if word.startswith(LOCAL) else text)
+    only_local = isinstance(source, os.PathLike) or lower.startswith(LOCAL)
+    path = Path(text[len(LOCAL) :] if lower.startswith(LOCAL) else text)
     path = path.expanduser() if text.startswith(("~/", f"~{os.sep}")) else path
     if _exists(path):
         return _from_path(path)
     if only_local or _means_path(text):
-        raise WeightsError(_missing(path))
+        raise WeightsError(_missing_path_message(path))
     if text.startswith(TIMM):
         return _from_timm(text, offline)
     name = text.removeprefix("hf/")
     if "/" not in name and name == text:
-        raise WeightsError(_bare_word(path, text))
+        raise WeightsError(_unprefixed_name_message(path, text))
     return _from_hub(hub.Repository.parse(name), text, offline)
 
 
@@ -275,26 +285,26 @@ def _exists(path: Path) -> bool:
 
 def _from_path(path: Path) -> WeightsLocation:
     if path.is_dir():
-        return replace(locate_in_folder(path), places=(str(path),))
+        return replace(locate_in_folder(path), searched=(str(path),))
     if path.suffix.lower() == ".onnx":
         raise WeightsError(f"{printable(path)} is {ONNX}")
-    return replace(locate_file(path), places=(str(path),))
+    return replace(locate_file(path), searched=(str(path),))
 
 
 def _means_path(text: str) -> bool:
-    """Whether `text`, which is not there, can only have been meant as a path."""
+    """Whether `text`, which does not exist, can only be a path."""
     if text.startswith((".", "/", "~")) or "\\" in text or re.match("[A-Za-z]:", text):
         return True
     if text.lower().endswith(FILES) or text.endswith("/"):
         return True
     if text.startswith((TIMM, "hf/")):
         return False
-    # a mistyped runs/petz must not become somebody's weights on the hub
+    # a mistyped runs/petz must not be looked up on the hub
     return text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
 
 
-def _missing(path: Path) -> str:
-    """Why `path` is not there, and what is there that looks like it."""
+def _missing_path_message(path: Path) -> str:
+    """Say that `path` does not exist, with similar names."""
     folder, hint = path.parent, did_you_mean(path)
     if not folder.is_dir():
         while not folder.is_dir() and folder != folder.parent:
@@ -306,13 +316,13 @@ def _missing(path: Path) -> str:
         return f"{what}{hint}"
     names = names_in(folder)
     inside = "here" if folder == Path() else f"in {printable(folder)}"
-    return f"{what}; {inside} is {some(names) if names else 'nothing'}; give another path"
+    return f"{what}; {inside} is {list_names(names) if names else 'nothing'}; give another path"
 
 
-def _bare_word(path: Path, text: str) -> str:
+def _unprefixed_name_message(path: Path, text: str) -> str:
     if timm_registry.find_entry(text) is not None:
         return f"{printable(text)} is not there; for timm's pretrained weights write timm/{text}"
-    missing = _missing(path)
+    missing = _missing_path_message(path)
     others = (
         "" if missing.endswith("?") else ", or timm/NAME (`vit models --pretrained` lists them)"
     )
@@ -337,19 +347,19 @@ def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
 
 
 def _from_torch_cache(entry: timm_registry.RegistryEntry, text: str) -> WeightsLocation:
-    """Weights that timm knows only by an address of the web, which is not fetched from here."""
+    """Weights that timm has only a URL for; we read torch.hub's cache and do not download."""
     import torch
 
     url = entry.url or ""
     kept = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
-    places = (str(Path(text).absolute()), str(kept))
+    searched = (str(Path(text).absolute()), str(kept))
     if not kept.is_file():
         raise WeightsError(
-            f"{printable(text)} is not on the Hugging Face Hub; looked at {' and '.join(places)}; "
-            f"fetch {url} by hand and put it at the second place"
+            f"{printable(text)} is not on the Hugging Face Hub; looked at "
+            f"{' and '.join(searched)}; fetch {url} by hand and put it at the second place"
         )
     found = locate_file(kept)
-    return replace(found, kind="timm", name=entry.name, license=entry.license, places=places)
+    return replace(found, kind="timm", name=entry.name, license=entry.license, searched=searched)
 
 
 def _from_hub(
@@ -360,20 +370,20 @@ def _from_hub(
     entry: timm_registry.RegistryEntry | None = None,
     hint: str = "",
 ) -> WeightsLocation:
-    places = [f"the path {Path(text).absolute()}"] if ":" not in text else []
+    searched = [f"the path {Path(text).absolute()}"] if ":" not in text else []
     chosen = hub.offline_reason(offline=offline)
     why = chosen or hub.unreachable_reason()
     notes: tuple[str, ...] = ()
     folder = None
     if why is None:
         try:
-            folder = hub.download(repository, needed)
-            places.append(repository.url)
+            folder = hub.download(repository, required_files)
+            searched.append(repository.url)
         except WeightsError as error:
             why = str(error)
     if why is not None:
-        places.append(f"the cache {repository.cache}")
-        folder = hub.cached(repository)
+        searched.append(f"the cache {repository.cache}")
+        folder = hub.cached_snapshot(repository)
         notes = () if chosen else (f"{printable(text)} is from the cache: {why}",)
     try:
         found = locate_in_folder(folder) if folder else None
@@ -382,21 +392,21 @@ def _from_hub(
             raise
         found, why = None, f"{why}, and of the cache {error}"
     if found is None:
-        raise WeightsError(_nowhere(repository, text, places, f"{why}{hint}"))
-    named = _named(found, repository, entry)
-    return replace(named, places=tuple(places), notes=(*notes, *found.notes))
+        raise WeightsError(_not_found(repository, text, searched, f"{why}{hint}"))
+    named = _with_requested_name(found, repository, entry)
+    return replace(named, searched=tuple(searched), notes=(*notes, *found.notes))
 
 
 def _has_weights(folder: Path | None) -> bool:
     return folder is not None and any(p.name.endswith(SUFFIXES) for p in folder.iterdir())
 
 
-def _named(
+def _with_requested_name(
     found: WeightsLocation, repository: hub.Repository, entry: timm_registry.RegistryEntry | None
 ) -> WeightsLocation:
-    """`found` under the name that was asked for, not that of the cache's folder."""
+    """`found` under the requested name instead of that of the cache folder."""
     if found.kind == "file":
-        # timm itself fetches its weights without config.json: the registry has what it says
+        # timm caches weights without config.json; its registry has the content
         owner, _, name = repository.name.partition("/")
         entry = entry or (timm_registry.find_entry(name) if owner == "timm" else None)
         found = replace(found, kind="timm") if entry else found
@@ -405,9 +415,9 @@ def _named(
     return found if found.kind == "timm" else replace(found, name=repository.name)
 
 
-def _nowhere(repository: hub.Repository, text: str, places: list[str], why: str) -> str:
+def _not_found(repository: hub.Repository, text: str, searched: list[str], why: str) -> str:
     folder = repository.name.rpartition("/")[2]
-    looked = "; ".join(printable(place) for place in [*places, repository.url])
+    looked = "; ".join(printable(place) for place in [*searched, repository.url])
     return (
         f"{printable(text)} was not found: {why}. Looked at {looked}. Where there is a network, "
         f"run {repository.fetch_command()}, copy the folder here, and give it: --weights {folder}"

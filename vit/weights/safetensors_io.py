@@ -1,7 +1,7 @@
-"""Tensors on disk, so that damage is noticed: safetensors with a SHA-256 of all they hold.
+"""Safetensors files with a SHA-256 of their content, and atomic file writes.
 
-A file is written beside its place, flushed to the disk, then renamed: at every moment there is
-either the old file or the whole new one. Nothing is pickled.
+A file is written to a temporary name in the same folder, flushed to disk and renamed, so that
+either the old or the complete new file exists at any time. Nothing is pickled.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from torch import Tensor
 from vit.errors import RunError, WeightsError, printable
 
 DIGEST = "sha256"
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write `tensors` and `metadata` to the safetensors file `path`, with their digest.
+    """Write `tensors` and `metadata` to a safetensors file, with their digest.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -33,11 +33,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     notes = {**metadata, DIGEST: digest(on_cpu, metadata)}
     needed = sum(tensor.nbytes for tensor in on_cpu.values())
-    atomic_write(path, lambda beside: _write_in_order(beside, on_cpu, notes), needed)
+    atomic_write(path, lambda temporary: _write_in_order(temporary, on_cpu, notes), needed)
 
 
 def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """safetensors' file with its metadata sorted: its own order changes from run to run."""
+    """Save with sorted metadata, because safetensors' own order varies between processes."""
     save_file(tensors, path, metadata)
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -50,10 +50,10 @@ def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file made by `write_tensors`.
+    """Read tensors and metadata of a file written by `write_tensors`.
 
     Raises:
-        WeightsError: The file is missing, cut, or any bit of it has changed.
+        WeightsError: The file is missing, truncated, or does not match its digest.
     """
     tensors, metadata = read_any_tensors(path)
     if metadata.pop(DIGEST, None) is None:
@@ -62,15 +62,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_any_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, whoever wrote it; a digest in it is checked.
+    """Read tensors and metadata of any safetensors file; its digest is checked if present.
 
     Raises:
-        WeightsError: The file is missing, cut, or does not match its digest.
+        WeightsError: The file is missing, truncated, or does not match its digest.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            # cloned: they would be views into the file, which could then not be deleted
+            # cloned, because views into the mapped file would prevent its deletion
             names = file.keys()
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def read_any_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 over names, types, shapes and bytes of `tensors`, and over `metadata`."""
+    """SHA-256 of names, dtypes, shapes and bytes of `tensors`, and of `metadata`."""
     total = hashlib.sha256()
     for key, text in sorted(metadata.items()):
         total.update(f"{len(key)} {key} {len(text)} {text}\n".encode())
@@ -95,41 +95,41 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small text file as safely as the tensors.
+    """Write a text file atomically.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
-    atomic_write(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def atomic_write(path: Path, write: Callable[[Path], object], needed: int = 0) -> None:
-    """Call `write` on a temporary name, flush it to the disk, and rename it to `path`."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Call `write` with a temporary path, flush the file to disk, and rename it to `path`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path, needed):
         try:
-            write(beside)
-            with contextlib.suppress(PermissionError):  # some network disks know no modes
-                beside.chmod(0o666 & ~_umask())  # some writers keep others from reading
-            _flush(beside)
-            beside.replace(path)
-            _flush(path.parent)
+            write(temporary)
+            with contextlib.suppress(PermissionError):  # some network file systems have no modes
+                temporary.chmod(0o666 & ~_umask())  # some writers create private files
+            _fsync(temporary)
+            temporary.replace(path)
+            _fsync(path.parent)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """Turn a failed write inside the `with` into one line that names `path` and the cause.
+    """Convert write errors inside the `with` to a RunError with `path` and the cause.
 
     Args:
-        path: What is written.
-        needed: Its size in bytes, where that is known before.
+        path: File or folder that is written.
+        needed: Its size in bytes; 0 if unknown.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in FULL or "os error 28" in str(error)
+        full = getattr(error, "errno", None) in DISK_FULL or "os error 28" in str(error)
         reason = getattr(error, "strerror", None) or error
         if full:
             left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB"
@@ -139,14 +139,14 @@ def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
 
 
 def _umask() -> int:
-    mask = os.umask(0o077)  # there is no way to read it without setting it
+    mask = os.umask(0o077)  # it can only be read by setting it
     os.umask(mask)
     return mask
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
-        return  # Windows has no handle for a folder to flush
+        return  # Windows cannot open a folder
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)

@@ -1,10 +1,8 @@
-"""A run folder on disk: config.json and model.safetensors, which are enough to predict.
+"""Saves and loads the model of a run folder: config.json, model.safetensors, tokenizer.json.
 
-The tensors carry a SHA-256 of themselves and one of config.json: damage, and files of two runs
-mixed up, are noticed before anything is predicted.
-
-The texts of a run folder: config.json, of which the key "vit" is ours, and tokenizer.json.
-Settings and class names that a file gives back: every name and type is checked.
+config.json has timm's schema and our own settings under the key "vit"; every name and type is
+checked on loading. model.safetensors stores a SHA-256 of itself and of the other files, so that
+damage and mixed files of two runs are detected.
 """
 
 import hashlib
@@ -38,15 +36,15 @@ CONFIG_DIGEST = "config_sha256"
 VERSION = 1
 MAX_CONFIG_BYTES = 50_000_000
 DEFAULT_THRESHOLD = 0.5
-"""Threshold of a class while nobody has chosen one."""
+"""Threshold of a class until one is chosen on validation data."""
 
 
 def read_config(folder: Path) -> bytes:
-    """config.json of a run folder, as it is.
+    """Read the bytes of config.json in a run folder.
 
     Raises:
-        RunError: There is none.
-        WeightsError: It is no such file.
+        RunError: The file is missing or cannot be read.
+        WeightsError: It is too large.
     """
     path = folder / CONFIG_FILE
     try:
@@ -65,10 +63,10 @@ def read_config(folder: Path) -> bytes:
 
 
 def vit_section(content: Any) -> dict[str, Any]:
-    """What config.json says to us; timm reads the rest.
+    """Our section of config.json; timm reads the rest.
 
     Raises:
-        WeightsError: It was not written by this version.
+        WeightsError: It was not written by this version of the format.
     """
     own = content.get("vit") if isinstance(content, dict) else None
     if not isinstance(own, dict):
@@ -84,10 +82,10 @@ def vit_section(content: Any) -> dict[str, Any]:
 
 
 def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) -> None:
-    """Write the thresholds of a run whose images may have several classes into its config.json.
+    """Write the thresholds of a multi-label run to its config.json.
 
-    A kill at any moment leaves a whole run, with these thresholds or those from before: the weights
-    know the digests of both.
+    The run is valid at any time, with the old or the new thresholds, because the weight file
+    stores the digests of both versions of config.json.
 
     Raises:
         RunError, WeightsError: The run cannot be read or written.
@@ -106,14 +104,14 @@ def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) 
 
 
 def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
-    """The tokenizer of a run.
+    """Read the tokenizer of a run.
 
     Args:
-        folder: The run folder.
-        digest: What the weights say of the file.
+        folder: Run folder.
+        digest: Expected SHA-256 of the file.
 
     Raises:
-        WeightsError: It is missing, damaged, or not the one of the weights.
+        WeightsError: It is missing, damaged, or does not match `digest`.
     """
     path = folder / TOKENIZER_FILE
     try:
@@ -129,11 +127,11 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
 
 
 def sha256(content: bytes) -> str:
-    """The digest as files have it."""
+    """SHA-256 as a hex string."""
     return hashlib.sha256(content).hexdigest()
 
 
-# settings that every run folder has; what came later has a default that changes nothing
+# settings in every run folder; the default of a newer setting reproduces the older behaviour
 REQUIRED_SETTINGS = {
     *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
     *("hidden_dim", "class_token", "registers", "position", "norm", "norm_order", "qk_norm"),
@@ -169,10 +167,10 @@ def parse_decoder_config(values: Any) -> DecoderConfig:
 
 
 def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
-    """`classes` as a tuple, where they are distinct names and as many as the outputs.
+    """Check that there is one distinct class name per output, and return them as a tuple.
 
     Raises:
-        WeightsError: They are not.
+        WeightsError: The names are invalid.
     """
     names = tuple(classes) if isinstance(classes, list | tuple) else ()
     if not config.num_classes and isinstance(classes, list | tuple) and not names:
@@ -187,10 +185,10 @@ def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
 
 
 def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:
-    """`values` as a tuple, where they are probabilities and as many as the classes.
+    """Check that there is one probability per class, and return them as a tuple.
 
     Raises:
-        WeightsError: They are not.
+        WeightsError: The thresholds are invalid.
     """
     numbers = tuple(values) if isinstance(values, list | tuple) else ()
     plain = all(isinstance(value, int | float) and 0 <= value <= 1 for value in numbers)
@@ -205,18 +203,18 @@ DECODER = "decoder."
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """Everything that prediction needs.
+    """A loaded network with everything that prediction needs.
 
     Args:
-        model: In evaluation mode, on the CPU, float32.
-        classes: Names, by output of the network.
-        preprocessing: What turns an image into the network's input.
-        config: What the network was built from.
-        stretches: As in Pretrained.
-        decoder: What the decoder was built from, where the model is a Captioner.
-        tokenizer: Of its captions.
-        thresholds: Of each class, the probability from which on it is said, where an image may
-            have several and probabilities are sigmoids; None where it has one.
+        model: Network in evaluation mode, on the CPU, float32.
+        classes: Class names, by output.
+        preprocessing: Image preprocessing.
+        config: Settings of the network.
+        linear_offsets: As in Pretrained.
+        decoder: Settings of the decoder, if the model is a Captioner.
+        tokenizer: Tokenizer of its captions.
+        thresholds: Minimum sigmoid probability per class of a multi-label classifier; None for a
+            single-label one.
     """
 
     model: VisionTransformer
@@ -231,22 +229,22 @@ class LoadedRun:
 
 @dataclass(frozen=True)
 class SerializedModel:
-    """A network ready to be written, checked: nothing is left but bytes and a disk."""
+    """A checked model, serialised in memory."""
 
     config: str
-    """config.json."""
+    """Content of config.json."""
     tensors: dict[str, Tensor]
-    """Of model.safetensors, by timm's names."""
+    """Tensors of model.safetensors, by timm's names."""
     tokenizer: str | None = None
-    """tokenizer.json, where there are captions."""
+    """Content of tokenizer.json, for a captioner."""
 
     def write(self, folder: Path) -> None:
-        """Write to `folder`; what was there before stays whole until the new files are.
+        """Write the files to `folder`, each atomically.
 
         Raises:
             RunError: The disk is full, or the folder cannot be written.
         """
-        # The settings first: they are the same for every save of a run, the weights are not.
+        # config.json first: unlike the weights, it is the same for every save of a run
         write_text(folder / CONFIG_FILE, self.config)
         notes = {"format": "pt", CONFIG_DIGEST: sha256(self.config.encode())}
         if self.tokenizer is not None:
@@ -264,10 +262,10 @@ def save_model(
     preprocessing: Preprocessing,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write `model` to `folder`; a captioner with its `tokenizer`.
+    """Write `model` to `folder`, a captioner with its `tokenizer`.
 
     Raises:
-        WeightsError: The weights are not finite, or the other arguments do not describe them.
+        WeightsError: The weights are not finite, or do not match the other arguments.
         RunError: The disk is full, or the folder cannot be written.
     """
     state = model.state_dict()
@@ -286,18 +284,18 @@ def serialize_model(
     terms: str | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> SerializedModel:
-    """Make a network ready to be written.
+    """Serialise a network in memory.
 
     Args:
-        weights: Of a VisionTransformer, or of a Captioner where there is a tokenizer.
-        config: What it was built from.
-        classes: Names by output.
-        preprocessing: What turns an image into the network's input.
-        terms: Under which terms the weights are given.
-        tokenizer: Of the captions.
+        weights: State dict of a VisionTransformer, or of a Captioner if `tokenizer` is given.
+        config: Settings of the network.
+        classes: Class names, by output.
+        preprocessing: Image preprocessing.
+        terms: License of the weights.
+        tokenizer: Tokenizer of the captions.
 
     Raises:
-        WeightsError: The weights are not finite, or the other arguments do not describe them.
+        WeightsError: The weights are not finite, or do not match the other arguments.
     """
     settings = config.model
     check_classes(classes, settings)
@@ -320,8 +318,8 @@ def serialize_model(
     if terms is not None:
         content["pretrained_cfg"]["license"] = terms
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    encoder, words = split_decoder(state)
-    tensors = {**to_timm(encoder, settings), **words}
+    encoder, decoder_state = split_decoder(state)
+    tensors = {**to_timm(encoder, settings), **decoder_state}
     return SerializedModel(
         text,
         {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
@@ -330,17 +328,17 @@ def serialize_model(
 
 
 def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of the encoder, and those of the decoder, under the names that they have."""
-    words = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
-    return {name: tensor for name, tensor in state.items() if name not in words}, words
+    """Split a state dict into the tensors of the encoder and of the decoder."""
+    decoder = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
+    return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder
 
 
 def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
-    """Open a run folder.
+    """Load the model of a run folder.
 
     Raises:
-        RunError: `folder` is no run folder.
-        WeightsError: One of its files is missing, damaged, or does not fit the other.
+        RunError: `folder` is not a run folder.
+        WeightsError: A file is missing, damaged, or does not match the others.
     """
     where = Path(folder)
     raw = read_config(where)
@@ -363,18 +361,18 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
             tokenizer = read_tokenizer(where, notes.get(TOKENIZER_DIGEST))
         return _build_run(content, state, tokenizer)
     except WeightsError as error:
-        told = printable(error)
-        there = "" if told.startswith(printable(where)) else f"{printable(where)}: "
-        raise WeightsError(f"{there}{told}") from None
+        reason = printable(error)
+        prefix = "" if reason.startswith(printable(where)) else f"{printable(where)}: "
+        raise WeightsError(f"{prefix}{reason}") from None
     except (ValueError, TypeError, RuntimeError) as error:  # also of torch, JSON and recursion
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
 
 def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
-    """What network is in a run folder; its weights are not read.
+    """Read the ModelConfig of a run folder, without its weights.
 
     Raises:
-        RunError: `folder` is no run folder.
+        RunError: `folder` is not a run folder.
         WeightsError: Its config.json is damaged.
     """
     raw = read_config(Path(folder))
@@ -397,10 +395,10 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
             f"vocab_size={decoder.vocab_size}, but {TOKENIZER_FILE} has {tokenizer.size} tokens"
         )
     thresholds = check_thresholds(own["thresholds"], classes) if "thresholds" in own else None
-    encoder, words = split_decoder(state)
+    encoder, decoder_state = split_decoder(state)
     model = meta_model(config, decoder)
     renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
-    state = {name: tensor.float() for name, tensor in {**renamed, **words}.items()}
+    state = {name: tensor.float() for name, tensor in {**renamed, **decoder_state}.items()}
     check_fit(state, model)
     model.load_state_dict(state, assign=True)
     return LoadedRun(
@@ -415,6 +413,6 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
 
 
 def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
-    """The network of `config` with shapes but without values; costs no memory."""
+    """The network of `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
         return assemble(config) if decoder is None else assemble_captioner(config, decoder)

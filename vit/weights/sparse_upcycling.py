@@ -1,9 +1,9 @@
-"""Sparse upcycling: the MLPs of a trained network become experts.
+"""Sparse upcycling: initialises the experts of a mixture from the MLPs of a trained network.
 
     MLP_e = MLP for every expert e      so that      Σ g_e MLP_e(x) = MLP(x)  where  Σ g_e = 1
 
-The router is drawn anew. The experts of a block are equal until training sends tokens to different
-ones; a shared expert has the MLP's first matrix, and a second one of zeros.
+The router is initialised randomly. The experts of a block are equal until training separates them;
+a shared expert has the MLP's first matrix and a second matrix of zeros, so it adds nothing.
 
 Source: Komatsuzaki et al., "Sparse Upcycling", section 3, arXiv:2212.05055.
 """
@@ -15,13 +15,13 @@ from vit.config import ModelConfig
 from vit.config.model_config import BELONGS_TO
 from vit.errors import WeightsError, printable
 from vit.model.initialization import initialise
-from vit.weights.formats.state_dict_names import some
+from vit.weights.formats.state_dict_names import list_names
 from vit.weights.pretrained import Pretrained
 from vit.weights.saved_model import meta_model
 
 State = dict[str, Tensor]
 
-# The settings that a network with experts has, and one without has not.
+# Settings that only a network with experts has.
 MOE_SETTINGS = (
     "feedforward",
     *(name for name, (_, kinds) in BELONGS_TO.items() if kinds == ("moe",)),
@@ -30,15 +30,15 @@ MAX_BLOCKS = 12
 
 
 def is_upcycled(source: ModelConfig, config: ModelConfig) -> bool:
-    """Whether MLPs of `source` are experts in `config`."""
+    """Whether `config` has experts where `source` has MLPs."""
     return source.feedforward == "mlp" and config.feedforward == "moe"
 
 
 def check_feedforward(source: Pretrained, wanted: str) -> None:
-    """Refuse experts where there is no MLP to copy, and experts that are to become something else.
+    """Check that experts are made from MLPs only, and that experts stay experts.
 
     Raises:
-        WeightsError: It has the value, the reason and the remedy.
+        WeightsError: With the value, the reason and the remedy.
     """
     has = source.config.feedforward
     if wanted == has or "moe" not in (wanted, has) or has == "mlp":
@@ -55,15 +55,15 @@ def check_feedforward(source: Pretrained, wanted: str) -> None:
 
 
 def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tuple[str, ...], str]:
-    """Put experts in place of MLPs where `config` has them; nothing where `source` has too.
+    """Replace MLPs by copied experts in `state`, where `config` has them and `source` has not.
 
-    Routers are drawn from torch's global generator, block by block.
+    Routers are initialised from torch's global generator, block by block.
 
     Returns:
-        What was made, and a line about the blocks; nothing where no block was changed.
+        The initialised parts, and a line about the blocks; both empty if no block was changed.
 
     Raises:
-        WeightsError: The experts' weights do not sum to one.
+        WeightsError: The router weights of a token do not sum to one.
     """
     if not is_upcycled(source.config, config):
         return (), ""
@@ -73,7 +73,7 @@ def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tupl
     network = meta_model(config)
     for part in parts:
         network.get_submodule(f"{part}.router").to_empty(device="cpu")
-    initialise(network)  # of what has no values it draws none
+    initialise(network)  # tensors on the meta device are skipped
     for part in parts:
         router = f"{part}.router.weight"
         state[router] = network.get_parameter(router).detach()
@@ -83,7 +83,7 @@ def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tupl
 
 
 def _copy_mlp(state: State, part: str, config: ModelConfig) -> None:
-    """The tensors of one MLP, as those of experts."""
+    """Copy the tensors of one MLP to all experts."""
     for name in [name for name in state if name.startswith(f"{part}.fc")]:
         tensor, (layer, kind) = state.pop(name), name.removeprefix(f"{part}.").split(".")
         state[f"{part}.experts.{layer}_{kind}"] = torch.stack([tensor] * config.num_experts)
@@ -93,10 +93,10 @@ def _copy_mlp(state: State, part: str, config: ModelConfig) -> None:
 
 
 def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
-    """Refuse weights of less than one in all, by which copies of an MLP answer less than it did.
+    """Check that router weights sum to one, so that copies of an MLP give its output.
 
     Raises:
-        WeightsError: They are.
+        WeightsError: They do not.
     """
     if config.expert_weights == "renormalised" or config.top_k == config.num_experts:
         return
@@ -111,8 +111,8 @@ def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
 
 
 def _describe_blocks(blocks: list[int], config: ModelConfig) -> str:
-    """Which blocks became what, for the user."""
-    numbers = some(map(str, blocks), MAX_BLOCKS)
+    """Line for the user: which blocks were upcycled, to how many experts."""
+    numbers = list_names(map(str, blocks), MAX_BLOCKS)
     where = f"block {numbers}" if len(blocks) == 1 else f"each of blocks {numbers}"
     shared = ", and a shared one that adds nothing yet" if config.shared_expert else ""
     line = f"the mlp of {where} into {config.num_experts} equal experts{shared}"

@@ -1,13 +1,10 @@
-"""Tensors from a file that anybody may have written: safetensors, torch pickles, numpy archives.
+"""Reads state dicts from untrusted files: safetensors, torch.save, .npz, sharded checkpoints.
 
-The content decides which it is, not the name. No code in a file is run, memory is bounded by the
-size of the file, and every value is finite. A file that is not as it should be is refused.
+The format is detected by content. No code in a file is run, memory is bounded by the size of the
+file, and all values are finite; any other file raises WeightsError.
 
-Files of torch.save, opened so that nothing in them can run or swell.
-
-A pickle is a program. Before torch reads it (with weights_only), every name that it asks for is
-compared with a list of harmless ones; sizes are compared with the size of the file.
-numpy's archives (.npz), as JAX projects publish weights: numbers only, sizes checked first.
+A pickle is a program: before torch reads it (with weights_only), every global it imports is checked
+against an allow-list, and declared sizes against the size of the file.
 """
 
 import argparse
@@ -32,19 +29,19 @@ from torch import Tensor
 
 from vit.errors import WeightsError, printable
 from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
-from vit.weights.formats.state_dict_names import some
+from vit.weights.formats.state_dict_names import list_names
 from vit.weights.safetensors_io import read_any_tensors
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-LEGACY_PICKLES = 5  # magic number, protocol, sizes of types, the object, keys of its storages
+LEGACY_PICKLES = 5  # magic number, protocol, type sizes, object, storage keys
 MAX_EXPANSION = 4
 EXPANSION_ALLOWANCE = 16_000_000
-"""A file may declare SWELL times its size and SPARE bytes more: real ones are never above 2."""
+"""A file may declare MAX_EXPANSION times its size plus this; real files stay below 2 times."""
 MAX_ENTRIES = 50_000
 MAX_OPCODES = 5_000_000
-"""Of a pickle's program; the checkpoint of a large network has a tenth of them."""
+"""Pickle opcodes; the checkpoint of a large network has a tenth of them."""
 
-# What a name in a pickle may be. torch allows more: bytearray and encode could ask for all memory.
+# Globals that a pickle may import. torch allows more: bytearray and encode could exhaust memory.
 ALLOWED_GLOBALS = re.compile(
     r"collections (OrderedDict|Counter)"
     r"|argparse Namespace"
@@ -56,19 +53,19 @@ ALLOWED_GLOBALS = re.compile(
     r"|torch\.storage (Untyped|Typed)Storage"
 )
 OTHER_GLOBAL_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
-"""Other ways to name an object; torch.save has never used them."""
+"""Other opcodes that import objects; torch.save has never used them."""
 
 
 def read_checkpoint(path: Path, *, zipped: bool) -> Any:
-    """What torch.save wrote to `path`, on the CPU.
+    """Load a file of torch.save to the CPU.
 
     Args:
         path: The file.
         zipped: Whether it is a zip archive, as torch writes since 1.6.
 
     Raises:
-        WeightsError: It is damaged, asks for anything but tensors and plain values, or declares
-            far more than it holds.
+        WeightsError: It is damaged, imports anything but tensors and plain values, or declares
+            far more bytes than it has.
     """
     try:
         if zipped:
@@ -78,11 +75,11 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
             with open_file(path) as file:
                 _check_legacy(file, path)
         with (
-            open_file(path) as file,  # not by its name, which torch would believe
+            open_file(path) as file,  # an open file, because torch trusts the name
             warnings.catch_warnings(),
             torch.serialization.safe_globals([argparse.Namespace]),
         ):
-            warnings.simplefilter("ignore")  # of torch, about its own old formats
+            warnings.simplefilter("ignore")  # torch warns about its old formats
             return torch.load(file, map_location="cpu", weights_only=True)
     except WeightsError:
         raise
@@ -101,10 +98,10 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
 
 
 def check_archive(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuse an archive that would grow far beyond its size.
+    """Check the declared size of an archive (zip bombs).
 
     Raises:
-        WeightsError: It would, or it has too many entries.
+        WeightsError: It is far larger than the file, or there are too many entries.
     """
     size, declared = path.stat().st_size, sum(entry.file_size for entry in archive.infolist())
     if declared > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
@@ -140,7 +137,7 @@ def _check_legacy(file: IO[bytes], path: Path) -> None:
 
 
 def _check_pickle(file: IO[bytes], path: Path) -> object:
-    """Read one pickle without running it; returns the last number in it."""
+    """Check the opcodes of one pickle without running it, and return its last integer."""
     foreign: dict[str, None] = {}
     number: object = None
     for step, (code, value, _) in enumerate(pickletools.genops(file)):
@@ -163,7 +160,7 @@ def _check_pickle(file: IO[bytes], path: Path) -> object:
 
 
 def is_npz(path: Path) -> bool:
-    """Whether the zip archive `path` holds numpy arrays and nothing else."""
+    """Whether the zip archive `path` contains only numpy arrays."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -173,11 +170,11 @@ def is_npz(path: Path) -> bool:
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Arrays of a .npz file by name: numbers with a fraction as float32, whole ones as they are.
+    """Read the arrays of a .npz file by name; floats are converted to float32.
 
     Raises:
-        WeightsError: The file is missing, damaged, of another kind, or holds something else than
-            finite numbers.
+        WeightsError: The file is missing, damaged, of another format, or has anything but finite
+            numbers.
     """
     if detect_format(path) != "zip":
         raise WeightsError(f"{printable(path)} is no .npz file")
@@ -229,7 +226,7 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) ->
 
 
 CHECKPOINT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
-"""Where a training's checkpoint keeps its weights; the first one there is taken, as in timm."""
+"""Keys of the weights in a training checkpoint; the first present one is used, as in timm."""
 WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -237,13 +234,13 @@ INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 
 @dataclass(frozen=True)
 class StateFile:
-    """What a file of weights holds.
+    """Content of a weight file.
 
     Args:
-        tensors: Floating point numbers by name: float32, finite, contiguous, on the CPU.
-        integers: Whole numbers and booleans by name, as they are.
-        key: Which entry of a checkpoint they were; None where the file has nothing else.
-        notes: Lines for the user: what else the file holds.
+        tensors: Floating point tensors by name: float32, finite, contiguous, on the CPU.
+        integers: Integer and boolean tensors by name, unchanged.
+        key: Checkpoint entry they were read from; None for a plain state dict.
+        notes: Lines for the user about other content.
     """
 
     tensors: dict[str, Tensor]
@@ -256,8 +253,8 @@ def read_state(path: Path) -> StateFile:
     """Read a safetensors file, a file of torch.save, or the index of several of them.
 
     Raises:
-        WeightsError: The file is missing, damaged, of another kind, could run code, or holds
-            something else than finite numbers.
+        WeightsError: The file is missing, damaged, of another format, could run code, or has
+            anything but finite numbers.
     """
     found = _read_shards(path) if detect_format(path) == "index" else _read_one(path)
     return _strip_wrappers(found)
@@ -278,7 +275,7 @@ def _read_one(path: Path) -> StateFile:
 
 
 def _check_header(path: Path) -> None:
-    """Refuse what safetensors would spend minutes on, or would read only half of."""
+    """Refuse headers with too many tensors or duplicate names, which safetensors accepts."""
     with open_file(path) as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     if header.count(b"data_offsets") > MAX_ENTRIES:
@@ -310,11 +307,11 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
     notes: tuple[str, ...] = ()
     if key is not None:
         others = [str(name) for name in checkpoint if name != key]
-        beside = f"; beside it are {some(others)}" if others else ""
+        beside = f"; beside it are {list_names(others)}" if others else ""
         notes = (f"{printable(path.name)}: took {key}{beside}",)
     state = checkpoint if key is None else checkpoint[key]
     if not _has_tensors(state):
-        entries = f"; it has {some(map(str, state))}" if state else ""
+        entries = f"; it has {list_names(map(str, state))}" if state else ""
         raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
     _check_extent(state, path)
     return _classify_entries(state, path, key, notes)
@@ -325,7 +322,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _check_extent(state: Mapping[Any, object], path: Path) -> None:
-    """A tensor's strides may repeat a few bytes for ever: count what copies would need."""
+    """Check the memory of contiguous copies, because strides may repeat a few bytes."""
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -365,7 +362,10 @@ def _classify_entries(
     if not tensors:
         raise WeightsError(f"{printable(path)} holds no weights: no floating point numbers in it")
     if others:
-        notes = (*notes, f"{printable(path.name)}: left out what is no tensor: {some(others)}")
+        notes = (
+            *notes,
+            f"{printable(path.name)}: left out what is no tensor: {list_names(others)}",
+        )
     return StateFile(tensors, integers, key, notes)
 
 
@@ -379,7 +379,7 @@ def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
 
 
 def _strip_wrappers(file: StateFile) -> StateFile:
-    """Without the prefixes that all weights have from being wrapped for training."""
+    """Remove prefixes of training wrappers that all names share."""
     tensors, integers = file.tensors, file.integers
     while prefix := next((p for p in WRAPPERS if all(n.startswith(p) for n in tensors)), ""):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -388,7 +388,7 @@ def _strip_wrappers(file: StateFile) -> StateFile:
 
 
 def _read_shards(index: Path) -> StateFile:
-    """The files that a `*.index.json` of transformers lists; they lie beside it."""
+    """Read the shards listed in a `*.index.json` of transformers, in the same folder."""
     names: dict[str, list[str]] = {}
     for name, file in shard_map(index).items():
         names.setdefault(file, []).append(name)
@@ -400,8 +400,8 @@ def _read_shards(index: Path) -> StateFile:
         found = shard.tensors.keys() | shard.integers.keys()
         if odd := found.symmetric_difference(listed):
             raise WeightsError(
-                f"{printable(index)} and {printable(file)} disagree about {some(sorted(odd))}; "
-                "fetch both from one place"
+                f"{printable(index)} and {printable(file)} disagree about "
+                f"{list_names(sorted(odd))}; fetch both from one place"
             )
         tensors |= shard.tensors
         integers |= shard.integers
@@ -410,10 +410,10 @@ def _read_shards(index: Path) -> StateFile:
 
 
 def shard_map(index: Path) -> dict[str, str]:
-    """Which file beside `index` has which tensor.
+    """Shard file of each tensor in `index`.
 
     Raises:
-        WeightsError: It is no index, or names a file elsewhere.
+        WeightsError: It is not an index, or a file is in another folder.
     """
     content = read_json(index)
     files = content.get("weight_map")
@@ -428,6 +428,6 @@ def shard_map(index: Path) -> dict[str, str]:
 
 
 def _is_beside(file: str) -> bool:
-    """Whether `file` is a plain name; an index in an index could read itself for ever."""
+    """Whether `file` is a plain file name, and not an index, which could be recursive."""
     plain = Path(file).name == file and not any(mark in file for mark in "/\\:\0")
     return plain and file[:1] not in ("", ".") and not file.endswith(".json")

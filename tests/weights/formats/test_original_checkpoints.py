@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vit.errors import WeightsError
 from vit.model.build import assemble
-from vit.weights.formats.timm_weights import looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
 State = dict[str, Tensor]
@@ -64,7 +64,7 @@ def renamed(state: State, *table: tuple[str, str]) -> State:
 def test_shapes_tell_the_network(name, args, build):
     model, state = build(name, **args)
     assert looks_like_timm(state)
-    found = read_timm_bare(state, "x.pth")
+    found = read_timm(state, architecture=None, where="x.pth")
     compare(found, model)
     if "qk_norm" not in args:
         assert "num_heads=2 assumed: 64 channels a head" in found.notes
@@ -74,9 +74,9 @@ def test_shapes_tell_the_network(name, args, build):
 def test_a_name_tells_what_shapes_do_not(build):
     model, state = build("vit_tiny_patch16_224", embed_dim=96, depth=12, num_heads=3, img_size=32)
     with pytest.raises(WeightsError, match=r"x: 96 channels do not split .*model=NAME"):
-        read_timm_bare(state, "x")
+        read_timm(state, architecture=None, where="x")
     model, state = build("vit_tiny_patch16_224", **SIZES)
-    found = read_timm_bare(state, "x", model="vit_tiny_patch16_224")
+    found = read_timm(state, architecture="vit_tiny_patch16_224", where="x")
     assert found.config.image_size == 32
     assert "image_size=32, which pos_embed is for; 224 is usual" in found.notes
     compare(found, model)
@@ -125,13 +125,15 @@ def test_what_shapes_do_not_settle_is_refused(change, message, build):
     state = {name: tensor.clone() for name, tensor in state.items()}
     change(state)
     with pytest.raises(WeightsError, match=message):
-        read_timm_bare(state, "x")
+        read_timm(state, architecture=None, where="x")
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "model.module._orig_mod."])
 def test_wrappers_are_taken_off(wrapper, build):
     model, state = build("vit_small_patch16_224")
-    found = read_timm_bare({f"{wrapper}{name}": t for name, t in state.items()}, "x")
+    found = read_timm(
+        {f"{wrapper}{name}": t for name, t in state.items()}, architecture=None, where="x"
+    )
     compare(found, model)
 
 
@@ -225,7 +227,7 @@ def test_open_clip_with_a_tower_of_timm(build):
     model, state = build("vit_base_patch16_siglip_224", num_classes=0)
     state = {f"visual.trunk.{name}": tensor for name, tensor in state.items()}
     state |= {"text.a": torch.zeros(1), "visual.head.proj.weight": torch.zeros(2, 128)}
-    found = read_timm_bare(state, "x")
+    found = read_timm(state, architecture=None, where="x")
     compare(found, model)
     assert any("text.a, visual.head.proj.weight" in note for note in found.notes)
 
@@ -233,7 +235,9 @@ def test_open_clip_with_a_tower_of_timm(build):
 def test_mae_without_its_decoder(build):
     model, state = build("vit_base_patch16_224", num_classes=0)
     extra = ("mask_token", "decoder_pos_embed", "decoder_blocks.0.norm1.weight")
-    found = read_timm_bare({**state, **{name: torch.zeros(1) for name in extra}}, "x")
+    found = read_timm(
+        {**state, **{name: torch.zeros(1) for name in extra}}, architecture=None, where="x"
+    )
     compare(found, model)
     left = [note for note in found.notes if note.startswith("left out")]
     assert all(any(name in note for note in left) for name in extra)
@@ -242,13 +246,13 @@ def test_mae_without_its_decoder(build):
 def test_deit3_with_its_own_names(build):
     model, state = build("deit3_small_patch16_224", num_classes=5)
     state = renamed(state, (r"\.ls([12])\.gamma", r".gamma_\1"))
-    compare(read_timm_bare(state, "x"), model)
+    compare(read_timm(state, architecture=None, where="x"), model)
 
 
 def test_a_head_of_two_layers_is_left_out(build):
     _, state = build("vit_base_patch16_224")
     state["pre_logits.fc.weight"] = torch.zeros(128, 128)
-    found = read_timm_bare(state, "x")
+    found = read_timm(state, architecture=None, where="x")
     assert found.config.num_classes == 0
     assert any("pre_logits.fc.weight" in n and "head.bias" in n for n in found.notes)
 

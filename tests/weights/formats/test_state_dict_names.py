@@ -11,8 +11,8 @@ from vit.weights.formats.state_dict_names import (
     check_fit,
     deduplicate_names,
     fuse_qkv,
+    list_names,
     rename,
-    some,
 )
 from vit.weights.formats.timm_weights import from_timm
 from vit.weights.saved_model import meta_model
@@ -96,4 +96,4 @@ def test_weights_of_something_else_are_refused():
 
 
 def test_names_are_printed_safely_and_shortened():
-    assert some(["a\x1b", "b", "c", "d", "e"]) == "a\\x1b, b, c and 2 more"
+    assert list_names(["a\x1b", "b", "c", "d", "e"]) == "a\\x1b, b, c and 2 more"

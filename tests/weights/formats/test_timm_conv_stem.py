@@ -205,4 +205,4 @@ with torch.no_grad():
 
 def test_a_library_that_does_not_fit_is_imported_all_the_same():
     with pytest.warns(UserWarning, match="no_such_plugin is not registered"):
-        library_registration.load("no_such_plugin")
+        library_registration.import_plugin("no_such_plugin")

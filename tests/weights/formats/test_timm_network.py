@@ -18,7 +18,7 @@ from vit.weights.adapt_weights import (
 )
 from vit.weights.formats.state_dict_names import check_fit
 from vit.weights.formats.timm_network import MODULES
-from vit.weights.formats.timm_weights import looks_like_timm, read_timm, read_timm_bare
+from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 from vit.weights.pretrained import Pretrained
 
 TOLERANCE = 1e-4
@@ -262,7 +262,7 @@ def test_a_table_of_another_network_is_refused(state):
 
 
 def test_bare_is_the_same_reader(state):
-    found = read_timm_bare(state, "x")
+    found = read_timm(state, architecture=None, where="x")
     assert looks_like_timm(state)
     assert found.config == replace(read(state).config, num_heads=1)
 
@@ -274,7 +274,7 @@ def test_a_bare_file_of_beit_is_read_too(randomise):
     state = model.state_dict()
     for number in range(2):
         state[f"blocks.{number}.attn.relative_position_index"] = torch.zeros(17, 17).long()
-    found = read_timm_bare(state, "x")
+    found = read_timm(state, architecture=None, where="x")
     assert (found.config.position, found.config.num_heads) == ("relative", 2)
     assert not any("position=learned" in note for note in found.notes)
     assert any("relative_position_index (they follow" in note for note in found.notes)

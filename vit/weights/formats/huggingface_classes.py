@@ -1,8 +1,8 @@
-"""Our networks as classes of transformers, for those that transformers has no class of.
+"""Registers our network with transformers, as model_type "vit_toolkit".
 
-`vit/weights/library_registration.py` imports this as soon as transformers' Auto classes are
-imported beside vit: AutoModelForImageClassification.from_pretrained(FOLDER) then opens what
-`vit convert` wrote.
+`vit/weights/library_registration.py` imports this module when transformers' Auto classes are
+imported. AutoModelForImageClassification.from_pretrained(FOLDER) then opens the folders of
+`vit convert` that no class of transformers can express.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from vit.weights.saved_model import parse_model_config
 
 
 class VitToolkitConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
-    """transformers' settings, and ours under `network`.
+    """transformers' config with our settings under `network`.
 
     Args:
         network: Fields of ModelConfig.
@@ -49,11 +49,11 @@ class _Base(PreTrainedModel):  # type: ignore[no-untyped-call]
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, _: Any) -> None:
-        """`initialise` has set them all."""
+        """Does nothing: `initialise` has already initialised all weights."""
 
 
 class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
-    """The encoder: tokens after the last norm, and what a head would read."""
+    """The encoder: tokens after the final norm, and the pooled output."""
 
     def forward(
         self, pixel_values: Tensor, return_dict: bool | None = None, **_: Any
@@ -67,7 +67,7 @@ class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
 
 
 class VitToolkitForImageClassification(_Base):  # type: ignore[no-untyped-call]
-    """The encoder and its head."""
+    """The encoder with a classification head."""
 
     def forward(
         self,

@@ -1,4 +1,12 @@
-"""x"""
+"""config.json of transformers as settings of our network, and our own model type.
+
+Every value that changes the computation is read, or raises WeightsError. Missing values have the
+default of their family, as in transformers.
+
+A network that no class of transformers can express is written with model_type "vit_toolkit", our
+settings under `network`, and our tensor names after "network."; the classes are registered by
+huggingface_classes.py.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +26,27 @@ TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_
 ACTIVATIONS = dict.fromkeys(TANH, "gelu_tanh")
 ACTIVATIONS |= {"gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"}
 SILU = ("silu", "swish")
-SMALLEST_SCALE = 1e-5  # builds the layer, whose values then come from the file
+SMALLEST_SCALE = 1e-5  # creates the layer; its values come from the file
 MLP_PARTS = ("fc1", "fc1_g", "fc1_x", "fc2")
 RELATIVE = ("relative_position_bias", "shared_relative_position_bias")
 WITH_TEXT = ("clip", "siglip")
-"""Families whose settings of the encoder are a group inside config.json."""
+"""Families with the encoder settings under `vision_config`."""
 
 
 @dataclass(frozen=True)
 class ConfigValues:
-    """Values of config.json, each checked when it is asked for.
+    """Values of config.json, with one checked accessor per type.
 
     Args:
-        model_type: Which family it is.
-        values: The family's defaults, and over them what the file says.
+        model_type: Family.
+        values: Values of the file over the defaults of the family.
     """
 
     model_type: str
     values: Mapping[str, Any]
 
     def invalid(self, name: str, why: str) -> WeightsError:
-        """The error for the value called `name`."""
+        """Error for the value of `name`."""
         return WeightsError(f"config.json: {name}={printable(repr(self.values.get(name)))}: {why}")
 
     def integer(self, name: str, least: int = 1) -> int:
@@ -64,7 +72,7 @@ class ConfigValues:
         return value
 
     def square_side(self, name: str) -> int:
-        """The side of a square, given as one number or two equal ones."""
+        """Side of a square, given as one integer or two equal ones."""
         value = self.values.get(name)
         if isinstance(value, list | tuple):
             if len(value) != 2 or value[0] != value[1]:
@@ -84,10 +92,10 @@ class ConfigValues:
 
 
 def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
-    """The settings of the image's encoder in `config`.
+    """Settings of the image encoder in `config`.
 
     Raises:
-        WeightsError: It is of a family that cannot be read.
+        WeightsError: The model type is not supported.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -109,20 +117,20 @@ def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
             raise WeightsError(f"config.json: {name} is not a group of settings")
         if part.get("model_type", f"{model_type}_vision_model") != f"{model_type}_vision_model":
             raise WeightsError(f"config.json: {name} is not that of a {model_type} (transformers)")
-        # transformers fills the older `vision_config_dict` up with defaults before it wins
+        # the older `vision_config_dict`, with defaults, takes precedence in transformers
         values |= {**defaults, **part}
     return ConfigValues(model_type, values)
 
 
 def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
-    """The fields of ModelConfig, all but the number of classes.
+    """Fields of ModelConfig, except the number of classes.
 
     Args:
         settings: From `read_vision_config`.
-        classifies: Whether there is a head, which some families pool for in another way.
+        classifies: Whether there is a head; some families then pool differently.
 
     Raises:
-        WeightsError: A value is of the wrong type, or this network cannot express it.
+        WeightsError: A value has the wrong type, or this network cannot express it.
     """
     dim, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     if "head_dim" in settings.values and settings.values["head_dim"] != dim / heads:
@@ -142,7 +150,7 @@ def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
 
 
 def missing_biases(settings: ConfigValues) -> tuple[str, ...]:
-    """Parts of a block that have no bias here, though other parts of their kind have one."""
+    """Layers of a block without a bias, where our setting gives one to all of their kind."""
     if settings.model_type in ("beit", "data2vec-vision"):
         return ("attn.key", "attn.k")
     if settings.model_type != "dinov3_vit":
@@ -204,7 +212,7 @@ def _dinov2(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
 
 
 def swiglu_width(hidden: int) -> int:
-    """Two thirds of `hidden`, rounded up to a multiple of 8, as DINOv2 does."""
+    """Hidden dimension of DINOv2's SwiGLU: two thirds, rounded up to a multiple of 8."""
     return (int(hidden * 2 / 3) + 7) // 8 * 8
 
 
@@ -233,7 +241,7 @@ def _clip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
         "activation": settings.activation(),
         "patch_bias": False,
         "norm_pre": True,
-        # its classifier reads the patches as the last block leaves them
+        # its classifier averages the patches without a final norm
         "pooling": "mean" if classifies else "class_token",
         "final_norm": "none" if classifies else "tokens",
     }
@@ -252,11 +260,11 @@ def _siglip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type.
+    """A model type of transformers.
 
     Args:
-        fields: Settings, and whether there is a head -> fields of ModelConfig.
-        defaults: What config.json may leave out.
+        fields: Maps settings, and whether there is a head, to fields of ModelConfig.
+        defaults: Values that config.json may omit.
     """
 
     fields: Callable[[ConfigValues, bool], dict[str, Any]]
@@ -310,12 +318,12 @@ CLASSES = {True: "VitToolkitForImageClassification", False: "VitToolkitModel"}
 def write_custom_model(
     state: Mapping[str, Tensor], config: ModelConfig, classes: Sequence[str]
 ) -> tuple[dict[str, Any], State]:
-    """config.json, and the tensors of the class that we register.
+    """Content of config.json and tensors for our registered class.
 
     Args:
         state: Tensors by our names.
-        config: The network.
-        classes: Names by output.
+        config: Settings of the network.
+        classes: Class names, by output.
     """
     labels = {
         "id2label": {str(index): name for index, name in enumerate(classes)},
@@ -329,7 +337,7 @@ def write_custom_model(
         **(labels if classes else {}),
         "network": asdict(config),
     }
-    # safetensors wants tensors that share no memory
+    # safetensors requires tensors that share no memory
     tensors = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in state.items()}
     return settings, tensors
 
@@ -340,10 +348,10 @@ def read_custom_model(
     """The inverse of `write_custom_model`.
 
     Raises:
-        WeightsError: The settings or the names of tensors are others.
+        WeightsError: The settings or the tensor names are invalid.
     """
-    strange = [name for name in state if not name.startswith(PREFIX)]
-    if strange:
-        raise WeightsError(f"{printable(strange[0])} is no tensor of model_type={MODEL_TYPE}")
+    unknown = [name for name in state if not name.startswith(PREFIX)]
+    if unknown:
+        raise WeightsError(f"{printable(unknown[0])} is no tensor of model_type={MODEL_TYPE}")
     config = parse_model_config(content.get("network"))
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}

@@ -1,11 +1,11 @@
-"""preprocessor_config.json of transformers, and our Preprocessing.
+"""Converts preprocessor_config.json of transformers to our Preprocessing and back.
 
     ViT, SigLIP, DINOv3    resize to (height, width)
     DeiT                   the same, and a centre crop
     CLIP, BiT (DINOv2)     shortest edge, and a centre crop
 
-Both resize alike, but transformers' centre crop rounds half a pixel down and ours to the even side,
-and with torchvision installed it resizes by other code: single bytes differ by one, rarely more.
+Resizing is the same, but transformers' centre crop rounds half pixels down and ours to even, and
+with torchvision installed another implementation resizes: single bytes differ by one, rarely more.
 """
 
 import math
@@ -43,7 +43,7 @@ def _defaults(
 
 SQUARE = {"height": 224, "width": 224}
 SHORTEST = {"shortest_edge": 224}
-# What the file may leave out, by its class: "ViT" of ViTImageProcessor, ViTFeatureExtractor, ...
+# Defaults by class prefix: "ViT" for ViTImageProcessor, ViTFeatureExtractor, ...
 PROCESSORS: dict[str, dict[str, Any]] = {
     "ViT": _defaults(SQUARE, 2, (HALF, HALF)),
     "DeiT": _defaults({"height": 256, "width": 256}, 3, (HALF, HALF), 224),
@@ -53,20 +53,20 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET),
 }
 BY_EDGE = ("Bit", "CLIP")
-"""Those for which one number is the shortest edge; for the others it is both sides."""
+"""Classes where one number is the shortest edge; in the others it is both sides."""
 
 
 def read_processor(
     processor: Mapping[str, Any] | None, image_size: int
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """How a processor of transformers prepares images.
+    """Convert an image processor of transformers.
 
     Args:
-        processor: preprocessor_config.json, or processor_config.json with one inside.
-        image_size: Of the network, in pixels.
+        processor: Content of preprocessor_config.json, or of processor_config.json around it.
+        image_size: Input size of the network in pixels.
 
     Returns:
-        Our form of it, None where it has none; and lines for the user.
+        Our Preprocessing, None if it cannot be expressed; and notes for the user.
     """
     if processor is None:
         return None, ("there is no preprocessor_config.json: how images are prepared is unknown",)
@@ -85,7 +85,7 @@ def read_processor(
 
 
 class _InexpressibleError(ValueError):
-    """Which part of a processor our Preprocessing cannot express."""
+    """A setting that our Preprocessing cannot express."""
 
 
 def _read(given: Mapping[str, Any]) -> Preprocessing:
@@ -121,7 +121,7 @@ def _read(given: Mapping[str, Any]) -> Preprocessing:
 
 
 def _geometry(values: Mapping[str, Any], by_edge: bool) -> tuple[str, int, float]:
-    """Kind of resizing, side of the result, and the share of the resized side that is kept."""
+    """Resize mode, side of the result, and the fraction of the resized side that is cropped."""
     size, crops = values["size"], values["do_center_crop"] is True
     if type(size) is int:
         size = {"shortest_edge": size} if by_edge else {"height": size, "width": size}
@@ -146,7 +146,7 @@ def _geometry(values: Mapping[str, Any], by_edge: bool) -> tuple[str, int, float
 
 
 def _share(crop: int, full: int) -> float:
-    """The share of which Preprocessing's `floor(crop / share)` is exactly `full`."""
+    """Largest float share for which Preprocessing's `floor(crop / share)` equals `full`."""
     share = crop / full
     while math.floor(crop / share) < full:
         share = math.nextafter(share, 0)
@@ -173,11 +173,11 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
     """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it.
 
     Args:
-        preprocessing: How images are prepared.
-        image_size: Of the network, in pixels.
+        preprocessing: Image preprocessing.
+        image_size: Input size of the network in pixels.
 
     Raises:
-        WeightsError: It cannot be expressed.
+        WeightsError: transformers cannot express it.
     """
     if preprocessing.image_size != (image_size, image_size):
         height, width = preprocessing.image_size
@@ -194,7 +194,7 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
         "crop_size": {"height": image_size, "width": image_size},
     }
     return {
-        # ViT's own cannot crop; BiT's takes both kinds of size
+        # ViT's processor cannot crop; BiT's supports both forms of size
         "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
@@ -210,10 +210,10 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
 
 
 def processor_notes(preprocessing: Preprocessing) -> tuple[str, ...]:
-    """Where the pixels of `write_processor` differ from ours by more than rounding; for the user.
+    """Notes if transformers' centre crop is shifted by one pixel.
 
-    A rest of 3, 7 or 11 pixels leaves 1.5, 3.5 or 5.5 on each side: we begin at 2, 4 or 6,
-    transformers at 1, 3 or 5.
+    A margin of 3, 7 or 11 pixels leaves 1.5, 3.5 or 5.5 on each side: our crop starts at 2, 4 or
+    6, transformers' at 1, 3 or 5.
     """
     size = preprocessing.image_size[0]
     if (math.floor(size / preprocessing.crop_share) - size) % 4 == 3:

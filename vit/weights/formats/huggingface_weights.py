@@ -1,4 +1,12 @@
-"""x"""
+"""Reads models of transformers: ViT, ViT-MAE, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP.
+
+A bare encoder becomes a network that returns its pooled token, before any projection; a classifier
+one that returns logits.
+
+The tables map tensor names of transformers to ours. transformers 5 renamed modules, but its files
+keep the names of version 4: `in_files` is the spelling of files, `in_memory` that of a state dict
+in memory, which some files have as well.
+"""
 
 import re
 from collections.abc import Mapping
@@ -31,17 +39,17 @@ from vit.weights.formats.state_dict_names import (
     deduplicate_names,
     expand_shared_bias,
     fuse_qkv,
+    list_names,
     rename,
-    some,
 )
 from vit.weights.pretrained import Pretrained
 
 SHORT = ("q", "k", "v")
 BLOCK_BIAS = f"blocks.{{b}}.attn.rel_pos.{BIAS_TABLE}"
 Patterns = tuple[tuple[str, str], ...]
-"""A pattern for names, and what these tensors are."""
+"""Pairs of a pattern for tensor names and a description of these tensors."""
 
-# {m} is the prefix of the encoder, which its own class leaves out; {l} is one block.
+# {m} is the prefix of the encoder, which the bare encoder class omits; {l} is that of a block.
 HEAD: Table = ((r"classifier.{p}", "head.{p}"),)
 EMBEDDINGS: Table = (
     (r"{m}embeddings.cls_token", "cls_token"),
@@ -53,7 +61,7 @@ ATTENTION: Table = (
     (r"{l}attention.attention.{qkv}.{p}", "blocks.{b}.attn.{qkv}.{p}"),
     (r"{l}attention.output.dense.{p}", "blocks.{b}.attn.proj.{p}"),
 )
-ATTENTION_INSIDE: Table = (
+ATTENTION_IN_MEMORY: Table = (
     (r"{l}attention.{qkv}_proj.{p}", "blocks.{b}.attn.{qkv}.{p}"),
     (r"{l}attention.o_proj.{p}", "blocks.{b}.attn.proj.{p}"),
 )
@@ -87,7 +95,7 @@ BEIT: Table = (
     (rf"{{l}}attention.attention.relative_position_bias.{BIAS_TABLE}", BLOCK_BIAS),
     (rf"{{m}}encoder.relative_position_bias.{BIAS_TABLE}", SHARED_BIAS),
 )
-BEIT_INSIDE: Table = (
+BEIT_IN_MEMORY: Table = (
     (rf"{{l}}relative_position_bias.{BIAS_TABLE}", BLOCK_BIAS),
     (rf"{{m}}shared_position_bias.{BIAS_TABLE}", SHARED_BIAS),
 )
@@ -107,7 +115,7 @@ DINOV3: Table = (
     (r"embeddings.register_tokens", "reg_token"),
     (r"embeddings.patch_embeddings.{p}", "patch_embed.proj.{p}"),
     (r"norm.{p}", "norm.{p}"),
-    *ATTENTION_INSIDE,
+    *ATTENTION_IN_MEMORY,
     *DINO_BLOCK,
 )
 DINOV3_MLP: Table = (
@@ -146,42 +154,44 @@ TEXT: Patterns = (
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How one family spells its tensors.
+    """Tensor names of one family.
 
     Args:
-        prefix: What stands before the encoder's names.
-        block: What stands before a block's, after the prefix.
-        saved: Their names in files -> ours.
-        inside: Their other names -> ours.
-        block_inside: What else may stand before a block's.
-        words: What queries, keys and values are called in `saved`.
-        left_out: Tensors that have no part in the answer.
-        unread: Those that have none where there is a classifier.
+        prefix: Prefix of the encoder.
+        block: Prefix of a block, after that of the encoder.
+        in_files: Maps names in files to ours.
+        in_memory: Maps names in memory to ours, where they differ.
+        block_in_memory: Other prefix of a block.
+        qkv: Names of query, key and value in `in_files`.
+        left_out: Tensors that do not affect the output.
+        unused_with_head: Tensors that do not affect the output of a classifier.
     """
 
     prefix: str
     block: str
-    saved: Table
-    inside: Table = ()
-    block_inside: str = ""
-    words: tuple[str, str, str] = ("query", "key", "value")
+    in_files: Table
+    in_memory: Table = ()
+    block_in_memory: str = ""
+    qkv: tuple[str, str, str] = ("query", "key", "value")
     left_out: Patterns = MASKING
-    unread: Patterns = ()
+    unused_with_head: Patterns = ()
 
     def read(self, state: Mapping[str, Tensor], source: str) -> State:
-        """`state` under our names.
+        """Rename `state` to our names.
 
         Raises:
-            WeightsError: A name is unknown, or a tensor is there twice.
+            WeightsError: A name is unknown, or a tensor is duplicated.
         """
-        maybe = f"(?:{self.prefix})?" if self.prefix else ""
-        blocks = "|".join(name for name in (self.block, self.block_inside) if name)
-        table = _expand_table((*self.saved, *self.inside), maybe, f"{maybe}(?:{blocks})" + "{b}.")
+        optional = f"(?:{self.prefix})?" if self.prefix else ""
+        blocks = "|".join(name for name in (self.block, self.block_in_memory) if name)
+        table = _expand_table(
+            (*self.in_files, *self.in_memory), optional, f"{optional}(?:{blocks})" + "{b}."
+        )
         return rename(state, table, source)
 
     def write(self, state: Mapping[str, Tensor], source: str) -> State:
-        """The inverse of `read`, in the spelling of files."""
-        table = _expand_table(self.saved, self.prefix, self.prefix + self.block + "{b}.")
+        """The inverse of `read`, with the names of files."""
+        table = _expand_table(self.in_files, self.prefix, self.prefix + self.block + "{b}.")
         return rename(state, tuple((ours, theirs) for theirs, ours in table), source)
 
 
@@ -191,14 +201,14 @@ def _expand_table(table: Table, prefix: str, block: str) -> Table:
     )
 
 
-def _vit(name: str, table: Table = VIT, inside: Table = ()) -> TensorNames:
+def _vit(name: str, table: Table = VIT, in_memory: Table = ()) -> TensorNames:
     pooler = (rf"({name}\.)?pooler\.dense\..+", "a pooler of its own")
     return TensorNames(
         f"{name}.",
         "encoder.layer.",
         table,
-        (*ATTENTION_INSIDE, *MLP, *inside),
-        block_inside="layers.",
+        (*ATTENTION_IN_MEMORY, *MLP, *in_memory),
+        block_in_memory="layers.",
         left_out=(*MASKING, *INDICES, pooler),
     )
 
@@ -207,17 +217,17 @@ VIT_NAMES = {
     "vit": _vit("vit"),
     "vit_mae": _vit("vit"),
     "deit": _vit("deit"),
-    "beit": _vit("beit", BEIT, BEIT_INSIDE),
-    "data2vec-vision": _vit("data2vec_vision", BEIT, BEIT_INSIDE),
+    "beit": _vit("beit", BEIT, BEIT_IN_MEMORY),
+    "data2vec-vision": _vit("data2vec_vision", BEIT, BEIT_IN_MEMORY),
 }
 CLIP_NAMES, SIGLIP_NAMES = (
     TensorNames(
         "vision_model.",
         "encoder.layers.",
         CLIP,
-        words=SHORT,
+        qkv=SHORT,
         left_out=TEXT,
-        unread=((rf"(vision_model\.)?{part}\..+", what),),
+        unused_with_head=((rf"(vision_model\.)?{part}\..+", what),),
     )
     for part, what in (
         ("post_layernorm", "a norm that its classifier does not use"),
@@ -227,26 +237,26 @@ CLIP_NAMES, SIGLIP_NAMES = (
 
 
 def tensor_names(model_type: str, *, gated: bool = False) -> TensorNames:
-    """The spelling of a model type of transformers.
+    """Tensor names of a model type of transformers.
 
     Args:
         model_type: As in config.json.
-        gated: Whether the feed-forward part is.
+        gated: Whether the MLP is gated.
     """
     if model_type in VIT_NAMES:
         return VIT_NAMES[model_type]
     if model_type == "dinov3_vit":
         mlp = GATED if gated else DINOV3_MLP
-        return TensorNames("", "layer.", (*DINOV3, *mlp), block_inside="model.layer.", words=SHORT)
+        return TensorNames("", "layer.", (*DINOV3, *mlp), block_in_memory="model.layer.", qkv=SHORT)
     if model_type.startswith("dinov2"):
-        saved = (*DINOV2, *(DINOV2_GATED if gated else MLP))
-        inside = (*ATTENTION_INSIDE, *(GATED if gated else ()))
-        return TensorNames(f"{model_type}.", "encoder.layer.", saved, inside)
+        in_files = (*DINOV2, *(DINOV2_GATED if gated else MLP))
+        in_memory = (*ATTENTION_IN_MEMORY, *(GATED if gated else ()))
+        return TensorNames(f"{model_type}.", "encoder.layer.", in_files, in_memory)
     return CLIP_NAMES if model_type.startswith("clip") else SIGLIP_NAMES
 
 
 def drop_tensors(state: Mapping[str, Tensor], patterns: Patterns) -> tuple[State, tuple[str, ...]]:
-    """`state` without the tensors that match, and a line for each kind of these."""
+    """Remove the tensors that match `patterns`; also return a note for each description."""
     kept: State = {}
     found: dict[str, list[str]] = {}
     for name, tensor in state.items():
@@ -256,7 +266,7 @@ def drop_tensors(state: Mapping[str, Tensor], patterns: Patterns) -> tuple[State
             kept[name] = tensor
         else:
             found.setdefault(what, []).append(name)
-    return kept, tuple(f"left out: {what} ({some(names)})" for what, names in found.items())
+    return kept, tuple(f"left out: {what} ({list_names(names)})" for what, names in found.items())
 
 
 Notes = tuple[str, ...]
@@ -270,16 +280,16 @@ def read_huggingface(
     state: Mapping[str, Tensor],
     where: str,
 ) -> Pretrained:
-    """A network of transformers, as ours.
+    """Convert a model of transformers.
 
     Args:
         config: Content of config.json.
-        processor: Content of preprocessor_config.json, where there is one.
-        state: Tensors of the weights, by their names there.
-        where: The source, for messages.
+        processor: Content of preprocessor_config.json; None if missing.
+        state: Tensors by transformers' names.
+        where: Source of the files, for error messages.
 
     Raises:
-        WeightsError: The network is of a kind that ours cannot be, or the files do not fit.
+        WeightsError: Our network cannot express it, or the files do not match.
     """
     try:
         if config.get("model_type") == MODEL_TYPE:
@@ -307,7 +317,7 @@ def read_huggingface(
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """Name of the class that was saved, or of its kind where the file does not say."""
+    """Name of the saved class, or the model type if the file has none."""
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return printable(names[0])
@@ -317,7 +327,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _network(
     settings: ConfigValues, architecture: str, state: Mapping[str, Tensor]
 ) -> tuple[ModelConfig, State, Notes]:
-    """The network's settings and its tensors by our names, and lines for the user."""
+    """Settings, tensors by our names, and notes for the user."""
     if "cls_classifier.weight" in state:
         raise WeightsError(
             f"{architecture} (transformers) has two heads, and this network has one; take a DeiT "
@@ -330,7 +340,9 @@ def _network(
         raise WeightsError(f"classifier.weight is missing, though this is a {architecture}")
     fields = model_fields(settings, classifies=classifies)
     names = tensor_names(settings.model_type, gated=fields.get("feedforward") == "swiglu")
-    kept, notes = drop_tensors(state, names.left_out + (names.unread if classifies else ()))
+    kept, notes = drop_tensors(
+        state, names.left_out + (names.unused_with_head if classifies else ())
+    )
     renamed = names.read(kept, f"{architecture} (transformers)")
     ours = _convert_tensors(_fill_biases(renamed, missing_biases(settings)))
     classes = len(ours["head.weight"]) if "head.weight" in ours else 0
@@ -341,7 +353,7 @@ def _network(
 
 
 def _fill_biases(state: State, without: tuple[str, ...]) -> State:
-    """Zeros for biases that this architecture leaves out and ours has (DINOv3's keys)."""
+    """Add zeros for biases that this architecture lacks and ours has (DINOv3's keys)."""
     filled = dict(state)
     for name, tensor in state.items():
         match = re.fullmatch(r"(blocks\.\d+\.([\w.]+)\.)weight", name)
@@ -355,7 +367,7 @@ def _fill_biases(state: State, without: tuple[str, ...]) -> State:
 
 
 def _convert_tensors(state: State) -> State:
-    """Tensors in our shapes: one matrix for query, key and value, unpacked gates, float32."""
+    """Convert tensors to float32 and our shapes: fused qkv, unpacked gates."""
     shaped: State = {}
     for name, tensor in state.items():
         if not tensor.is_floating_point():
@@ -363,7 +375,7 @@ def _convert_tensors(state: State) -> State:
         if not tensor.ndim:
             raise WeightsError(f"{name} is a single number")
         if tensor.numel() == 0:
-            continue  # without registers there is an empty tensor for them
+            continue  # the registers of a model without registers are an empty tensor
         tensor = tensor.detach().cpu().float()
         if name in TOKENS:
             tensor = tensor.reshape(1, -1, tensor.shape[-1])
@@ -374,7 +386,7 @@ def _convert_tensors(state: State) -> State:
 
 
 def _unpack(name: str, tensor: Tensor) -> State:
-    """Gates out of DINOv2's packed matrix, the query out of torch's MultiheadAttention."""
+    """Unpack DINOv2's gated MLP, and the query from torch's MultiheadAttention."""
     start, packed, end = name.rpartition(".packed.")
     parts = 3 if start == "attn_pool" else 2
     if not packed:
@@ -387,18 +399,18 @@ def _unpack(name: str, tensor: Tensor) -> State:
 
 
 def _fold_class_position(config: ModelConfig, state: State) -> State:
-    """Beside registers, the position of the class token becomes part of it, as in timm."""
+    """Add the position of the class token to the token itself, as timm does beside registers."""
     table = state.get("pos_embed")
     if table is None or not config.registers or config.num_placed_tokens:
         return state
     token, (rows, cols) = state.get("cls_token"), config.grid
     if token is None or token.shape != table[:, :1].shape or table.shape[1] != rows * cols + 1:
-        return state  # the check of the shapes will say what is wrong
+        return state  # check_fit reports the shapes
     return {**state, "cls_token": token + table[:, :1], "pos_embed": table[:, 1:].clone()}
 
 
 def _drop_zero_half(config: ModelConfig, state: State) -> tuple[ModelConfig, State, Notes]:
-    """A head that reads class token and mean, but one of them with zeros: that one is left out."""
+    """Drop the half of a DINOv2 head (class token or patch mean) whose weights are all zero."""
     head = state.get("head.weight")
     if config.pooling != "class_token_mean" or head is None or head.ndim != 2:
         return config, state, ()
@@ -415,7 +427,7 @@ def _drop_zero_half(config: ModelConfig, state: State) -> tuple[ModelConfig, Sta
 
 
 def _check(config: ModelConfig, state: State) -> None:
-    """Refuse a `state` that is not of `config`, without building a network of absurd depth."""
+    """Check `state` against `config`, without building a network of absurd depth."""
     if config.depth > len(state):
         raise WeightsError(
             f"num_hidden_layers={config.depth}, but there are only {len(state)} tensors"
@@ -423,7 +435,7 @@ def _check(config: ModelConfig, state: State) -> None:
     try:
         with torch.device("meta"):
             model = assemble(config)
-    except RuntimeError as error:  # more numbers than fit into memory's addresses
+    except RuntimeError as error:  # a tensor size overflows
         raise WeightsError(f"config.json asks for an impossible network: {error}") from None
     check_fit(state, model)
 
@@ -437,7 +449,7 @@ def _assumptions(settings: ConfigValues, config: ModelConfig) -> Notes:
 
 
 def _classes(config: Mapping[str, Any], count: int) -> tuple[tuple[str, ...] | None, Notes]:
-    """Names by output, where config.json has them; and lines for the user."""
+    """Class names by output, if config.json has them, and notes for the user."""
     if not count:
         return None, ()
     labels, kind = config.get("id2label"), config.get("problem_type")

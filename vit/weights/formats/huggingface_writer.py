@@ -1,11 +1,8 @@
-"""Our network as one of transformers: its config.json, preprocessor_config.json and tensors.
+"""Writes our network as a model of transformers: config.json, preprocessor_config.json, tensors.
 
-What their class has and ours lacks is written as what changes nothing: biases and positions of
-zero, layer scales of one, a half of a head of zeros.
-
-Which class of transformers computes what our network does.
-
-Each class is a row of what it needs; a network becomes the first class whose needs it meets.
+TRANSFORMERS_CLASSES lists the requirements of each class; a network is written as the first class
+whose requirements it meets. Parameters that the class has and ours lacks are written as neutral
+values: zero biases and positions, layer scales of one, zeros for half of a head.
 """
 
 import re
@@ -25,7 +22,7 @@ from vit.weights.formats.huggingface_config import MULTILABEL, swiglu_width, wri
 from vit.weights.formats.huggingface_processor import write_processor
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit
-from vit.weights.formats.timm_config import remedy, unsupported_setting
+from vit.weights.formats.timm_config import incompatibility_remedy, unsupported_setting
 
 MAX_MLP_RATIO = 64
 
@@ -34,23 +31,23 @@ Traits = dict[str, Any]
 
 @dataclass(frozen=True)
 class TransformersClass:
-    """A class of transformers that our network may become.
+    """A model class of transformers that we can write.
 
     Args:
-        architecture: Its name.
-        model_type: Its family.
-        needs: Allowed values, by trait of our network.
+        architecture: Name of the class.
+        model_type: Family.
+        requirements: Allowed values, by trait of our network.
     """
 
     architecture: str
     model_type: str
-    needs: Mapping[str, tuple[Any, ...]]
+    requirements: Mapping[str, tuple[Any, ...]]
 
     def mismatches(self, traits: Traits) -> list[str]:
-        """Which traits are other than this class needs them, with what it needs."""
+        """Traits that do not meet the requirements, as text."""
         return [
             f"{' or '.join(_phrase(name, value) for value in allowed)}, not {traits[name]}"
-            for name, allowed in self.needs.items()
+            for name, allowed in self.requirements.items()
             if traits[name] not in allowed
         ]
 
@@ -144,14 +141,14 @@ TRANSFORMERS_CLASSES = (
 
 
 def huggingface_incompatibility(config: ModelConfig) -> str | None:
-    """Why no class of transformers computes what `config` does; None where one does."""
+    """Why no class of transformers can express `config`; None if one can."""
     if config.num_classes == 1:
         return "it takes a single output for yes or no, not for a class"
-    alone = unsupported_setting(config)
+    setting = unsupported_setting(config)
     if config.stem == "conv":
-        return None  # of a class that we register
-    if alone is not None:
-        return f"none has {alone}"
+        return None  # written as our registered class
+    if setting is not None:
+        return f"none has {setting}"
     target = nearest_class(config)
     mismatches = target.mismatches(traits_of(config))
     if not mismatches:
@@ -160,13 +157,13 @@ def huggingface_incompatibility(config: ModelConfig) -> str | None:
 
 
 def nearest_class(config: ModelConfig) -> TransformersClass:
-    """The class of transformers that `config` is, or else the one that it is nearest to."""
+    """The class of transformers with the fewest mismatches, the first with none if there is one."""
     traits = traits_of(config)
     return min(TRANSFORMERS_CLASSES, key=lambda target: len(target.mismatches(traits)))
 
 
 def traits_of(config: ModelConfig) -> Traits:
-    """What decides which class can be this network."""
+    """Traits of our network that decide which class can express it."""
     table = {"rotary": f"rotary ({config.rotary_grid})", "learned_rotary": "learned and rotary"}
     table["relative"] = "relative"
     same = ("norm", "norm_order", "qk_norm", "norm_pre", "class_token", "feedforward")
@@ -187,7 +184,7 @@ def _all_placed(config: ModelConfig) -> bool:
 
 
 def mlp_ratio(config: ModelConfig) -> int | None:
-    """The whole number by which DINOv2 makes the feed-forward part this wide, if there is one."""
+    """Integer `mlp_ratio` of DINOv2 for this hidden dimension; None if there is none."""
     for ratio in range(1, MAX_MLP_RATIO + 1):
         width = config.dim * ratio
         if config.feedforward_dim == (
@@ -198,7 +195,7 @@ def mlp_ratio(config: ModelConfig) -> int | None:
 
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-"""Theirs by ours; the others have the same names."""
+"""Our activation names to transformers'; the others are the same."""
 
 
 def write_huggingface(
@@ -209,25 +206,26 @@ def write_huggingface(
     *,
     multilabel: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], State]:
-    """Our network as one of transformers.
+    """Convert our network to a model of transformers.
 
     Args:
-        state: Our tensors.
-        config: The network they fit.
-        classes: Names by output; None without a head.
-        preprocessing: How images are prepared for it.
-        several: Whether an image may have several classes.
+        state: Tensors by our names.
+        config: Settings that match `state`.
+        classes: Class names by output; None without a head.
+        preprocessing: Image preprocessing.
+        multilabel: Whether an image may have several classes.
 
     Returns:
         Contents of config.json and of preprocessor_config.json, and the tensors of
         model.safetensors.
 
     Raises:
-        WeightsError: No class of transformers computes the same, or the arguments do not fit.
+        WeightsError: No class of transformers can express it, or the arguments do not match.
     """
-    refusal = huggingface_incompatibility(config)
-    if refusal is not None:
-        raise WeightsError(f"transformers cannot express this network: {refusal}{remedy(refusal)}")
+    reason = huggingface_incompatibility(config)
+    if reason is not None:
+        remedy = incompatibility_remedy(reason)
+        raise WeightsError(f"transformers cannot express this network: {reason}{remedy}")
     if len(classes or ()) != config.num_classes:
         raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
     processor = write_processor(preprocessing, config.image_size)
@@ -281,7 +279,7 @@ def _config(
         encoder |= {f"{name}_bias": config.proj_bias for name in ("proj", "mlp")}
         encoder |= {"rope_theta": config.rotary_temperature, "use_gated_mlp": gated}
         encoder |= {"hidden_act": "silu"} if gated else {}
-        encoder |= {"pos_embed_rescale": None}  # a change of training, which ours has not
+        encoder |= {"pos_embed_rescale": None}  # training augmentation that ours lacks
     if target.model_type.startswith("siglip"):
         encoder |= {"vision_use_head": config.pooling == "attention"}
     with_text = target.model_type in ("clip", "siglip")
@@ -298,7 +296,7 @@ def _config(
 
 
 def _tensors(state: State, config: ModelConfig, target: TransformersClass) -> State:
-    """The tensors of their class, by the names of its files."""
+    """Tensors of the class, by the names of its files."""
     family = target.model_type
     names = tensor_names(family, gated=config.feedforward == "swiglu")
     ours = {**state, **_biases(state, family), **_scales(config, family)}
@@ -308,23 +306,23 @@ def _tensors(state: State, config: ModelConfig, target: TransformersClass) -> St
     if target.architecture == "CLIPForImageClassification":
         ours |= {"norm.weight": torch.ones(config.dim), "norm.bias": torch.zeros(config.dim)}
     packed = _packed(ours, config, names, family)
-    if family == "beit":  # has no bias of keys, which adds the same to all scores of a query
+    if family == "beit":  # no key bias: softmax is invariant to it
         packed = {name: part for name, part in packed.items() if not name.endswith(".key.bias")}
     theirs = names.write(packed, target.architecture)
     if family.startswith(("beit", "dinov2")) and not config.num_classes:
         theirs = {name.removeprefix(names.prefix): tensor for name, tensor in theirs.items()}
-    if family.startswith("dino"):  # unused, but these classes have them
+    if family.startswith("dino"):  # unused parameters of these classes
         prefix = names.prefix if config.num_classes else ""
         one = (1, config.dim) if family.startswith("dinov2") else (1, 1, config.dim)
         theirs[f"{prefix}embeddings.mask_token"] = torch.zeros(one)
     if family == "dinov3_vit":
         theirs.setdefault("embeddings.register_tokens", torch.zeros(1, 0, config.dim))
-    # safetensors wants tensors that share no memory
+    # safetensors requires tensors that share no memory
     return {name: tensor.contiguous().clone() for name, tensor in theirs.items()}
 
 
 def _biases(state: State, family: str) -> State:
-    """Zeros for the biases that their class always has."""
+    """Zeros for biases that the class always has and `state` lacks."""
     always = [] if family == "dinov3_vit" else [r"attn\.proj", r"mlp\.fc\w+"]
     always += [r"attn\.qkv"] if family.startswith(("beit", "clip", "siglip")) else []
     pattern = rf"(blocks\.\d+\.({'|'.join(always)})\.)weight" if always else r"(?!)"
@@ -340,7 +338,7 @@ def _biases(state: State, family: str) -> State:
 
 
 def _scales(config: ModelConfig, family: str) -> State:
-    """Ones for the layer scales of DINO's classes."""
+    """Layer scales of one for DINO's classes, if our network has none."""
     if config.layer_scale or not family.startswith("dino"):
         return {}
     names = [f"blocks.{index}.ls{part}.gamma" for index in range(config.depth) for part in (1, 2)]
@@ -348,7 +346,7 @@ def _scales(config: ModelConfig, family: str) -> State:
 
 
 def _positions(state: State, config: ModelConfig, family: str) -> State:
-    """A row in the table for each token that has one there; registers of DINOv2 have none."""
+    """Position table with a row per prefix token of the class; DINOv2's registers have none."""
     if family == "dinov3_vit" or config.position == "relative":
         return {}
     rows, cols = config.grid
@@ -364,19 +362,19 @@ def _positions(state: State, config: ModelConfig, family: str) -> State:
 
 
 def _pad_head(head: Tensor, config: ModelConfig) -> Tensor:
-    """DINOv2's head reads class token and mean: zeros for the one that ours does not read."""
-    nothing = torch.zeros_like(head)
-    halves = {"class_token": (head, nothing), "mean": (nothing, head)}.get(config.pooling, (head,))
+    """Pad the head with zeros to DINOv2's input, the class token and the mean of the patches."""
+    zeros = torch.zeros_like(head)
+    halves = {"class_token": (head, zeros), "mean": (zeros, head)}.get(config.pooling, (head,))
     return torch.cat(halves, dim=1)
 
 
 def _packed(state: State, config: ModelConfig, names: TensorNames, family: str) -> State:
-    """Tensors in the shapes of transformers: the inverse of what reading does."""
+    """Reshape tensors for transformers: the inverse of reading."""
     packed: State = {}
     for name, tensor in state.items():
         start, qkv, end = name.rpartition(".qkv.")
         if qkv:
-            parts = zip(names.words, tensor.chunk(3), strict=True)
+            parts = zip(names.qkv, tensor.chunk(3), strict=True)
             packed |= {f"{start}.{word}.{end}": part for word, part in parts}
         else:
             packed[name] = tensor

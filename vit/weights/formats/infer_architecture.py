@@ -1,7 +1,7 @@
-"""Settings of a network from nothing but its tensors, under timm's names.
+"""Infers ModelConfig from a state dict with timm's names.
 
-Shapes tell the sizes, names the parts. What neither tells (heads, epsilon, activation) is what
-almost every such network has, and is said; where two networks fit alike, a name must settle it.
+Sizes follow from shapes and parts from names. Number of heads, epsilon and activation are assumed
+to be the usual ones, with a note; if several networks fit, WeightsError asks for model=NAME.
 """
 
 import re
@@ -19,11 +19,11 @@ from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, bias_
 REMEDY = "say which network it is: model=NAME, one of timm's"
 HEAD_DIM = 64
 USUAL_SIDE = 224
-OPENAI = "input_resolution"  # a number that only OpenAI's own files of CLIP hold
+OPENAI = "input_resolution"  # a number that only OpenAI's own CLIP files contain
 
 
 def is_vision_transformer(state: Mapping[str, Tensor]) -> bool:
-    """Whether `state` has the parts of a Vision Transformer under timm's names."""
+    """Whether `state` has the parameters of a Vision Transformer under timm's names."""
     parts = ("norm1", "attn.proj", "norm2", "mlp.fc2")
     return {PATCH_WEIGHT, *(f"blocks.0.{part}.weight" for part in parts)} <= state.keys()
 
@@ -31,14 +31,14 @@ def is_vision_transformer(state: Mapping[str, Tensor]) -> bool:
 def infer_config(
     state: Mapping[str, Tensor], original: Collection[str] = ()
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Settings that fit `state`, and what was assumed.
+    """Infer the settings of `state`, with notes on the assumptions.
 
     Args:
-        state: By timm's names, still with a convolution for patches.
-        original: All names that the source had, before any was left out.
+        state: Tensors by timm's names, the patch projection as a convolution.
+        original: All names in the source, before any was dropped.
 
     Raises:
-        WeightsError: It is no Vision Transformer, or several networks fit.
+        WeightsError: It is not a Vision Transformer, or several networks fit.
     """
     if not is_vision_transformer(state):
         raise WeightsError("these are not a Vision Transformer's weights in timm's names")
@@ -143,12 +143,12 @@ def _position(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str
 
 
 def _bias_table(state: Mapping[str, Tensor]) -> str | None:
-    """The first table of relative positions."""
+    """Name of the first relative position bias table."""
     return next((name for name in sorted(state) if name.endswith(BIAS_TABLE)), None)
 
 
 def _rotary_temperature(periods: Tensor) -> dict[str, Any]:
-    """DINOv3 keeps its periods, temperature^(j / waves), rounded to eight bits."""
+    """Recover the temperature from DINOv3's periods, temperature^(j / n) in bfloat16."""
     waves = len(periods)
     if waves < 2:
         raise WeightsError(f"{PERIODS} has a single wave; {REMEDY}")
@@ -183,7 +183,7 @@ def _heads(
 def _rest(
     state: Mapping[str, Tensor], settings: dict[str, Any], openai: bool, notes: list[str]
 ) -> dict[str, Any]:
-    """What no tensor tells."""
+    """Settings that do not follow from tensors."""
     clip_or_dino = settings["norm_pre"] or settings.get("position") == "rotary"
     rest = {
         "norm_eps": 1e-5 if clip_or_dino else 1e-6,

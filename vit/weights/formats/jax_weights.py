@@ -1,4 +1,4 @@
-"""Weights as the JAX code of the Vision Transformer's authors publishes them, in .npz files.
+"""Reads .npz weights of the original JAX code of the Vision Transformer.
 
 The first code (github.com/google-research/vision_transformer) and its successor
 (github.com/google-research/big_vision) name and order some parts differently.
@@ -23,7 +23,7 @@ from vit.weights.formats.state_dict_names import (
     State,
     check_fit,
     flatten_patches,
-    some,
+    list_names,
 )
 from vit.weights.pretrained import Pretrained
 
@@ -33,19 +33,19 @@ Arrays = dict[str, Array]
 PREFIXES = ("opt/target/", "params/img/", "params/", "")
 KERNEL = "embedding/kernel"
 POSITION_TABLE = "Transformer/posembed_input/pos_embedding"
-# What arrays of odd shapes end in.
+# Errors caused by malformed arrays.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError)
 NOTE = "activation=gelu, as timm runs these weights; the JAX code approximates it by gelu_tanh"
 
 
 @dataclass(frozen=True)
 class BlockNames:
-    """What the parts of a block are called.
+    """Indices in the module names of a block.
 
     Args:
-        attention: Number of its attention.
-        norm2: Number of its second norm.
-        mlp: Number of its feed-forward part.
+        attention: Index of the attention.
+        norm2: Index of the second norm.
+        mlp: Index of the MLP.
     """
 
     attention: int
@@ -58,14 +58,14 @@ BIG_VISION = BlockNames(attention=0, norm2=1, mlp=0)
 
 
 def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
-    """Weights of a Vision Transformer from the arrays of an .npz file.
+    """Convert the arrays of an .npz file.
 
     Args:
-        arrays: By name, as numpy reads them.
-        where: What they come from, for errors.
+        arrays: Arrays by name, as numpy reads them.
+        where: Source of the arrays, for error messages.
 
     Raises:
-        WeightsError: These are not a Vision Transformer's, or one that this network cannot be.
+        WeightsError: They are not a Vision Transformer that this network can express.
     """
     try:
         config, state, notes = _read(arrays)
@@ -91,22 +91,22 @@ def _read(arrays: Mapping[str, Array]) -> tuple[ModelConfig, State, tuple[str, .
         raise WeightsError(f"{KERNEL} is missing: these are not a Vision Transformer's in JAX")
     inside = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
     others = [name for name in arrays if not name.startswith(prefix)]
-    notes = [f"left out: {some(others)} (not of the network for images)"] if others else []
+    notes = [f"left out: {list_names(others)} (not of the network for images)"] if others else []
     old = [name for name in inside if name.startswith("pre_logits/")]
     if old:
         old += [name for name in inside if name.startswith("head/")]
-        notes.append(f"left out: {some(old, most=4)} (a head of two layers)")
+        notes.append(f"left out: {list_names(old, limit=4)} (a head of two layers)")
     left = _unstacked({name: array for name, array in inside.items() if name not in old})
     depth = len({m[1] for n in left if (m := re.match(r"Transformer/encoderblock_(\d+)/", n))})
     state, heads, placed = _tensors(left, depth)
     if left:
-        raise WeightsError(f"there is no place for {some(left)}")
+        raise WeightsError(f"there is no place for {list_names(left)}")
     config = _config(state, depth=depth, heads=heads, placed=placed)
     return config, flatten_patches(state), tuple(notes)
 
 
 def _unstacked(arrays: Arrays) -> Arrays:
-    """Arrays of single blocks, where those of all blocks lie in one, by depth."""
+    """Split arrays that are stacked over all blocks."""
     single: Arrays = {}
     for name, array in arrays.items():
         start, _, rest = name.partition("Transformer/encoderblock/")
@@ -119,7 +119,7 @@ def _unstacked(arrays: Arrays) -> Arrays:
 
 
 def _tensors(left: Arrays, depth: int) -> tuple[State, int, int]:
-    """Tensors by our names, heads, and tokens with a place beside patches; empties `left`."""
+    """Return tensors by our names, number of heads and of prefix positions; consumes `left`."""
     kernel = _take(left, KERNEL, axes=4)
     if kernel.shape[0] != kernel.shape[1]:
         raise WeightsError(f"{KERNEL} {tuple(kernel.shape)} has no square patches")
@@ -142,7 +142,7 @@ def _tensors(left: Arrays, depth: int) -> tuple[State, int, int]:
 
 
 def _block(left: Arrays, state: State, number: int, names: BlockNames) -> int:
-    """Read one block; the number of its heads."""
+    """Convert one block, and return its number of heads."""
     theirs, ours = f"Transformer/encoderblock_{number}", f"blocks.{number}"
     attention = f"{theirs}/MultiHeadDotProductAttention_{names.attention}"
     _norm(left, state, f"{theirs}/LayerNorm_0", f"{ours}.norm1")
@@ -168,13 +168,13 @@ def _pool(left: Arrays, state: State) -> None:
 
 
 def _heads_in(left: Arrays, theirs: str) -> tuple[Tensor, Tensor, int]:
-    """Weight, bias and heads of a kernel (dim, heads, head_dim)."""
+    """Weight, bias and number of heads of an input projection (dim, heads, head_dim)."""
     kernel = _take(left, f"{theirs}/kernel", axes=3)
     return kernel.flatten(1).T, _take(left, f"{theirs}/bias").flatten(), kernel.shape[1]
 
 
 def _heads_out(left: Arrays, state: State, theirs: str, ours: str) -> None:
-    """A kernel (heads, head_dim, dim)."""
+    """Convert an output projection (heads, head_dim, dim)."""
     state[f"{ours}.weight"] = _take(left, f"{theirs}/kernel", axes=3).flatten(0, 1).T
     state[f"{ours}.bias"] = _take(left, f"{theirs}/bias")
 
@@ -185,7 +185,7 @@ def _mlp(left: Arrays, state: State, theirs: str, ours: str) -> None:
 
 
 def _dense(left: Arrays, state: State, theirs: str, ours: str) -> None:
-    # heads of some fine-tuned networks are convolutions of one pixel
+    # the head of some fine-tuned networks is a 1x1 convolution
     kernel = _take(left, f"{theirs}/kernel")
     state[f"{ours}.weight"] = kernel.flatten(0, -2).T
     state[f"{ours}.bias"] = _take(left, f"{theirs}/bias")
@@ -197,7 +197,7 @@ def _norm(left: Arrays, state: State, theirs: str, ours: str) -> None:
 
 
 def _take(left: Arrays, name: str, axes: int | None = None) -> Tensor:
-    """Remove an array from `left`; float32."""
+    """Remove an array from `left`, and return it as float32."""
     if name not in left:
         raise WeightsError(f"{name} is missing")
     array = left.pop(name)

@@ -1,4 +1,4 @@
-"""Weights as their makers published them, under timm's names.
+"""Renames checkpoints of the original repositories to timm's names.
 
 DINOv2 (github.com/facebookresearch/dinov2), DINOv3 (.../dinov3), DeiT III (.../deit), MAE
 (.../mae), EVA (github.com/baaivision/EVA), CLIP (github.com/openai/CLIP) and OpenCLIP
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from vit.errors import WeightsError
-from vit.weights.formats.state_dict_names import some
+from vit.weights.formats.state_dict_names import list_names
 
 State = dict[str, Tensor]
 
-# What a wrapper puts before every name: DistributedDataParallel, torch.compile, Lightning.
+# Prefixes of DistributedDataParallel, torch.compile and Lightning.
 WRAPPERS = ("module.", "_orig_mod.", "model.")
-# Where an image-and-text model keeps a network of timm, or of CLIP.
+# Prefixes of the image tower in an image-text model.
 TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.")
-# Parts of pre-training that no classifier has.
+# Parts that are only used in pre-training.
 LEFT_OUT = {
     "mask_token": "the mask token of pre-training",
     "decoder_": "the decoder of pre-training",
@@ -28,7 +28,7 @@ LEFT_OUT = {
     "projectors.": "projections of pre-training",
     "rope.": "tables of rotary positions, which are computed",
 }
-INDEX = "relative_position_index"  # of a table of relative positions, in each block
+INDEX = "relative_position_index"  # index buffer of a relative position bias
 SIMPLE = (
     (r"(blocks\.\d+)\.gamma_([12])", r"\1.ls\2.gamma"),
     (r"(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),
@@ -56,10 +56,10 @@ PERIODS = "rope_embed.periods"
 
 
 def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
-    """`state` under the names of timm's VisionTransformer, and what was left out, as notes.
+    """Rename `state` to the names of timm's VisionTransformer; also return notes on dropped parts.
 
     Raises:
-        WeightsError: Two tensors get the same name, or a part cannot be left out.
+        WeightsError: Two tensors get the same name, or a mask is not one of zeros and ones.
     """
     notes: list[str] = []
     plain = _image_tower(_strip_wrappers(state), notes)
@@ -67,11 +67,11 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
         if names:
-            notes.append(f"left out: {some(names)} ({meaning})")
+            notes.append(f"left out: {list_names(names)} ({meaning})")
             plain = {name: tensor for name, tensor in plain.items() if name not in names}
     indices = [name for name in plain if name.endswith(INDEX)]
     if indices:
-        notes.append(f"left out: {some(indices)} (they follow from the grid)")
+        notes.append(f"left out: {list_names(indices)} (they follow from the grid)")
         plain = {name: tensor for name, tensor in plain.items() if name not in indices}
     plain = _apply_bias_masks(_drop_two_layer_head(plain, notes))
     renamed: State = {}
@@ -100,13 +100,13 @@ def _strip_wrappers(state: Mapping[str, Tensor]) -> State:
 
 
 def _image_tower(state: State, notes: list[str]) -> State:
-    """Of a model of images and texts, the tower of images."""
+    """Select the image tower of an image-text model."""
     for start in TRUNKS:
         inside = {name: t for name, t in state.items() if name.startswith(start)}
         if inside:
             others = [name for name in state if name not in inside]
             if others:
-                notes.append(f"left out: {some(others)} (not of the tower of images)")
+                notes.append(f"left out: {list_names(others)} (not of the tower of images)")
             return {name.removeprefix(start): tensor for name, tensor in inside.items()}
     return state
 
@@ -122,17 +122,17 @@ def _from_clip(state: State, notes: list[str]) -> State:
 
 
 def _drop_two_layer_head(state: State, notes: list[str]) -> State:
-    """Without the layer before the head that the first ViT of ImageNet-21k had."""
+    """Drop the two-layer head (pre_logits) of the first ViT on ImageNet-21k."""
     old = [name for name in state if name.startswith("pre_logits.")]
     if not old:
         return state
     old += [name for name in state if name.startswith("head.")]
-    notes.append(f"left out: {some(old, most=4)} (a head of two layers)")
+    notes.append(f"left out: {list_names(old, limit=4)} (a head of two layers)")
     return {name: tensor for name, tensor in state.items() if name not in old}
 
 
 def _apply_bias_masks(state: State) -> State:
-    """DINOv3 multiplies the biases of queries, keys and values by a mask of ones and zeros."""
+    """Multiply the qkv biases of DINOv3 by their masks of ones and zeros."""
     masked = dict(state)
     for name in [name for name in state if name.endswith(".bias_mask")]:
         bias, mask = name.removesuffix("_mask"), masked.pop(name)
@@ -143,7 +143,7 @@ def _apply_bias_masks(state: State) -> State:
 
 
 def _fold_class_position(state: State) -> State:
-    """DINOv2 gives the class token a position but its registers none; timm adds it in advance."""
+    """Add the position of the class token to the token itself, as timm does beside registers."""
     if "register_tokens" not in state:
         return state
     placed = dict(state)

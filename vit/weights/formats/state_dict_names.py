@@ -1,7 +1,7 @@
-"""The same network under other names: state dicts of timm, Hugging Face and torchvision.
+"""Renaming and reshaping of state dicts, shared by the readers of all libraries.
 
-Pure functions from one state dict to another. Ours has timm's names; only the patch projection
-differs, which is a matrix here and a convolution everywhere else.
+Pure functions from one state dict to another. Our parameter names are timm's; only the patch
+projection differs, which is a matrix here and a convolution everywhere else.
 """
 
 import re
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from vit.errors import WeightsError, printable
 from vit.model.relative_position_bias import PREFIX_ROWS
+from vit.text import join_names
 
 State = dict[str, Tensor]
 Table = tuple[tuple[str, str], ...]
 
 PATCH_WEIGHT = "patch_embed.proj.weight"
-STEM = ("patch_embed.convs.", "patch_embed.norms.")  # what a convolutional stem alone has
+STEM = ("patch_embed.convs.", "patch_embed.norms.")  # parameters of a convolutional stem
 
 BIAS_TABLE = "relative_position_bias_table"
-SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of one that all blocks have
+SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of a table shared by all blocks
 
-# What the words in braces of a table match: {b} is the number of a block, {p} weight or bias.
+# Placeholders of a rename table: {b} is the index of a block, {p} weight or bias.
 PLACEHOLDERS = {
     "{p}": r"(?P<p>weight|bias)",
     "{b}": r"(?P<b>\d+)",
@@ -34,9 +35,7 @@ PLACEHOLDERS = {
 
 
 def flatten_patches(state: Mapping[str, Tensor]) -> State:
-    """`state` with its patch projection as a matrix instead of a convolution.
-
-    The convolutions of a stem stay as they are.
+    """Convert the patch projection from a convolution to a matrix; a stem is kept unchanged.
 
     Raises:
         WeightsError: There is no patch projection.
@@ -50,10 +49,10 @@ def flatten_patches(state: Mapping[str, Tensor]) -> State:
 
 
 def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
-    """`state` under our names.
+    """Rename the tensors of `state` by `table`.
 
     Raises:
-        WeightsError: No line of `table` has a tensor's name, or two tensors get the same one.
+        WeightsError: A name matches no row of `table`, or two tensors get the same name.
     """
     patterns = [(_compile(theirs), ours) for theirs, ours in table]
     renamed: State = {}
@@ -69,7 +68,7 @@ def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
             raise WeightsError(f"{printable(name)} is a second tensor for {ours}")
         renamed[ours] = tensor
     if unknown:
-        raise WeightsError(f"{source} has no {some(unknown)}")
+        raise WeightsError(f"{source} has no {list_names(unknown)}")
     return renamed
 
 
@@ -81,10 +80,10 @@ def _compile(theirs: str) -> re.Pattern[str]:
 
 
 def fuse_qkv(state: Mapping[str, Tensor]) -> State:
-    """Stack each block's separate query, key and value into one `qkv`.
+    """Concatenate the separate query, key and value of each block to one `qkv`.
 
     Raises:
-        WeightsError: One of the three is missing, or of another shape.
+        WeightsError: One of the three is missing, or has another shape.
     """
     fused = dict(state)
     for name in state:
@@ -108,9 +107,9 @@ def _either(state: Mapping[str, Tensor], prefix: str, suffix: str, word: str) ->
 
 
 def expand_shared_bias(state: Mapping[str, Tensor]) -> State:
-    """A table of relative positions for each block, where there is one for all of them.
+    """Copy a shared relative position bias table to each block.
 
-    Blocks that have their own too add both to the scores, so their sum does the same.
+    In blocks with their own table both are added to the scores, so their sum is equivalent.
     """
     spread = dict(state)
     shared = spread.pop(SHARED_BIAS, None)
@@ -126,10 +125,10 @@ def expand_shared_bias(state: Mapping[str, Tensor]) -> State:
 
 
 def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
-    """Patches on a side of the square grid whose offsets `table` has a row for.
+    """Side in patches of the square grid that a relative position bias table belongs to.
 
     Raises:
-        WeightsError: There is no such grid.
+        WeightsError: The number of rows fits no square grid.
     """
     count = len(table) - PREFIX_ROWS * prefix
     across = isqrt(max(count, 0))
@@ -140,10 +139,10 @@ def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
 
 
 def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Check that `state` has exactly the tensors of `model`, in their shapes and finite.
+    """Check that `state` has exactly the tensors of `model`, with their shapes and finite values.
 
     Raises:
-        WeightsError: It has not; the message names the first few.
+        WeightsError: With the first few missing, unknown, misshapen or non-finite tensors.
     """
     wanted = model.state_dict()
     shapes = [
@@ -157,7 +156,7 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
         "of another shape": shapes,
         "not finite": [name for name, tensor in state.items() if not _finite(tensor)],
     }
-    found = [f"{what}: {some(names)}" for what, names in faults.items() if names]
+    found = [f"{what}: {list_names(names)}" for what, names in faults.items() if names]
     if found:
         raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
 
@@ -166,27 +165,27 @@ def _finite(tensor: Tensor) -> bool:
     return tensor.is_meta or bool(torch.isfinite(tensor).all())
 
 
-def some(names: Iterable[str], most: int = 3) -> str:
-    """The first few of `names`, and how many more there are."""
-    known = [printable(name) for name in names]
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(known[:most]) + more
+def list_names(names: Iterable[str], limit: int = 3) -> str:
+    """`join_names` of printable names."""
+    return join_names(map(printable, names), limit)
 
 
 def deduplicate_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`names` without repetitions, and a line for the user where there were any.
+    """Append the output index to duplicate class names, with a note for the user if there are any.
 
-    ImageNet has two cranes, a bird and a machine: the number of the output tells them apart.
+    ImageNet has two classes named crane, the bird and the machine.
     """
     counts = Counter(names)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if not twice:
         return tuple(names), ()
-    apart = []
+    unique = []
     for index, name in enumerate(names):
-        told = name
-        while counts[told] > 1:
-            told = f"{told} ({index})"
-        counts[told] += told != name
-        apart.append(told)
-    return tuple(apart), (f"several classes have one name, so numbers were added: {some(twice)}",)
+        candidate = name
+        while counts[candidate] > 1:
+            candidate = f"{candidate} ({index})"
+        counts[candidate] += candidate != name
+        unique.append(candidate)
+    return tuple(unique), (
+        f"several classes have one name, so numbers were added: {list_names(twice)}",
+    )

@@ -1,4 +1,8 @@
-"""x"""
+"""config.json of a run folder in timm's schema, so that timm opens the folder as `local-dir:`.
+
+A network that timm cannot build names an architecture unknown to timm, so that it cannot open as
+another one. Our own section of the file is the key "vit", which timm ignores.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,8 +13,8 @@ from vit.config import ModelConfig
 from vit.config.presets import PRESETS
 from vit.data.preprocessing import Preprocessing
 
-# Settings that JSON cannot hold, classes and epsilons among them, come from an architecture that
-# has them; all others are arguments. By norm, epsilon and feed-forward part:
+# Arguments that JSON cannot express (classes, epsilons) come from the base architecture; all others
+# are in model_args. By norm, epsilon and MLP:
 PLAIN: dict[tuple[str, float, str], str] = {
     ("layernorm", 1e-6, "mlp"): "vit_tiny_patch16_224",
     ("rmsnorm", 1e-6, "mlp"): "vit_tiny_patch16_224",
@@ -21,12 +25,12 @@ PLAIN: dict[tuple[str, float, str], str] = {
     ("layernorm", 1e-6, "swiglu_packed"): "vit_giant_patch14_dinov2",
     ("rmsnorm", 1e-6, "swiglu_packed"): "vit_giant_patch14_dinov2",
 }
-# timm's Eva takes no norm by name.
+# timm's Eva has no argument for the norm.
 ROTARY: dict[tuple[str, float], str] = {
     ("layernorm", 1e-6): "eva_giant_patch14_224",
     ("layernorm", 1e-5): "vit_pe_spatial_base_patch16_512",
 }
-# timm's network with relative positions, and what it can be.
+# timm's network with relative position bias, and the settings it supports.
 RELATIVE = "vit_relpos_base_patch16_224"
 RELATIVE_NEEDS: dict[str, tuple[object, ...]] = {
     "norm": ("layernorm",),
@@ -40,10 +44,10 @@ RELATIVE_NEEDS: dict[str, tuple[object, ...]] = {
     "final_norm": ("tokens", "pooled"),
 }
 NAMED_EPSILON = 1e-6
-"""That of a norm which timm knows by name."""
+"""Epsilon of timm's norms when chosen by name."""
 UNKNOWN_ARCHITECTURE = "vit_toolkit"
 CONV_STEM = "vit_conv_stem"
-"""What vit registers with timm."""
+"""Architecture that vit registers with timm."""
 
 POOLINGS = {
     "class_token": "token",
@@ -55,7 +59,7 @@ POOLINGS = {
 CROP_MODES = {"crop": "center", "squash": "squash"}
 GRIDS = {"index": "cat", "centred": "dinov3"}
 
-# What timm cannot build, and why. Tables of positions are weights like any other, also sinusoids.
+# Settings that timm cannot build. Sinusoidal tables are no obstacle: they are stored as weights.
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
     ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
@@ -63,7 +67,7 @@ REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
         "patch_bias={c.patch_bias} with norm_pre={c.norm_pre}",
         lambda c: c.stem == "linear" and c.patch_bias == c.norm_pre,
     ),
-    # timm's Eva takes no other patch embedding than its own
+    # timm's Eva has no argument for the patch embedding
     ("stem=conv with position={c.position}", lambda c: c.stem == "conv" and c.is_rotary),
     (
         "prefix_positions={c.prefix_positions} with registers={c.registers}",
@@ -100,7 +104,7 @@ REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
 def timm_config(
     config: ModelConfig, classes: Sequence[str], preprocessing: Preprocessing
 ) -> dict[str, Any]:
-    """timm's part of config.json, as plain values."""
+    """timm's part of config.json, without our section."""
     return {
         "architecture": architecture(config),
         "num_classes": len(classes),
@@ -125,13 +129,13 @@ def timm_config(
 
 
 def timm_incompatibility(config: ModelConfig) -> str | None:
-    """The settings of which timm has no network; None where it has one."""
+    """The first settings that no network of timm supports; None if timm can build `config`."""
     found = (text.format(c=config) for text, impossible in REFUSALS if impossible(config))
     return unsupported_setting(config) or _unfit_for_relative(config) or next(found, None)
 
 
 def _unfit_for_relative(config: ModelConfig) -> str | None:
-    """The first setting that timm's networks with relative positions do not have."""
+    """The first setting that timm's network with relative position bias does not support."""
     if config.position != "relative":
         return None
     values = {**vars(config), "final_norm": config.last_norm}
@@ -140,9 +144,9 @@ def _unfit_for_relative(config: ModelConfig) -> str | None:
 
 
 def architecture(config: ModelConfig) -> str:
-    """A model of timm that `model_args` turns into this one, or a name timm does not know.
+    """timm architecture from which `model_args` builds `config`; an unknown name if there is none.
 
-    That of a convolutional stem is known to timm once vit is imported.
+    vit_conv_stem is registered with timm when vit is imported.
     """
     if timm_incompatibility(config) is not None:
         return UNKNOWN_ARCHITECTURE
@@ -150,7 +154,7 @@ def architecture(config: ModelConfig) -> str:
 
 
 def _base(config: ModelConfig) -> str:
-    """The architecture of timm's own."""
+    """Base architecture in timm itself."""
     if config.position == "relative":
         return RELATIVE
     if config.is_rotary:
@@ -164,7 +168,7 @@ def _base(config: ModelConfig) -> str:
 
 
 def model_args(config: ModelConfig) -> dict[str, Any]:
-    """All arguments of timm's network, whatever the architecture's are."""
+    """All arguments of timm's network, including those equal to the architecture's defaults."""
     last = config.last_norm
     packed = 2 if config.feedforward == "swiglu_packed" else 1
     shared = {
@@ -187,7 +191,7 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
     if config.is_rotary:
         return {**shared, **_eva_args(config, last)}
     gated = config.feedforward.startswith("swiglu")
-    # timm gives a norm by name its usual epsilon; another one is the architecture's.
+    # a norm chosen by name has epsilon 1e-6; another epsilon comes from the architecture
     norm = {"norm_layer": config.norm} if config.norm_eps == NAMED_EPSILON else {}
     return {
         **shared,
@@ -226,8 +230,8 @@ def _relative_args(config: ModelConfig, last: str) -> dict[str, Any]:
 
 
 def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
-    # Without a reference, places are not scaled. An architecture that has one takes the size of
-    # the images, which timm does not change, and to which it then scales by one.
+    # Without a reference grid, positions are not scaled. For an architecture that has one we pass
+    # the grid of the images, which scales by one.
     reference = config.rotary_reference or config.grid[0]
     scaled = config.rotary_reference is not None or config.norm_eps != NAMED_EPSILON
     scale = {"init_values": config.layer_scale} if config.layer_scale else {}
@@ -237,12 +241,12 @@ def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
         **scale,
         **({"ref_feat_shape": [reference] * 2} if scaled else {}),
         **(pool if config.pooling == "attention" else {}),
-        "attn_type": "rope",  # the one with a bias for keys
+        "attn_type": "rope",  # this one has key biases
         "qkv_fused": True,
         "scale_mlp": False,
         "scale_attn_inner": False,
         "swiglu_mlp": config.feedforward == "swiglu",
-        "swiglu_align_to": int(config.feedforward == "swiglu"),  # gate and value apart
+        "swiglu_align_to": int(config.feedforward == "swiglu"),  # separate gate and value
         "num_reg_tokens": config.registers,
         "use_abs_pos_emb": _has_table(config),
         "use_rot_pos_emb": True,
@@ -259,7 +263,7 @@ def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
 
 
 def first_convolution(config: ModelConfig) -> str:
-    """Name of the module that reads the pixels."""
+    """Name of the first convolution, whose input channels are those of the images."""
     inner = config.stem == "conv" and config.stem_depth > 1
     return "patch_embed.convs.0" if inner else "patch_embed.proj"
 
@@ -269,7 +273,7 @@ def _has_table(config: ModelConfig) -> bool:
 
 
 def mlp_ratio(dim: int, hidden_dim: int) -> float:
-    """The ratio of which timm's `int(dim * ratio)` is exactly `hidden_dim`."""
+    """Smallest float ratio for which timm's `int(dim * ratio)` equals `hidden_dim`."""
     ratio = hidden_dim / dim
     while int(dim * ratio) < hidden_dim:
         ratio = math.nextafter(ratio, math.inf)
@@ -281,7 +285,7 @@ UNSUPPORTED_SETTINGS = ("parallel_blocks", "repeat_blocks", "num_kv_heads", "mer
 
 
 def unsupported_setting(config: ModelConfig) -> str | None:
-    """The first setting that only our network knows, with its value; None where there is none."""
+    """The first setting, with its value, that neither timm nor transformers has; None if none."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
     if config.feedforward == "moe":
         return "feedforward=moe"
@@ -289,6 +293,6 @@ def unsupported_setting(config: ModelConfig) -> str | None:
     return next((f"{name}={getattr(config, name)}" for name in changed), None)
 
 
-def remedy(refusal: str) -> str:
-    """What can be done about a `refusal` to convert, to be put behind it; often nothing."""
-    return REMEDY if "merge_tokens=" in refusal else ""
+def incompatibility_remedy(incompatibility: str) -> str:
+    """Suffix for the error message of an `incompatibility`; often empty."""
+    return REMEDY if "merge_tokens=" in incompatibility else ""

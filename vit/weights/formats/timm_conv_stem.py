@@ -1,6 +1,6 @@
-"""timm's VisionTransformer with our convolutional stem as its `embed_layer`: `vit_conv_stem`.
+"""Registers `vit_conv_stem` with timm: its VisionTransformer with our convolutional stem.
 
-`vit/weights/library_registration.py` imports this as soon as timm is imported beside vit.
+`vit/weights/library_registration.py` imports this module when timm is imported.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ class TimmConvStem(ConvStem):
         patch_size: Side of a patch, in pixels.
         in_chans: Channels of an image.
         embed_dim: Width of a token.
-        bias: Ignored, as there is none: each convolution is followed by a norm, which has one.
-        strict_img_size: Refuse images of another size.
-        output_fmt: NHWC for a grid of tokens; NLC where left out.
-        dynamic_img_pad: Must be False: images are whole patches.
+        bias: Ignored: each convolution is followed by a norm, which has the bias.
+        strict_img_size: Whether to raise for images of another size.
+        output_fmt: NHWC or NCHW for a grid of tokens; None for a sequence.
+        dynamic_img_pad: Must be False: padding is not supported.
         stem_depth, stem_width, stem_stride, stem_norm: As in ModelConfig.
-        stem_eps: Of norms by layer; its norm_eps.
-        device: Where parameters are made.
-        dtype: Of parameters.
+        stem_eps: norm_eps of the network.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TimmConvStem(ConvStem):
         img_size: int | Sequence[int] | None = None,
         patch_size: int | Sequence[int] | None = None,
     ) -> None:
-        """Take images of another size; patches stay as they are."""
+        """Set the image size; the patch size is fixed."""
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
             raise ValueError(f"a convolutional stem keeps its patches of {self.side} pixels")
         if img_size is not None:
@@ -107,7 +107,7 @@ class TimmConvStem(ConvStem):
             self.num_patches = self.grid_size[0] * self.grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """Pixels on a side of what becomes one token."""
+        """Pixels per token along each axis."""
         return self.side if as_scalar else (self.side, self.side)
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
@@ -131,13 +131,12 @@ class TimmConvStem(ConvStem):
 
 @register_model  # type: ignore[untyped-decorator]
 def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> Any:
-    """A Vision Transformer of timm whose patches are made by 3x3 convolutions (arXiv:2106.14881).
+    """timm's Vision Transformer with a stem of 3x3 convolutions (arXiv:2106.14881).
 
     Args:
-        pretrained: Load the weights of `pretrained_cfg`, which a `local-dir:` has; the name alone
-            has none.
-        kwargs: `base`, the architecture of timm that everything else is of; `stem_depth`,
-            `stem_width`, `stem_stride`, `stem_norm` and `stem_eps` of the stem; the rest is timm's.
+        pretrained: Load the weights of `pretrained_cfg`, which a `local-dir:` has.
+        kwargs: `base`, timm's architecture without the stem; `stem_depth`, `stem_width`,
+            `stem_stride`, `stem_norm` and `stem_eps` of the stem; all others are timm's.
     """
     if pretrained and kwargs.get("pretrained_cfg") is None:
         raise RuntimeError("vit_conv_stem has no weights of its own; give local-dir:FOLDER")

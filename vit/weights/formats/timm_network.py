@@ -1,4 +1,11 @@
-"""x"""
+"""Builds timm's network for an architecture on the meta device, and reads its ModelConfig.
+
+Nothing is downloaded and no values are created. Every module and attribute of timm's network must
+be in KNOWN_ATTRIBUTES; a module that is not, or another attribute that is not None, False or an
+identity, means that our network cannot express it. No architecture is known here by its name.
+
+`reorder_rotary_channels` converts between the channel orders of rotary embeddings.
+"""
 
 import difflib
 import inspect
@@ -14,16 +21,21 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.conv_stem import ConvStem
-from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, bias_table_side, some
+from vit.weights.formats.state_dict_names import (
+    BIAS_TABLE,
+    PATCH_WEIGHT,
+    bias_table_side,
+    list_names,
+)
 
 MODULES = (
     *("vision_transformer", "deit", "eva", "beit"),
     *("vision_transformer_relpos", "timm_conv_stem"),
 )
-"""Files of timm whose networks are read, and ours."""
+"""Modules of timm whose networks can be read, and our plug-in."""
 FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
 STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_stride", "stem_norm", "stem_eps")
-# Arguments that the tensors decide, or that have no place in a file.
+# Arguments that are determined by the tensors, or are ignored.
 DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
 REFUSALS = (TypeError, ValueError, AssertionError, RuntimeError, KeyError, ArithmeticError)
 
@@ -34,16 +46,16 @@ def build_timm_model(
     about: Mapping[str, Any],
     state: Mapping[str, Tensor],
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """timm's network for `state`, the side of its images in pixels, and notes.
+    """Build timm's network for `state`; return it with the image size in pixels and notes.
 
     Args:
-        name: timm's, with or without a tag.
-        model_args: Arguments of the network, as they stand in a file.
+        name: timm model name, with or without a tag.
+        model_args: Arguments of the network in config.json.
         about: timm's `pretrained_cfg`.
         state: Tensors by timm's names.
 
     Raises:
-        WeightsError: timm has no such network, or it cannot be that of `state`.
+        WeightsError: timm has no such network, or it does not match `state`.
     """
     patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
     if patch is None:
@@ -62,7 +74,7 @@ def build_timm_model(
 
 
 def known_pretrained_cfg(name: str) -> dict[str, Any]:
-    """timm's `pretrained_cfg` for a name with a tag; nothing for one without."""
+    """timm's `pretrained_cfg` of a name with a tag; empty for one without."""
     import timm
 
     known = timm.models.get_arch_pretrained_cfgs(name.partition(".")[0])
@@ -84,7 +96,7 @@ def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
         )
     unknown = [key for key in args if key not in _arguments()]
     if unknown:
-        raise WeightsError(f"{printable(name)} (timm) takes no argument {some(unknown)}")
+        raise WeightsError(f"{printable(name)} (timm) takes no argument {list_names(unknown)}")
     try:
         if args.get("depth", 0) > most_blocks:
             raise ValueError(f"depth={args['depth']}, but there are only {most_blocks} tensors")
@@ -105,20 +117,20 @@ def _arguments() -> set[str]:
 
 
 def _image_size(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
-    """Side of the images whose patches are placed, a multiple of the patch, and notes."""
-    side, asked = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
-    whole = asked // side * side
-    placing, patches = _patch_grid(model, name, state)
+    """Image size that the position table belongs to, a multiple of the patch size, and notes."""
+    side, requested = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
+    whole = requested // side * side
+    table, patches = _patch_grid(model, name, state)
     size = patches * side or whole
-    if size == asked:
+    if size == requested:
         return size, ()
     if size == whole:
-        return size, (f"image_size={size}: of {asked} pixels timm reads only whole patches",)
-    return size, (f"image_size={size}, which {placing} is for; {asked} is usual",)
+        return size, (f"image_size={size}: of {requested} pixels timm reads only whole patches",)
+    return size, (f"image_size={size}, which {table} is for; {requested} is usual",)
 
 
 def _patch_grid(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[str, int]:
-    """The tensor that places patches, and how many on a side; 0 where none says it."""
+    """Name of the position table and its side in patches; 0 without a table."""
     tables = {key for key in model.state_dict() if key.endswith(BIAS_TABLE)} & state.keys()
     for key in sorted(tables):
         return key, bias_table_side(key, state[key], prefix=model.num_prefix_tokens > 0)
@@ -140,18 +152,20 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RotaryOrder:
-    """How a network of timm orders the rotated channels of a head.
+    """Channel order of a rotary embedding within a head.
+
+    Ours: channels i and i + head_dim / 2 form a pair, and row angles precede column angles.
 
     Args:
-        interleaved: Pairs are neighbours; otherwise a half apart.
-        columns_first: The angles of columns come before those of rows.
+        interleaved: Whether pairs are adjacent channels; otherwise they are half a head apart.
+        columns_first: Whether column angles precede row angles.
     """
 
     interleaved: bool
     columns_first: bool
 
     def order(self, head_dim: int) -> Tensor:
-        """Their channel for each of ours, (head_dim,)."""
+        """Index of timm's channel for each of ours, (head_dim,)."""
         theirs = torch.arange(head_dim)
         pairs = theirs.view(-1, 2).T if self.interleaved else theirs.view(2, -1)
         by_axis = pairs.reshape(2, 2, -1)
@@ -161,14 +175,14 @@ class RotaryOrder:
 def reorder_rotary_channels(
     state: Mapping[str, Tensor], rotary_order: RotaryOrder, num_heads: int
 ) -> State:
-    """`state`, by our names, with the queries and keys of each head in our order."""
+    """Permute queries and keys of each head to our order; attention scores do not change."""
     ordered = dict(state)
     for name, tensor in state.items():
         if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.(weight|bias)", name):
             parts = tensor.reshape(3, num_heads, -1, *tensor.shape[1:])
             order = rotary_order.order(parts.shape[2]).to(tensor.device)
-            turned = parts[:2].index_select(2, order)
-            ordered[name] = torch.cat([turned, parts[2:]]).flatten(0, 2)
+            permuted = parts[:2].index_select(2, order)
+            ordered[name] = torch.cat([permuted, parts[2:]]).flatten(0, 2)
         elif re.fullmatch(r"blocks\.\d+\.attn\.[qk]_norm\.(weight|bias)", name):
             ordered[name] = tensor[rotary_order.order(len(tensor)).to(tensor.device)]
     return ordered
@@ -189,7 +203,7 @@ BLOCK = "norm1 attn drop_path1 norm2 mlp drop_path2"
 MLP = "fc1 act drop1 fc2 drop2"
 AXES = """dim feat_shape temperature grid_indexing rotate_half grid_offset normalize_coords
     shift_coords jitter_coords rescale_coords aug_active"""
-TABLES: dict[str, str] = {
+KNOWN_ATTRIBUTES: dict[str, str] = {
     "VisionTransformer": f"{VIT} num_reg_tokens has_class_token weight_init_mode fix_init",
     "Eva": f"{VIT} cls_embed rope rope_mixed head_init_scale",
     "Beit": f"{VIT} rel_pos_bias head_init_scale",
@@ -210,7 +224,7 @@ TABLES: dict[str, str] = {
     "TimmConvStem": "channels patch_size side img_size grid_size num_patches flatten output_fmt"
     " strict_img_size stem stem_eps convs norms pools proj",
     "BatchNorm": "eps momentum counts weight bias running_mean running_var",
-    "ChannelLayerNorm": f"{NORM} training",  # of a stem: no norm of tokens
+    "ChannelLayerNorm": f"{NORM} training",  # of a stem, not of tokens
     "MaxPool2d": "kernel_size stride padding dilation return_indices ceil_mode",
     "Attention": f"{ATTENTION} {BIASES} {RELATIVE} num_relative_distance",
     "EvaAttention": f"{ROTARY_ATTENTION} {BIASES}",
@@ -234,11 +248,11 @@ TABLES: dict[str, str] = {
     "Dropout": "p inplace",
     "DropPath": "drop_prob scale_by_keep",
 }
-KNOWN = {kind: frozenset(names.split()) for kind, names in TABLES.items()}
+KNOWN = {kind: frozenset(names.split()) for kind, names in KNOWN_ATTRIBUTES.items()}
 INERT_MODULES = (nn.Identity, nn.Dropout)
 
-# What a kind of module is, for those whose name does not say it.
-MEANINGS = {
+# Descriptions of unsupported modules, for error messages.
+DESCRIPTIONS = {
     "VisionTransformerDistilled": "has two heads (a distilled DeiT)",
     "RotaryEmbeddingMixed": "learns its rotary frequencies (rope_type='mixed')",
     "RelPosMlp": "computes relative positions by a small network (rel_pos_type='mlp')",
@@ -249,7 +263,7 @@ MEANINGS = {
 
 
 class UnsupportedNetwork(Exception):
-    """What our network does not have; the text goes on after the name of the network."""
+    """A part that our network does not have; the message follows the name of the network."""
 
 
 def check_module(path: str, module: nn.Module) -> None:
@@ -257,7 +271,7 @@ def check_module(path: str, module: nn.Module) -> None:
     if isinstance(module, nn.Sequential | nn.ModuleList):
         return
     if kind not in KNOWN:
-        raise UnsupportedNetwork(MEANINGS.get(kind, f"uses {kind}"))
+        raise UnsupportedNetwork(DESCRIPTIONS.get(kind, f"uses {kind}"))
     here = {name: value for name, value in vars(module).items() if name[0] != "_"}
     parts = (module._modules, module._parameters, module._buffers, here)
     for name, value in [item for part in parts for item in part.items()]:
@@ -289,25 +303,25 @@ NORMED = ("q_norm", "k_norm")
 
 
 def config_from_timm(model: nn.Module, name: str, image_size: int) -> ModelConfig:
-    """Our settings of timm's network `model`.
+    """ModelConfig of timm's network `model`.
 
     Args:
-        model: Built by timm, on any device.
-        name: Of its architecture, for errors.
-        image_size: Side of its images, a multiple of its patches.
+        model: Network built by timm, on any device.
+        name: Its architecture, for error messages.
+        image_size: Side of its images in pixels, a multiple of the patch size.
 
     Raises:
-        WeightsError: It computes what our network cannot.
+        WeightsError: Our network cannot express it.
     """
     try:
         for path, module in model.named_modules():
             check_module(path, module)
         return ModelConfig(**_settings(model), image_size=image_size)
     except (UnsupportedNetwork, ConfigError) as error:
-        lacking = (
+        suffix = (
             ", which this network does not have" if isinstance(error, UnsupportedNetwork) else ""
         )
-        raise WeightsError(f"{printable(name)} (timm) {error}{lacking}") from None
+        raise WeightsError(f"{printable(name)} (timm) {error}{suffix}") from None
 
 
 def rotary_order(model: nn.Module) -> RotaryOrder | None:
@@ -374,7 +388,7 @@ def _patches(model: Any) -> dict[str, Any]:
 
 
 def _stem(stem: Any) -> dict[str, Any]:
-    """Settings of what vit/weights/formats/timm_conv_stem.py makes."""
+    """Settings of a stem of vit/weights/formats/timm_conv_stem.py."""
     rows, columns = stem.img_size
     if rows != columns:
         raise UnsupportedNetwork(f"has images of {rows} x {columns} pixels")
@@ -435,7 +449,7 @@ def _activation(module: nn.Module) -> str:
 
 
 def _scale(block: Any) -> float:
-    """What layer scales start from; 0 without any."""
+    """Initial value of the layer scales; 0 without any."""
     if hasattr(block, "gamma_1"):
         scales, start = [block.gamma_1, block.gamma_2], block.init_values
     else:
@@ -469,7 +483,7 @@ def _position(model: Any) -> dict[str, Any]:
 
 
 def _relative(model: Any) -> bool:
-    """Whether scores depend on offsets, by tables of the blocks or one that they share."""
+    """Whether there is a relative position bias, per block or shared."""
     shared = [getattr(model, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
     names = ("relative_position_bias_table", "rel_pos")
     own = [getattr(block.attn, name, None) for block in model.blocks for name in names]
@@ -530,7 +544,7 @@ def _auto_if_default(value: str, usual: str) -> str:
 
 
 def _one_norm(model: nn.Module) -> tuple[str, float]:
-    """Kind and epsilon that all norms share."""
+    """Type and epsilon of all norms, which must be equal."""
     found = set()
     module: Any
     for module in model.modules():

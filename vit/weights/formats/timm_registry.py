@@ -1,4 +1,4 @@
-"""What timm knows about its pretrained Vision Transformers, without a network."""
+"""timm's registry of pretrained Vision Transformers, read without a network connection."""
 
 import difflib
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class RegistryEntry:
     """One set of pretrained weights.
 
     Args:
-        name: timm's: the architecture, a dot, and how it was trained.
-        hub_id: Its repository on the Hugging Face Hub; None for a few old ones.
-        url: Where else the weights are; None for most.
-        license: Its terms; None where timm does not say.
-        image_size: Height and width of its images in pixels.
+        name: ARCHITECTURE.TAG.
+        hub_id: Repository on the Hugging Face Hub; None for a few old ones.
+        url: Other URL of the weights; None for most.
+        license: License of the weights; None if unknown.
+        image_size: Height and width of the input in pixels.
     """
 
     name: str
@@ -32,20 +32,20 @@ class RegistryEntry:
 
 
 def pretrained_names() -> list[str]:
-    """Every pretrained network in the files of timm that are read, in timm's order."""
+    """All pretrained models in the supported modules of timm, in timm's order."""
     import timm
 
     return [name for m in MODULES for name in timm.list_models(pretrained=True, module=m)]
 
 
 def is_supported(name: str) -> bool:
-    """Whether this toolkit can load timm's `name`."""
+    """Whether our network can express timm's model `name`."""
     return _is_expressible(name.partition(".")[0])
 
 
 @cache
 def _is_expressible(architecture: str) -> bool:
-    """Whether our network computes what a block of timm's does, and all around the blocks."""
+    """As `is_supported`, tested on a network of one block."""
     import timm
 
     try:
@@ -59,7 +59,7 @@ def _is_expressible(architecture: str) -> bool:
 
 
 def search(pattern: str) -> list[RegistryEntry]:
-    """Networks with `pattern` in their name, or that fit it as a shell pattern.
+    """Supported models whose name contains `pattern` or matches it as a shell pattern.
 
     Raises:
         WeightsError: There is none; the message has the nearest names.
@@ -68,20 +68,18 @@ def search(pattern: str) -> list[RegistryEntry]:
     named = [name for name in pretrained_names() if word in name or fnmatch(name, word)]
     found = [name for name in named if is_supported(name)]
     if named and not found:
-        raise WeightsError(
-            f"this network computes none of timm's called like '{printable(pattern)}'"
-        )
+        raise WeightsError(f"no supported timm model matches '{printable(pattern)}'")
     if not found:
         raise WeightsError(
-            f"no pretrained model is called like '{printable(pattern)}'{suggest_names(word)}"
+            f"no pretrained timm model matches '{printable(pattern)}'{suggest_names(word)}"
         )
     return [entry for name in found if (entry := find_entry(name)) is not None]
 
 
 def find_entry(name: str) -> RegistryEntry | None:
-    """The entry for `name`, with timm's own choice of training where it names none.
+    """Registry entry of `name`, with timm's default tag if it has none.
 
-    None: timm has no such network, or no weights for it.
+    None: timm has no such model, or no weights for it.
     """
     import timm
     from timm.models import get_deprecated_models
@@ -104,7 +102,7 @@ def find_entry(name: str) -> RegistryEntry | None:
 
 
 def suggest_names(name: str) -> str:
-    """The timm names most like `name`, as the end of an error."""
+    """The nearest model names, as the end of an error message."""
     known = pretrained_names()
     near = [other for other in known if other.startswith(name)][:3]
     near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)

@@ -1,10 +1,8 @@
-"""timm's weights as ours, and ours as timm's.
+"""Converts timm's weights to ours and back, and reads timm's config.json.
 
-Ours has timm's names; the patch projection is a matrix here and a convolution there, and rotary
-networks (timm's Eva) and BEiT name and order some parts otherwise. timm is asked for the network
-itself, which is then read module by module: nothing is known here by the name of an architecture.
-
-What timm's `pretrained_cfg` says beside the network: names of classes, and preprocessing.
+Our parameter names are timm's; the patch projection is a matrix here and a convolution there, and
+rotary networks (timm's Eva) and BEiT name and order some parts differently. Settings are read from
+timm's own network (timm_network.py); class names and preprocessing from its `pretrained_cfg`.
 """
 
 import re
@@ -30,7 +28,7 @@ from vit.weights.formats.state_dict_names import (
     expand_shared_bias,
     flatten_patches,
     fuse_qkv,
-    some,
+    list_names,
 )
 from vit.weights.formats.timm_network import (
     RotaryOrder,
@@ -46,10 +44,10 @@ RESIZES = {"center": "crop", "squash": "squash"}
 
 
 def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """timm's config.json as the arguments of `read_timm`; older files have one level only.
+    """Parse timm's config.json to keyword arguments of `read_timm`; older files are flat.
 
     Raises:
-        WeightsError: It names no architecture.
+        WeightsError: It has no architecture.
     """
     about = content.get("pretrained_cfg", content)
     parts = {"model_args": content.get("model_args") or {}, "pretrained_cfg": about}
@@ -63,11 +61,11 @@ def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
 def preprocessing(
     about: Mapping[str, Any], image_size: int
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """How images are prepared, or why that is not known.
+    """Preprocessing in timm's `pretrained_cfg`, and a note if it is unknown.
 
     Args:
         about: timm's `pretrained_cfg`.
-        image_size: Side of the images that the network takes.
+        image_size: Side of the input images in pixels.
     """
     if not {"mean", "std", "crop_pct"} <= about.keys():
         return None, ()
@@ -93,10 +91,10 @@ def preprocessing(
 def class_names(
     names: Sequence[str] | Mapping[Any, str] | None, count: int
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """`names` by output, where they name all `count` outputs, or why they do not.
+    """Class names by output, and a note if they are invalid.
 
     Args:
-        names: A list, or the names by number; None where there are none.
+        names: A list, or a mapping from index to name; None if there are none.
         count: Outputs of the network.
     """
     if not names or not count:
@@ -118,10 +116,11 @@ def class_names(
 def imagenet_names(
     name: str, about: Mapping[str, Any], count: int
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """WordNet numbers of the classes, where timm's tag says that ImageNet was trained on last.
+    """WordNet ids of the classes, if timm's tag names ImageNet as the last training set.
 
     Args:
-        name: timm's, with or without a tag, such as vit_base_patch16_224.augreg_in21k_ft_in1k.
+        name: timm model name with or without a tag, such as
+            vit_base_patch16_224.augreg_in21k_ft_in1k.
         about: timm's `pretrained_cfg`, which may have the tag instead.
         count: Outputs of the network.
     """
@@ -138,7 +137,7 @@ def imagenet_names(
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-# What tensors of odd shapes, and values of odd types in a file, end in.
+# Errors caused by malformed tensors and values in a file.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
@@ -151,20 +150,20 @@ def read_timm(
     label_names: Sequence[str] | Mapping[Any, str] | None = None,
     where: str,
 ) -> Pretrained:
-    """Weights in timm's names, or in those of their makers, and what timm's config.json says.
+    """Convert weights with timm's names or those of the original repositories.
 
     Args:
-        state: Tensors, as they are in the file.
-        architecture: timm's name of the network, with or without a tag; None to tell it from
+        state: Tensors of the file.
+        architecture: timm model name, with or without a tag; None to infer the settings from
             the tensors.
-        model_args: Arguments with which timm builds it.
-        pretrained_cfg: What timm notes beside weights: preprocessing, license, tag.
-        label_names: Names of the classes.
-        where: What the tensors come from, for errors.
+        model_args: Arguments with which timm builds the network.
+        pretrained_cfg: timm's metadata: preprocessing, license, tag.
+        label_names: Class names.
+        where: Source of the tensors, for error messages.
 
     Raises:
         WeightsError: timm does not know the architecture, our network cannot express it, or the
-            tensors do not fit it.
+            tensors do not match it; without an architecture, no or several networks fit.
     """
     try:
         return _read(state, architecture, model_args, dict(pretrained_cfg), label_names)
@@ -172,22 +171,8 @@ def read_timm(
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
 
-def read_timm_bare(state: Mapping[str, Tensor], where: str, model: str | None = None) -> Pretrained:
-    """Weights in timm's names without a word about them; shapes tell what network it is.
-
-    Args:
-        state: Tensors, as they are in the file.
-        where: What they come from, for errors.
-        model: timm's name of the network, where shapes do not settle it.
-
-    Raises:
-        WeightsError: Several networks fit, or none of ours.
-    """
-    return read_timm(state, architecture=model, where=where)
-
-
 def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
-    """Whether `read_timm` knows the names in `state`."""
+    """Whether `read_timm` recognises the names in `state`."""
     try:
         return is_vision_transformer(to_timm_names(state)[0])
     except WeightsError:
@@ -195,15 +180,15 @@ def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
 
 
 def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
-    """Weights of timm's VisionTransformer and its kin, under our names and in our shapes.
+    """Convert tensors of timm's Vision Transformers to our names and shapes.
 
     Args:
-        state: Their tensors.
-        packed: Leave gate and value of a SwiGLU in one matrix.
+        state: Tensors by timm's names.
+        packed: Whether to keep gate and value of a SwiGLU in one matrix.
 
     Raises:
-        WeightsError: There is no patch projection, a part of a query, key and value is missing, or
-            something is there twice.
+        WeightsError: The patch projection or a part of query, key and value is missing, or a
+            tensor is duplicated.
     """
     ours: State = {}
     for name, tensor in state.items():
@@ -219,7 +204,7 @@ def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
 
 
 def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
-    """Our weights of the network `config`, as those of the timm network that computes the same."""
+    """Convert our tensors of the network `config` to those of the equivalent timm network."""
     theirs = dict(state)
     if config.stem == "linear":
         matrix, side = theirs[PATCH_WEIGHT], config.patch_size
@@ -237,16 +222,16 @@ def _read(
     label_names: Sequence[str] | Mapping[Any, str] | None,
 ) -> Pretrained:
     theirs, notes = to_timm_names(state)
-    turned = None
+    order = None
     if architecture is None:
         if model_args:
             raise WeightsError("model_args need the architecture that they are for")
-        config, said = infer_config(theirs, original=state.keys())
+        config, assumptions = infer_config(theirs, original=state.keys())
     else:
         about = about or known_pretrained_cfg(architecture)
-        model, size, said = build_timm_model(architecture, model_args, about, theirs)
-        config, turned = config_from_timm(model, architecture, size), rotary_order(model)
-    ours, dropped = _ours(theirs, config, turned)
+        model, size, assumptions = build_timm_model(architecture, model_args, about, theirs)
+        config, order = config_from_timm(model, architecture, size), rotary_order(model)
+    ours, dropped = _ours(theirs, config, order)
     with torch.device("meta"):
         check_fit(ours, assemble(config))
     names = label_names or about.get("label_names")
@@ -262,7 +247,7 @@ def _read(
         preprocessing=prepared,
         license=terms if isinstance(terms, str) else None,
         origin=f"timm {architecture}" if architecture else "a network in timm's names",
-        notes=(*notes, *said, *dropped, *on_classes, *on_images),
+        notes=(*notes, *assumptions, *dropped, *on_classes, *on_images),
     )
 
 
@@ -273,7 +258,7 @@ def _put(state: State, name: str, tensor: Tensor) -> None:
 
 
 def _fill_key_biases(state: State) -> State:
-    """Eva and BEiT have biases for queries and values only: those of keys are zeros."""
+    """Add zeros for the key biases that Eva and BEiT do not have."""
     whole = dict(state)
     for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q_bias", name)]:
         start = name.removesuffix("q_bias")
@@ -287,22 +272,22 @@ def _fill_key_biases(state: State) -> State:
 
 
 def _unpack(state: State) -> State:
-    """Gate and value of a SwiGLU apart, where one matrix has both, the gate first."""
-    apart = dict(state)
+    """Split packed SwiGLU matrices into gate and value; the gate comes first."""
+    unpacked = dict(state)
     for name in state:
         match = re.fullmatch(r"(blocks\.\d+\.mlp\.)fc1\.(weight|bias)", name)
         second = state.get(f"{match[1]}fc2.weight") if match else None
         if match and second is not None and len(state[name]) == 2 * second.shape[1]:
-            gate, value = apart.pop(name).chunk(2)
-            _put(apart, f"{match[1]}fc1_g.{match[2]}", gate)
-            _put(apart, f"{match[1]}fc1_x.{match[2]}", value)
-    return apart
+            gate, value = unpacked.pop(name).chunk(2)
+            _put(unpacked, f"{match[1]}fc1_g.{match[2]}", gate)
+            _put(unpacked, f"{match[1]}fc1_x.{match[2]}", value)
+    return unpacked
 
 
 def _ours(
-    theirs: State, config: ModelConfig, turned: RotaryOrder | None
+    theirs: State, config: ModelConfig, order: RotaryOrder | None
 ) -> tuple[State, tuple[str, ...]]:
-    """Weights by our names for the network `config`, and notes on what was left out."""
+    """Tensors by our names for the network `config`, and notes on dropped ones."""
     notes = []
     kept = {name: tensor for name, tensor in theirs.items() if name != PERIODS}
     if len(kept) < len(theirs):
@@ -310,13 +295,13 @@ def _ours(
     whole = [name for name, tensor in kept.items() if not tensor.is_floating_point()]
     if whole:
         raise WeightsError(
-            f"{some(whole)} hold {kept[whole[0]].dtype}, not numbers with a fraction"
+            f"{list_names(whole)} hold {kept[whole[0]].dtype}, not numbers with a fraction"
         )
     ours = {name: tensor.float() for name, tensor in from_timm(kept).items()}
     biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
     if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
-        notes.append(f"left out: {some(biases)} (all zeros, and the network has none)")
+        notes.append(f"left out: {list_names(biases)} (all zeros, and the network has none)")
         ours = {name: tensor for name, tensor in ours.items() if name not in biases}
-    if turned is not None:
-        ours = reorder_rotary_channels(ours, turned, config.num_heads)
+    if order is not None:
+        ours = reorder_rotary_channels(ours, order, config.num_heads)
     return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)

@@ -1,7 +1,7 @@
-"""torchvision's VisionTransformer, as ours: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14.
+"""Reads torchvision's VisionTransformer: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14.
 
-A file holds tensors only. Everything else follows from their shapes, but the number of heads: that
-is the one of torchvision's own networks of this width.
+A file has tensors only. Settings follow from their shapes, except the number of heads, which is
+that of torchvision's own network of the same width.
 """
 
 import math
@@ -29,7 +29,7 @@ NAMES: Table = (
     (r"{l}mlp.(?:0|linear_1).{p}", "blocks.{b}.mlp.fc1.{p}"),
     (r"{l}mlp.(?:3|linear_2).{p}", "blocks.{b}.mlp.fc2.{p}"),
     (r"encoder.ln.{p}", "norm.{p}"),
-    # `model.heads = nn.Linear(...)` is how many fine-tune
+    # `model.heads = nn.Linear(...)` is common in fine-tuning scripts
     (r"heads.(?:head.|0.)?{p}", "head.{p}"),
 )
 TABLE: Table = tuple(
@@ -41,19 +41,19 @@ IMAGENET = 1000
 
 
 def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
-    """Whether these are the names of torchvision's VisionTransformer."""
+    """Whether `state` has the names of torchvision's VisionTransformer."""
     return "class_token" in state and "encoder.pos_embedding" in state
 
 
 def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
-    """A VisionTransformer of torchvision, as ours.
+    """Convert a VisionTransformer of torchvision.
 
     Args:
-        state: Its tensors, by torchvision's names.
-        where: The file, for messages.
+        state: Tensors by torchvision's names.
+        where: The file, for error messages.
 
     Raises:
-        WeightsError: It is another network, or one that ours cannot be.
+        WeightsError: It is another network, or one that ours cannot express.
     """
     try:
         _refuse(state)
@@ -104,7 +104,7 @@ def _shaped(state: State) -> State:
 
 
 def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
-    """The network that these shapes are of."""
+    """ModelConfig that follows from the shapes."""
     patch, table = theirs.get("conv_proj.weight"), ours.get("pos_embed")
     hidden = ours.get("blocks.0.mlp.fc1.weight")
     if patch is None or patch.ndim != 4 or patch.shape[2] != patch.shape[3]:
@@ -135,7 +135,7 @@ def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
 
 
 def _classes(count: int) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """ImageNet's names where the number of outputs is ImageNet's; and lines for the user."""
+    """ImageNet class names for 1000 outputs, and notes for the user."""
     if count != IMAGENET:
         return None, ("a file of torchvision has no names for the classes",) if count else ()
     from torchvision.models import ViT_B_16_Weights
