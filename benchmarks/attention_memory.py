@@ -18,10 +18,15 @@ from pathlib import Path
 
 import torch
 
-from vit.model.attention import AttentionContext, SelfAttention, attend, explicit_attention
+from vit.model.attention import (
+    AttentionContext,
+    SelfAttention,
+    dot_product_attention,
+    explicit_attention,
+)
 
 TOKENS = (196, 256, 576, 1024, 2304, 4096)
-WAYS = {"fused": attend, "explicit": explicit_attention}
+WAYS = {"fused": dot_product_attention, "explicit": explicit_attention}
 
 
 def resident() -> float:
@@ -41,7 +46,7 @@ def step(way: str, tokens: int, args: argparse.Namespace) -> float:
         if x.is_cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() / 2**20
-        layer(x, AttentionContext(attend=WAYS[way])).sum().backward()
+        layer(x, AttentionContext(attention_fn=WAYS[way])).sum().backward()
     if x.is_cuda:
         return torch.cuda.max_memory_allocated() / 2**20 - before
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before

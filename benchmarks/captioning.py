@@ -34,7 +34,7 @@ from vit.config import DecoderConfig, ModelConfig
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
 from vit.model.build import build_captioner
-from vit.model.captioner import Captioner, Continuation, lay_out
+from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
 
 BEGIN, NEVER, EPS = 1, -1, 1e-5
 Writer = Callable[[Tensor], Tensor]
@@ -105,7 +105,7 @@ def copy_decoder(model: Captioner, other: VisionEncoderDecoderModel) -> None:
 def cached(model: Captioner, memory: Tensor, tokens: int) -> Tensor:
     """Each word is read once, (batch, 1 + tokens)."""
     written = generate(
-        Continuation(model.decoder, model.decoder.look(memory)),
+        CachedDecoder(model.decoder, model.decoder.init_cache(memory)),
         rows=len(memory),
         begin=BEGIN,
         end=NEVER,
@@ -118,7 +118,7 @@ def uncached(model: Captioner, memory: Tensor, tokens: int) -> Tensor:
     """All words so far are read again for each new one, (batch, 1 + tokens)."""
     words = torch.full((len(memory), 1), BEGIN)
     for _ in range(tokens):
-        following = Continuation(model.decoder, model.decoder.look(memory))(words)
+        following = CachedDecoder(model.decoder, model.decoder.init_cache(memory))(words)
         words = torch.cat([words, following.argmax(-1, keepdim=True)], dim=1)
     return words
 
@@ -143,8 +143,10 @@ def writers(
     return {
         "image to words": {
             "transformers": lambda images: generated(other, tokens, pixel_values=images),
-            "ours, cache": lambda images: cached(model, model.see(images)[1], tokens),
-            "ours, no cache": lambda images: uncached(model, model.see(images)[1], tokens),
+            "ours, cache": lambda images: cached(model, model.encode_images(images)[1], tokens),
+            "ours, no cache": lambda images: uncached(
+                model, model.encode_images(images)[1], tokens
+            ),
         },
         "decoder alone": {
             "transformers": beside,
@@ -191,14 +193,14 @@ def main() -> None:
     logging.set_verbosity_error()
     model, other = ours(args), theirs(args)
     copy_decoder(model, other)
-    lay_out(model.decoder)
+    use_column_major_weights(model.decoder)
     print(f"one thread, torch {torch.__version__}, dim {args.dim}, {args.blocks} decoder blocks\n")
     print("| from | batch | way | tokens/s | beside transformers |")
     print("|---|---|---|---|---|")
     for size in args.batch_sizes:
         with torch.inference_mode():
             images = torch.randn(size, 3, args.image_size, args.image_size)
-            starts = {"image to words": images, "decoder alone": model.see(images)[1]}
+            starts = {"image to words": images, "decoder alone": model.encode_images(images)[1]}
         for start, ways in writers(model, other, args.tokens).items():
             if start == "decoder alone":
                 with torch.inference_mode():

@@ -46,7 +46,7 @@ class Answer(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor]:
         floats = self.normalise(images.permute(0, 3, 1, 2))
-        encoded = self.model.encode(floats, attend=attend_plainly)
+        encoded = self.model.encode(floats, attention_fn=attend_plainly)
         return (self.model.head(self.model.pool(*encoded)).softmax(dim=1),)
 
 

@@ -18,7 +18,7 @@ from vit.data.sources.image_inputs import list_images
 from vit.inference.attribution import relevance, rollout
 from vit.inference.deletion_metric import Deletion, deletions, passes
 from vit.inference.predictor import Predictor
-from vit.model.attention_maps import record
+from vit.model.attention_maps import record_attention
 
 BEGINNING = "another image's"
 
@@ -27,9 +27,9 @@ def rolled(predictor: Predictor, image: Tensor, grid: tuple[int, int]) -> Tensor
     """Rollout where the pooling reads, (rows, cols)."""
     model = predictor.model
     with torch.inference_mode():
-        seen = record(model, image[None])
+        seen = record_attention(model, image[None])
         rows = rollout(seen.maps)
-        read: Tensor = model.attn_pool(rows, seen.places)
+        read: Tensor = model.attn_pool(rows, seen.context)
     parts = read.reshape(1, -1, rows.shape[-1])[..., model.num_prefix_tokens :]
     return parts.mean(dim=1).view(grid)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import vit
 from vit.model.mlp import MLP
-from vit.model.moe import balance_loss, routing_of, z_loss
+from vit.model.moe import balance_loss, collect_routing, z_loss
 
 DIM, WIDER = 192, 2 * 4 * 192
 MODEL = {"name": "vit_tiny_patch16_224", "num_classes": 1000}
@@ -41,7 +41,7 @@ def networks(args: argparse.Namespace) -> dict[str, nn.Module]:
 def router_losses(network: nn.Module) -> Tensor:
     """The usual sum of both losses over all blocks with experts; 0 where there are none."""
     total = torch.zeros((), device=next(network.parameters()).device)
-    for routing in routing_of(network):
+    for routing in collect_routing(network):
         counts, probabilities, tokens, z, *_ = routing
         total = total + 0.01 * balance_loss(counts, probabilities, tokens, 2)
         total = total + 0.001 * z_loss(z, tokens)
@@ -105,7 +105,7 @@ def main() -> None:
             f"experts {whole * 1e3:.1f} ms  dense {whole_dense * 1e3:.1f} ms  {ratios[-1][1]:.3f}"
         )
     without, ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
-    counts = [routing.counts for routing in routing_of(both["experts"])]
+    counts = [routing.counts for routing in collect_routing(both["experts"])]
     fullest = max((load.max() * len(load) / load.sum()).item() for load in counts)
     print(f"the fullest expert has {fullest:.2f} times its share")
     print(f"median ratio {ratio:.3f} of {args.pairs} pairs; forward, backward {without:.3f}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vit
-from vit.model.sequence_packing import pack, same_sizes, unpack
+from vit.model.sequence_packing import group_by_size, pack, unpack
 from vit.model.vision_transformer import VisionTransformer
 
 # (height, width): about as many patches as 224 x 224, in different aspects
@@ -33,16 +33,16 @@ def one_by_one(model: VisionTransformer, images: list[Tensor]) -> Tensor:
 def dense(model: VisionTransformer, images: list[Tensor]) -> list[Tensor]:
     """The row of `forward_packed` with a block-diagonal mask, up to the tokens."""
     embedded = [
-        model.embed(torch.stack([images[i] for i in group])) for group in same_sizes(images)
+        model.embed(torch.stack([images[i] for i in group])) for group in group_by_size(images)
     ]
-    row, places = pack(embedded)
+    row, context = pack(embedded)
     lengths = [tokens.shape[1] for tokens, _ in embedded for _ in range(len(tokens))]
     mask = torch.block_diag(*(torch.ones(n, n, device=row.device) for n in lengths)).bool()
 
     def masked(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    return unpack(model.transform(row, places._replace(attend=masked))[0], embedded)
+    return unpack(model.forward_blocks(row, context._replace(attention_fn=masked))[0], embedded)
 
 
 def seconds(way: Callable[[], object], device: str) -> float:

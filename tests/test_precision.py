@@ -9,7 +9,13 @@ import torch
 from tests.processor import sitecustomize as processor
 from vit import precision
 from vit.errors import ConfigError
-from vit.precision import autocast, may_choose, resolve_device, resolve_precision, usable_devices
+from vit.precision import (
+    autocast,
+    resolve_device,
+    resolve_precision,
+    should_benchmark_bf16,
+    usable_devices,
+)
 
 
 def test_without_a_name_the_first_usable_device_is_taken():
@@ -49,7 +55,7 @@ def test_an_unknown_precision_is_refused():
 def test_auto_is_bf16_where_the_cpu_is_faster_in_it(monkeypatch, words, expected):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
-    monkeypatch.setattr(precision, "cpu_words", lambda: set(words.split()))
+    monkeypatch.setattr(precision, "cpu_features", lambda: set(words.split()))
     assert resolve_precision("auto", "cpu") == expected
 
 
@@ -58,7 +64,7 @@ def test_auto_is_bf16_where_the_cpu_is_faster_in_it(monkeypatch, words, expected
 def test_a_pretended_processor_is_that_of_processes_too(monkeypatch, processor_asked, kind):
     monkeypatch.setenv(processor.KIND, kind)
     assert resolve_precision("auto", "cpu") == kind
-    assert may_choose("cpu") == (kind == "bf16")
+    assert should_benchmark_bf16("cpu") == (kind == "bf16")
     processor_asked.unlink()
     code = "from vit.precision import resolve_precision; print(resolve_precision('auto', 'cpu'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

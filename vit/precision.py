@@ -63,14 +63,14 @@ def resolve_precision(name: str, device: torch.device | str) -> Precision:
     raise ConfigError(f"precision={name!r}: choose one of auto, {', '.join(DTYPES)}")
 
 
-def may_choose(device: torch.device | str) -> bool:
+def should_benchmark_bf16(device: torch.device | str) -> bool:
     """Whether bf16 on `device` may be faster than float32 or slower, which only a trial tells.
 
     CPUs with AVX512-BF16 or matrix units: some compute it twice as fast, others half, and a virtual
     machine may hide its units. A GPU that has bf16 is faster with it.
     """
     cpu = torch.device(device).type == "cpu"
-    return cpu and has_onednn() and bool(cpu_words() & (FAST_BF16 | {"avx512_bf16"}))
+    return cpu and has_onednn() and bool(cpu_features() & (FAST_BF16 | {"avx512_bf16"}))
 
 
 def has_onednn() -> bool:
@@ -95,13 +95,13 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def _cpu_has_fast_bf16() -> bool:
-    words = cpu_words()
+    words = cpu_features()
     # AVX512-BF16 runs at twice the rate of float32 on Zen 4, but at half of it on Intel, whose
     # AMX a virtual machine may hide (80 against 140 GFLOP/s on a core of Emerald Rapids)
     return bool(words & FAST_BF16) or ("avx512_bf16" in words and bool(words & AMD))
 
 
-def cpu_words() -> set[str]:
+def cpu_features() -> set[str]:
     """Features and name of the CPU, as single words."""
     if hasattr(torch.cpu, "get_capabilities"):
         found = torch.cpu.get_capabilities()

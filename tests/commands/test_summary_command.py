@@ -35,7 +35,7 @@ def test_shows_parts_totals_and_memory(capsys):
     total = next(line for line in lines if line.startswith("total"))
     assert f"{millions:.2f} M" in total
     assert "training, 7 images" in text
-    assert "RotaryPositions" in text
+    assert "RotaryEmbedding" in text
 
 
 def test_json_has_every_part(capsys, tmp_path):

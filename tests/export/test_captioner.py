@@ -133,7 +133,7 @@ def torch_answers(run, paths, search=None):
     """Probabilities and captions by the network itself."""
     loaded = load_run(run)
     images = torch.stack([loaded.preprocessing(read_image(path)) for path in paths])
-    logits, memory = loaded.model.see(loaded.preprocessing.normalise(images))
+    logits, memory = loaded.model.encode_images(loaded.preprocessing.normalise(images))
     captions = generate_captions(loaded.model.decoder, memory, loaded.tokenizer, search or Search())
     return logits.double().softmax(1), [first for first, *_ in captions]
 
@@ -273,7 +273,7 @@ class Table:
         self.place += 1
         return torch.from_numpy(self.logits[self.rows.numpy(), self.place - 1])
 
-    def select(self, rows):
+    def select_rows(self, rows):
         self.rows = self.rows[rows]
 
     def step(self, inputs):

@@ -192,7 +192,10 @@ def test_unreadable_images_are_failures_once(verified, input_images, bad_images)
 
 
 def test_an_image_that_one_way_alone_fails_on_is_said():
-    hand, other = [Said(np.array([0.4, 0.6])), "torn"], [Said(np.array([0.7, 0.3])), "torn"]
+    hand, other = (
+        [Said(np.array([0.4, 0.6])), "torn"],
+        [Said(np.array([0.7, 0.3])), "torn"],
+    )
     found = compare("b", ["x", "y"], hand, other, LIMITS["fp32"])
     assert found == Compared("b", 1, 0.0, pytest.approx(0.3), "x", LIMITS["fp32"])
     ways = {HAND: hand, "b": ["empty", "torn"]}

@@ -13,7 +13,7 @@ BEGIN, END = 0, 1
 
 
 class Table:
-    """A Continuation that checks what it is told, and records it.
+    """An IncrementalDecoder that checks what it is told, and records it.
 
     Args:
         images: Number of each row's image.
@@ -45,7 +45,7 @@ class Table:
         self.rows = [(*row, new) for row, new in zip(self.rows, ids[:, 0].tolist(), strict=True)]
         return torch.stack([self.logits(row) for row in self.rows])
 
-    def select(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         assert rows.dtype == torch.int64
         assert len(rows) > 0
         self.selected.append(rows.tolist())

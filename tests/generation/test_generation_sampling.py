@@ -8,13 +8,13 @@ import torch
 from tests.generation.tables import BEGIN, END, Table
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
-from vit.generation.sampling import Drawn, draws, shares
+from vit.generation.sampling import RandomSelector, random_integers, sampling_weights
 
 COUNT = 20_000
 
 
 class Same:
-    """A Continuation that gives all rows the same logits."""
+    """An IncrementalDecoder that gives all rows the same logits."""
 
     def __init__(self, logits, rows):
         self.logits = logits.expand(rows, -1)
@@ -23,7 +23,7 @@ class Same:
         assert len(ids) == len(self.logits)
         return self.logits
 
-    def select(self, rows):
+    def select_rows(self, rows):
         self.logits = self.logits[rows]
 
 
@@ -97,9 +97,11 @@ def test_a_number_decides_what_an_image_gets():
 
 
 def test_random_numbers_are_even_and_longer_sentences_start_alike():
-    assert draws(1, 2, 5) == draws(1, 2, 40)[:5]
-    assert draws(1, 23, 5) != draws(12, 3, 5)
-    values = torch.tensor([draws(0, number, 100) for number in range(300)]).double() / 2**31
+    assert random_integers(1, 2, 5) == random_integers(1, 2, 40)[:5]
+    assert random_integers(1, 23, 5) != random_integers(12, 3, 5)
+    values = (
+        torch.tensor([random_integers(0, number, 100) for number in range(300)]).double() / 2**31
+    )
     assert 0 <= values.min() < 0.001
     assert 0.999 < values.max() < 1
     assert abs(float(values.mean()) - 0.5) < 0.005
@@ -113,15 +115,15 @@ def test_shares_do_not_depend_on_the_rows_beside():
     logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0)) * 4
     for settings in ({}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}):
         search = Search(temperature=0.8, **settings)
-        together = shares(logits, search)
+        together = sampling_weights(logits, search)
         for row in range(8):
-            alone = shares(logits[row : row + 1], search)
+            alone = sampling_weights(logits[row : row + 1], search)
             assert torch.equal(alone[0][0], together[0][row])
             assert torch.equal(alone[1][0], together[1][row])
 
 
 def test_the_smallest_and_the_largest_number_draw_a_word_with_a_share():
-    drawn = Drawn(Search(temperature=1.0, max_tokens=2), [0], device="cpu")
+    drawn = RandomSelector(Search(temperature=1.0, max_tokens=2), [0], device="cpu")
     drawn.random = torch.tensor([[0, 2**31 - 1]])
     logits = torch.tensor([[-torch.inf, -90.0, 1.0, 2.0, -90.0, -torch.inf]])
     assert [int(drawn(logits, index)) for index in (0, 1)] == [2, 3]

@@ -8,8 +8,8 @@ import torch
 from tests.generation.tables import BEGIN, END, Table
 from vit.errors import WeightsError
 from vit.generation.generate import generate
-from vit.generation.generation_config import Search, Sentence
-from vit.generation.logits_processors import largest
+from vit.generation.generation_config import Hypothesis, Search
+from vit.generation.logits_processors import stable_topk
 
 DRAWN = Search(temperature=1.3, top_k=6, top_p=0.95, max_tokens=12, seed=5)
 KINDS = {
@@ -95,7 +95,7 @@ def test_the_end_waits_for_min_tokens_and_words_stop_at_max_tokens():
     eager, _ = run(Search(min_tokens=4, max_tokens=9), [0, 1, 2], lean=50.0)
     assert [(len(one.ids), one.ended) for (one,) in eager] == [(4, True)] * 3
     empty, _ = run(Search(min_tokens=0, max_tokens=9), [0], lean=50.0)
-    assert empty == [[Sentence((), empty[0][0].score, True)]]
+    assert empty == [[Hypothesis((), empty[0][0].score, True)]]
     for search in (Search(max_tokens=5), Search(max_tokens=5, temperature=1.0)):
         never, table = run(search, [0, 1, 2], lean=-50.0)
         assert [(len(one.ids), one.ended) for (one,) in never] == [(5, False)] * 3
@@ -112,7 +112,7 @@ def test_logits_that_are_no_numbers_are_told(kind, value):
         def logits(self, row):
             return super().logits(row) * 0 + value
 
-    with pytest.raises(WeightsError, match="logits are not numbers"):
+    with pytest.raises(WeightsError, match="logits are not finite"):
         generate(Broken([0], 9), rows=1, begin=BEGIN, end=END, search=KINDS[kind])
 
 
@@ -124,7 +124,7 @@ def test_there_may_be_no_image_and_numbers_must_fit():
         assert generate(Table([], 9), rows=0, begin=BEGIN, end=END, search=search) == []
     with pytest.raises(ValueError, match="2 numbers of images for 1 rows"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=SHORT, numbers=[0, 1])
-    with pytest.raises(ValueError, match="max_tokens=0: say how many"):
+    with pytest.raises(ValueError, match="max_tokens=0: give the maximum"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=Search())
 
 
@@ -137,7 +137,7 @@ def test_the_largest_come_in_the_order_of_a_stable_sort():
     values, ids = logits.sort(dim=1, descending=True, stable=True)
     for count in (1, 7, 199, 200):
         for row in range(50):  # by itself, so that rows with and without ties take their own way
-            found, places = largest(logits[row : row + 1], count)
+            found, places = stable_topk(logits[row : row + 1], count)
             assert torch.equal(places[0], ids[row, :count])
             assert torch.equal(found[0], values[row, :count])
-        assert torch.equal(largest(logits, count)[1], ids[:, :count])
+        assert torch.equal(stable_topk(logits, count)[1], ids[:, :count])

@@ -7,15 +7,15 @@ from transformers.generation import logits_process as theirs
 
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
-from vit.generation.logits_processors import Limits
-from vit.generation.sampling import shares
+from vit.generation.logits_processors import LogitsProcessor
+from vit.generation.sampling import sampling_weights
 
 BEGIN, END, VOCAB, ROWS = 0, 1, 24, 6
 LONGEST = 10
 
 
 class GPT2:
-    """A Continuation of transformers' GPT-2; each image is another first word before begin."""
+    """An IncrementalDecoder of transformers' GPT-2; each image is another first word."""
 
     def __init__(self, model, rows):
         self.model, self.cache = model, None
@@ -28,7 +28,7 @@ class GPT2:
         self.cache = out.past_key_values
         return out.logits[:, -1]
 
-    def select(self, rows):
+    def select_rows(self, rows):
         self.cache.reorder_cache(rows)
 
 
@@ -123,7 +123,7 @@ def test_filters_equal_logits_processors(settings, processors):
     written = torch.randint(2, 100, (64, 6), generator=generator)
     search = Search(**settings)
     expected = LogitsProcessorList(processors)(written, logits.clone()).softmax(dim=1)
-    ids, parts = shares(Limits(search, end=END)(logits, written), search)
+    ids, parts = sampling_weights(LogitsProcessor(search, end=END)(logits, written), search)
     ours = torch.zeros_like(logits).scatter(1, ids, parts.float())
     ours = ours / ours.sum(dim=1, keepdim=True)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
@@ -138,7 +138,7 @@ def test_limits_equal_logits_processors(least):
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
     written = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(2))
     for penalty in (1.0, 1.2, 5.0):
-        limits = Limits(Search(min_tokens=least, repetition_penalty=penalty), end=END)
+        limits = LogitsProcessor(Search(min_tokens=least, repetition_penalty=penalty), end=END)
         expected = LogitsProcessorList(
             [
                 theirs.RepetitionPenaltyLogitsProcessor(penalty),

@@ -16,7 +16,7 @@ from vit.inference.attribution import (
     rollout,
     token_attention,
 )
-from vit.model.attention_maps import Recorder, record
+from vit.model.attention_maps import AttentionRecorder, record_attention
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.activation_checkpointing import recompute_blocks
@@ -51,11 +51,11 @@ def input_images(count: int = 2, *, height: int = 16, width: int = 24) -> Tensor
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_recording_changes_no_answer(settings):
     model, images = network(**settings), input_images()
-    seen = record(model, images)
+    seen = record_attention(model, images)
     torch.testing.assert_close(seen.logits, model(images))
     torch.testing.assert_close(seen.tokens, model.forward_features(images))
     torch.testing.assert_close(seen.maps, model.attention_maps(images))
-    assert seen.places.grid == (2, 3)
+    assert seen.context.grid == (2, 3)
     assert (seen.pooling is not None) == (settings.get("pooling") == "attention")
     assert images.grad is None
     assert not images.requires_grad
@@ -75,7 +75,7 @@ def test_maps_equal_those_that_timm_extracts():
         block.attn.fused_attn = False
     extracted = AttentionExtract(theirs, method="hook")(images)
     assert len(extracted) == 2
-    torch.testing.assert_close(record(model, images).maps, list(extracted.values()))
+    torch.testing.assert_close(record_attention(model, images).maps, list(extracted.values()))
 
 
 def fused(heads: list[list[list[float]]], fuse: str, discard: float) -> list[list[float]]:
@@ -218,7 +218,7 @@ def test_every_kind_of_network_explains_each_image_by_itself(settings):
 def test_attention_pooling_gathers_from_the_patches():
     model = network(pooling="attention", depth=1).double()
     images = input_images(1).double()
-    seen = record(model, images)
+    seen = record_attention(model, images)
     logit = seen.logits[0, 1]
     (attention,), last = seen.maps, seen.pooling
     grads = torch.autograd.grad(logit, [attention, last])
@@ -290,10 +290,10 @@ def test_reading_again_sees_what_writing_saw(run):
     memory = torch.randn(1, 3 + 6, 32)
     ids = [run.tokenizer.begin, *run.tokenizer.encode(["a red cat"])[0]]
     found = token_attention(decoder, memory[0], ids, grid=grid)
-    cache = decoder.look(memory)
+    cache = decoder.init_cache(memory)
     for place, number in enumerate(ids):
-        recorder = Recorder()
-        decoder.states(torch.tensor([[number]]), cache, attend=recorder)
+        recorder = AttentionRecorder()
+        decoder.hidden_states(torch.tensor([[number]]), cache, attention_fn=recorder)
         assert [m.shape[2:] for m in recorder.maps] == [(1, place + 1), (1, 9)] * 2
         expected = torch.stack(recorder.maps[1::2]).mean(dim=(0, 2))[0, 0, 3:].view(grid)
         torch.testing.assert_close(found[place], expected)

@@ -38,14 +38,14 @@ def input_images(tiny_data: Path) -> list[str]:
 def seen(run: LoadedRun, path: str) -> torch.Tensor:
     """The memory of one image, alone."""
     image = run.preprocessing(Image.open(path).convert("RGB"))
-    return run.model.see(run.preprocessing.normalise(image[None]))[1]
+    return run.model.encode_images(run.preprocessing.normalise(image[None]))[1]
 
 
 def greedy(run: LoadedRun, memory: torch.Tensor) -> tuple[str, float, bool]:
     """The likeliest word each time, without caches: text, log probability, and if it ended."""
     tokenizer, decoder = run.tokenizer, run.model.decoder
     ids, score = [tokenizer.begin], 0.0
-    for place in range(decoder.most_tokens - 1):
+    for place in range(decoder.max_length - 1):
         logits = decoder(torch.tensor([ids]), memory)[0, -1]
         if place == 0:  # a caption has a word
             allowed = logits.index_fill(0, torch.tensor(tokenizer.end), -torch.inf)
@@ -148,7 +148,9 @@ def test_both_heads_answer_as_each_alone(both, input_images):
     loaded = load_run(both)
     images = [loaded.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
     with torch.no_grad():
-        classes, memory = loaded.model.see(loaded.preprocessing.normalise(torch.stack(images)))
+        classes, memory = loaded.model.encode_images(
+            loaded.preprocessing.normalise(torch.stack(images))
+        )
     found = Predictor(both, precision="fp32")(input_images, top_k=2)
     for row, own, prediction in zip(classes.softmax(1), memory, found, strict=True):
         best = row.argsort(descending=True)[:2]
@@ -171,7 +173,9 @@ def test_whole_images_in_their_own_aspect(name, request, tmp_path):
         image = loaded.preprocessing.keep_aspect(Image.open(path), 8)
         shapes.add(tuple(image.shape))
         with torch.no_grad():
-            classes, memory = loaded.model.see(loaded.preprocessing.normalise(image[None]))
+            classes, memory = loaded.model.encode_images(
+                loaded.preprocessing.normalise(image[None])
+            )
             text, score, _ = greedy(loaded, memory)
         assert found.caption == text
         assert found.score == pytest.approx(score, abs=1e-4)

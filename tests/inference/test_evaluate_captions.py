@@ -86,7 +86,7 @@ def test_the_losses_are_those_by_hand(run, data):
     sums = {0: [0.0, 0], 13: [0.0, 0]}
     for place, path in enumerate(images(data)):
         image = loaded.preprocessing(Image.open(path).convert("RGB"))
-        memory = loaded.model.see(loaded.preprocessing.normalise(image[None]))[1]
+        memory = loaded.model.encode_images(loaded.preprocessing.normalise(image[None]))[1]
         for away, total in sums.items():
             caption = references(data)[(place + away) % 27][0]
             ids = [*loaded.tokenizer.encode([caption])[0], loaded.tokenizer.end]

@@ -138,7 +138,7 @@ def test_without_a_memory_it_still_works_and_says_so(tmp_path):
 @pytest.fixture
 def undecided_cpu(monkeypatch, tmp_path):
     """A CPU whose bf16 may be fast or slow, and an empty cache."""
-    monkeypatch.setattr(predictor_module, "may_choose", lambda _device: True)
+    monkeypatch.setattr(predictor_module, "should_benchmark_bf16", lambda _device: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "vit-toolkit" / "precision"
 

@@ -255,4 +255,4 @@ def test_a_size_of_training_may_become_the_only_other_one(tiny_run):
     flexible = load_run(tiny_run)
     settings = dataclasses.replace(flexible.config, patch_sizes=(4,))
     flexible = dataclasses.replace(flexible, config=settings)
-    assert change_patches(flexible, patch_size=4).config.drawn_patch_sizes == (4, 8)
+    assert change_patches(flexible, patch_size=4).config.training_patch_sizes == (4, 8)

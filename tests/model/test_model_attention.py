@@ -10,11 +10,11 @@ from vit.model import attention as module
 from vit.model.attention import (
     AttentionContext,
     SelfAttention,
-    attend,
     attention_weights,
+    dot_product_attention,
     explicit_attention,
 )
-from vit.model.attention_maps import Recorder
+from vit.model.attention_maps import AttentionRecorder
 
 BATCH, TOKENS, DIM, HEADS = 2, 7, 32, 4
 
@@ -50,8 +50,8 @@ def test_equals_torch(attention, tokens):
     reference.out_proj.load_state_dict(attention.proj.state_dict())
     mixed, weights = reference(tokens, tokens, tokens, average_attn_weights=False)
     torch.testing.assert_close(attention(tokens), mixed)
-    recorder = Recorder()
-    torch.testing.assert_close(attention(tokens, AttentionContext(attend=recorder)), mixed)
+    recorder = AttentionRecorder()
+    torch.testing.assert_close(attention(tokens, AttentionContext(attention_fn=recorder)), mixed)
     torch.testing.assert_close(recorder.maps, [weights])
 
 
@@ -70,8 +70,8 @@ def test_grouped_queries_equal_llama_s(tokens, kv_heads):
     unturned = (torch.ones(1, TOKENS, DIM // HEADS), torch.zeros(1, TOKENS, DIM // HEADS))
     expected, weights = theirs(tokens, unturned, attention_mask=None)
     torch.testing.assert_close(attention(tokens), expected)
-    recorder = Recorder()
-    attention(tokens, AttentionContext(attend=recorder))
+    recorder = AttentionRecorder()
+    attention(tokens, AttentionContext(attention_fn=recorder))
     torch.testing.assert_close(recorder.maps, [weights])
 
 
@@ -100,7 +100,7 @@ def test_queries_may_be_fewer_than_keys():
 
 
 def test_the_mask_reaches_every_path(attention, tokens):
-    here, recorder = AttentionContext(mask=masks()["causal"]), Recorder()
+    here, recorder = AttentionContext(mask=masks()["causal"]), AttentionRecorder()
     changed = tokens.clone()
     changed[:, 4:] += 1.0
     for autocast in (False, True):
@@ -108,19 +108,19 @@ def test_the_mask_reaches_every_path(attention, tokens):
             before, after = attention(tokens, here), attention(changed, here)
         assert torch.equal(before[:, :4], after[:, :4])
         assert not torch.equal(before[:, 4:], after[:, 4:])
-    attention(tokens, here._replace(attend=recorder))
+    attention(tokens, here._replace(attention_fn=recorder))
     assert not recorder.maps[0].triu(1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("length", [module.LONGEST_EXPLICIT, module.LONGEST_EXPLICIT + 1])
+@pytest.mark.parametrize("length", [module.MAX_EXPLICIT_TOKENS, module.MAX_EXPLICIT_TOKENS + 1])
 def test_half_precision_on_the_cpu_is_explicit_up_to_a_length(monkeypatch, dtype, length):
     calls = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: calls.append(1) or q)
     x = torch.zeros(1, 1, length, 4, dtype=dtype)
-    attend(x, x, x)
+    dot_product_attention(x, x, x)
     half = dtype != torch.float32
-    assert len(calls) == (0 if half and length == module.LONGEST_EXPLICIT else 1)
+    assert len(calls) == (0 if half and length == module.MAX_EXPLICIT_TOKENS else 1)
 
 
 def test_bfloat16_is_close_to_float32(attention, tokens):
@@ -162,7 +162,7 @@ def test_weights_of_each_query_sum_to_one():
     torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
 
 
-@pytest.mark.parametrize(("way", "growth"), [(attend, 4), (explicit_attention, 16)])
+@pytest.mark.parametrize(("way", "growth"), [(dot_product_attention, 4), (explicit_attention, 16)])
 def test_what_is_kept_for_backward_grows_with_the_tokens_or_with_their_square(way, growth):
     layer, largest = SelfAttention(8, 1), []
     for tokens in (64, 256):
@@ -170,7 +170,7 @@ def test_what_is_kept_for_backward_grows_with_the_tokens_or_with_their_square(wa
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x
         ):
-            layer(torch.randn(1, tokens, 8), AttentionContext(attend=way))
+            layer(torch.randn(1, tokens, 8), AttentionContext(attention_fn=way))
         largest.append(max(kept))
     assert largest[1] == growth * largest[0]
 

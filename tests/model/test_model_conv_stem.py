@@ -102,11 +102,11 @@ def pair(norm, patch_size, depth, stride, pools, given=None):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("places", PLACES, ids=lambda p: f"patch{p[0]}-depth{p[1]}-stride{p[2]}")
+@pytest.mark.parametrize("context", PLACES, ids=lambda p: f"patch{p[0]}-depth{p[1]}-stride{p[2]}")
 @pytest.mark.parametrize("training", [True, False])
-def test_equals_torch_s_layers_before_timm_s_blocks(norm, places, training):
-    ours, theirs = pair(norm, *places)
-    side = image_size(places[0])
+def test_equals_torch_s_layers_before_timm_s_blocks(norm, context, training):
+    ours, theirs = pair(norm, *context)
+    side = image_size(context[0])
     images = torch.randn(3, 3, side, side, dtype=torch.float64)
     ours.train(training), theirs.train(training)
     logits, expected = ours(images), theirs(images)
@@ -230,13 +230,13 @@ def test_what_does_not_count_leaves_the_statistics(total):
     torch.manual_seed(0)
     norm = BatchNorm(5)
     norm.sum_over_processes = total
-    norm.counts = False
+    norm.updates_statistics = False
     x = torch.randn(2, 5, 3, 3, requires_grad=True)
     norm(x)[:0].sum().backward()
     assert not x.grad.any()
     assert not norm.running_mean.any()
     assert torch.equal(norm.running_var, torch.ones(5))
-    norm.counts = True
+    norm.updates_statistics = True
     norm(x)
     assert norm.running_mean.all()
 

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from vit.model.attention import AttentionContext, SelfAttention
-from vit.model.attention_maps import Recorder
+from vit.model.attention_maps import AttentionRecorder
 from vit.model.blocks import DecoderBlock, PostNormDecoderBlock, PreNormDecoderBlock
 from vit.model.cross_attention import CrossAttention
-from vit.model.decoder import look_back
+from vit.model.decoder import causal_mask
 from vit.model.mlp import MLP
 
 BATCH, WORDS, SEEN, DIM, HEADS = 2, 5, 7, 32, 4
@@ -23,8 +23,8 @@ def doubles():
     torch.set_default_dtype(torch.float32)
 
 
-def look_at(attention: CrossAttention, x: Tensor, memory: Tensor, **places) -> Tensor:
-    return attention(x, AttentionContext(memory=attention.look(memory), **places))
+def look_at(attention: CrossAttention, x: Tensor, memory: Tensor, **context) -> Tensor:
+    return attention(x, AttentionContext(memory_kv=attention.project_kv(memory), **context))
 
 
 def cross_of(theirs: nn.MultiheadAttention, memory_dim: int) -> CrossAttention:
@@ -49,9 +49,9 @@ def test_equals_torch_in_values_and_gradients(memory_dim):
     x.requires_grad_()
     memory.requires_grad_()
     expected, weights = theirs(x, memory, memory, average_attn_weights=False)
-    recorder = Recorder()
+    recorder = AttentionRecorder()
     torch.testing.assert_close(look_at(ours, x, memory), expected, **EXACT)
-    torch.testing.assert_close(look_at(ours, x, memory, attend=recorder), expected, **EXACT)
+    torch.testing.assert_close(look_at(ours, x, memory, attention_fn=recorder), expected, **EXACT)
     torch.testing.assert_close(recorder.maps, [weights], **EXACT)
     seed = torch.randn_like(expected)
     gradients = torch.autograd.grad(look_at(ours, x, memory), (x, memory), seed)
@@ -69,7 +69,7 @@ def test_fewer_heads_of_keys_equal_as_many_that_are_copies(kv_heads):
     many.load_state_dict(state)
     x, memory = torch.randn(BATCH, WORDS, DIM), torch.randn(BATCH, SEEN, 20)
     torch.testing.assert_close(look_at(few, x, memory), look_at(many, x, memory), **EXACT)
-    assert few.look(memory)[0].shape == (BATCH, kv_heads, SEEN, DIM // HEADS)
+    assert few.project_kv(memory)[0].shape == (BATCH, kv_heads, SEEN, DIM // HEADS)
 
 
 def test_queries_and_keys_are_normed_in_each_head():
@@ -80,9 +80,9 @@ def test_queries_and_keys_are_normed_in_each_head():
     )  # fmt: skip
     normed.load_state_dict(plain.state_dict(), strict=False)
     x, memory = torch.randn(BATCH, WORDS, DIM), torch.randn(BATCH, SEEN, DIM)
-    recorder = Recorder()
-    look_at(normed, x, memory, attend=recorder)
-    query, (key, _) = plain.q(x), plain.look(memory)
+    recorder = AttentionRecorder()
+    look_at(normed, x, memory, attention_fn=recorder)
+    query, (key, _) = plain.q(x), plain.project_kv(memory)
     query = query.unflatten(2, (HEADS, -1)).transpose(1, 2)
     query, key = (nn.functional.layer_norm(part, (DIM // HEADS,)) for part in (query, key))
     expected = (query @ key.mT / (DIM // HEADS) ** 0.5).softmax(-1)
@@ -135,8 +135,8 @@ def test_a_block_equals_torch_s_decoder_layer(kind: type[DecoderBlock], norm_fir
     for part, their_part in pairs.items():
         part.load_state_dict(their_part.state_dict())
     x, memory = torch.randn(BATCH, WORDS, DIM), torch.randn(BATCH, SEEN, DIM)
-    mask = look_back(0, WORDS, x.device)
+    mask = causal_mask(0, WORDS, x.device)
     assert mask is not None
-    places = AttentionContext(mask=mask, memory=ours.cross_attn.look(memory))
+    context = AttentionContext(mask=mask, memory_kv=ours.cross_attn.project_kv(memory))
     expected = theirs(x, memory, tgt_mask=~mask, tgt_is_causal=True)
-    torch.testing.assert_close(ours(x, places)[0], expected, **EXACT)
+    torch.testing.assert_close(ours(x, context)[0], expected, **EXACT)

@@ -20,9 +20,9 @@ from vit.config import DecoderConfig, ModelConfig
 from vit.model import build
 from vit.model.build import assemble_decoder, build_classifier
 from vit.model.build import build_captioner as build_both
-from vit.model.captioner import CachedContinuation, Captioner, lay_out
-from vit.model.decoder import HideWords, TextDecoder
-from vit.model.initialization import initialise
+from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
+from vit.model.decoder import TextDecoder, WordDropout
+from vit.model.initialization import init_weights
 from vit.model.text_position_embedding import RotaryTextPositions, SinusoidalTextPositions
 
 VOCAB, MOST, WORDS, SEEN = 13, 12, 9, 5
@@ -100,7 +100,7 @@ def decoder(*, language_model: bool = False, **options: object) -> TextDecoder:
     encoder, config = settings(options)
     made = assemble_decoder(config, encoder, language_model=language_model)
     holder = nn.ModuleDict({"decoder": made})
-    initialise(holder)
+    init_weights(holder)
     return stirred(made)
 
 
@@ -130,10 +130,10 @@ def test_a_cache_changes_nothing_nor_does_the_future_nor_the_neighbours(options)
     whole = model(ids, memory)
     assert whole.shape == (2, WORDS, VOCAB)
     for chunks in ([1] * WORDS, [4, 1, 3, 1], [2, 7], [WORDS]):
-        cache, parts = model.look(memory), ids.split(chunks, dim=1)
-        logits = torch.cat([model.read(part, cache) for part in parts], dim=1)
+        cache, parts = model.init_cache(memory), ids.split(chunks, dim=1)
+        logits = torch.cat([model.decode(part, cache) for part in parts], dim=1)
         torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)
-        going = CachedContinuation(model, model.look(memory))
+        going = CachedDecoder(model, model.init_cache(memory))
         for part, last in zip(parts, torch.tensor(chunks).cumsum(0) - 1, strict=True):
             torch.testing.assert_close(going(part), whole[:, last], rtol=0, atol=1e-10)
     changed = ids.clone()
@@ -178,11 +178,11 @@ def test_rows_of_a_cache_are_kept_repeated_and_reordered(position):
     model, memory = decoder(decoder_position=position, decoder_kv_heads=2), some_memory(3)
     ids, rows = some_ids(3), torch.tensor([2, 0, 2, 1])
     whole = model(ids[rows], memory[rows])
-    going = CachedContinuation(model, model.look(memory))
+    going = CachedDecoder(model, model.init_cache(memory))
     going(ids[:, :4])
-    going.select(rows)
+    going.select_rows(rows)
     torch.testing.assert_close(going(ids[rows, 4:5]), whole[:, 4], rtol=0, atol=1e-5)
-    going.select(torch.tensor([3]))
+    going.select_rows(torch.tensor([3]))
     torch.testing.assert_close(going(ids[1:2, 5:8]), whole[3:, 7], rtol=0, atol=1e-5)
     assert going.cache.length == 8
 
@@ -193,10 +193,10 @@ def test_more_tokens_than_positions_are_refused(position):
     assert model(some_ids(words=MOST), memory).shape == (2, MOST, VOCAB)
     with pytest.raises(ValueError, match=r"13 tokens, but there are positions for 12"):
         model(some_ids(words=MOST + 1), memory)
-    cache = model.look(memory)
-    model.read(some_ids(words=MOST), cache)
+    cache = model.init_cache(memory)
+    model.decode(some_ids(words=MOST), cache)
     with pytest.raises(ValueError, match=r"13 tokens, but there are positions for 12"):
-        model.read(some_ids(words=1), cache)
+        model.decode(some_ids(words=1), cache)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_classes_are_those_of_the_encoder_alone(encoder):
     alone = build_classifier(settings({}, encoder)[0]).eval()
     state = model.state_dict()
     alone.load_state_dict({k: v for k, v in state.items() if not k.startswith("decoder.")})
-    classes, memory = model.see(images)
+    classes, memory = model.encode_images(images)
     assert torch.equal(memory, alone.forward_features(images))
     if alone.num_classes:
         assert torch.equal(classes, alone(images))
@@ -272,9 +272,9 @@ def test_classes_are_those_of_the_encoder_alone(encoder):
 @torch.inference_mode()
 def test_the_image_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
     model, images, ids = captioner({"pooling": "mean"}), torch.randn(2, 3, 16, 16), some_ids()
-    words = model(images, ids).words
-    assert not torch.isclose(model(images.flip(0), ids).words, words, atol=1e-3).all()
-    memory = model.see(images)[1]
+    words = model(images, ids).caption_logits
+    assert not torch.isclose(model(images.flip(0), ids).caption_logits, words, atol=1e-3).all()
+    memory = model.encode_images(images)[1]
     torch.testing.assert_close(model.decoder(ids, 9 * memory), words, rtol=0, atol=1e-4)
 
 
@@ -313,7 +313,7 @@ def test_a_language_model_s_weights_are_some_of_a_captioner_s(encoder, options):
 def test_another_layout_of_the_matrices_changes_no_answer():
     model, ids, memory = decoder(), some_ids(), some_memory()
     before, state = model(ids, memory), {k: v.clone() for k, v in model.state_dict().items()}
-    lay_out(model)
+    use_column_major_weights(model)
     assert not model.blocks[0].mlp.fc1.weight.is_contiguous()
     torch.testing.assert_close(model(ids, memory), before, rtol=0, atol=1e-5)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -323,19 +323,19 @@ def test_another_layout_of_the_matrices_changes_no_answer():
 @torch.inference_mode()
 def test_a_language_model_reads_with_a_cache_as_without():
     model, ids = decoder(language_model=True, decoder_position="rotary"), some_ids()
-    cache = model.look(None)
-    parts = [model.read(part, cache) for part in ids.split([3, 1, 5], dim=1)]
+    cache = model.init_cache(None)
+    parts = [model.decode(part, cache) for part in ids.split([3, 1, 5], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids), rtol=0, atol=1e-5)
 
 
 def test_words_are_hidden_whole_in_training_alone_and_the_others_are_not_scaled():
-    hide, x = HideWords(0.3), torch.ones(100, 50, 8)
+    hide, x = WordDropout(0.3), torch.ones(100, 50, 8)
     hidden = hide(x)
     share = (hidden == 0).all(dim=-1).float().mean()
     assert share == pytest.approx(0.3, abs=0.02)
     assert ((hidden == 0).all(dim=-1) | (hidden == 1).all(dim=-1)).all()
     assert hide.eval()(x) is x
-    assert HideWords(0.0)(x) is x
+    assert WordDropout(0.0)(x) is x
     model, ids, memory = decoder(caption_dropout=0.5), some_ids(), some_memory()
     assert torch.equal(model(ids, memory), model(ids, memory))
     model.train()
@@ -355,8 +355,8 @@ def test_the_sinusoidal_table_is_the_paper_s_and_embeddings_are_scaled():
 def test_rotary_equals_llama_s():
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=MOST)
     query, key = torch.randn(2, 2, 4, 6, 8)
-    places = torch.arange(3, 9).expand(2, -1)
-    expected = apply_rotary_pos_emb(query, key, *LlamaRotaryEmbedding(config)(query, places))
+    context = torch.arange(3, 9).expand(2, -1)
+    expected = apply_rotary_pos_emb(query, key, *LlamaRotaryEmbedding(config)(query, context))
     _, rotate = RotaryTextPositions(MOST, 8)(torch.zeros(2, 6, 32), 3, None)
     torch.testing.assert_close((rotate(query), rotate(key)), expected, rtol=0, atol=1e-6)
 
@@ -405,11 +405,11 @@ def test_equals_gpt2_of_transformers(cross):
     expected = theirs(ids, encoder_hidden_states=memory).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(ours(ids, memory), expected, rtol=0, atol=1e-4)
-    cache, past = ours.look(memory), None
+    cache, past = ours.init_cache(memory), None
     for part in ids.split([4, 1, 1, 3], dim=1):
         said = theirs(part, encoder_hidden_states=memory, past_key_values=past, use_cache=True)
         past = said.past_key_values
-        torch.testing.assert_close(ours.read(part, cache), said.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours.decode(part, cache), said.logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -431,8 +431,10 @@ def test_half_precision_is_close_with_a_cache_and_without(dtype, options):
     size = words.abs().max()
     with torch.autocast("cpu", dtype):
         half = model(images, ids)
-        going = CachedContinuation(model.decoder, model.decoder.look(model.see(images)[1]))
+        going = CachedDecoder(
+            model.decoder, model.decoder.init_cache(model.encode_images(images)[1])
+        )
         steps = [going(ids[:, step : step + 1]) for step in range(WORDS)]
-    for found in (half.words.float(), torch.stack(steps, dim=1).float()):
+    for found in (half.caption_logits.float(), torch.stack(steps, dim=1).float()):
         torch.testing.assert_close(found / size, words / size, rtol=0, atol=0.05)
-    torch.testing.assert_close(half.classes.float(), classes, rtol=0.05, atol=0.1)
+    torch.testing.assert_close(half.class_logits.float(), classes, rtol=0.05, atol=0.1)

@@ -1,4 +1,4 @@
-"""Patch dropout against timm's, and its places against those of a network that sees all patches."""
+"""Patch dropout against timm's, and its context against that of a network that sees all patches."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model.attention import AttentionContext
 from vit.model.build import build_classifier
-from vit.model.patch_dropout import PatchDropout, picked
-from vit.model.rotary_embedding import RotaryPositions, by_index
+from vit.model.patch_dropout import PatchDropout, gather_tokens
+from vit.model.rotary_embedding import RotaryEmbedding, index_coordinates
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 
@@ -20,16 +20,16 @@ def test_keeps_the_tokens_that_timm_keeps(prefix):
     tokens = torch.randn(4, prefix + 16, 5)
     kept, index = theirs(tokens)
     ours = PatchDropout(0.75, prefix=prefix)
-    drawn = ours.draw(tokens)
+    drawn = ours.sample_indices(tokens)
     assert drawn.shape == (4, prefix + index.shape[1]) == kept.shape[:2]
     drawn[:, prefix:] = prefix + index
-    assert torch.equal(picked(tokens, AttentionContext(), drawn)[0], kept)
+    assert torch.equal(gather_tokens(tokens, AttentionContext(), drawn)[0], kept)
 
 
 def test_patches_that_stay_keep_their_order():
-    drawn = PatchDropout(0.5, prefix=1).draw(torch.zeros(20, 33, 1))
+    drawn = PatchDropout(0.5, prefix=1).sample_indices(torch.zeros(20, 33, 1))
     assert torch.equal(drawn, drawn.sort(dim=1).values)
-    whole = PatchDropout(0.01, prefix=1).draw(torch.zeros(20, 33, 1))
+    whole = PatchDropout(0.01, prefix=1).sample_indices(torch.zeros(20, 33, 1))
     assert torch.equal(whole, torch.arange(33).expand(20, -1))
 
 
@@ -46,7 +46,7 @@ def test_keeps_other_patches_of_each_image_in_each_step_and_all_in_evaluation():
 
 def test_every_patch_is_kept_as_often_as_any_other():
     torch.manual_seed(0)
-    drawn = PatchDropout(0.75, prefix=1).draw(torch.zeros(4000, 17, 1))
+    drawn = PatchDropout(0.75, prefix=1).sample_indices(torch.zeros(4000, 17, 1))
     often = drawn.flatten().bincount(minlength=17) / 4000
     assert often[0] == 1
     torch.testing.assert_close(often[1:], torch.full((16,), 0.25), atol=0.03, rtol=0)
@@ -54,18 +54,21 @@ def test_every_patch_is_kept_as_often_as_any_other():
 
 @pytest.mark.parametrize(("share", "kept"), [(0.5, 8), (0.9, 2), (0.97, 1), (0.999, 1), (0.01, 16)])
 def test_the_share_is_rounded_and_one_patch_stays(share, kept):
-    assert PatchDropout(share, prefix=1).draw(torch.zeros(1, 17, 1)).shape == (1, 1 + kept)
+    assert PatchDropout(share, prefix=1).sample_indices(torch.zeros(1, 17, 1)).shape == (
+        1,
+        1 + kept,
+    )
 
 
 def test_queries_are_turned_by_the_places_of_the_patches_that_stay():
-    rotary = RotaryPositions(8, places=by_index, temperature=100.0, prefix=1)
+    rotary = RotaryEmbedding(8, coordinates=index_coordinates, temperature=100.0, prefix=1)
     x = torch.randn(2, 3, 13, 8)
     rotate = rotary((3, 4), x)
-    index = PatchDropout(0.5, prefix=1).draw(x[:, 0])
-    _, places = picked(x[:, 0], AttentionContext(rotate=rotate), index)
+    index = PatchDropout(0.5, prefix=1).sample_indices(x[:, 0])
+    _, context = gather_tokens(x[:, 0], AttentionContext(rope=rotate), index)
     kept = torch.stack([x[i, :, index[i]] for i in range(2)])
     whole = torch.stack([rotate(x)[i, :, index[i]] for i in range(2)])
-    assert torch.equal(places.rotate(kept), whole)
+    assert torch.equal(context.rope(kept), whole)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
-from vit.model.initialization import initialise
+from vit.model.initialization import init_weights
 from vit.model.vision_transformer import VisionTransformer
 
 OPTIONS = {
@@ -34,7 +34,7 @@ def test_leaves_no_parameter_untouched(options):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(math.nan)
-    initialise(model)
+    init_weights(model)
     untouched = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     assert untouched == []
 
@@ -43,7 +43,7 @@ def test_refuses_a_parameter_without_a_rule():
     model = build()
     model.novelty = nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="no rule initialises novelty"):
-        initialise(model)
+        init_weights(model)
 
 
 def test_the_same_seed_gives_the_same_weights():
@@ -86,5 +86,5 @@ def test_both_swiglus_start_alike():
 
 def test_layer_scales_start_at_their_value():
     model = build(layer_scale=0.25)
-    initialise(model)
+    init_weights(model)
     assert bool((model.blocks[1].ls2.gamma == 0.25).all())

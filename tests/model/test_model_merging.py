@@ -11,7 +11,7 @@ from vit.errors import ConfigError
 from vit.model.attention import AttentionContext
 from vit.model.build import build_classifier
 from vit.model.rotary_embedding import Rotation
-from vit.model.token_merging import merge
+from vit.model.token_merging import merge_tokens
 from vit.model.vision_transformer import VisionTransformer
 
 SMALL = {"image_size": 12, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -71,16 +71,16 @@ def test_merging_equals_the_sentences_of_the_paper(tokens, count, prefix):
     torch.manual_seed(0)
     x, keys = torch.randn(2, tokens, 5).double(), torch.randn(2, 3, tokens, 4).double()
     sizes, angles = torch.randint(1, 5, (2, tokens)), torch.randn(2, tokens, 2).double()
-    places = AttentionContext(rotate=Rotation(angles), sizes=sizes.double())
-    y, new = merge(x, keys, places, count=count, prefix=prefix)
+    context = AttentionContext(rope=Rotation(angles), token_sizes=sizes.double())
+    y, new = merge_tokens(x, keys, context, count=count, prefix=prefix)
     for image in range(2):
         groups = groups_by_hand(keys[image].mean(dim=0), count, prefix)
         old = sizes[image].tolist()
         torch.testing.assert_close(y[image], means(x[image], groups, old))
-        torch.testing.assert_close(new.rotate.angles[image], means(angles[image], groups, old))
-        assert new.sizes[image].tolist() == [sum(old[token] for token in g) for g in groups]
-    torch.testing.assert_close(new.mask[:, 0, 0], new.sizes.log())
-    assert new.sizes.sum(dim=1).tolist() == sizes.sum(dim=1).tolist()
+        torch.testing.assert_close(new.rope.angles[image], means(angles[image], groups, old))
+        assert new.token_sizes[image].tolist() == [sum(old[token] for token in g) for g in groups]
+    torch.testing.assert_close(new.mask[:, 0, 0], new.token_sizes.log())
+    assert new.token_sizes.sum(dim=1).tolist() == sizes.sum(dim=1).tolist()
 
 
 def attention_by_hand(attn, x: Tensor, angles: Tensor | None, sizes: list[int]):
@@ -114,9 +114,9 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 def tokens_by_hand(model: VisionTransformer, image: Tensor, count: int, prefix: int):
     """Tokens of one image after the last block, and of how many patches each is made."""
-    x, places = model.embed(image[None])
+    x, context = model.embed(image[None])
     x, sizes = x[0], [1] * x.shape[1]
-    angles = places.rotate.angles[0] if isinstance(places.rotate, Rotation) else None
+    angles = context.rope.angles[0] if isinstance(context.rope, Rotation) else None
     for block in model.blocks:
         y, key = attention_by_hand(block.attn, block.norm1(x), angles, sizes)
         x = x + y
@@ -133,14 +133,14 @@ def tokens_by_hand(model: VisionTransformer, image: Tensor, count: int, prefix: 
 def test_a_merging_network_equals_one_that_treats_each_token_by_hand(options):
     model = network(merge_tokens=2, **options).double()
     input_images, prefix = images().double(), model.num_prefix_tokens
-    tokens, places = model.encode(input_images)
+    tokens, context = model.encode(input_images)
     pooled = model.features(input_images)
     assert tokens.shape[1] == prefix + 9 - 2 - 2
     for image in range(2):
         x, sizes = tokens_by_hand(model, input_images[image], 2, prefix)
         x = model.norm(x)
         torch.testing.assert_close(tokens[image], x)
-        assert places.sizes[image].tolist() == sizes
+        assert context.token_sizes[image].tolist() == sizes
         # the head reads copies, of which nothing needs to be weighted
         copies = [token for token, size in enumerate(sizes) for _ in range(size)]
         torch.testing.assert_close(

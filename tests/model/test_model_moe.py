@@ -19,9 +19,9 @@ from vit.model.moe import (
     MixtureOfExperts,
     Routing,
     balance_loss,
-    capacity,
+    capacity_limit,
+    collect_routing,
     renormalised_weights,
-    routing_of,
     score_order,
     softmax_weights,
     token_order,
@@ -42,7 +42,7 @@ ORDERS = {"order": token_order, "score": score_order}
 WAYS = {
     "plain": {"top_k": 2},
     "one": {"top_k": 1},
-    "three of softmax": {"top_k": 3, "weigh": softmax_weights},
+    "three of softmax": {"top_k": 3, "weight_fn": softmax_weights},
     "shared": {"top_k": 2, "shared": True},
     "without bias": {"top_k": 2, "bias": False},
     "order": {"top_k": 2, "order": "order", "factor": 0.7},
@@ -59,14 +59,14 @@ def seeded() -> None:
 
 def layer(*, order: str | None = None, factor: float = 0.0, shared: bool = False, **options):
     """A layer in float64 whose router has clear opinions."""
-    weigh = renormalised_weights if options["top_k"] > 1 else softmax_weights
+    weight_fn = renormalised_weights if options["top_k"] > 1 else softmax_weights
     moe = MixtureOfExperts(
         DIM,
         HIDDEN,
         num_experts=EXPERTS,
-        place=capacity(EXPERTS, factor, ORDERS[order]) if order else None,
+        capacity_fn=capacity_limit(EXPERTS, factor, ORDERS[order]) if order else None,
         shared=MLP(DIM, HIDDEN) if shared else None,
-        **{"weigh": weigh, **options},
+        **{"weight_fn": weight_fn, **options},
     )
     nn.init.normal_(moe.router.weight, std=0.5)
     return moe.double()
@@ -86,9 +86,9 @@ def mlp(moe: MixtureOfExperts, expert: int, token: Tensor) -> Tensor:
 def oracle(moe: MixtureOfExperts, x: Tensor, options: dict) -> tuple[Tensor, list[int], int]:
     """Token by token: answers, chosen experts, number of dropped assignments."""
     top_k, outputs, chosen, dropped = options["top_k"], [], [], 0
-    places = math.inf
+    context = math.inf
     if "factor" in options:
-        places = math.ceil(top_k * TOKENS / EXPERTS * options["factor"])
+        context = math.ceil(top_k * TOKENS / EXPERTS * options["factor"])
     for image in x:
         scores = [torch.softmax(moe.router.weight @ token, 0) for token in image]
         best = [sorted(range(EXPERTS), key=lambda e: -p[e].item())[:top_k] for p in scores]
@@ -96,7 +96,7 @@ def oracle(moe: MixtureOfExperts, x: Tensor, options: dict) -> tuple[Tensor, lis
         turns = list(range(TOKENS))
         if options.get("order") == "score":
             turns.sort(key=lambda t: -scores[t].max().item())
-        free = dict.fromkeys(range(EXPERTS), places)
+        free = dict.fromkeys(range(EXPERTS), context)
         for choice in range(top_k):
             for t in turns:
                 expert = best[t][choice]
@@ -105,7 +105,7 @@ def oracle(moe: MixtureOfExperts, x: Tensor, options: dict) -> tuple[Tensor, lis
                     dropped += 1
                     continue
                 weight = scores[t][expert]
-                if top_k > 1 and options.get("weigh") is not softmax_weights:
+                if top_k > 1 and options.get("weight_fn") is not softmax_weights:
                     weight = weight / scores[t][best[t]].sum()
                 answers[t] = answers[t] + weight * mlp(moe, expert, image[t])
         outputs.append(torch.stack(answers))
@@ -155,18 +155,18 @@ def test_an_image_does_not_depend_on_its_neighbours(way):
 
 
 def test_who_is_dropped():
-    """Three tokens want expert 0, which has two places: the last comer, or the least sure one."""
+    """Three tokens want expert 0, which has two context: the last comer, or the least sure one."""
     probabilities = torch.tensor([[[0.5], [0.9], [0.8], [0.6]]])
     experts = torch.tensor([[[0], [0], [0], [1]]])
     for order, expected in (("order", [0, 0, 2, 1]), ("score", [2, 0, 0, 1])):
-        place = capacity(2, 1.0, ORDERS[order])
+        place = capacity_limit(2, 1.0, ORDERS[order])
         assert place(probabilities, experts).flatten().tolist() == expected
 
 
 def test_places_are_counted_without_errors_of_rounding():
     """200 tokens * 1.1 / 4 experts is 55, which floating point makes 55.00000000000001."""
     experts = torch.zeros(1, 200, 1, dtype=torch.int64)
-    placed = capacity(4, 1.1, token_order)(torch.ones(1, 200, 1), experts)
+    placed = capacity_limit(4, 1.1, token_order)(torch.ones(1, 200, 1), experts)
     assert (placed == 0).sum() == 55
 
 
@@ -240,7 +240,7 @@ def test_the_operators_keep_torch_s_contract():
 def test_the_exported_way_gives_the_same():
     for way in ("plain", "score"):
         moe, x = layer(**WAYS[way]), tokens()
-        moe.experts.sorted = moe.experts.by_lists
+        moe.experts.sort_by_expert = moe.experts.loop_over_experts
         expected, _, _ = oracle(moe, x, WAYS[way])
         torch.testing.assert_close(moe(x), expected)
 
@@ -257,13 +257,13 @@ def test_shapes_alone_are_enough_to_count_operations():
     assert forward_and_backward - router_input - first_input <= counted <= forward_and_backward
 
 
-def test_regroup_and_its_gradient():
+def test_permute_rows_and_its_gradient():
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     index = torch.randperm(10)
     inverse = index.argsort()
-    rows = grouped_linear.regroup(x, index, inverse, 2)
+    rows = grouped_linear.permute_rows(x, index, inverse, 2)
     assert torch.equal(rows[inverse], x.repeat_interleave(2, 0))
-    assert torch.autograd.gradcheck(grouped_linear.regroup, (x, index, inverse, 2))
+    assert torch.autograd.gradcheck(grouped_linear.permute_rows, (x, index, inverse, 2))
 
 
 def test_equals_mixtral():
@@ -311,7 +311,7 @@ def test_equals_the_router_and_losses_of_switch():
     router.classifier.weight.data = ours.router.weight.data
     x = tokens(1).float()  # their loss is a mean over images of each one's own
     ours(x)
-    logits = ours.scores(x)
+    logits = ours.router_logits(x)
     p = logits.softmax(-1)
     counts, probabilities, count, z, _, _ = ours.routing
     theirs = switch.load_balancing_loss_func(p, p.argmax(-1))
@@ -365,9 +365,9 @@ def test_a_collapsed_router_recovers_under_the_balance_loss(weight, recovers):
 
 def test_jitter_disturbs_the_router_in_training_only():
     moe, x = layer(top_k=2, jitter=0.5), tokens()
-    assert not torch.equal(moe.scores(x), moe.scores(x))
+    assert not torch.equal(moe.router_logits(x), moe.router_logits(x))
     moe.eval()
-    assert torch.equal(moe.scores(x), F.linear(x, moe.router.weight))
+    assert torch.equal(moe.router_logits(x), F.linear(x, moe.router.weight))
     ratio = moe.train().jitter(torch.ones(1000))
     assert 0.5 <= ratio.min() < 0.55
     assert 1.45 < ratio.max() <= 1.5
@@ -391,9 +391,9 @@ def test_every_second_block_has_experts():
         "experts.fc2_weight": (4, 32, 128),
         "experts.fc2_bias": (4, 32),
     }
-    assert routing_of(model) == []
+    assert collect_routing(model) == []
     model(torch.randn(2, 3, 16, 16))
-    assert [routing.tokens.item() for routing in routing_of(model)] == [10, 10]
+    assert [routing.tokens.item() for routing in collect_routing(model)] == [10, 10]
 
 
 def test_each_expert_starts_as_an_mlp_does():
@@ -409,7 +409,7 @@ def test_a_model_is_copied_after_a_pass():
     model = network()
     model(torch.randn(2, 3, 16, 16))
     again = copy.deepcopy(model)
-    ours, theirs = routing_of(model)[0], routing_of(again)[0]
+    ours, theirs = collect_routing(model)[0], collect_routing(again)[0]
     assert ours.z.requires_grad
     assert not theirs.z.requires_grad
     torch.testing.assert_close(theirs, Routing(*(t.detach() for t in ours)))
@@ -420,7 +420,7 @@ def test_bfloat16_is_close_and_its_router_is_float32():
     expected = moe(x)
     with torch.autocast("cpu", torch.bfloat16):
         found = moe(x)
-        assert moe.scores(x).dtype == torch.float32
+        assert moe.router_logits(x).dtype == torch.float32
     assert found.dtype == torch.bfloat16
     assert moe.routing.z.dtype == torch.float32
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
@@ -430,7 +430,7 @@ def test_bfloat16_is_close_and_its_router_is_float32():
 
 def losses(model: nn.Module, images: Tensor) -> Tensor:
     logits = model(images)
-    (routing,) = routing_of(model)
+    (routing,) = collect_routing(model)
     counts, probabilities, count, z, _, _ = routing
     balance = balance_loss(counts, probabilities, count, 2)
     return logits.square().mean() + balance + z_loss(z, count)
@@ -460,9 +460,9 @@ def test_recomputing_keeps_the_first_routing():
     model = network()
     recompute_blocks(model)
     loss = losses(model, torch.randn(2, 3, 16, 16))
-    before = routing_of(model)[0]
+    before = collect_routing(model)[0]
     loss.backward()
-    assert routing_of(model)[0] is before
+    assert collect_routing(model)[0] is before
 
 
 DROPPING = {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True}

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model import sequence_packing
-from vit.model.attention import SelfAttention, attend
+from vit.model.attention import SelfAttention, dot_product_attention
 from vit.model.blocks import PreNormBlock
 from vit.model.build import build_classifier
-from vit.model.sequence_packing import AttendApart, takes_varlen
+from vit.model.sequence_packing import PackedAttention, supports_varlen
 from vit.model.vision_transformer import VisionTransformer
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -29,7 +29,9 @@ KINDS = [
     {"norm_order": "sandwich", "repeat_blocks": 2, "norm_pre": True},
 ]
 half_on_cuda = pytest.mark.skipif(
-    not takes_varlen(torch.empty(8, device="cuda" if torch.cuda.is_available() else "cpu").half()),
+    not supports_varlen(
+        torch.empty(8, device="cuda" if torch.cuda.is_available() else "cpu").half()
+    ),
     reason="needs torch 2.10 and a GPU that its variable-length kernel takes",
 )
 
@@ -84,7 +86,9 @@ def test_an_image_says_nothing_to_its_neighbours(changed):
 def test_as_few_calls_as_there_are_lengths(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        sequence_packing, "attend", lambda q, *_, **__: calls.append(tuple(q.shape)) or q
+        sequence_packing,
+        "dot_product_attention",
+        lambda q, *_, **__: calls.append(tuple(q.shape)) or q,
     )
     network(depth=1).forward_packed(input_images())
     assert calls == [(1, 4, 2, 8), (1, 4, 5, 8), (1, 4, 6, 8), (3, 4, 7, 8)]
@@ -98,7 +102,7 @@ def test_attention_apart_equals_a_dense_block_diagonal_mask():
     )
     mask = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool()
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    mixed = AttendApart(lengths, query.device)(query, key, value)
+    mixed = PackedAttention(lengths, query.device)(query, key, value)
     torch.testing.assert_close(mixed, expected)
     seed = torch.randn_like(mixed)
     for ours, theirs in zip(
@@ -108,7 +112,7 @@ def test_attention_apart_equals_a_dense_block_diagonal_mask():
     ):
         torch.testing.assert_close(ours, theirs)
     with pytest.raises(ConfigError, match="packed images have no mask"):
-        AttendApart(lengths, query.device)(query, key, value, mask=mask)
+        PackedAttention(lengths, query.device)(query, key, value, mask=mask)
 
 
 def test_attention_dropout_and_dropout_work_in_training():
@@ -174,8 +178,8 @@ def test_a_step_of_training_uses_every_parameter():
 
 @pytest.mark.skipif(not sequence_packing.HAS_VARLEN, reason="torch has no variable-length kernel")
 def test_the_kernel_is_asked_only_for_what_it_takes():
-    assert not takes_varlen(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
-    assert not takes_varlen(torch.empty(1, 1, 4, 8))
+    assert not supports_varlen(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
+    assert not supports_varlen(torch.empty(1, 1, 4, 8))
 
 
 @half_on_cuda
@@ -187,9 +191,9 @@ def test_the_kernel_equals_the_split(monkeypatch, dtype, head_dim):
         torch.randn(1, 4, sum(lengths), head_dim, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(3)
     )
-    apart = AttendApart(lengths, query.device)
+    apart = PackedAttention(lengths, query.device)
     fused = apart(query, key, value)
-    monkeypatch.setattr(sequence_packing, "takes_varlen", lambda _: False)
+    monkeypatch.setattr(sequence_packing, "supports_varlen", lambda _: False)
     split = apart(query, key, value)
     torch.testing.assert_close(fused, split, rtol=0.02, atol=0.02)
     seed = torch.randn_like(split)
@@ -217,8 +221,9 @@ def test_the_split_is_that_of_self_attention():
     layer = SelfAttention(32, 4, num_kv_heads=2).double()
     tokens = torch.randn(1, 9, 32, dtype=torch.float64)
     together = layer(
-        tokens, sequence_packing.AttentionContext(attend=AttendApart([4, 5], tokens.device))
+        tokens,
+        sequence_packing.AttentionContext(attention_fn=PackedAttention([4, 5], tokens.device)),
     )
     expected = torch.cat([layer(part) for part in tokens.split([4, 5], dim=1)], dim=1)
     torch.testing.assert_close(together, expected)
-    assert sequence_packing.attend is attend
+    assert sequence_packing.dot_product_attention is dot_product_attention

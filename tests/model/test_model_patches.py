@@ -8,7 +8,7 @@ from vit.config import Config, ModelConfig, TrainingConfig
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
 from vit.model.patch_embed import FlexiblePatchEmbedding, PatchEmbedding
-from vit.model.relative_position_bias import resize_offsets
+from vit.model.relative_position_bias import resize_bias_table
 
 SMALL = {"image_size": 48, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 SIZES = (4, 12, 16)
@@ -25,7 +25,7 @@ def network(**changes):
 @pytest.mark.parametrize("size", SIZES)
 def test_projects_by_the_weights_that_timm_resizes(size):
     patches = FlexiblePatchEmbedding(3, 8, 32, patch_sizes=(8, *SIZES))
-    patches.drawn, images = size, torch.randn(2, 3, 48, 96)
+    patches.current_patch_size, images = size, torch.randn(2, 3, 48, 96)
     tokens, grid = patches(images)
     kernel = resample_patch_embed(patches.proj.weight.unflatten(1, (3, 8, 8)), [size, size])
     theirs = torch.nn.functional.conv2d(images, kernel, patches.proj.bias, stride=size)
@@ -44,13 +44,15 @@ def test_equals_a_network_built_at_that_size(size, position):
     state["patch_embed.proj.weight"] = resample_patch_embed(kernel, [size, size]).flatten(1)
     if position == "learned":
         side = 48 // size
-        state["pos_embed"] = model.positions.at(state["pos_embed"], (side, side))
+        state["pos_embed"] = model.positions.resized_table(state["pos_embed"], (side, side))
     elif position == "sinusoidal_2d":
         state["pos_embed"] = built.pos_embed
     for name in [name for name in state if name.endswith("relative_position_bias_table")]:
-        state[name] = resize_offsets(state[name], (6, 6), (48 // size, 48 // size), extra=3)
+        state[name] = resize_bias_table(
+            state[name], (6, 6), (48 // size, 48 // size), num_prefix_rows=3
+        )
     built.load_state_dict(state)
-    model.patch_embed.drawn = size
+    model.patch_embed.current_patch_size = size
     torch.testing.assert_close(model.train()(images), built(images), atol=1e-5, rtol=1e-5)
 
 
@@ -59,17 +61,17 @@ def test_evaluation_has_the_usual_size_and_nothing_more_is_saved():
     assert type(plain.patch_embed) is PatchEmbedding
     assert model.state_dict().keys() == plain.state_dict().keys()
     images = torch.randn(2, 3, 48, 48)
-    model.patch_embed.drawn = 16
+    model.patch_embed.current_patch_size = 16
     assert torch.equal(model.eval()(images), plain.eval()(images))
     assert not torch.allclose(model.train()(images), plain(images))
-    model.patch_embed.drawn = 8
+    model.patch_embed.current_patch_size = 8
     assert torch.equal(model(images), plain(images))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_reach_the_one_matrix(size):
     patches = FlexiblePatchEmbedding(1, 8, 4, patch_sizes=SIZES).double()
-    patches.drawn, images = size, torch.randn(1, 1, 48, 48).double()
+    patches.current_patch_size, images = size, torch.randn(1, 1, 48, 48).double()
 
     def tokens(weight):
         return torch.func.functional_call(patches, {"proj.weight": weight}, images)[0]
@@ -86,7 +88,7 @@ def test_compiles_as_one_graph_a_size():
         torch.randn(2, 3, 48, 48),
     )
     for size in (8, *SIZES):
-        model.patch_embed.drawn = size
+        model.patch_embed.current_patch_size = size
         torch.testing.assert_close(compiled(images), model(images))
 
 

@@ -68,7 +68,7 @@ def test_learned_positions_are_added_to_their_tokens():
 
 @pytest.mark.parametrize("grid", [(2, 2), (3, 4)])
 def test_registers_have_no_position(grid):
-    positions = SinusoidalPositions((2, 2), 8, encode=sinusoidal_2d, prefix=0, unplaced=2)
+    positions = SinusoidalPositions((2, 2), 8, encode=sinusoidal_2d, prefix=0, unpositioned=2)
     zeros = torch.zeros(1, 2 + grid[0] * grid[1], 8)
     placed = positions(zeros, positions.table(), grid)
     assert not placed[:, :2].any()

@@ -11,7 +11,11 @@ from torch import nn
 from vit.config import ModelConfig
 from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.build import build_classifier
-from vit.model.relative_position_bias import PrefixedRelativeBias, RelativeBias, resize_offsets
+from vit.model.relative_position_bias import (
+    PrefixedRelativePositionBias,
+    RelativePositionBias,
+    resize_bias_table,
+)
 
 HEADS = 4
 SMALL = {
@@ -26,8 +30,12 @@ SMALL = {
 PREFIXES = (0, 1, 3)
 
 
-def made(grid: tuple[int, int], prefix: int) -> RelativeBias:
-    bias = PrefixedRelativeBias(grid, HEADS, prefix=prefix) if prefix else RelativeBias(grid, HEADS)
+def made(grid: tuple[int, int], prefix: int) -> RelativePositionBias:
+    bias = (
+        PrefixedRelativePositionBias(grid, HEADS, prefix=prefix)
+        if prefix
+        else RelativePositionBias(grid, HEADS)
+    )
     nn.init.normal_(bias.relative_position_bias_table)
     return bias.double()
 
@@ -35,10 +43,10 @@ def made(grid: tuple[int, int], prefix: int) -> RelativeBias:
 def one_by_one(table: torch.Tensor, grid: tuple[int, int], prefix: int) -> torch.Tensor:
     """(heads, tokens, tokens), from a table's rows looked up for each pair of tokens."""
     rows, cols = grid
-    places = [None] * prefix + list(product(range(rows), range(cols)))
+    context = [None] * prefix + list(product(range(rows), range(cols)))
     count = (2 * rows - 1) * (2 * cols - 1)
-    result = torch.empty(table.shape[1], len(places), len(places), dtype=table.dtype)
-    for (i, query), (j, key) in product(enumerate(places), repeat=2):
+    result = torch.empty(table.shape[1], len(context), len(context), dtype=table.dtype)
+    for (i, query), (j, key) in product(enumerate(context), repeat=2):
         if query and key:
             row = (query[0] - key[0] + rows - 1) * (2 * cols - 1) + query[1] - key[1] + cols - 1
         else:
@@ -99,7 +107,9 @@ def test_resizing_equals_timm(new, extra):
     table = torch.randn(7 * 7 + extra, HEADS)
     count = (2 * new[0] - 1) * (2 * new[1] - 1) + extra
     expected = resize_rel_pos_bias_table_simple(table, new, (count, HEADS))
-    torch.testing.assert_close(resize_offsets(table, (4, 4), new, extra=extra), expected)
+    torch.testing.assert_close(
+        resize_bias_table(table, (4, 4), new, num_prefix_rows=extra), expected
+    )
 
 
 def test_rows_and_columns_are_resized_each_by_its_own():
@@ -108,7 +118,7 @@ def test_rows_and_columns_are_resized_each_by_its_own():
     square = resize_rel_pos_bias_table_simple(
         line.repeat_interleave(9, dim=0), (9, 9), (17 * 17, HEADS)
     )
-    wide = resize_offsets(line.repeat_interleave(13, dim=0), (5, 7), (9, 3), extra=0)
+    wide = resize_bias_table(line.repeat_interleave(13, dim=0), (5, 7), (9, 3), num_prefix_rows=0)
     expected = square.view(17, 17, HEADS)[:, :5].flatten(0, 1)
     torch.testing.assert_close(wide, expected)
 
@@ -116,18 +126,20 @@ def test_rows_and_columns_are_resized_each_by_its_own():
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_other_grids_use_the_resized_table(prefix):
     bias, grid = made((3, 3), prefix), (4, 6)
-    table = resize_offsets(bias.relative_position_bias_table, (3, 3), grid, extra=3 * (prefix > 0))
+    table = resize_bias_table(
+        bias.relative_position_bias_table, (3, 3), grid, num_prefix_rows=3 * (prefix > 0)
+    )
     torch.testing.assert_close(bias(AttentionContext(grid))[0], one_by_one(table, grid, prefix))
 
 
 @pytest.mark.parametrize("shape", [(10, 10), (2, 1, 10, 10), (1, HEADS, 10, 10)])
 def test_a_mask_is_kept_too(shape):
-    bias, places = made((3, 3), 1), AttentionContext((3, 3))
+    bias, context = made((3, 3), 1), AttentionContext((3, 3))
     mask = torch.rand(shape) < 0.7
     numbers = torch.randn(shape, dtype=torch.float64)
-    plain = bias(places)
-    torch.testing.assert_close(bias(places._replace(mask=numbers)), plain + numbers)
-    hidden = bias(places._replace(mask=mask))
+    plain = bias(context)
+    torch.testing.assert_close(bias(context._replace(mask=numbers)), plain + numbers)
+    hidden = bias(context._replace(mask=mask))
     expected = torch.where(mask, plain, float("-inf"))
     torch.testing.assert_close(hidden, expected)
 

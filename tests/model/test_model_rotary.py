@@ -9,13 +9,20 @@ import torch
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
-from vit.model.rotary_embedding import RotaryPositions, Rotation, by_centre, by_index
+from vit.model.rotary_embedding import (
+    RotaryEmbedding,
+    Rotation,
+    centred_coordinates,
+    index_coordinates,
+)
 
 HEAD_DIM, TEMPERATURE = 12, 50.0
 
 
-def rotary(places, prefix: int = 0) -> RotaryPositions:
-    return RotaryPositions(HEAD_DIM, places=places, temperature=TEMPERATURE, prefix=prefix)
+def rotary(coordinates, prefix: int = 0) -> RotaryEmbedding:
+    return RotaryEmbedding(
+        HEAD_DIM, coordinates=coordinates, temperature=TEMPERATURE, prefix=prefix
+    )
 
 
 def turned_by_hand(x: list[float], row: float, col: float) -> list[float]:
@@ -30,16 +37,16 @@ def turned_by_hand(x: list[float], row: float, col: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("places", "at"),
+    ("context", "at"),
     [
-        (by_index, lambda i, _: i),
-        (by_centre, lambda i, side: 2 * math.pi * (2 * (i + 0.5) / side - 1)),
+        (index_coordinates, lambda i, _: i),
+        (centred_coordinates, lambda i, side: 2 * math.pi * (2 * (i + 0.5) / side - 1)),
     ],
 )
-def test_turns_each_pair_by_its_angle_and_leaves_prefix_tokens_alone(places, at):
+def test_turns_each_pair_by_its_angle_and_leaves_prefix_tokens_alone(context, at):
     rows, cols, prefix = 3, 5, 2
     x = torch.randn(1, 1, prefix + rows * cols, HEAD_DIM, dtype=torch.float64)
-    y = rotary(places, prefix)((rows, cols), x)(x)
+    y = rotary(context, prefix)((rows, cols), x)(x)
     assert torch.equal(y[..., :prefix, :], x[..., :prefix, :])
     for token in range(rows * cols):
         row, col = divmod(token, cols)
@@ -50,14 +57,16 @@ def test_turns_each_pair_by_its_angle_and_leaves_prefix_tokens_alone(places, at)
 def test_scores_depend_on_how_far_apart_patches_are_and_not_on_where():
     query, key = torch.randn(2, HEAD_DIM, dtype=torch.float64)
     x = torch.stack([query, key]).expand(16, 2, HEAD_DIM).transpose(0, 1)[None]
-    y = rotary(by_index)((4, 4), x)(x)[0]
+    y = rotary(index_coordinates)((4, 4), x)(x)[0]
     scores = y[0] @ y[1].T
     torch.testing.assert_close(scores[0, 6], scores[5, 11])  # both one row and two columns apart
     assert not torch.isclose(scores[0, 6], scores[0, 9])
 
 
 def test_a_reference_stretches_other_grids_to_its_own():
-    assert torch.equal(by_index(8, reference=4), by_index(4).repeat_interleave(2) + OFFSETS)
+    assert torch.equal(
+        index_coordinates(8, reference=4), index_coordinates(4).repeat_interleave(2) + OFFSETS
+    )
 
 
 OFFSETS = torch.tensor([0, 0.5] * 4, dtype=torch.float64)
@@ -65,7 +74,7 @@ OFFSETS = torch.tensor([0, 0.5] * 4, dtype=torch.float64)
 
 def test_a_turn_keeps_lengths_and_the_type_of_the_tokens():
     x = torch.randn(1, 2, 9, HEAD_DIM).bfloat16()
-    y = rotary(by_index)((3, 3), x)(x)
+    y = rotary(index_coordinates)((3, 3), x)(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), atol=0.05, rtol=0)
     assert torch.equal(Rotation(torch.zeros(9, HEAD_DIM // 2))(x), x)

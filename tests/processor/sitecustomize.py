@@ -22,17 +22,17 @@ PATCHED = "vit.precision"
 
 def replace_processor(precision: ModuleType) -> None:
     """Let `vit.precision` read the features of the CPU from KIND, and write ASKED when it does."""
-    real = precision.cpu_words
+    real = precision.cpu_features
     bf16 = {*precision.FAST_BF16, "avx512_bf16"}
     features = {"fp32": set(), "bf16": {"avx512_bf16", *precision.AMD}}
 
-    def cpu_words() -> set[str]:
+    def cpu_features() -> set[str]:
         if ASKED in os.environ:
             Path(os.environ[ASKED]).touch()
         kind = os.environ.get(KIND)
         return (real() - bf16) | features[kind] if kind else real()
 
-    precision.cpu_words = cpu_words
+    precision.cpu_features = cpu_features
 
 
 class Finder:

@@ -24,7 +24,7 @@ from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
-from vit.generation.caption_likelihood import word_losses
+from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
 from vit.training.captioning_task import is_chosen
@@ -222,7 +222,7 @@ def test_the_loss_is_that_of_the_words_alone():
     torch.manual_seed(0)
     pad, words = 7, torch.tensor([[1, 2, 3, 4], [1, 5, 7, 7]])
     logits = torch.randn(2, 3, 8, dtype=torch.float64)
-    summed, count = (part.sum() for part in word_losses(logits, words, pad))
+    summed, count = (part.sum() for part in caption_losses(logits, words, pad))
     chosen = [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
     by_hand = -sum(F.log_softmax(logits[row, place], 0)[word] for row, place, word in chosen)
     torch.testing.assert_close(summed, by_hand)
@@ -230,8 +230,8 @@ def test_the_loss_is_that_of_the_words_alone():
     longer = F.pad(words, (0, 2), value=pad)
     wide = torch.cat([logits, torch.randn(2, 2, 8, dtype=torch.float64)], dim=1)
     torch.testing.assert_close(
-        word_losses(wide, longer, pad, smoothing=0.1)[0],
-        word_losses(logits, words, pad, smoothing=0.1)[0],
+        caption_losses(wide, longer, pad, smoothing=0.1)[0],
+        caption_losses(logits, words, pad, smoothing=0.1)[0],
     )
 
 
@@ -315,7 +315,7 @@ def test_the_encoder_of_a_captioner_opens_in_other_libraries(caption_config, tmp
     images = torch.randn(2, 3, 16, 16)
     network = load_run(run).model
     with torch.no_grad():
-        _, memory = network.see(images)
+        _, memory = network.encode_images(images)
     _, lines = convert(run, "timm", tmp_path / "timm")
     assert "note: the encoder alone is written: the decoder has no place in that folder" in lines
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()

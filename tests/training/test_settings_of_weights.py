@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import vit
-from vit.config import ChosenModel, Config, FinetuneConfig, ModelConfig
+from vit.config import Config, FinetuneConfig, ModelConfig, PartialModelConfig
 from vit.config.parser import flatten, make_config
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
-from vit.model.moe import MixtureOfExperts, everywhere
+from vit.model.moe import MixtureOfExperts
 from vit.training.finetuning import complete_for_weights
 from vit.training.train import train
 from vit.weights.adapt_weights import adapt_weights
@@ -102,7 +102,7 @@ def test_without_weights_settings_are_judged_at_once():
     with pytest.raises(ConfigError, match=message):
         make_config({"capacity_factor": 2.0, "weights": "x"}, complete=True)
     asked = make_config({"capacity_factor": 2.0, "weights": "x"})
-    assert isinstance(asked.model, ChosenModel)
+    assert isinstance(asked.model, PartialModelConfig)
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(asked, finetune=FinetuneConfig())
 
@@ -135,7 +135,7 @@ def test_without_a_capacity_nobody_goes_first():
     network = build_classifier(config)
     network.load_state_dict(adapt_weights(weights, config)[0])
     moe = next(part for part in network.modules() if isinstance(part, MixtureOfExperts))
-    assert moe.place is everywhere
+    assert moe.capacity_fn is None
 
 
 @pytest.mark.parametrize("name", ["balance_loss", "router_z_loss", "router_jitter"])
@@ -169,9 +169,9 @@ def test_all_sizes_of_patches_are_drawn_on(sizes, patch_size, drawn, tmp_path):
     """Whichever is the usual size, and by whichever door."""
     weights = source(**SMALL, patch_sizes=sizes)
     config = completed(weights, patch_size=patch_size).model
-    assert config.drawn_patch_sizes == drawn
+    assert config.training_patch_sizes == drawn
     alone = completed(weights, patch_size=patch_size, patch_sizes=[2]).model
-    assert alone.drawn_patch_sizes == (2, patch_size)
+    assert alone.training_patch_sizes == (2, patch_size)
     assert completed(weights, drop_path=0.2).model.patch_sizes == sizes
     save_model(
         tmp_path,

@@ -317,7 +317,7 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
     drawn = []
 
     def accumulate(run, *others):
-        drawn.append(run.network.patch_embed.drawn)
+        drawn.append(run.network.patch_embed.current_patch_size)
         return original(run, *others)
 
     original = training_loop.accumulate
@@ -330,7 +330,7 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
         part.training = part is flexible.patch_embed  # no dropout
     images = torch.randn(2, 3, 16, 16)
     for size in (2, 4, 8):
-        flexible.patch_embed.drawn = size
+        flexible.patch_embed.current_patch_size = size
         fixed = vit.from_pretrained(run, patch_size=size, notify=None)
         torch.testing.assert_close(fixed(images), flexible(images))
 

@@ -213,7 +213,7 @@ def test_many_patch_sizes_compile_each(monkeypatch, tiny_config):
     with dynamo.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
         run = make_training(config, Accelerator(cpu=True), 10)
         run.model.train()
-        for size in config.model.drawn_patch_sizes:
-            run.network.patch_embed.drawn = size
+        for size in config.model.training_patch_sizes:
+            run.network.patch_embed.current_patch_size = size
             run.model(torch.zeros(2, 3, 120, 120))
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.model.build import build_classifier
-from vit.model.patch_embed import resize_patches
+from vit.model.patch_embed import resize_patch_embed
 from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import AdaptationReport, adapt_weights, change_channels
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT
@@ -122,7 +122,7 @@ def test_an_adapted_network_answers_as_the_source_does_at_that_size(pretrained, 
 @pytest.mark.parametrize(("old", "new"), [(8, 16), (16, 8), (14, 16), (16, 14), (16, 15), (8, 1)])
 def test_patches_equal_timms(old, new):
     kernels = torch.randn(6, 3, old, old) / old
-    ours = resize_patches(kernels.flatten(1), old=old, new=new)
+    ours = resize_patch_embed(kernels.flatten(1), old=old, new=new)
     theirs = resample_patch_embed(kernels, [new, new]).flatten(1)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -130,7 +130,7 @@ def test_patches_equal_timms(old, new):
 def test_grown_patches_give_the_tokens_of_the_old_ones():
     kernels, patches = torch.randn(6, 3 * 64), torch.randn(10, 3, 8, 8)
     grown = nn.functional.interpolate(patches, size=(14, 14), mode="bicubic", antialias=True)
-    tokens = grown.flatten(1) @ resize_patches(kernels, old=8, new=14).T
+    tokens = grown.flatten(1) @ resize_patch_embed(kernels, old=8, new=14).T
     torch.testing.assert_close(tokens, patches.flatten(1) @ kernels.T, atol=1e-4, rtol=0)
 
 

@@ -14,7 +14,7 @@ from vit.commands.command_output import check_output, notify, resolved
 from vit.commands.launcher import start_processes_if_asked
 from vit.config import SECTIONS, Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.parser import all_settings, checked, default_folder, make_config, read_settings
+from vit.config.parser import all_settings, checked, default_run_folder, make_config, read_settings
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError, printable
 
@@ -212,7 +212,7 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     flags = checked(flags)
     source, resumed = args.config, False
     if source is None and args.resume and (args.out or args.data):
-        folder = Path(args.out or default_folder(args.data))
+        folder = Path(args.out or default_run_folder(args.data))
         if (folder / FOLDS_FILE).is_file():
             settings = checked(settings_of_folds(folder / FOLDS_FILE))
             if flags.get("weights") == AUTO_WEIGHTS and settings.get("weights") is not None:

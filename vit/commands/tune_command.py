@@ -9,7 +9,7 @@ from typing import Any
 from vit.commands.command_options import settings_given, whole_number
 from vit.commands.launcher import start_processes_if_asked
 from vit.commands.train_command import add_settings
-from vit.config.parser import checked, default_folder
+from vit.config.parser import checked, default_run_folder
 from vit.errors import ConfigError, printable
 
 
@@ -83,7 +83,7 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
         return flags, args.trials
     from vit.training.tune import TUNE_FILE, read_record
 
-    path = Path(args.out or f"{default_folder(args.data)}-tune") / TUNE_FILE
+    path = Path(args.out or f"{default_run_folder(args.data)}-tune") / TUNE_FILE
     if not path.is_file():
         return flags, args.trials
     record = read_record(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from vit.config.config_section import Section
 from vit.config.data_config import AugmentConfig, DataConfig
 from vit.config.decoder_config import DecoderConfig
-from vit.config.finetune_config import ChosenModel, FinetuneConfig
+from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
 from vit.config.model_config import ModelConfig
 from vit.config.run_config import RunConfig
 from vit.config.training_config import TrainingConfig
@@ -18,12 +18,12 @@ from vit.errors import ConfigError
 __all__ = [
     "SECTIONS",
     "AugmentConfig",
-    "ChosenModel",
     "Config",
     "DataConfig",
     "DecoderConfig",
     "FinetuneConfig",
     "ModelConfig",
+    "PartialModelConfig",
     "RunConfig",
     "Section",
     "TrainingConfig",
@@ -51,7 +51,7 @@ class Config:
         self._check_balance()
         self._check_repeats()
         self._check_probe()
-        if isinstance(self.model, ChosenModel):
+        if isinstance(self.model, PartialModelConfig):
             if self.finetune.weights is not None:
                 return
             self.model.check_together()

@@ -18,7 +18,7 @@ class Section:
         """Raise a ConfigError that names the setting and its value."""
         raise ConfigError(f"{name}={getattr(self, name)!r}: {why}")
 
-    def check_least(self, least: float, *names: str) -> None:
+    def check_at_least(self, least: float, *names: str) -> None:
         for name in names:
             if not getattr(self, name) >= least:
                 self.refuse(name, f"must be at least {least}")
@@ -28,7 +28,7 @@ class Section:
             if not getattr(self, name) > bound:
                 self.refuse(name, f"must be more than {bound}")
 
-    def check_share(self, *names: str, one: bool = False) -> None:
+    def check_fraction(self, *names: str, one: bool = False) -> None:
         for name in names:
             value = getattr(self, name)
             if not (0 <= value < 1 or (one and value == 1)):

@@ -56,7 +56,7 @@ class DataConfig(Section):
     """Standard deviation of each colour channel, by which images are divided."""
 
     def __post_init__(self) -> None:
-        self.check_least(1, "batch_size")
+        self.check_at_least(1, "batch_size")
         if self.cache_folder is not None and self.cache != "disk":
             self.refuse(
                 "cache_folder", f"is for cache=disk, and cache={self.cache}: add --cache disk"
@@ -65,9 +65,9 @@ class DataConfig(Section):
             why = f"cache={self.cache} keeps images made smaller, which is not exact"
             self.refuse("decode", f"{why}; leave one of the two out")
         if self.workers is not None:
-            self.check_least(0, "workers")
+            self.check_at_least(0, "workers")
         if self.folds is not None:
-            self.check_least(2, "folds")
+            self.check_at_least(2, "folds")
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
             self.refuse(
                 "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
@@ -81,7 +81,7 @@ class DataConfig(Section):
         if min(self.std) <= 0:
             self.refuse("std", "must be more than 0 in every channel")
         if self.accumulate is not None:
-            self.check_least(1, "accumulate")
+            self.check_at_least(1, "accumulate")
             if self.batch_size % self.accumulate:
                 self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
 
@@ -134,9 +134,9 @@ class AugmentConfig(Section):
 
     def __post_init__(self) -> None:
         shares = ("hflip", "vflip", "translate", "erase", "mix_probability", "cutmix_share")
-        self.check_share(*shares, one=True)
-        self.check_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
-        self.check_least(1, "crop_ratio", "randaugment_layers", "repeats")
+        self.check_fraction(*shares, one=True)
+        self.check_at_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
+        self.check_at_least(1, "crop_ratio", "randaugment_layers", "repeats")
         if not 0 < self.min_crop <= 1:
             self.refuse("min_crop", "must be more than 0 and at most 1")
         if self.randaugment_magnitude > 30:

@@ -52,16 +52,16 @@ class DecoderConfig(Section):
     """Most tokens that a trained tokenizer may have; chosen from the data when left empty."""
 
     def __post_init__(self) -> None:
-        self.check_least(1, "decoder_depth")
-        self.check_least(0, "decoder_layer_scale")
-        self.check_share("decoder_dropout", "decoder_drop_path", "caption_dropout")
+        self.check_at_least(1, "decoder_depth")
+        self.check_at_least(0, "decoder_layer_scale")
+        self.check_fraction("decoder_dropout", "decoder_drop_path", "caption_dropout")
         for name in ("decoder_dim", "decoder_heads", "decoder_kv_heads", "decoder_hidden_dim"):
             if getattr(self, name) is not None:
-                self.check_least(1, name)
+                self.check_at_least(1, name)
         if self.caption_tokens is not None:
-            self.check_least(3, "caption_tokens")
+            self.check_at_least(3, "caption_tokens")
         if self.vocab_size is not None:
-            self.check_least(4, "vocab_size")
+            self.check_at_least(4, "vocab_size")
         if self.decoder_feedforward.startswith("swiglu") and self.decoder_activation != "gelu":
             part = f"decoder_feedforward={self.decoder_feedforward}"
             self.refuse("decoder_activation", f"{part} does not read it; mlp or moe does")
@@ -74,7 +74,7 @@ class DecoderConfig(Section):
         Raises:
             ConfigError: It names the setting.
         """
-        dim, heads = self.dim_beside(encoder), self.heads_beside(encoder)
+        dim, heads = self.resolve_dim(encoder), self.resolve_num_heads(encoder)
         if dim % heads:
             self.refuse("decoder_heads", f"decoder_dim={dim} does not split into {heads} heads")
         if heads % (self.decoder_kv_heads or heads):
@@ -93,26 +93,26 @@ class DecoderConfig(Section):
         if self.decoder_feedforward == "moe" and encoder.moe_every > self.decoder_depth:
             self.refuse("decoder_depth", f"moe_every={encoder.moe_every}: no block has experts")
 
-    def dim_beside(self, encoder: ModelConfig) -> int:
+    def resolve_dim(self, encoder: ModelConfig) -> int:
         """Width of a token."""
         return self.decoder_dim or encoder.dim
 
-    def heads_beside(self, encoder: ModelConfig) -> int:
+    def resolve_num_heads(self, encoder: ModelConfig) -> int:
         """Attention heads."""
         if self.decoder_heads is not None:
             return self.decoder_heads
-        dim = self.dim_beside(encoder)
+        dim = self.resolve_dim(encoder)
         return encoder.num_heads if dim == encoder.dim else max(dim // 64, 1)
 
-    def blocks_beside(self, encoder: ModelConfig) -> ModelConfig:
+    def block_config(self, encoder: ModelConfig) -> ModelConfig:
         """The decoder's blocks, in the words that an encoder's blocks are described in."""
         experts = self.decoder_feedforward == "moe"
         usual = encoder if experts else ModelConfig()
         return dataclasses.replace(
             usual,
-            dim=self.dim_beside(encoder),
+            dim=self.resolve_dim(encoder),
             depth=self.decoder_depth,
-            num_heads=self.heads_beside(encoder),
+            num_heads=self.resolve_num_heads(encoder),
             num_kv_heads=self.decoder_kv_heads,
             hidden_dim=self.decoder_hidden_dim,
             position="none",

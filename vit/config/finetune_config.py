@@ -32,7 +32,7 @@ class FinetuneConfig(Section):
     """Folder of the features that probes have made; when left empty, in the user's cache."""
 
     def __post_init__(self) -> None:
-        self.check_least(1, "lora_rank")
+        self.check_at_least(1, "lora_rank")
         self.check_above(0, "lora_alpha")
         if self.method != "lora":
             for name in ("lora_rank", "lora_alpha", "lora_targets"):
@@ -52,7 +52,7 @@ class FinetuneConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenModel(ModelConfig):
+class PartialModelConfig(ModelConfig):
     """What somebody chose of a network whose other settings pretrained weights decide.
 
     Whether all of them fit together is known with those of the weights.

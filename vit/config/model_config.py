@@ -141,17 +141,17 @@ class ModelConfig(Section):
 
     def check_each(self) -> None:
         """Refuse values that are wrong in any network."""
-        self.check_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
-        self.check_least(1, "repeat_blocks", "stem_depth")
-        self.check_least(1, "num_experts", "top_k", "moe_every")
-        self.check_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
-        self.check_least(0, "capacity_factor")
+        self.check_at_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
+        self.check_at_least(1, "repeat_blocks", "stem_depth")
+        self.check_at_least(1, "num_experts", "top_k", "moe_every")
+        self.check_at_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
+        self.check_at_least(0, "capacity_factor")
         self.check_above(0, "norm_eps", "rotary_temperature")
-        self.check_share("dropout", "attention_dropout", "drop_path", "patch_dropout")
-        self.check_share("router_jitter")
+        self.check_fraction("dropout", "attention_dropout", "drop_path", "patch_dropout")
+        self.check_fraction("router_jitter")
         for name in ("hidden_dim", "num_kv_heads", "rotary_reference", "stem_width"):
             if getattr(self, name) is not None:
-                self.check_least(1, name)
+                self.check_at_least(1, name)
 
     def check_together(self) -> None:
         """Refuse values that do not fit each other."""
@@ -292,7 +292,7 @@ class ModelConfig(Section):
         return (*inner, self.dim)
 
     @property
-    def drawn_patch_sizes(self) -> tuple[int, ...]:
+    def training_patch_sizes(self) -> tuple[int, ...]:
         """All sides of a patch that training draws from, the smallest first."""
         return tuple(sorted({self.patch_size, *self.patch_sizes}))
 
@@ -308,7 +308,7 @@ class ModelConfig(Section):
         return int(self.class_token) + self.registers
 
     @property
-    def num_placed_tokens(self) -> int:
+    def num_positioned_prefix_tokens(self) -> int:
         """Tokens in front of the patches that have a row in the table of positions."""
         placed = self.prefix_positions
         if placed == "auto":

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import yaml
 
-from vit.config import SECTIONS, ChosenModel, Config
+from vit.config import SECTIONS, Config, PartialModelConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.presets import preset, usual_of_task
+from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError, printable
 from vit.paths import did_you_mean
 
@@ -98,7 +98,7 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
     """
     chosen = checked(values)
     model = chosen.get("model", _default_model())
-    usual = usual_of_task(chosen.get("task"))
+    usual = task_defaults(chosen.get("task"))
     if chosen.get("random_crop") == "simple":  # which keeps all of the short side
         usual.pop("min_crop", None)
     chosen = {**preset(model), **usual, **chosen}
@@ -107,7 +107,7 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
         sections[all_settings()[name].section][name] = value
     kinds = dict(SECTIONS)
     if sections["finetune"].get("weights") is not None and not complete:
-        kinds["model"] = ChosenModel
+        kinds["model"] = PartialModelConfig
     return Config(**{name: kind(**sections[name]) for name, kind in kinds.items()})
 
 
@@ -236,7 +236,7 @@ PLAIN: dict[type, typing.Callable[[Any], Any]] = {
 WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
-def default_folder(data: str) -> Path:
+def default_run_folder(data: str) -> Path:
     """Where a run goes when nobody says: `runs/<name of the data>`."""
     return Path("runs") / (Path(data).resolve().name or "run")
 

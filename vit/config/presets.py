@@ -53,7 +53,7 @@ def preset(name: str) -> dict[str, Any]:
     return dict(PRESETS[name])
 
 
-def usual_of_task(task: str | None) -> dict[str, Any]:
+def task_defaults(task: str | None) -> dict[str, Any]:
     """Settings that a task has where nobody chose others; those of classes are the fields' own.
 
     A caption tells left from right, and what an image shows at its edges.

@@ -31,6 +31,6 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         self.check_above(0, "checkpoint_minutes")
-        self.check_least(1, "keep_best")
+        self.check_at_least(1, "keep_best")
         if self.checkpoint_steps is not None:
-            self.check_least(1, "checkpoint_steps")
+            self.check_at_least(1, "checkpoint_steps")

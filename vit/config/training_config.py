@@ -82,7 +82,7 @@ class TrainingConfig(Section):
     """Captions: validation images that get one after each epoch, for BLEU and CIDEr."""
 
     def __post_init__(self) -> None:
-        self.check_least(1, "epochs", "caption_samples")
+        self.check_at_least(1, "epochs", "caption_samples")
         self.check_above(0, "lr", "layer_decay")
         if self.encoder_lr is not None:
             self.check_above(0, "encoder_lr")
@@ -92,22 +92,22 @@ class TrainingConfig(Section):
                 self.refuse("fallback_lr", f"only muon has one, not optimizer={self.optimizer}")
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             self.refuse("betas", "each must be at least 0 and less than 1")
-        self.check_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
-        self.check_least(0, "balance_loss", "router_z_loss")
-        self.check_share("smoothing", "ema")
+        self.check_at_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
+        self.check_at_least(0, "balance_loss", "router_z_loss")
+        self.check_fraction("smoothing", "ema")
         if self.patience is not None:
-            self.check_least(1, "patience")
+            self.check_at_least(1, "patience")
         if self.time is not None and not DURATION.fullmatch(self.time):
             self.refuse("time", "write a number and s, m or h, such as 90s, 30m or 1.5h")
         if self.min_lr > self.lr:
             self.refuse("min_lr", f"is more than lr={self.lr}")
         for name in ("epoch_steps", "steps"):
             if getattr(self, name) is not None:
-                self.check_least(1, name)
+                self.check_at_least(1, name)
         if self.steps is not None and self.time is not None:
             self.refuse("steps", f"time={self.time} chooses the number of steps; give one of them")
         if self.cooldown_epochs is not None:
-            self.check_least(0, "cooldown_epochs")
+            self.check_at_least(0, "cooldown_epochs")
             if self.schedule != "wsd":
                 self.refuse("cooldown_epochs", f"schedule={self.schedule} has none; use wsd")
         if len(self.cooldown_shares) > (self.cooldown_epochs or 0):
@@ -117,7 +117,7 @@ class TrainingConfig(Section):
             if self.start_image_size is None:
                 self.refuse("growth_epochs", "nothing grows: give start_image_size")
         if self.warmup_epochs is not None:
-            self.check_least(0, "warmup_epochs")
+            self.check_at_least(0, "warmup_epochs")
             if self.time is None and self.warmup_epochs >= self.epochs:
                 self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}")
 

@@ -331,7 +331,7 @@ def write_caption_report(
 def trained(facts: RunFacts, word_facts: WordFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
     """The network, the data, the words and the time it took, in a few sentences."""
     model, training, decoder = facts.config.model, facts.config.training, facts.config.decoder
-    writer = decoder.blocks_beside(model)
+    writer = decoder.block_config(model)
     seconds = sum(event["seconds"] for event in epochs)
     return tag(
         "p",

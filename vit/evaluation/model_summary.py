@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.evaluation.flop_counter import Calls, Meter, counting, held_by, watched
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
 
@@ -127,7 +127,7 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
         batch_size: Images of the training step whose memory is estimated.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        network = assemble(config)
+        network = assemble_model(config)
         for module in network.modules():
             if (by_shape := getattr(module, "forward_by_shape", None)) is not None:
                 setattr(module, "forward", by_shape)  # noqa: B010
@@ -167,7 +167,7 @@ def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> t
     """Bytes beside weights and moments: kept for the backward pass, and the most in a step."""
     patches = network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
-        patches.drawn = min(patches.sides)  # which makes the most tokens
+        patches.current_patch_size = min(patches.resize_matrices)  # which makes the most tokens
     with Meter(network) as meter:
         answers = network.train()(images(config, size))
         labels = torch.zeros(size, dtype=torch.long)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.onnx_graph import Part
-from vit.model.captioner import CachedContinuation, Captioner
+from vit.model.captioner import CachedDecoder, Captioner
 from vit.model.decoder import TextDecoder
-from vit.model.kv_cache import Cache, Layer
+from vit.model.kv_cache import KVCache, LayerCache
 from vit.version import __version__
 from vit.weights.safetensors_io import digest
 from vit.weights.saved_model import LoadedRun
@@ -44,7 +44,7 @@ class Eyes(nn.Module):
         self.model, self.preprocessing = model, preprocessing
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """What the network sees: `Captioner.see` with what the decoder makes of it.
+        """What the network sees: `Captioner.encode_images` with what the decoder makes of it.
 
         Args:
             images: Bytes, (batch, height, width, 3).
@@ -54,11 +54,11 @@ class Eyes(nn.Module):
             the probabilities of classes, (batch, classes).
         """
         floats = self.preprocessing.normalise(images.permute(0, 3, 1, 2))
-        tokens, places = self.model.encode(floats)
-        seen = [layer.image for layer in self.model.decoder.look(tokens).layers]
+        tokens, context = self.model.encode(floats)
+        seen = [layer.memory_kv for layer in self.model.decoder.init_cache(tokens).layers]
         if not self.model.num_classes:
             return stacked(seen)
-        logits = self.model.head(self.model.pool(tokens, places))
+        logits = self.model.forward_head(tokens, context)
         return (*stacked(seen), logits.softmax(dim=1))
 
 
@@ -93,9 +93,9 @@ class Hand(nn.Module):
         """
         image = zip(memory_key, memory_value, strict=True)
         words = zip(past_key, past_value, strict=True)
-        layers = [Layer(*pair) for pair in zip(image, words, strict=True)]
-        logits = CachedContinuation(self.decoder, Cache(layers, past_key.shape[3]))(ids)
-        return (logits, *stacked([layer.words for layer in layers]))
+        layers = [LayerCache(*pair) for pair in zip(image, words, strict=True)]
+        logits = CachedDecoder(self.decoder, KVCache(layers, past_key.shape[3]))(ids)
+        return (logits, *stacked([layer.token_kv for layer in layers]))
 
 
 def stacked(pairs: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor]:
@@ -116,9 +116,9 @@ def parts_of(run: LoadedRun) -> tuple[Part, Part]:
         raise ConfigError(
             f"channels={run.config.channels}: an exported network takes RGB images, channels=3"
         )
-    if model.decoder.most_tokens < FEWEST_TOKENS:
+    if model.decoder.max_length < FEWEST_TOKENS:
         raise ConfigError(
-            f"caption_tokens={model.decoder.most_tokens}: the exporter needs at least "
+            f"caption_tokens={model.decoder.max_length}: the exporter needs at least "
             f"{FEWEST_TOKENS}; train with longer captions"
         )
     seen = {"memory_key": SEEN, "memory_value": SEEN}
@@ -153,7 +153,7 @@ def metadata_of(run: LoadedRun, source: str) -> dict[str, dict[str, str]]:
         "begin": str(run.tokenizer.begin),
         "end": str(run.tokenizer.end),
         "pad": str(run.tokenizer.pad),
-        "max_tokens": str(run.model.decoder.most_words),
+        "max_tokens": str(run.model.decoder.max_new_tokens),
         "vit_version": __version__,
         "source_run": source,
     }
@@ -174,7 +174,7 @@ def _noise(run: LoadedRun, count: int) -> Tensor:
 @torch.no_grad()
 def _steps(decoder: TextDecoder, encoder: Part) -> Iterator[tuple[Tensor, ...]]:
     """Inputs of steps with pasts of several lengths, from none to the most there can be."""
-    most, vocab = decoder.most_tokens, decoder.token_embed.num_embeddings
+    most, vocab = decoder.max_length, decoder.token_embed.num_embeddings
     lengths = ((2, min(5, most - 2)), (1, 0), (1, most - 1), (most, 0), (1, 1), (2, most - 2))
     for number, (new, past) in enumerate(lengths):
         random = torch.Generator().manual_seed(number)

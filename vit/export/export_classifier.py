@@ -20,7 +20,7 @@ from vit.errors import ConfigError
 from vit.export.onnx_graph import Part, attend_plainly, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, fitting
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.model.attention_maps import Recorder
+from vit.model.attention_maps import AttentionRecorder
 from vit.model.vision_transformer import VisionTransformer
 from vit.version import __version__
 from vit.weights.saved_model import LoadedRun
@@ -55,8 +55,8 @@ class Answer(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Bytes (batch, height, width, 3) -> probabilities (batch, classes)"""
-        tokens, places = self.model.encode(self.floats(images), attend=attend_plainly)
-        return (self.activation(self.model.head(self.model.pool(tokens, places))),)
+        tokens, context = self.model.encode(self.floats(images), attention_fn=attend_plainly)
+        return (self.activation(self.model.forward_head(tokens, context)),)
 
 
 class AnswerWithTokens(Answer):
@@ -74,10 +74,10 @@ class AnswerWithTokens(Answer):
             the heads of how the class token of each block looks at all tokens, or of how the
             patches do, on average, where there is none.
         """
-        model, recorder = self.model, Recorder()
-        tokens, places = model.encode(self.floats(images), attend=recorder)
+        model, recorder = self.model, AttentionRecorder()
+        tokens, context = model.encode(self.floats(images), attention_fn=recorder)
         maps = [weights.mean(dim=1) for weights in recorder.maps]
-        embedding = model.pool(tokens, places)
+        embedding = model.pool(tokens, context)
         prefix = model.num_prefix_tokens
         rows = [
             weights[:, prefix:].mean(dim=1) if model.cls_token is None else weights[:, 0]

@@ -17,17 +17,20 @@ from torch import Tensor, nn
 
 from vit.errors import ConfigError, VitError, printable
 from vit.exported.onnx_session import LIBRARIES, Array, OnnxSession
-from vit.model.attention import masked, mixed
+from vit.model.attention import apply_mask, weighted_values
 from vit.weights.safetensors_io import atomic_write
 
 
 def attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """As `vit.model.attention.attend`, for what torch.onnx writes: it makes a dozen operators of
-    torch's own function, which hide from quantisation that keys are only turned."""
+    """`vit.model.attention.dot_product_attention` of plain operators, for torch.onnx.
+
+    It writes torch's own function as a dozen operators, which hide from quantisation that keys are
+    only rotated.
+    """
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    return mixed(masked(scores, mask).softmax(dim=-1), value, dropout=dropout)
+    return weighted_values(apply_mask(scores, mask).softmax(dim=-1), value, dropout=dropout)
 
 
 OPSET = 18

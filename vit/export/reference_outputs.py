@@ -90,7 +90,7 @@ def _see(run: LoadedRun, pixels: Tensor) -> Said | str:
     caption = None
     if isinstance(model, Captioner):
         assert run.tokenizer is not None, "a captioner has a tokenizer"
-        logits, memory = model.see(batch)
+        logits, memory = model.encode_images(batch)
         ((caption, *_),) = generate_captions(model.decoder, memory, run.tokenizer, Search())
     else:
         logits = model(batch)

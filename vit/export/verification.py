@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 from vit.errors import DataError, RunError, VitError, WeightsError, printable
 from vit.export.mismatch_diagnosis import causes, metadata_differences
-from vit.export.reference_outputs import Answers, Runner, Said, by_file, by_hand, by_predictor
+from vit.export.reference_outputs import (
+    Answers,
+    Runner,
+    Said,
+    by_file,
+    by_hand,
+    by_predictor,
+)
 from vit.export.sample_images import images_for
 from vit.exported.load_exported import EXPORTED, load_exported
 from vit.paths import did_you_mean

@@ -1,1 +1,1 @@
-"""Sentences from a decoder: the likeliest word, beam search, sampling."""
+"""Text generation: greedy decoding, beam search, sampling."""

@@ -1,17 +1,17 @@
-"""A sentence in words; without torch, for those who run exported networks."""
+"""Caption: a generated sequence as text. Imports no torch, for exported networks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A sentence in words.
+    """A generated caption.
 
     Args:
-        text: For people.
-        score: Sum of the log probabilities of its tokens, the end included.
-        ids: Its tokens, without begin and end.
-        ended: Whether it came to its end by itself.
+        text: The decoded text.
+        score: Sum of the log probabilities of its tokens, the end token included.
+        ids: Token ids, without begin and end.
+        ended: Whether it ends with the end token, not at the maximum length.
     """
 
     text: str

@@ -1,6 +1,6 @@
-"""How likely given captions are: what training minimises, and whether a decoder looks.
+"""Likelihood of given captions: the training loss, and a test of whether the image is used.
 
-The looking test: where captions are as likely beside other images, the decoder does not look.
+If captions are as likely with other images (shuffled), the decoder ignores the image.
 """
 
 import torch
@@ -9,26 +9,26 @@ from torch.nn import functional as F
 
 from vit.model.decoder import TextDecoder
 
-BLIND = 0.01
-"""Share of the loss by which other images must be worse, for a decoder that looks."""
+MIN_SHUFFLED_GAP = 0.01
+"""Smallest increase of the loss with other images, relative, of a decoder that uses the image."""
 
 
-def word_losses(
-    logits: Tensor, words: Tensor, pad: int, *, smoothing: float = 0.0
+def caption_losses(
+    logits: Tensor, ids: Tensor, pad: int, *, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of each caption's next words, and how many words those are.
+    """Summed next-token cross-entropy of each caption, and its number of target tokens.
 
     Args:
-        logits: After each word but the last, (batch, tokens - 1, vocab).
-        words: (batch, tokens), filled up with `pad`.
-        pad: No word: it has no loss.
-        smoothing: Share of a target spread over all words.
+        logits: After each token but the last, (batch, tokens - 1, vocab).
+        ids: Token ids, (batch, tokens), padded with `pad`.
+        pad: Id of padding, which has no loss.
+        smoothing: Label smoothing.
 
     Returns:
-        Both (batch,); the losses in float32 or wider.
+        Two tensors (batch,); the losses in float32 or wider.
     """
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    targets = words[:, 1 : 1 + logits.shape[1]]
+    targets = ids[:, 1 : 1 + logits.shape[1]]
     losses = F.cross_entropy(
         logits.transpose(1, 2),
         targets,
@@ -39,26 +39,27 @@ def word_losses(
     return losses.sum(dim=1), (targets != pad).sum(dim=1)
 
 
-def losses_beside(
-    decoder: TextDecoder, memory: Tensor, words: Tensor, others: Tensor, pad: int
+def matched_and_shuffled_losses(
+    decoder: TextDecoder, memory: Tensor, ids: Tensor, shuffled_ids: Tensor, pad: int
 ) -> Tensor:
-    """What `word_losses` says of captions of these images, and of captions of others.
+    """`caption_losses` of the images' own captions, and of captions of other images.
 
     Args:
-        decoder: Writes.
-        memory: What the encoder saw, (batch, memory_tokens, dim).
-        words: Captions of these images, (batch, tokens), filled up with `pad`.
-        others: Captions of other images, likewise.
-        pad: No word.
+        decoder: The decoder.
+        memory: Output of the encoder, (batch, memory_tokens, dim).
+        ids: Captions of these images, (batch, tokens), padded with `pad`.
+        shuffled_ids: Captions of other images, likewise.
+        pad: Id of padding.
 
     Returns:
-        float64 on the CPU, (4, batch): losses and numbers of words, then those of the others.
+        float64 on the CPU, (4, batch): losses and token counts, then those of `shuffled_ids`.
     """
-    wrong = word_losses(decoder(others[:, :-1], memory), others, pad)
-    right = word_losses(decoder(words[:, :-1], memory), words, pad)  # last: routers tell of it
-    return torch.stack([part.cpu().double() for part in (*right, *wrong)])
+    shuffled = caption_losses(decoder(shuffled_ids[:, :-1], memory), shuffled_ids, pad)
+    # last, so that MoE layers keep the routing of the right captions
+    matched = caption_losses(decoder(ids[:, :-1], memory), ids, pad)
+    return torch.stack([part.cpu().double() for part in (*matched, *shuffled)])
 
 
-def is_blind(right: float, wrong: float) -> bool:
-    """Whether a loss of words is hardly lower than that beside other images."""
-    return wrong - right <= BLIND * right
+def ignores_image(loss: float, shuffled_loss: float) -> bool:
+    """Whether the loss is hardly lower than that with other images."""
+    return shuffled_loss - loss <= MIN_SHUFFLED_GAP * loss

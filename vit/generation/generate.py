@@ -1,7 +1,4 @@
-"""From what an encoder saw to captions that people read.
-
-From a decoder to sentences: the one entrance to every kind of search.
-"""
+"""Text generation with any search, and captions from the memory of an encoder."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,15 +10,15 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError
 from vit.generation.beam_search import beam_search
 from vit.generation.caption import Caption
-from vit.generation.generation_config import Continuation, Search, Sentence
-from vit.generation.sampling import Choice, Drawn, Likeliest, generate_tokens
-from vit.model.captioner import CachedContinuation
+from vit.generation.generation_config import Hypothesis, IncrementalDecoder, Search
+from vit.generation.sampling import GreedySelector, RandomSelector, TokenSelector, generate_tokens
+from vit.model.captioner import CachedDecoder
 from vit.model.decoder import TextDecoder
 
 
 @torch.inference_mode()
 def generate(
-    continuation: Continuation,
+    decoder: IncrementalDecoder,
     *,
     rows: int,
     begin: int,
@@ -29,39 +26,39 @@ def generate(
     search: Search,
     numbers: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
-) -> list[list[Sentence]]:
-    """Sentences of each of `rows` images, up to `search.n_best`, the best first.
+) -> list[list[Hypothesis]]:
+    """Hypotheses of each of `rows` images, up to `search.n_best`, the best first.
 
-    They depend on the image's own logits alone (and its number, where words are drawn), not on
-    the images beside it. There are fewer than `n_best` only where the vocabulary has no more.
+    They depend only on the image's own logits (and its index, for sampling), not on the rest of
+    the batch. There are fewer than `n_best` only with a very small vocabulary.
 
     Args:
-        continuation: The decoder; its first call gets `begin` for each image.
-        rows: Images.
-        begin: Id that stands before the first word.
-        end: Id that follows the last word.
+        decoder: The decoder; its first call gets `begin` for each image.
+        rows: Number of images.
+        begin: Id of the begin token.
+        end: Id of the end token.
         search: The settings; `max_tokens` is not 0.
-        numbers: Number of each image, which decides what is drawn; its row when left out.
-        device: Where the decoder wants its ids and gives its logits.
+        numbers: Index of each image, for the random numbers of sampling; default: its row.
+        device: Device of the decoder.
 
     Raises:
-        WeightsError: A logit is not a number, or no word is possible.
-        ValueError: There is not one number a row, or no `max_tokens`.
+        WeightsError: A logit is not finite, or no token is possible.
+        ValueError: `numbers` has another length than `rows`, or `max_tokens` is 0.
     """
     if not search.max_tokens:
-        raise ValueError("max_tokens=0: say how many words a sentence may have")
+        raise ValueError("max_tokens=0: give the maximum number of tokens")
     numbers = range(rows) if numbers is None else numbers
     if len(numbers) != rows:
         raise ValueError(f"{len(numbers)} numbers of images for {rows} rows")
     if rows == 0:
         return []
     if search.beams > 1:
-        return beam_search(
-            continuation, rows=rows, begin=begin, end=end, search=search, device=device
-        )
-    choice: Choice = Drawn(search, numbers, device=device) if search.temperature else Likeliest()
+        return beam_search(decoder, rows=rows, begin=begin, end=end, search=search, device=device)
+    selector: TokenSelector = (
+        RandomSelector(search, numbers, device=device) if search.temperature else GreedySelector()
+    )
     sentences = generate_tokens(
-        continuation, choice, rows=rows, begin=begin, end=end, search=search, device=device
+        decoder, selector, rows=rows, begin=begin, end=end, search=search, device=device
     )
     return [[one] for one in sentences]
 
@@ -79,27 +76,27 @@ def generate_captions(
 
     Args:
         decoder: In evaluation mode.
-        memory: What the encoder saw, (batch, tokens, dim).
-        tokenizer: That of the decoder.
-        search: How sentences are chosen.
-        numbers: Of the images, by which sampling draws; their places in the batch when left out.
+        memory: Output of the encoder, (batch, tokens, dim).
+        tokenizer: Tokenizer of the decoder.
+        search: Generation settings.
+        numbers: Index of each image, for the random numbers of sampling; default: its row.
 
     Returns:
-        For each image `search.n_best` captions.
+        `search.n_best` captions for each image.
 
     Raises:
-        ConfigError: `max_tokens` is more than the decoder has places for.
+        ConfigError: `max_tokens` is more than the decoder has positions for.
     """
     if not len(memory):
         return []
-    most = decoder.most_words
+    most = decoder.max_new_tokens
     if max(search.max_tokens, search.min_tokens) > most:
         name = "max_tokens" if search.max_tokens > most else "min_tokens"
         value = getattr(search, name)
         raise ConfigError(f"{name}={value}: this decoder writes at most {most}")
     search = search if search.max_tokens else dataclasses.replace(search, max_tokens=most)
-    found = generate(
-        CachedContinuation(decoder, decoder.look(memory)),
+    hypotheses = generate(
+        CachedDecoder(decoder, decoder.init_cache(memory)),
         rows=len(memory),
         begin=tokenizer.begin,
         end=tokenizer.end,
@@ -107,9 +104,8 @@ def generate_captions(
         numbers=numbers,
         device=memory.device,
     )
-    return [[_told(sentence, tokenizer) for sentence in sentences] for sentences in found]
+    return [[_to_caption(one, tokenizer) for one in group] for group in hypotheses]
 
 
-def _told(sentence: Sentence, tokenizer: Tokenizer) -> Caption:
-    text = tokenizer.decode(sentence.ids)
-    return Caption(text, sentence.score, sentence.ids, sentence.ended)
+def _to_caption(one: Hypothesis, tokenizer: Tokenizer) -> Caption:
+    return Caption(tokenizer.decode(one.ids), one.score, one.ids, one.ended)

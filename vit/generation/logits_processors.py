@@ -1,26 +1,18 @@
-"""What logits go through before a word is chosen, and which of equal words comes first."""
-
-from collections.abc import Callable
+"""Processing of logits before a token is chosen: repetition penalty, minimum length; and top-k."""
 
 import torch
 from torch import Tensor
 
 from vit.generation.generation_config import Search
 
-Penalty = Callable[[Tensor, Tensor], Tensor]
-SIGN = 31  # the bit of a float32 that is its sign
-
-
-def unpenalised(logits: Tensor, written: Tensor) -> Tensor:  # noqa: ARG001
-    """`logits` as they are."""
-    return logits
+SIGN_BIT = 31  # of a float32
 
 
 class RepetitionPenalty:
-    """Divides the logits of words that a sentence has already; negative ones it multiplies.
+    """Divides positive logits of tokens already in the sequence, and multiplies negative ones.
 
-    Begin is no such word. The paper divides all, which makes a word with a negative logit more
-    likely; transformers multiplies those, and so do we.
+    The begin token is not penalised. The paper divides all logits, which makes a token with a
+    negative logit more likely; this is the rule of transformers.
 
     Args:
         penalty: More than 1.
@@ -32,45 +24,47 @@ class RepetitionPenalty:
         self.penalty = penalty
 
     def __call__(self, logits: Tensor, written: Tensor) -> Tensor:
-        """(rows, vocab) logits, (rows, words) written so far -> (rows, vocab)"""
+        """(rows, vocab) logits, (rows, tokens) written so far -> (rows, vocab)"""
         written = written.to(logits.device)
         values = logits.gather(1, written)
         values = torch.where(values < 0, values * self.penalty, values / self.penalty)
         return logits.scatter(1, written, values)
 
 
-class Limits:
-    """The repetition penalty, and no end before `min_tokens` words.
+class LogitsProcessor:
+    """Applies the repetition penalty, and suppresses the end token before `min_tokens` tokens.
 
     Args:
         search: The settings.
-        end: Id of the end.
+        end: Id of the end token.
     """
 
     def __init__(self, search: Search, *, end: int) -> None:
         self.end, self.min_tokens = end, search.min_tokens
-        off = search.repetition_penalty == 1
-        self.penalise: Penalty = (
-            unpenalised if off else RepetitionPenalty(search.repetition_penalty)
-        )
+        on = search.repetition_penalty != 1
+        self.penalty = RepetitionPenalty(search.repetition_penalty) if on else None
 
-    def forbid(self, logits: Tensor, words: int) -> Tensor:
-        """`logits`, (rows, vocab), without the end while a sentence has too few words."""
-        if words >= self.min_tokens:
+    def penalize(self, logits: Tensor, written: Tensor) -> Tensor:
+        """`logits` after the repetition penalty; the same tensor without one."""
+        return logits if self.penalty is None else self.penalty(logits, written)
+
+    def suppress_end(self, logits: Tensor, length: int) -> Tensor:
+        """`logits`, (rows, vocab), with the end token at -inf if `length` is too short."""
+        if length >= self.min_tokens:
             return logits
         logits = logits.clone()
         logits[:, self.end] = -torch.inf
         return logits
 
     def __call__(self, logits: Tensor, written: Tensor) -> Tensor:
-        """(rows, vocab) logits, (rows, words) written so far -> (rows, vocab)"""
-        return self.forbid(self.penalise(logits, written), written.shape[1])
+        """(rows, vocab) logits, (rows, tokens) written so far -> (rows, vocab)"""
+        return self.suppress_end(self.penalize(logits, written), written.shape[1])
 
 
-def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, sorted, and their ids; of equal ones the lower id first.
+def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each row, sorted, and their ids; ties by the lower id.
 
-    torch.topk leaves the order of equal values open, and a stable sort of a whole vocabulary takes
+    torch.topk does not define the order of ties, and a stable sort of a whole vocabulary takes
     thirty times as long.
 
     Args:
@@ -82,21 +76,21 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=1)
     ids = ids[:, :count]
-    # Where the last one taken equals the first one left out, topk has chosen between the two.
+    # If the last value taken equals the first one left out, topk has broken a tie.
     if values.shape[1] > count and not bool((values[:, count - 1] > values[:, count]).all()):
-        ids = _largest_of_equals(logits, count)
+        ids = _topk_of_ties(logits, count)
     ids = ids.sort(dim=1).values
     values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
     return values, ids.gather(1, order)
 
 
-def _largest_of_equals(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest, (rows, count): topk of numbers that are never equal."""
+def _topk_of_ties(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest, (rows, count): topk of keys without ties."""
     vocab = logits.shape[1]
-    # A float32 in the order of whole numbers: negative ones with the other bits turned. Adding
-    # zero makes -0 the same as 0.
+    # float32 as integers of the same order: for negative numbers the other bits are flipped.
+    # Adding zero maps -0 to 0.
     bits = (logits + 0.0).view(torch.int32)
-    whole = bits ^ ((bits >> SIGN) & 0x7FFFFFFF)
-    places = torch.arange(vocab - 1, -1, -1, device=logits.device)
-    keys = (whole.long() << 32) + places
+    ordered = bits ^ ((bits >> SIGN_BIT) & 0x7FFFFFFF)
+    tie_break = torch.arange(vocab - 1, -1, -1, device=logits.device)
+    keys = (ordered.long() << 32) + tie_break
     return vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)

@@ -1,12 +1,13 @@
-"""Words that are drawn: temperature, top-k and nucleus, with random numbers from counters.
+"""Greedy decoding, and sampling with temperature, top-k and nucleus.
 
-    share_i = softmax(logits / temperature)_i,  of the top_k likeliest words;
-    of these the fewest that together have at least top_p
+    p_i = softmax(logits / temperature)_i,  of the top_k most likely tokens;
+    of these the fewest whose probabilities sum to at least top_p
+
+Random numbers are a function of (seed, image index, position), so that the result for an image does
+not depend on the batch.
 
 Sources: Fan et al., "Hierarchical Neural Story Generation", section 5.1, arXiv:1805.04833 (top-k);
 Holtzman et al., "The Curious Case of Neural Text Degeneration", section 3.1, arXiv:1904.09751.
-
-One sentence a row, word by word: the likeliest word each time, or a drawn one.
 """
 
 import hashlib
@@ -18,54 +19,54 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vit.generation.generation_config import Continuation, Search, Sentence, sentence
-from vit.generation.logits_processors import Limits, largest
+from vit.generation.generation_config import Hypothesis, IncrementalDecoder, Search, make_hypothesis
+from vit.generation.logits_processors import LogitsProcessor, stable_topk
 
 
-class Choice(Protocol):
-    """How the next word is chosen."""
+class TokenSelector(Protocol):
+    """Chooses the next token of each row."""
 
     def __call__(self, logits: Tensor, index: int) -> Tensor:
-        """(rows, vocab) float32 -> ids of the word at place `index`, (rows, 1)"""
+        """(rows, vocab) float32 -> ids of the token at position `index`, (rows, 1)"""
 
-    def select(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keep these rows, (kept,) int64."""
 
 
-class Likeliest:
-    """Chooses the word with the largest logit; of equal ones the one with the lower id."""
+class GreedySelector:
+    """Chooses the token with the largest logit; ties by the lower id."""
 
     def __call__(self, logits: Tensor, index: int) -> Tensor:  # noqa: ARG002
         """(rows, vocab) float32 -> (rows, 1)"""
-        # of equals the first, as argmax, which takes twice the time on a CPU
+        # the first of ties, as argmax, which takes twice the time on a CPU
         return logits.max(dim=1, keepdim=True).indices
 
-    def select(self, rows: Tensor) -> None:
-        """It remembers nothing of a row."""
+    def select_rows(self, rows: Tensor) -> None:
+        """No-op: it has no state."""
 
 
 def generate_tokens(
-    continuation: Continuation,
-    choice: Choice,
+    decoder: IncrementalDecoder,
+    selector: TokenSelector,
     *,
     rows: int,
     begin: int,
     end: int,
     search: Search,
     device: torch.device | str,
-) -> list[Sentence]:
-    """A sentence of each row; ended ones leave the work at once.
+) -> list[Hypothesis]:
+    """One sequence for each row; finished rows leave the batch at once.
 
-    A step waits for the device once, to see which sentences ended.
+    Each step synchronises with the device once, to see which sequences ended.
     """
-    limits = Limits(search, end=end)
-    done: dict[int, Sentence] = {}
+    processor = LogitsProcessor(search, end=end)
+    done: dict[int, Hypothesis] = {}
     going = list(range(rows))
     ids = torch.full((rows, 1), begin, device=device)
     written, scores = ids[:, :0], torch.empty(rows, 0, device=device)
     for index in range(search.max_tokens):
-        logits = continuation(ids).float()
-        ids = choice(limits(logits, written), index)
+        logits = decoder(ids).float()
+        ids = selector(processor(logits, written), index)
         chances = logits.gather(1, ids) - logits.logsumexp(dim=1, keepdim=True)
         scores = torch.cat([scores, chances], dim=1)
         over: list[bool] = (ids[:, 0] == end).tolist()
@@ -78,47 +79,47 @@ def generate_tokens(
             going = [going[place] for place in kept]
             rows_kept = torch.tensor(kept, device=device)
             ids, written, scores = ids[rows_kept], written[rows_kept], scores[rows_kept]
-            continuation.select(rows_kept)
-            choice.select(rows_kept)
+            decoder.select_rows(rows_kept)
+            selector.select_rows(rows_kept)
         written = torch.cat([written, ids], dim=1)
     else:
         done |= _finish(going, written, scores, False)
     return [done[row] for row in range(rows)]
 
 
-def _finish(rows: list[int], words: Tensor, scores: Tensor, ended: bool) -> dict[int, Sentence]:
-    """Sentences of `rows` from (rows, words) ids and (rows, words and end) log probabilities."""
+def _finish(rows: list[int], tokens: Tensor, scores: Tensor, ended: bool) -> dict[int, Hypothesis]:
+    """Hypotheses of `rows` from ids (rows, tokens) and log probabilities (rows, tokens and end)."""
     return {
-        row: sentence(ids, math.fsum(parts), ended=ended)
-        for row, ids, parts in zip(rows, words.tolist(), scores.tolist(), strict=True)
+        row: make_hypothesis(ids, math.fsum(parts), ended=ended)
+        for row, ids, parts in zip(rows, tokens.tolist(), scores.tolist(), strict=True)
     }
 
 
 BITS = 31
 
 
-def draws(seed: int, number: int, count: int) -> list[int]:
-    """`count` random whole numbers of 31 bits for image `number`; more of them start alike."""
+def random_integers(seed: int, number: int, count: int) -> list[int]:
+    """`count` random integers of 31 bits for image `number`; a prefix of a larger count's."""
     stream = hashlib.shake_128(f"{seed} {number}".encode()).digest(4 * count)
     return [value >> 1 for value in struct.unpack(f"<{count}I", stream)]
 
 
-def shares(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
-    """Words that may be drawn and how often, each (rows, candidates) int64.
+def sampling_weights(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
+    """Candidate tokens and their sampling weights, each (rows, candidates) int64.
 
-    Shares are whole numbers, 2**31 a row before the nucleus is cut out: sums of them have no
-    rounding that depends on the order, so neither the batch nor the device moves an edge. A word
-    of a probability under 2**-31 is never drawn.
+    Weights are integers with sum 2**31 in a row before the nucleus is taken: their sums have no
+    rounding that depends on the order, so the result depends neither on batch nor on device. A
+    token of a probability under 2**-31 is never sampled.
 
     Args:
         logits: (rows, vocab) float32.
         search: Its temperature is not 0.
 
     Returns:
-        Ids, and shares; those outside the nucleus have share 0.
+        Ids, and weights; those outside the nucleus have weight 0.
     """
     values, ids = _candidates(logits, search)
-    # The largest becomes 0, which no temperature makes infinite.
+    # The largest becomes 0, which stays finite at any temperature.
     values = (values - values.amax(dim=1, keepdim=True)) / search.temperature
     parts = (values.softmax(dim=1) * 2**BITS).long()
     nucleus = parts.sum(dim=1, keepdim=True) * round(search.top_p * 2**BITS) >> BITS
@@ -127,41 +128,41 @@ def shares(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
-    """Logits and ids of the top_k likeliest words; sorted where anything asks for an order."""
+    """Logits and ids of the top_k most likely tokens; sorted if top_k or top_p is set."""
     vocab = logits.shape[1]
     if search.top_k:
-        return largest(logits, min(search.top_k, vocab))
+        return stable_topk(logits, min(search.top_k, vocab))
     if search.top_p < 1:
         values, ids = logits.sort(dim=1, descending=True, stable=True)
         return values, ids
     return logits, torch.arange(vocab, device=logits.device).expand_as(logits)
 
 
-class Drawn:
-    """Draws a word for each row; what a row gets depends on no other row.
+class RandomSelector:
+    """Samples a token for each row, independently of the other rows.
 
     Args:
         search: The settings; its temperature is not 0.
-        numbers: Number of each row's image.
-        device: Where the logits are.
+        numbers: Index of each row's image, for the random numbers.
+        device: Device of the logits.
     """
 
     def __init__(
         self, search: Search, numbers: Sequence[int], *, device: torch.device | str
     ) -> None:
         self.search = search
-        table = [draws(search.seed, number, search.max_tokens) for number in numbers]
+        table = [random_integers(search.seed, number, search.max_tokens) for number in numbers]
         self.random = torch.tensor(table, device=device)
 
     def __call__(self, logits: Tensor, index: int) -> Tensor:
-        """(rows, vocab) float32 -> ids of the word at place `index`, (rows, 1)"""
-        ids, parts = shares(logits, self.search)
+        """(rows, vocab) float32 -> ids of the token at position `index`, (rows, 1)"""
+        ids, parts = sampling_weights(logits, self.search)
         edges = parts.cumsum(dim=1)
         point = edges[:, -1:] * self.random[:, index : index + 1] >> BITS
-        # Only logits that are not numbers come past the last edge; their score tells.
-        place = (edges <= point).sum(dim=1, keepdim=True).clamp(max=ids.shape[1] - 1)
-        return ids.gather(1, place)
+        # Only nan logits come past the last edge; their score raises an error later.
+        position = (edges <= point).sum(dim=1, keepdim=True).clamp(max=ids.shape[1] - 1)
+        return ids.gather(1, position)
 
-    def select(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keep these rows, (kept,) int64."""
         self.random = self.random[rows]

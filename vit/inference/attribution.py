@@ -33,7 +33,7 @@ from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
 from vit.inference.predictor import ImageOutput, Predictor
-from vit.model.attention_maps import Recorder, record
+from vit.model.attention_maps import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
 
@@ -208,9 +208,9 @@ def relevance(
     if not model.num_classes:
         raise ConfigError("num_classes=0: there is no class to explain; give the network a head")
     with torch.inference_mode(False), torch.enable_grad():
-        logits, blocks, pooling, tokens, places = record(model, images.clone())
+        logits, blocks, pooling, tokens, context = record_attention(model, images.clone())
         wanted = _classes(logits.detach(), classes)
-        rows, cols = places.grid
+        rows, cols = context.grid
         prefix = model.num_prefix_tokens
         _check_same_tokens(
             {tokens.shape[1], prefix + rows * cols, *(weights.shape[-1] for weights in blocks)}
@@ -224,7 +224,7 @@ def relevance(
         for step in steps[: len(blocks)]:
             relevant = relevant + step @ relevant
         if pooling is None:  # these poolings are linear, so they may pool the rows of R
-            read = model.attn_pool(relevant, places)
+            read = model.attn_pool(relevant, context)
         else:
             read = steps[-1] @ relevant[:, prefix:]
         parts: Tensor = read.reshape(len(read), -1, relevant.shape[-1])[..., prefix:]
@@ -321,9 +321,9 @@ def token_attention(
     decoder: TextDecoder, memory: Tensor, ids: Sequence[int], *, grid: tuple[int, int]
 ) -> Tensor:
     """Attention to the patches from each of `ids`, (tokens, rows, cols) float32 on the CPU."""
-    recorder = Recorder()
-    cache = decoder.look(memory.unsqueeze(0))
-    decoder.states(torch.tensor([ids], device=memory.device), cache, attend=recorder)
+    recorder = AttentionRecorder()
+    cache = decoder.init_cache(memory.unsqueeze(0))
+    decoder.hidden_states(torch.tensor([ids], device=memory.device), cache, attention_fn=recorder)
     maps = recorder.maps[1::2]  # each block has self-attention, then cross-attention
     mean = torch.stack([weights[0].float().mean(dim=0) for weights in maps]).mean(dim=0)
     rows, cols = grid

@@ -11,7 +11,7 @@ from torch import Tensor
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
 from vit.generation.caption import Caption
-from vit.generation.caption_likelihood import word_losses
+from vit.generation.caption_likelihood import caption_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.captioner import Captioner
@@ -79,7 +79,7 @@ class CaptionGenerator:
             memory = torch.stack([memories[index] for index in group])
             ids = caption_ids[group].to(memory.device)
             logits = self.decoder(ids[:, :-1], memory).float()
-            losses, counts = word_losses(logits, ids, self.tokenizer.pad)
+            losses, counts = caption_losses(logits, ids, self.tokenizer.pad)
             total += float(losses.sum())
             count += int(counts.sum())
         return total, count
@@ -110,7 +110,7 @@ def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGene
             raise ConfigError(f"{non_default_settings(search)}: {NO_CAPTIONS}; leave it out")
         return None
     search = Search() if search is None else search
-    limit = run.model.decoder.most_words
+    limit = run.model.decoder.max_new_tokens
     for name in ("max_tokens", "min_tokens"):
         if getattr(search, name) > limit:
             setting = f"{name}={getattr(search, name)}"

@@ -34,7 +34,7 @@ from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.caption_metrics import caption_scores
 from vit.evaluation.classification_metrics import Outcomes, summarise
 from vit.evaluation.multilabel_metrics import summarise_multilabel
-from vit.generation.caption_likelihood import is_blind
+from vit.generation.caption_likelihood import ignores_image
 from vit.generation.generation_config import Search
 from vit.inference.caption_generator import CaptionGenerator
 from vit.inference.model_runner import Views
@@ -386,7 +386,7 @@ def short_enough(
     Raises:
         DataError: No caption fits, or a caption cannot be tokenised.
     """
-    most = caption_generator.decoder.most_tokens
+    most = caption_generator.decoder.max_length
     ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
     kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
     if not kept:
@@ -473,7 +473,7 @@ def score_notes(scores: dict[str, Any], unended: int) -> list[str]:
     """Warnings about the metrics, for the user."""
     notes = []
     right, wrong = scores["loss"], scores["loss_shuffled"]
-    if scores["count"] > 1 and is_blind(right, wrong):
+    if scores["count"] > 1 and ignores_image(right, wrong):
         notes.append(
             f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
             f"{wrong:.3f} with other images"

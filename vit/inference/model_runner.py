@@ -125,7 +125,7 @@ class ModelRunner:
         one_by_one = self.keep_aspect or self.device.type == "cpu"
         floats = [self._normalise(image) for image in images] if one_by_one else []
         if self.keep_aspect and isinstance(self.model, Captioner):
-            logits, memories = self.model.see_packed(floats)
+            logits, memories = self.model.encode_images_packed(floats)
             return logits, None, memories
         if self.keep_aspect:
             pooled = self.model.features_packed(floats)
@@ -139,9 +139,9 @@ class ModelRunner:
         half = torch.is_autocast_enabled(self.device.type)
         model = self.model if half or self.prepacked is None else self.prepacked
         if isinstance(model, Captioner):
-            tokens, places = model.encode(batch)
-            pooled = model.pool(tokens, places) if self.embeddings else None
-            return model.name(tokens, places), pooled, tokens
+            tokens, context = model.encode(batch)
+            pooled = model.pool(tokens, context) if self.embeddings else None
+            return model.forward_head(tokens, context), pooled, tokens
         if not self.embeddings:
             return model(batch), None, None
         pooled = model.features(batch)

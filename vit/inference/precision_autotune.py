@@ -24,7 +24,7 @@ from vit.errors import BadImage, RunError, printable
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.model_runner import BatchOutput
 from vit.paths import user_cache
-from vit.precision import Precision, cpu_words
+from vit.precision import Precision, cpu_features
 from vit.weights.safetensors_io import write_text
 
 ROUNDS = 3
@@ -165,7 +165,7 @@ class PrecisionAutotuner:
 
 def cache_key(**usage: Any) -> str:
     """Name of a cached result; depends on the CPU, the version of torch, and `usage`."""
-    machine = {"cpu": sorted(cpu_words()), "torch": torch.__version__}
+    machine = {"cpu": sorted(cpu_features()), "torch": torch.__version__}
     text = json.dumps({**machine, **usage}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

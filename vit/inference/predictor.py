@@ -27,9 +27,9 @@ from vit.inference.batch_pipeline import (
 from vit.inference.caption_generator import make_caption_generator
 from vit.inference.model_runner import ModelRunner, Views
 from vit.inference.precision_autotune import PrecisionAutotuner
-from vit.model.captioner import lay_out
+from vit.model.captioner import use_column_major_weights
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
-from vit.precision import autocast, may_choose, resolve_device, resolve_precision
+from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
@@ -131,7 +131,9 @@ class Predictor:
         self.caption_generator = make_caption_generator(loaded, search)
         captions = self.caption_generator is not None
         if self.caption_generator is not None and self.device.type == "cpu" and run is not loaded:
-            lay_out(self.caption_generator.decoder)  # not in a network that the caller may save
+            use_column_major_weights(
+                self.caption_generator.decoder
+            )  # not in a network that the caller may save
         self.keep_aspect = keep_aspect
         self.thresholds = loaded.thresholds
         """Probability from which on each class is named, of a multi-label model; else None."""
@@ -152,7 +154,12 @@ class Predictor:
         )
         self.workers = workers or default_num_threads(self.device)
         self.precision_autotuner: PrecisionAutotuner | None = None
-        if precision == "auto" and may_choose(self.device) and self.classes and not captions:
+        if (
+            precision == "auto"
+            and should_benchmark_bf16(self.device)
+            and self.classes
+            and not captions
+        ):
             usage = {"keep_aspect": keep_aspect, "compiled": compile}
             self.precision_autotuner = PrecisionAutotuner(
                 loaded.config, usage, usual=self.precision, notify=notify

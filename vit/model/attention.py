@@ -5,9 +5,7 @@
 Source: Vaswani et al., "Attention Is All You Need", section 3.2, arXiv:1706.03762.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from einops import rearrange, repeat
@@ -15,15 +13,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.model.position_embedding import Grid
-from vit.model.rotary_embedding import Rotate, unturned
+from vit.model.rotary_embedding import Rotation
 
-# Longest sequence whose score matrix the CPU may hold; its memory grows with the square.
-LONGEST_EXPLICIT = 1024
-JOINED = "batch heads tokens head_dim -> batch tokens (heads head_dim)"
+if TYPE_CHECKING:
+    from vit.model.kv_cache import LayerCache
+
+MAX_EXPLICIT_TOKENS = 1024
+"""Longest sequence whose score matrix the CPU holds; its memory grows with the square."""
+MERGE_HEADS = "batch heads tokens head_dim -> batch tokens (heads head_dim)"
+KeyValue = tuple[Tensor, Tensor]
+"""Keys and values, each (batch, heads, tokens, head_dim)."""
 
 
-class Attend(Protocol):
-    """A way to mix values, as `attend` does."""
+class AttentionFunction(Protocol):
+    """The signature of `dot_product_attention`, for implementations that replace it."""
 
     def __call__(
         self,
@@ -36,27 +39,28 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-def attend(
+def dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Mix values by how well their keys match the queries, in the faster of two equal ways.
+    """Scaled dot-product attention, by the faster of two equivalent implementations.
 
-    In half precision the CPU's fused kernel is 2 to 5 times slower than plain products (forward
-    and backward, 64 to 200 tokens). Elsewhere it is as fast or faster, and holds no scores.
+    In half precision the CPU's fused kernel is 2 to 5 times slower than plain matrix products
+    (forward and backward, 64 to 200 tokens). Elsewhere it is as fast or faster, and does not store
+    the scores.
 
     Args:
         query: (batch, heads, tokens, head_dim).
         key, value: (batch, heads, memory_tokens, head_dim).
-        mask: True where a query may look, or numbers added to the scores, (tokens, memory_tokens)
-            or whatever broadcasts to the scores.
+        mask: Boolean, True where a query may attend, or a float bias added to the scores;
+            (tokens, memory_tokens) or anything that broadcasts to the scores.
         dropout: Probability of dropping an attention weight.
 
     Returns:
-        Mixed values, (batch, heads, tokens, head_dim).
+        (batch, heads, tokens, head_dim).
     """
-    # value tells the precision of the products: autocast leaves norms of queries in float32.
+    # The precision of the products is that of value: autocast leaves normalised queries in float32.
     half = value.dtype in (torch.bfloat16, torch.float16)
-    if half and value.device.type == "cpu" and value.shape[-2] <= LONGEST_EXPLICIT:
+    if half and value.device.type == "cpu" and value.shape[-2] <= MAX_EXPLICIT_TOKENS:
         return explicit_attention(query, key, value, mask=mask, dropout=dropout)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
@@ -64,12 +68,12 @@ def attend(
 def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """`attend` by the formula; the whole matrix of scores is in memory."""
-    return mixed(attention_weights(query, key, mask=mask), value, dropout=dropout)
+    """`dot_product_attention` by the formula; stores the whole score matrix."""
+    return weighted_values(attention_weights(query, key, mask=mask), value, dropout=dropout)
 
 
-def mixed(weights: Tensor, value: Tensor, *, dropout: float) -> Tensor:
-    """Values mixed by attention weights, some of which are dropped."""
+def weighted_values(weights: Tensor, value: Tensor, *, dropout: float) -> Tensor:
+    """Product of attention weights, after dropout, and values."""
     return F.dropout(weights, dropout, training=dropout > 0) @ value
 
 
@@ -83,74 +87,63 @@ def attention_weights(query: Tensor, key: Tensor, *, mask: Tensor | None = None)
         query.new_zeros(1), query, key.transpose(1, 2), beta=0, alpha=head_dim**-0.5
     )
     scores = rearrange(scores, "(batch heads) ... -> batch heads ...", batch=batch)
-    return masked(scores, mask).softmax(dim=-1)
+    return apply_mask(scores, mask).softmax(dim=-1)
 
 
-def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores (..., tokens, memory_tokens) with what `mask` says, as for `attend`."""
+def apply_mask(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Add a mask, as in `dot_product_attention`, to scores (..., tokens, memory_tokens)."""
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
-KeysValues = tuple[Tensor, Tensor]
-
-
-def as_they_are(key: Tensor, value: Tensor) -> KeysValues:
-    """Tokens look at each other alone."""
-    return key, value
-
-
 class AttentionContext(NamedTuple):
-    """What the blocks know of their tokens besides the values."""
+    """What attention layers need besides the tokens; the same for all layers of a forward pass,
+    except for the caches of a decoder, of which each layer gets its own."""
 
     grid: Grid = (0, 0)
     """Rows and columns of the patches."""
-    rotate: Rotate = unturned
-    """Turns queries and keys by their places."""
+    rope: Rotation | None = None
+    """Rotary position embedding, applied to queries and keys."""
     mask: Tensor | None = None
-    """Where queries may look, or what is added to their scores, as for `attend`."""
-    attend: Attend = attend
-    """How values are mixed."""
-    sizes: Tensor | None = None
-    """Patches that each token is made of, (batch, tokens), where some were merged."""
-    remember: Callable[[Tensor, Tensor], KeysValues] = as_they_are
-    """Keys and values to look at, from those of these tokens: a cache puts earlier ones first."""
-    memory: KeysValues | None = None
-    """Keys and values of the image that cross-attention looks at."""
+    """Attention mask or bias, as in `dot_product_attention`."""
+    attention_fn: AttentionFunction = dot_product_attention
+    """Implementation of attention."""
+    token_sizes: Tensor | None = None
+    """Number of patches merged into each token, (batch, tokens); None without token merging."""
+    kv_cache: "LayerCache | None" = None
+    """Keys and values of earlier tokens, which self-attention reads and extends."""
+    memory_kv: KeyValue | None = None
+    """Keys and values of the image's tokens, which cross-attention reads."""
 
 
-def as_mask(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """What makes a token of size s count as s tokens, (batch, tokens) -> (batch, 1, 1, tokens)."""
-    return sizes.log()[:, None, None].to(dtype)
+def proportional_attention_bias(token_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """log size: a token of s merged patches counts as s tokens (ToMe's proportional attention).
 
-
-class Unbiased(nn.Module):
-    """Scores depend on queries and keys alone."""
-
-    def forward(self, places: AttentionContext) -> Tensor | None:
-        """The mask of the attention: the one that the caller gave."""
-        return places.mask
+    Returns:
+        (batch, 1, 1, tokens).
+    """
+    return token_sizes.log()[:, None, None].to(dtype)
 
 
 class SelfAttention(nn.Module):
-    """Every token gathers from all tokens of its own image.
+    """Multi-head self-attention among the tokens of each image.
 
     Args:
         dim: Width of a token.
         num_heads: Heads that share `dim` equally.
-        num_kv_heads: Heads of keys and values, each read by as many heads of queries (Ainslie et
-            al., "GQA", section 2.2, arXiv:2305.13245; with 1, Shazeer's multi-query attention,
-            arXiv:1911.02150); as many as `num_heads` by default.
-        rel_pos: Makes what is added to the scores from the places of the tokens.
+        num_kv_heads: Key and value heads, each shared by an equal group of query heads (Ainslie
+            et al., "GQA", section 2.2, arXiv:2305.13245; with 1, Shazeer's multi-query attention,
+            arXiv:1911.02150). Default: `num_heads`.
+        rel_pos: Relative position bias, added to the scores; None for none.
         q_norm, k_norm: Normalise each head's queries and keys; identities by default.
         qkv_bias: Whether the projections to queries, keys and values have a bias.
-        proj_bias: Whether the projection at the end has one.
+        proj_bias: Whether the output projection has a bias.
         attention_dropout: Probability of dropping an attention weight during training.
         dropout: Probability of dropping an output during training.
 
     Raises:
-        ValueError: `dim` is not a multiple of `num_heads`, or that not of `num_kv_heads`.
+        ValueError: `dim` is not a multiple of `num_heads`, or `num_heads` not of `num_kv_heads`.
     """
 
     def __init__(
@@ -174,16 +167,16 @@ class SelfAttention(nn.Module):
         if num_heads % kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
         self.heads = (num_heads, kv_heads, kv_heads)
-        self.share = sharing(num_heads // kv_heads)
+        self.queries_per_kv = num_heads // kv_heads
         self.attention_dropout = attention_dropout
         self.qkv = nn.Linear(dim, sum(self.heads) * (dim // num_heads), bias=qkv_bias)
-        self.rel_pos = rel_pos or Unbiased()
+        self.rel_pos = rel_pos
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
 
-    def split(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor, rope: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, dim) -> query, key, value, each (batch, its heads, tokens, head_dim)"""
         joined = rearrange(
             self.qkv(x),
@@ -191,36 +184,37 @@ class SelfAttention(nn.Module):
             heads=sum(self.heads),
         )
         query, key, value = joined.split(self.heads, dim=1)
-        return places.rotate(self.q_norm(query)), places.rotate(self.k_norm(key)), value
+        query, key = self.q_norm(query), self.k_norm(key)
+        if rope is not None:
+            query, key = rope(query), rope(key)
+        return query, key, value
 
-    def forward(self, x: Tensor, places: AttentionContext | None = None) -> Tensor:
-        """(batch, tokens, dim) -> (batch, tokens, dim); relative positions need the `places`."""
-        places = places or AttentionContext()
-        query, key, value = self.split(x, places)
-        key, value = places.remember(key, value)
-        gathered = places.attend(
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)
+
+        Args:
+            x: Tokens.
+            context: Positions, mask and cache of the tokens; by default there are none.
+        """
+        context = context or AttentionContext()
+        query, key, value = self.project_qkv(x, context.rope)
+        if context.kv_cache is not None:
+            key, value = context.kv_cache.update(key, value)
+        gathered = context.attention_fn(
             query,
-            self.share(key),
-            self.share(value),
-            mask=self.rel_pos(places),
+            repeat_kv(key, self.queries_per_kv),
+            repeat_kv(value, self.queries_per_kv),
+            mask=context.mask if self.rel_pos is None else self.rel_pos(context),
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, JOINED)))
+        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, MERGE_HEADS)))
         return tokens
 
 
-def sharing(share: int) -> Callable[[Tensor], Tensor]:
-    """What gives each head of keys or values to `share` heads of queries."""
-    return unshared if share == 1 else partial(shared, share=share)
-
-
-def unshared(x: Tensor) -> Tensor:
-    """(batch, heads, tokens, head_dim) -> the same"""
-    return x
-
-
-def shared(x: Tensor, share: int) -> Tensor:
-    """(batch, heads, tokens, head_dim) -> each head `share` times in a row"""
+def repeat_kv(x: Tensor, repeats: int) -> Tensor:
+    """Repeat each key or value head `repeats` times in a row, one for each of its query heads."""
+    if repeats == 1:
+        return x
     return repeat(
-        x, "batch heads tokens head_dim -> batch (heads share) tokens head_dim", share=share
+        x, "batch heads tokens head_dim -> batch (heads repeats) tokens head_dim", repeats=repeats
     )

@@ -1,18 +1,18 @@
-"""Where a network looks: attention that remembers its weights."""
+"""Attention weights of a forward pass, recorded by an attention function that keeps them."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vit.model.attention import AttentionContext, attention_weights, mixed
+from vit.model.attention import AttentionContext, attention_weights, weighted_values
 
 if TYPE_CHECKING:
     from vit.model.vision_transformer import VisionTransformer
 
 
-class Recorder:
-    """Attends by the formula and keeps the weights, one entry a call, in `maps`."""
+class AttentionRecorder:
+    """Explicit attention that appends the weights of each call to `maps`."""
 
     def __init__(self) -> None:
         self.maps: list[Tensor] = []
@@ -26,41 +26,41 @@ class Recorder:
         mask: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """As `attend`; keeps (batch, heads, tokens, memory_tokens)."""
+        """As `dot_product_attention`; records (batch, heads, tokens, memory_tokens)."""
         weights = attention_weights(query, key, mask=mask)
         self.maps.append(weights)
-        return mixed(weights, value, dropout=dropout)
+        return weighted_values(weights, value, dropout=dropout)
 
 
-class Recording(NamedTuple):
-    """What `record` saw; everything is part of one graph and has gradients."""
+class AttentionRecording(NamedTuple):
+    """Result of `record_attention`; all tensors are part of one graph and have gradients."""
 
     logits: Tensor
     """(batch, classes)."""
     maps: list[Tensor]
     """Attention weights of every block, each (batch, heads, tokens, tokens)."""
     pooling: Tensor | None
-    """Weights of attention pooling, (batch, heads, 1, patches); None where another one pools."""
+    """Weights of attention pooling, (batch, heads, 1, patches); None for other poolings."""
     tokens: Tensor
     """After the last norm, (batch, tokens, dim)."""
-    places: AttentionContext
-    """Where the tokens are; `places.grid` is (rows, cols) of the patches."""
+    context: AttentionContext
+    """Context of the tokens; `context.grid` is (rows, cols) of the patches."""
 
 
-def record(model: "VisionTransformer", images: Tensor) -> Recording:
-    """Logits and attention maps of one pass; nothing in `model` is changed or left behind.
+def record_attention(model: "VisionTransformer", images: Tensor) -> AttentionRecording:
+    """Logits and attention maps of one forward pass; `model` is not changed.
 
-    Maps have gradients wherever torch makes any, also where all weights are frozen.
+    Maps have gradients wherever gradients are enabled, even if all weights are frozen.
 
     Args:
-        model: In training or evaluation, as it is; `maps` are the weights before dropout.
+        model: In training or evaluation mode; `maps` are the weights before dropout.
         images: (batch, channels, height, width).
     """
     if not images.requires_grad:
         images = images.clone().requires_grad_(torch.is_grad_enabled())
-    recorder = Recorder()
-    tokens, places = model.encode(images, attend=recorder)
+    recorder = AttentionRecorder()
+    tokens, context = model.encode(images, attention_fn=recorder)
     maps = [*recorder.maps]
-    logits = model.head(model.pool(tokens, places))
+    logits = model.forward_head(tokens, context)
     pooling = recorder.maps[-1] if len(recorder.maps) > len(maps) else None
-    return Recording(logits, maps, pooling, tokens, places)
+    return AttentionRecording(logits, maps, pooling, tokens, context)

@@ -1,11 +1,12 @@
-"""Blocks: attention, then feed-forward, each on a residual branch.
+"""Transformer blocks: attention and feed-forward, each on a residual branch.
 
     pre:        x + f(norm(x))
     post:       norm(x + f(x))
     sandwich:   x + norm(f(norm(x)))
     parallel:   x + attention(norm(x)) + feedforward(norm(x))
 
-A decoder's block looks at the image in between (Vaswani et al., section 3.1, arXiv:1706.03762).
+A decoder block has cross-attention to the image in between (Vaswani et al., section 3.1,
+arXiv:1706.03762).
 
 Source: Xiong et al., "On Layer Normalization in the Transformer Architecture", figure 1,
 arXiv:2002.04745; Ding et al., "CogView", section 2.4, arXiv:2105.13290 (sandwich); Dehghani et al.,
@@ -22,11 +23,11 @@ from vit.model.cross_attention import CrossAttention
 
 
 class LayerScale(nn.Module):
-    """Multiplies each channel of a residual branch by a learned number that starts small.
+    """Learned per-channel scale of a residual branch, initialised to a small value.
 
     Args:
         dim: Width of a token.
-        initial_value: What every number starts from.
+        initial_value: Initial value of every channel.
 
     Source: Touvron et al., "Going deeper with Image Transformers", section 2, arXiv:2103.17239.
     """
@@ -42,7 +43,9 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Skips a residual branch for some images of the batch; the others are scaled up in return.
+    """Stochastic depth: skips a residual branch for random images of a training batch.
+
+    The kept branches are scaled by 1 / (1 - rate).
 
     Args:
         rate: Probability of skipping, in [0, 1).
@@ -63,15 +66,17 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """What all orders of normalisation share.
+    """Base class of the blocks, one subclass for each order of normalisation.
 
-    A block returns the places of its tokens too, since one that merges tokens changes them.
+    A block also returns the context of its output tokens, because token merging changes it. The
+    context is immutable and not updated in place: activation checkpointing runs a block again
+    with the context of its first run.
 
     Args:
-        attn: Mixes the tokens of an image.
-        mlp: Treats each token alone.
-        norm: Makes one norm.
-        scales: The layer scales of the two branches; identities where there are none.
+        attn: Self-attention.
+        mlp: Feed-forward part.
+        norm: Builds one norm layer.
+        scales: LayerScale, or identity, of the two branches.
         drop_path: Probability of skipping a branch during training.
     """
 
@@ -95,29 +100,29 @@ class Block(nn.Module):
         self.ls1, self.ls2 = scales
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         raise NotImplementedError
 
 
 class PreNormBlock(Block):
     """x + f(norm(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), places)))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), context)))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        return x, places
+        return x, context
 
 
 class PostNormBlock(Block):
     """norm(x + f(x)), for attention and then for the feed-forward part."""
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, places))))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, context))))
         x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
-        return x, places
+        return x, context
 
 
 class SandwichNormBlock(Block):
@@ -127,34 +132,34 @@ class SandwichNormBlock(Block):
     norm1_post: nn.Module
     norm2_post: nn.Module
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
-        x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), places))))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
+        x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), context))))
         x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))
-        return x, places
+        return x, context
 
 
 class ParallelBlock(Block):
-    """x + attention(norm(x)) + feedforward(norm(x)): both parts read the same."""
+    """x + attention(norm(x)) + feedforward(norm(x)): both read the same input."""
 
     norms = ("norm1",)
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         y = self.norm1(x)
-        x = x + self.drop_path(self.ls1(self.attn(y, places)) + self.ls2(self.mlp(y)))
-        return x, places
+        x = x + self.drop_path(self.ls1(self.attn(y, context)) + self.ls2(self.mlp(y)))
+        return x, context
 
 
 class DecoderBlock(Block):
-    """What both orders of normalisation in a decoder share.
+    """Base class of the decoder blocks, which add cross-attention.
 
     Args:
-        attn: Mixes the words so far.
-        mlp: Treats each token alone.
-        cross_attn: Looks at the tokens of the image.
-        norm: Makes one norm.
-        scales: The layer scales of the branches: attention, feed-forward, cross-attention.
+        attn: Causal self-attention.
+        mlp: Feed-forward part.
+        cross_attn: Attention to the tokens of the image.
+        norm: Builds one norm layer.
+        scales: LayerScale, or identity, of attention, feed-forward and cross-attention.
         drop_path: Probability of skipping a branch during training.
     """
 
@@ -179,20 +184,20 @@ class DecoderBlock(Block):
 class PreNormDecoderBlock(DecoderBlock):
     """x + f(norm(x)), for attention, cross-attention and the feed-forward part."""
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), places)))
-        x = x + self.drop_path(self.ls_cross(self.cross_attn(self.norm_cross(x), places)))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), context)))
+        x = x + self.drop_path(self.ls_cross(self.cross_attn(self.norm_cross(x), context)))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        return x, places
+        return x, context
 
 
 class PostNormDecoderBlock(DecoderBlock):
     """norm(x + f(x)), for attention, cross-attention and the feed-forward part."""
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the places of these tokens"""
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, places))))
-        x = self.norm_cross(x + self.drop_path(self.ls_cross(self.cross_attn(x, places))))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, context))))
+        x = self.norm_cross(x + self.drop_path(self.ls_cross(self.cross_attn(x, context))))
         x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
-        return x, places
+        return x, context

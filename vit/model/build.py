@@ -1,6 +1,4 @@
-"""Names meet classes here for the decoder, as in build.py for the encoder.
-
-Names meet classes here, and nowhere else.
+"""Builds networks from configs: tables of options, and what each layer reads of the settings.
 
 A layer takes plain numbers and never sees the config. To add an option: write the class, add its
 line below, and add its name to the Literal in vit/config/ (a test compares the two).
@@ -18,7 +16,7 @@ from vit.config import DecoderConfig, ModelConfig
 from vit.config.parser import all_settings, convert, names_by_alias
 from vit.config.presets import preset
 from vit.errors import ConfigError
-from vit.model.attention import SelfAttention, Unbiased
+from vit.model.attention import SelfAttention
 from vit.model.blocks import (
     Block,
     DecoderBlock,
@@ -33,18 +31,18 @@ from vit.model.blocks import (
 from vit.model.captioner import Captioner
 from vit.model.conv_stem import BatchNorm, ChannelLayerNorm, ConvStem
 from vit.model.cross_attention import CrossAttention
-from vit.model.decoder import HideWords, TextDecoder
-from vit.model.initialization import initialise
+from vit.model.decoder import TextDecoder, WordDropout
+from vit.model.initialization import init_weights
 from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.moe import (
     MixtureOfExperts,
-    capacity,
+    capacity_limit,
     renormalised_weights,
     score_order,
     softmax_weights,
     token_order,
 )
-from vit.model.patch_dropout import KeepAll, PatchDropout
+from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
 from vit.model.pooling import (
     AttentionPooling,
@@ -60,9 +58,13 @@ from vit.model.position_embedding import (
     sinusoidal_1d,
     sinusoidal_2d,
 )
-from vit.model.relative_position_bias import PrefixedRelativeBias, RelativeBias
+from vit.model.relative_position_bias import PrefixedRelativePositionBias, RelativePositionBias
 from vit.model.rms_norm import RMSNorm
-from vit.model.rotary_embedding import NoRotation, RotaryPositions, by_centre, by_index
+from vit.model.rotary_embedding import (
+    RotaryEmbedding,
+    centred_coordinates,
+    index_coordinates,
+)
 from vit.model.text_position_embedding import (
     LearnedTextPositions,
     RotaryTextPositions,
@@ -80,7 +82,7 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
 }
 
 STEMS: dict[str, Callable[[ModelConfig], ImageEmbedding]] = {
-    "linear": lambda c: _patches(c),
+    "linear": lambda c: _build_patch_embed(c),
     "conv": lambda c: ConvStem(
         c.channels,
         c.stem_widths,
@@ -103,12 +105,12 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 FEEDFORWARDS: dict[str, Builder] = {
-    "mlp": lambda c: _mlp(c, bias=c.proj_bias),
+    "mlp": lambda c: _build_mlp(c, bias=c.proj_bias),
     "swiglu": lambda c: SwiGLU(c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout),
     "swiglu_packed": lambda c: PackedSwiGLU(
         c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout
     ),
-    "moe": lambda c: _experts(c),
+    "moe": lambda c: _build_moe(c),
 }
 
 ROUTER_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -122,22 +124,22 @@ ROUTER_PRIORITIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = {
-    "learned": lambda c: LearnedPositions(c.grid, c.dim, **_prefix(c)),
+    "learned": lambda c: LearnedPositions(c.grid, c.dim, **_position_rows(c)),
     "sinusoidal_1d": lambda c: SinusoidalPositions(
-        c.grid, c.dim, encode=sinusoidal_1d, **_prefix(c)
+        c.grid, c.dim, encode=sinusoidal_1d, **_position_rows(c)
     ),
     "sinusoidal_2d": lambda c: SinusoidalPositions(
-        c.grid, c.dim, encode=sinusoidal_2d, **_prefix(c)
+        c.grid, c.dim, encode=sinusoidal_2d, **_position_rows(c)
     ),
     "rotary": lambda _: NoPositions(),
-    "learned_rotary": lambda c: LearnedPositions(c.grid, c.dim, **_prefix(c)),
+    "learned_rotary": lambda c: LearnedPositions(c.grid, c.dim, **_position_rows(c)),
     "relative": lambda _: NoPositions(),
     "none": lambda _: NoPositions(),
 }
 
 ROTARY_GRIDS: dict[str, Callable[[ModelConfig], Callable[[int], Tensor]]] = {
-    "index": lambda c: partial(by_index, reference=c.rotary_reference),
-    "centred": lambda _: by_centre,
+    "index": lambda c: partial(index_coordinates, reference=c.rotary_reference),
+    "centred": lambda _: centred_coordinates,
 }
 
 BLOCKS: dict[str, type[Block]] = {
@@ -152,7 +154,7 @@ POOLINGS: dict[str, Builder] = {
     "class_token_mean": lambda c: ClassTokenMeanPooling(c.num_prefix_tokens),
     "none": lambda _: NoPooling(),
     "attention": lambda c: AttentionPooling(
-        c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=norm_of(c), mlp=_mlp(c)
+        c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=build_norm(c), mlp=_build_mlp(c)
     ),
 }
 
@@ -181,29 +183,29 @@ def create_model(name: str, **settings: Any) -> VisionTransformer:
 
 def build_classifier(config: ModelConfig) -> VisionTransformer:
     """Build the network that `config` describes, with freshly initialised weights."""
-    model = assemble(config)
-    initialise(model)
+    model = assemble_model(config)
+    init_weights(model)
     return model
 
 
-def assemble(config: ModelConfig) -> VisionTransformer:
-    """The network of `config`, whose weights are still to be set."""
-    return VisionTransformer(**parts_of(config))
+def assemble_model(config: ModelConfig) -> VisionTransformer:
+    """The network of `config`, with uninitialised weights."""
+    return VisionTransformer(**model_parts(config))
 
 
-def parts_of(config: ModelConfig) -> dict[str, Any]:
-    """What a VisionTransformer is made of, by its constructor's names."""
+def model_parts(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of VisionTransformer."""
     last = config.last_norm
     return {
         "patch_embed": STEMS[config.stem](config),
         "positions": POSITIONS[config.position](config),
-        "rotary": _rotary(config),
-        "patch_drop": _patch_drop(config),
-        "norm_pre": norm_of(config) if config.norm_pre else nn.Identity(),
-        "blocks": [_block(config, index) for index in range(config.depth)],
-        "norm": norm_of(config) if last == "tokens" else nn.Identity(),
+        "rotary": _build_rotary(config),
+        "patch_drop": _build_patch_dropout(config),
+        "norm_pre": build_norm(config) if config.norm_pre else nn.Identity(),
+        "blocks": [_build_block(config, index) for index in range(config.depth)],
+        "norm": build_norm(config) if last == "tokens" else nn.Identity(),
         "pool": POOLINGS[config.pooling](config),
-        "fc_norm": norm_of(config, config.pooled_dim) if last == "pooled" else nn.Identity(),
+        "fc_norm": build_norm(config, config.pooled_dim) if last == "pooled" else nn.Identity(),
         "dim": config.dim,
         "pooled_dim": config.pooled_dim,
         "num_classes": config.num_classes,
@@ -214,25 +216,25 @@ def parts_of(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _block(config: ModelConfig, index: int) -> Block:
-    return _block_kind(config)(
-        self_attention(config),
+def _build_block(config: ModelConfig, index: int) -> Block:
+    return _block_class(config)(
+        build_attention(config),
         FEEDFORWARDS[config.feedforward_of(index + 1)](config),
-        norm=partial(norm_of, config),
-        scales=(scale_of(config), scale_of(config)),
-        drop_path=drop_path_of(config, index),
+        norm=partial(build_norm, config),
+        scales=(build_layer_scale(config), build_layer_scale(config)),
+        drop_path=drop_path_rate(config, index),
     )
 
 
-def self_attention(config: ModelConfig) -> SelfAttention:
+def build_attention(config: ModelConfig) -> SelfAttention:
     """The attention of one block."""
     return SelfAttention(
         config.dim,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        rel_pos=_relative(config),
-        q_norm=qk_norm_of(config),
-        k_norm=qk_norm_of(config),
+        rel_pos=_build_relative_bias(config),
+        q_norm=build_qk_norm(config),
+        k_norm=build_qk_norm(config),
         qkv_bias=config.qkv_bias,
         proj_bias=config.proj_bias,
         attention_dropout=config.attention_dropout,
@@ -240,89 +242,87 @@ def self_attention(config: ModelConfig) -> SelfAttention:
     )
 
 
-def drop_path_of(config: ModelConfig, index: int) -> float:
+def drop_path_rate(config: ModelConfig, index: int) -> float:
     """Drop-path rate of block number `index`, from 0; it grows linearly with depth."""
     return config.drop_path * index / max(config.depth - 1, 1)
 
 
-def _block_kind(config: ModelConfig) -> Callable[..., Block]:
+def _block_class(config: ModelConfig) -> Callable[..., Block]:
     if config.merge_tokens:
         return partial(MergingBlock, count=config.merge_tokens, prefix=config.num_prefix_tokens)
     return ParallelBlock if config.parallel_blocks else BLOCKS[config.norm_order]
 
 
-def norm_of(config: ModelConfig, dim: int | None = None) -> nn.Module:
+def build_norm(config: ModelConfig, dim: int | None = None) -> nn.Module:
     return NORMS[config.norm](dim or config.dim, eps=config.norm_eps)
 
 
-def qk_norm_of(config: ModelConfig) -> nn.Module:
-    return norm_of(config, config.dim // config.num_heads) if config.qk_norm else nn.Identity()
+def build_qk_norm(config: ModelConfig) -> nn.Module:
+    return build_norm(config, config.dim // config.num_heads) if config.qk_norm else nn.Identity()
 
 
-def _mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
+def _build_mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
     activation = ACTIVATIONS[config.activation]()
     return MLP(
         config.dim, config.feedforward_dim, activation=activation, bias=bias, dropout=config.dropout
     )
 
 
-def _experts(config: ModelConfig) -> MixtureOfExperts:
+def _build_moe(config: ModelConfig) -> MixtureOfExperts:
     order, factor = ROUTER_PRIORITIES[config.router_priority], config.capacity_factor
     return MixtureOfExperts(
         config.dim,
         config.feedforward_dim,
         num_experts=config.num_experts,
         top_k=config.top_k,
-        weigh=ROUTER_WEIGHTS[config.expert_weights],
-        place=capacity(config.num_experts, factor, order) if factor else None,
+        weight_fn=ROUTER_WEIGHTS[config.expert_weights],
+        capacity_fn=capacity_limit(config.num_experts, factor, order) if factor else None,
         activation=ACTIVATIONS[config.activation](),
         bias=config.proj_bias,
         dropout=config.dropout,
         jitter=config.router_jitter,
-        shared=_mlp(config, bias=config.proj_bias) if config.shared_expert else None,
+        shared=_build_mlp(config, bias=config.proj_bias) if config.shared_expert else None,
     )
 
 
-def scale_of(config: ModelConfig) -> nn.Module:
+def build_layer_scale(config: ModelConfig) -> nn.Module:
     return LayerScale(config.dim, config.layer_scale) if config.layer_scale else nn.Identity()
 
 
-def _patches(config: ModelConfig) -> PatchEmbedding:
+def _build_patch_embed(config: ModelConfig) -> PatchEmbedding:
     kind: Callable[..., PatchEmbedding] = PatchEmbedding
     if config.patch_sizes:
-        kind = partial(FlexiblePatchEmbedding, patch_sizes=config.drawn_patch_sizes)
+        kind = partial(FlexiblePatchEmbedding, patch_sizes=config.training_patch_sizes)
     return kind(config.channels, config.patch_size, config.dim, bias=config.patch_bias)
 
 
-def _patch_drop(config: ModelConfig) -> nn.Module:
-    if not config.patch_dropout:
-        return KeepAll()
+def _build_patch_dropout(config: ModelConfig) -> PatchDropout:
     return PatchDropout(config.patch_dropout, prefix=config.num_prefix_tokens)
 
 
-def _rotary(config: ModelConfig) -> RotaryPositions | NoRotation:
+def _build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
     if not config.is_rotary:
-        return NoRotation()
-    return RotaryPositions(
+        return None
+    return RotaryEmbedding(
         config.dim // config.num_heads,
-        places=ROTARY_GRIDS[config.rotary_grid](config),
+        coordinates=ROTARY_GRIDS[config.rotary_grid](config),
         temperature=config.rotary_temperature,
         prefix=config.num_prefix_tokens,
     )
 
 
-def _relative(config: ModelConfig) -> RelativeBias | Unbiased:
+def _build_relative_bias(config: ModelConfig) -> RelativePositionBias | None:
     if config.position != "relative":
-        return Unbiased()
+        return None
     prefix = config.num_prefix_tokens
     if not prefix:
-        return RelativeBias(config.grid, config.num_heads)
-    return PrefixedRelativeBias(config.grid, config.num_heads, prefix=prefix)
+        return RelativePositionBias(config.grid, config.num_heads)
+    return PrefixedRelativePositionBias(config.grid, config.num_heads, prefix=prefix)
 
 
-def _prefix(config: ModelConfig) -> dict[str, int]:
-    placed = config.num_placed_tokens
-    return {"prefix": placed, "unplaced": config.num_prefix_tokens - placed}
+def _position_rows(config: ModelConfig) -> dict[str, int]:
+    positioned = config.num_positioned_prefix_tokens
+    return {"prefix": positioned, "unpositioned": config.num_prefix_tokens - positioned}
 
 
 TEXT_POSITIONS: dict[str, Callable[[int, ModelConfig], TextPositions]] = {
@@ -342,75 +342,81 @@ def build_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
 
     Args:
         config: The encoder; num_classes=0 gives it no head.
-        decoder: Completed: `vocab_size` and `caption_tokens` are known.
+        decoder: Config of the decoder, with `vocab_size` and `caption_tokens`.
 
     Raises:
         ConfigError: The settings contradict each other.
     """
     model = assemble_captioner(config, decoder)
-    initialise(model)
+    init_weights(model)
     return model
 
 
 def assemble_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
-    """The network of both, whose weights are still to be set."""
-    return Captioner(decoder=assemble_decoder(decoder, config), **parts_of(config))
+    """Encoder and decoder, with uninitialised weights."""
+    return Captioner(decoder=assemble_decoder(decoder, config), **model_parts(config))
 
 
 def assemble_decoder(
     config: DecoderConfig, encoder: ModelConfig, *, language_model: bool = False
 ) -> TextDecoder:
-    """The decoder alone.
+    """The decoder, with uninitialised weights.
 
     Args:
-        config: Completed.
-        encoder: Whose tokens it looks at.
-        language_model: Whether it looks at nothing instead.
+        config: Config with `vocab_size` and `caption_tokens`.
+        encoder: Config of the encoder.
+        language_model: Build no cross-attention.
     """
     config.check_with(encoder)
     assert config.vocab_size is not None, "the data completes vocab_size"
     assert config.caption_tokens is not None, "the data completes caption_tokens"
-    blocks = config.blocks_beside(encoder)
-    # tokens whose last norm comes after pooling have grown over the blocks
-    grown = not language_model and encoder.last_norm != "tokens" and encoder.norm_order != "post"
-    make = _reading_block if language_model else partial(_looking_block, memory_dim=encoder.dim)
+    blocks = config.block_config(encoder)
+    # with the last norm after pooling, the tokens of the encoder are not normalised
+    unnormalised = (
+        not language_model and encoder.last_norm != "tokens" and encoder.norm_order != "post"
+    )
+    make = (
+        _build_language_block
+        if language_model
+        else partial(_build_decoder_block, memory_dim=encoder.dim)
+    )
     return TextDecoder(
         vocab_size=config.vocab_size,
         dim=blocks.dim,
         positions=TEXT_POSITIONS[config.decoder_position](config.caption_tokens, blocks),
         blocks=[make(blocks, index) for index in range(blocks.depth)],
-        norm_memory=norm_of(blocks, encoder.dim) if grown else nn.Identity(),
-        norm=norm_of(blocks) if blocks.norm_order == "pre" else nn.Identity(),
-        hide=HideWords(config.caption_dropout),
+        norm_memory=build_norm(blocks, encoder.dim) if unnormalised else nn.Identity(),
+        norm=build_norm(blocks) if blocks.norm_order == "pre" else nn.Identity(),
+        word_dropout=WordDropout(config.caption_dropout),
         dropout=config.decoder_dropout,
     )
 
 
-def _reading_block(config: ModelConfig, index: int) -> Block:
+def _build_language_block(config: ModelConfig, index: int) -> Block:
     return BLOCKS[config.norm_order](
-        self_attention(config),
+        build_attention(config),
         FEEDFORWARDS[config.feedforward_of(index + 1)](config),
-        norm=partial(norm_of, config),
-        scales=(scale_of(config), scale_of(config)),
-        drop_path=drop_path_of(config, index),
+        norm=partial(build_norm, config),
+        scales=(build_layer_scale(config), build_layer_scale(config)),
+        drop_path=drop_path_rate(config, index),
     )
 
 
-def _looking_block(config: ModelConfig, index: int, *, memory_dim: int) -> Block:
+def _build_decoder_block(config: ModelConfig, index: int, *, memory_dim: int) -> Block:
     return DECODER_BLOCKS[config.norm_order](
-        self_attention(config),
+        build_attention(config),
         FEEDFORWARDS[config.feedforward_of(index + 1)](config),
         cross_attn=CrossAttention(
             config.dim,
             config.num_heads,
             memory_dim=memory_dim,
             num_kv_heads=config.num_kv_heads,
-            q_norm=qk_norm_of(config),
-            k_norm=qk_norm_of(config),
+            q_norm=build_qk_norm(config),
+            k_norm=build_qk_norm(config),
             attention_dropout=config.attention_dropout,
             dropout=config.dropout,
         ),
-        norm=partial(norm_of, config),
-        scales=(scale_of(config), scale_of(config), scale_of(config)),
-        drop_path=drop_path_of(config, index),
+        norm=partial(build_norm, config),
+        scales=(build_layer_scale(config), build_layer_scale(config), build_layer_scale(config)),
+        drop_path=drop_path_rate(config, index),
     )

@@ -1,10 +1,10 @@
-"""Captioner: a VisionTransformer that also writes what it sees.
+"""Captioner: a VisionTransformer with a text decoder.
 
     memory = encoder(images)          all tokens after the last norm
-    words  = decoder(ids, memory)     each word looks at those before it, and at the memory
+    logits = decoder(ids, memory)     each token attends to those before it, and to the memory
 
 Source: Vaswani et al., section 3.1, arXiv:1706.03762; Vinyals et al., "Show and Tell",
-arXiv:1411.4555, with Transformers in both places.
+arXiv:1411.4555, with Transformers as encoder and decoder.
 """
 
 from collections.abc import Sequence
@@ -13,49 +13,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import Attend, AttentionContext, attend
+from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
 from vit.model.decoder import TextDecoder
-from vit.model.kv_cache import Cache
-from vit.model.sequence_packing import check_packable, pack, same_sizes, unpack
+from vit.model.kv_cache import KVCache
+from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
 from vit.model.vision_transformer import VisionTransformer
 
 
-class Said(NamedTuple):
-    """Both answers to a batch of images."""
+class CaptionerOutput(NamedTuple):
+    """Output of `Captioner.forward`."""
 
-    classes: Tensor
-    """Logits, (batch, classes); (batch, 0) without a head."""
-    words: Tensor
-    """Logits of the token after each one, (batch, tokens, vocab)."""
+    class_logits: Tensor
+    """(batch, classes); (batch, 0) without a head."""
+    caption_logits: Tensor
+    """Logits of the next token at each position, (batch, tokens, vocab)."""
 
 
 class Captioner(VisionTransformer):
-    """An encoder, with or without a head for classes, and a decoder that looks at its tokens.
+    """Encoder, with or without a classification head, and decoder with cross-attention to it.
 
     The encoder's parameters have the names that they have in a VisionTransformer; the decoder's
     start with `decoder.`.
 
     Args:
-        decoder: Writes.
-        parts: Those of a VisionTransformer.
+        decoder: The text decoder.
+        parts: Arguments of VisionTransformer.
     """
 
     def __init__(self, *, decoder: TextDecoder, **parts: Any) -> None:
         super().__init__(**parts)
         self.decoder = decoder
 
-    def see(self, images: Tensor, *, attend: Attend = attend) -> tuple[Tensor, Tensor]:
+    def encode_images(
+        self, images: Tensor, *, attention_fn: AttentionFunction = dot_product_attention
+    ) -> tuple[Tensor, Tensor]:
         """Class logits, (batch, classes or 0), and the memory, (batch, tokens, dim).
 
         Args:
             images: (batch, channels, height, width).
-            attend: How attention mixes the values.
+            attention_fn: Implementation of attention.
         """
-        tokens, places = self.encode(images, attend=attend)
-        return self.name(tokens, places), tokens
+        tokens, context = self.encode(images, attention_fn=attention_fn)
+        return self.forward_head(tokens, context), tokens
 
-    def see_packed(self, images: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """As `see`, for images of any sizes and aspects in one pass, as `forward_packed` is.
+    def encode_images_packed(self, images: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """`encode_images` for images of any sizes and aspect ratios in one forward pass.
 
         Args:
             images: Each (channels, height, width), whole patches.
@@ -64,72 +66,74 @@ class Captioner(VisionTransformer):
             Class logits, (images, classes or 0), and the memory of each, (tokens, dim).
 
         Raises:
-            ConfigError: A part of the encoder would mix images that lie in one row.
+            ConfigError: A part of the encoder would mix images of one packed sequence.
         """
         self.check_packable()
-        groups = same_sizes(images)
+        groups = group_by_size(images)
         embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
-        row, _ = self.transform(*pack(embedded))
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for group, own, (_, places) in zip(groups, unpack(row, embedded), embedded, strict=True):
-            found |= zip(group, zip(self.name(own, places), own, strict=True), strict=True)
-        ordered = [found[index] for index in range(len(images))]
-        return torch.stack([classes for classes, _ in ordered]), [own for _, own in ordered]
+        row, _ = self.forward_blocks(*pack(embedded))
+        outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        for group, own, (_, context) in zip(groups, unpack(row, embedded), embedded, strict=True):
+            logits = self.forward_head(own, context)
+            outputs |= zip(group, zip(logits, own, strict=True), strict=True)
+        ordered = [outputs[index] for index in range(len(images))]
+        return torch.stack([logits for logits, _ in ordered]), [own for _, own in ordered]
 
     def check_packable(self) -> None:
-        """Refuse an encoder that would mix images that lie in one row; the decoder has its own.
+        """Check that no part of the encoder mixes images of one packed sequence.
 
         Raises:
-            ConfigError: The message says which part does.
+            ConfigError: The message names the part.
         """
         for name, part in self.named_children():
             if name != "decoder":
                 check_packable(part)
 
-    def name(self, tokens: Tensor, places: AttentionContext) -> Tensor:
-        """Tokens as `encode` makes them -> class logits, (batch, classes or 0)"""
+    def forward_head(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """Output of `encode` -> class logits, (batch, classes), or (batch, 0) without a head."""
         if not self.num_classes:
             return tokens.new_zeros(tokens.shape[0], 0)
-        logits: Tensor = self.head(self.pool(tokens, places))
-        return logits
+        return super().forward_head(tokens, context)
 
-    def forward(self, images: Tensor, ids: Tensor) -> Said:  # type: ignore[override]
-        """Logits of classes, and of the token after each one.
+    def forward(  # type: ignore[override]
+        self, images: Tensor, ids: Tensor
+    ) -> CaptionerOutput:
+        """Class logits, and logits of the next token at each position.
 
         Args:
             images: (batch, channels, height, width).
-            ids: Tokens, (batch, tokens), int64; what stands behind the end changes nothing.
+            ids: Token ids, (batch, tokens), int64; ids after the end token change nothing.
         """
-        classes, memory = self.see(images)
-        return Said(classes, self.decoder(ids, memory))
+        class_logits, memory = self.encode_images(images)
+        return CaptionerOutput(class_logits, self.decoder(ids, memory))
 
 
-class CachedContinuation:
-    """Sentences in the making, one a row.
+class CachedDecoder:
+    """A decoder with its key-value cache, for generation; see `IncrementalDecoder`.
 
     Args:
-        decoder: Writes them.
-        cache: From `decoder.look`.
+        decoder: The decoder.
+        cache: From `decoder.init_cache`.
     """
 
-    def __init__(self, decoder: TextDecoder, cache: Cache) -> None:
+    def __init__(self, decoder: TextDecoder, cache: KVCache) -> None:
         self.decoder, self.cache = decoder, cache
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """(rows, new tokens) -> logits of what follows the last one, (rows, vocab)"""
-        return self.decoder.logits(self.decoder.states(ids, self.cache)[:, -1])
+        """(rows, new tokens) -> logits of the token after the last one, (rows, vocab)"""
+        return self.decoder.logits(self.decoder.hidden_states(ids, self.cache)[:, -1])
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order, (kept,) int64; one may come twice."""
-        self.cache.select(rows)
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows, in this order, (kept,) int64; a row may be repeated."""
+        self.cache.select_rows(rows)
 
 
-def lay_out(decoder: TextDecoder) -> None:
-    """Store the matrices of a decoder column by column, in a network that only writes.
+def use_column_major_weights(decoder: TextDecoder) -> None:
+    """Store the decoder's weight matrices column by column, for inference only.
 
-    On the CPU a product with few rows, such as one word of 16 sentences, takes half to two thirds
-    of the time then, and one with many rows as long as before. Names, shapes and values stay, but
-    safetensors does not save such matrices.
+    On the CPU a product with few rows, such as one token of 16 captions, then takes half to two
+    thirds of the time; one with many rows takes as long as before. Names, shapes and values stay,
+    but safetensors does not save such matrices.
     """
     for layer in decoder.modules():
         if isinstance(layer, nn.Linear | nn.Embedding):

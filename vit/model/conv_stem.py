@@ -1,9 +1,9 @@
-"""A convolutional stem: 3x3 convolutions make the tokens, instead of one linear projection.
+"""Convolutional stem: 3x3 convolutions embed the patches, instead of one linear projection.
 
-    x <- pool(GELU(norm(conv(x)))),  for each convolution; the last makes dim channels
+    x <- pool(GELU(norm(conv(x)))),  for each convolution; the last has dim output channels
 
 The first convolution has stride 2 where patches have 8 pixels or more, and a 2x2 max pooling
-follows as many of the last ones as it takes to reach one pixel for each patch.
+follows as many of the last ones as are needed for one pixel per patch.
 
 Source: Xiao et al., "Early Convolutions Help Transformers See Better", section 4, arXiv:2106.14881;
 max pooling: Hassani et al., "Escaping the Big Data Paradigm" (CCT), section 3.3, arXiv:2104.05704.
@@ -22,17 +22,17 @@ from vit.model.position_embedding import Grid
 
 
 class ConvStem(ImageEmbedding):
-    """Makes one token of each patch, which has seen the pixels around the patch too.
+    """Embeds each patch as one token, whose receptive field is larger than the patch.
 
-    Feature maps lie in memory as (batch height width channels), which is what convolutions on a CPU
-    read fastest; images may lie in any way.
+    Feature maps are in channels-last memory format, which is fastest for convolutions on a CPU;
+    images may be in any.
 
     Args:
         channels: Channels of an image.
-        widths: Channels that each convolution makes; the last is the width of a token.
-        stride: Of the first convolution; the others have 1.
-        pools: How many of the last convolutions are followed by a 2x2 max pooling.
-        norm: Makes the normalisation of so many channels, (batch, channels, height, width).
+        widths: Output channels of each convolution; the last is the width of a token.
+        stride: Stride of the first convolution; the others have 1.
+        pools: Number of the last convolutions that are followed by a 2x2 max pooling.
+        norm: Builds the norm layer of a number of channels, for (batch, channels, height, width).
     """
 
     proj: nn.Conv2d
@@ -49,7 +49,7 @@ class ConvStem(ImageEmbedding):
         super().__init__(channels, stride << pools)
         strides = [stride, *[1] * (len(widths) - 1)]
         sizes = pairwise([channels, *widths])
-        # no biases: each would be the norm's
+        # the norm has the bias
         *convs, self.proj = (
             nn.Conv2d(*size, 3, stride=by, padding=1, bias=False)
             for size, by in zip(sizes, strides, strict=True)
@@ -83,24 +83,24 @@ class ChannelLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, channels, height, width)"""
-        # views alone where channels lie next to each other in memory
+        # only views in channels-last memory format
         x = super().forward(rearrange(x, "batch channels rows cols -> batch rows cols channels"))
         return rearrange(x, "batch rows cols channels -> batch channels rows cols")
 
 
 class BatchNorm(nn.Module):
-    """Normalises each channel by its mean and variance over the images of a micro-batch.
+    """Batch normalisation of each channel, with statistics of a micro-batch.
 
         (x - mean) / sqrt(variance + eps) * weight + bias
 
-    Evaluation takes running averages of both, which training keeps in the buffers `running_mean`
-    and `running_var`. As torch's BatchNorm2d, without its count of batches. While `weight` does not
-    learn, `train()` leaves this layer in evaluation mode: what is frozen keeps its statistics too.
+    Evaluation uses running averages of both, the buffers `running_mean` and `running_var`. As
+    torch's BatchNorm2d, without `num_batches_tracked`. While `weight` is frozen, `train()` leaves
+    this layer in evaluation mode, so that its statistics are frozen too.
 
     Args:
         channels: Channels of an image.
         eps: Added to a variance.
-        momentum: Share of a running average that one micro-batch replaces.
+        momentum: Weight of one micro-batch in a running average.
 
     Source: Ioffe and Szegedy, "Batch Normalization", section 3, arXiv:1502.03167.
     """
@@ -116,9 +116,9 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
         self.sum_over_processes: Callable[[Tensor], Tensor] | None = None
-        """Sums a tensor over all processes, with gradients, where several train one network."""
-        self.counts = True
-        """False while an image stands in for none: it has no share in the statistics."""
+        """Differentiable sum of a tensor over all processes of a distributed training."""
+        self.updates_statistics = True
+        """False while the batch is a placeholder image, which must not change the statistics."""
 
     def train(self, mode: bool = True) -> "BatchNorm":
         """Training mode, unless `weight` is frozen."""
@@ -128,8 +128,8 @@ class BatchNorm(nn.Module):
         """(batch, channels, height, width) -> (batch, channels, height, width)"""
         if self.training and self.sum_over_processes is not None:
             return self.normalise(x, *self.statistics(x, self.sum_over_processes))
-        # a micro-batch of which no image could be read has no statistics
-        measured = self.training and self.counts and x.shape[0] > 0
+        # a micro-batch without a readable image has no statistics
+        measured = self.training and self.updates_statistics and x.shape[0] > 0
         running = (self.running_mean, self.running_var)
         return F.batch_norm(x, *running, self.weight, self.bias, measured, self.momentum, self.eps)
 
@@ -137,10 +137,12 @@ class BatchNorm(nn.Module):
         """Mean and variance of each channel over all processes, (channels,); updates the averages.
 
         Args:
-            x: This process's share, (batch, channels, height, width).
-            total: Sums over processes.
+            x: This process's part of the batch, (batch, channels, height, width).
+            total: Sum over processes.
         """
-        wide = x.to(torch.promote_types(x.dtype, torch.float))[: None if self.counts else 0]
+        wide = x.to(torch.promote_types(x.dtype, torch.float))[
+            : None if self.updates_statistics else 0
+        ]
         sums, count = wide.sum(dim=(0, 2, 3)), wide.new_full((1,), wide.numel() // x.shape[1])
         totals = total(torch.cat([sums, count]))
         count = totals[-1].detach().clamp(min=1)
@@ -148,7 +150,7 @@ class BatchNorm(nn.Module):
         variance = total((wide - mean[:, None, None]).square().sum(dim=(0, 2, 3))) / count
         with torch.no_grad():
             unbiased = variance * count / (count - 1).clamp(min=1)
-            share = self.momentum * (count > 1).to(mean)  # nothing to learn from no image
+            share = self.momentum * (count > 1).to(mean)  # no update without images
             self.running_mean.lerp_(mean.to(self.running_mean), share.to(self.running_mean))
             self.running_var.lerp_(unbiased.to(self.running_var), share.to(self.running_var))
         return mean, variance

@@ -1,4 +1,4 @@
-"""Attention of words to the tokens of an image: queries from one, keys and values from the other.
+"""Cross-attention: queries from the text, keys and values from the tokens of the image.
 
 Source: Vaswani et al., "Attention Is All You Need", section 3.2.3, arXiv:1706.03762.
 """
@@ -6,14 +6,14 @@ Source: Vaswani et al., "Attention Is All You Need", section 3.2.3, arXiv:1706.0
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import JOINED, AttentionContext, KeysValues, sharing
+from vit.model.attention import MERGE_HEADS, AttentionContext, KeyValue, repeat_kv
 
 
 class CrossAttention(nn.Module):
-    """Every token gathers from all tokens of the memory.
+    """Multi-head attention from each token to all tokens of the memory.
 
-    Keys and values depend on the memory alone: `look` makes them, once an image, and `forward`
-    finds them in `places.memory`.
+    Keys and values depend only on the memory: `project_kv` computes them once for an image, and
+    `forward` reads them from `context.memory_kv`.
 
     Args:
         dim: Width of a token.
@@ -26,7 +26,7 @@ class CrossAttention(nn.Module):
         dropout: Probability of dropping an output during training.
 
     Raises:
-        ValueError: `dim` is not a multiple of `num_heads`, or that not of `num_kv_heads`.
+        ValueError: `dim` is not a multiple of `num_heads`, or `num_heads` not of `num_kv_heads`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CrossAttention(nn.Module):
             raise ValueError(
                 f"num_heads={num_heads} is not a multiple of num_kv_heads={self.kv_heads}"
             )
-        self.share = sharing(num_heads // self.kv_heads)
+        self.queries_per_kv = num_heads // self.kv_heads
         self.attention_dropout = attention_dropout
         self.q = nn.Linear(dim, dim, bias=bias)
         self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * (dim // num_heads), bias=bias)
@@ -60,7 +60,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(dropout)
 
-    def look(self, memory: Tensor) -> KeysValues:
+    def project_kv(self, memory: Tensor) -> KeyValue:
         """(batch, tokens, memory_dim) -> two of (batch, kv_heads, tokens, head_dim)"""
         key, value = rearrange(
             self.kv(memory),
@@ -70,16 +70,16 @@ class CrossAttention(nn.Module):
         )
         return self.k_norm(key), value
 
-    def forward(self, x: Tensor, places: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        assert places.memory is not None, "cross-attention without a memory"
-        key, value = places.memory
+        assert context.memory_kv is not None, "cross-attention without a memory"
+        key, value = context.memory_kv
         pattern = "batch tokens (heads head_dim) -> batch heads tokens head_dim"
-        gathered = places.attend(
+        gathered = context.attention_fn(
             self.q_norm(rearrange(self.q(x), pattern, heads=self.num_heads)),
-            self.share(key),
-            self.share(value),
+            repeat_kv(key, self.queries_per_kv),
+            repeat_kv(value, self.queries_per_kv),
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, JOINED)))
+        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, MERGE_HEADS)))
         return tokens

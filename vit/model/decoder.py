@@ -1,13 +1,13 @@
-"""TextDecoder: words so far and an image in, one logit per next token out.
+"""TextDecoder: an autoregressive Transformer decoder with cross-attention to an image.
 
     z0 = E[ids] + positions
-    z  = block_depth( ... block_1(z0))      each word looks at those before it, and at the image
-    logits = norm(z) Eᵀ                     the embedding is used twice
+    z  = block_depth( ... block_1(z0))      causal self-attention, and cross-attention to the image
+    logits = norm(z) Eᵀ                     tied embedding
 
 Without cross-attention in its blocks it is a language model.
 
-Source: Vaswani et al., "Attention Is All You Need", section 3, arXiv:1706.03762; the embedding used
-twice: Press and Wolf, arXiv:1608.05859; hidden words: Bowman et al., "Generating Sentences from a
+Source: Vaswani et al., "Attention Is All You Need", section 3, arXiv:1706.03762; tied embedding:
+Press and Wolf, arXiv:1608.05859; word dropout: Bowman et al., "Generating Sentences from a
 Continuous Space", section 3.1, arXiv:1511.06349.
 """
 
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.attention import Attend, AttentionContext, attend
+from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
 from vit.model.blocks import Block, DecoderBlock
-from vit.model.kv_cache import Cache
+from vit.model.kv_cache import KVCache
 from vit.model.text_position_embedding import TextPositions
 
 
-class HideWords(nn.Module):
-    """Hides some words in training, so that the next ones must be told from the image.
+class WordDropout(nn.Module):
+    """Zeroes random token embeddings in training, so that the decoder depends on the image.
 
     Args:
-        rate: Probability of hiding an embedded token, in [0, 1).
+        rate: Probability of zeroing a token, in [0, 1).
     """
 
     def __init__(self, rate: float) -> None:
@@ -35,23 +35,23 @@ class HideWords(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> the same; a hidden token is zeros, the others are as they are"""
+        """(batch, tokens, dim) -> (batch, tokens, dim); kept tokens are not scaled"""
         if not self.training or not self.rate:
             return x
         return x * x.new_empty(*x.shape[:2], 1).bernoulli_(1 - self.rate)
 
 
 class TextDecoder(nn.Module):
-    """Reads words from left to right.
+    """Predicts the next token from the tokens before it and the image.
 
     Args:
-        vocab_size: Tokens there are.
+        vocab_size: Size of the vocabulary.
         dim: Width of a token.
-        positions: Adds or keeps the places of words.
+        positions: Position embedding.
         blocks: In order; those of a language model have no cross-attention.
         norm_memory: Normalises the tokens of the image.
         norm: Normalises all tokens after the last block.
-        hide: Hides words during training.
+        word_dropout: Zeroes token embeddings during training.
         dropout: Probability of dropping an embedded activation during training.
     """
 
@@ -64,12 +64,12 @@ class TextDecoder(nn.Module):
         blocks: Sequence[Block],
         norm_memory: nn.Module,
         norm: nn.Module,
-        hide: nn.Module,
+        word_dropout: nn.Module,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.token_embed = nn.Embedding(vocab_size, dim)
-        self.hide = hide
+        self.word_dropout = word_dropout
         self.positions = positions
         self.pos_drop = nn.Dropout(dropout)
         self.norm_memory = norm_memory
@@ -77,39 +77,39 @@ class TextDecoder(nn.Module):
         self.norm = norm
 
     @property
-    def most_tokens(self) -> int:
-        """Longest text, begin and end included."""
-        return self.positions.most
+    def max_length(self) -> int:
+        """Longest sequence in tokens, begin and end included."""
+        return self.positions.max_length
 
     @property
-    def most_words(self) -> int:
-        """Longest sentence without begin and end: a last place may still tell the end."""
-        return self.most_tokens - 1
+    def max_new_tokens(self) -> int:
+        """Longest caption without begin and end; the end token needs no position."""
+        return self.max_length - 1
 
-    def look(self, memory: Tensor | None) -> Cache:
-        """A cache before the first word, with what the blocks see of the image.
+    def init_cache(self, memory: Tensor | None) -> KVCache:
+        """An empty cache with each block's keys and values of the image.
 
         Args:
             memory: Tokens of the image, (batch, memory_tokens, memory_dim); None for a language
                 model.
         """
         if memory is None:
-            return Cache.of([None] * len(self.blocks))
+            return KVCache.from_memory([None] * len(self.blocks))
         tokens = self.norm_memory(memory)
-        seers = [block for block in self.blocks if isinstance(block, DecoderBlock)]
-        return Cache.of([block.cross_attn.look(tokens) for block in seers])
+        blocks = [block for block in self.blocks if isinstance(block, DecoderBlock)]
+        return KVCache.from_memory([block.cross_attn.project_kv(tokens) for block in blocks])
 
     def forward(
         self, ids: Tensor, memory: Tensor | None = None, *, padding: Tensor | None = None
     ) -> Tensor:
-        """Logits of the token after each one.
+        """Logits of the next token at each position.
 
         Args:
             ids: (batch, tokens), int64.
             memory: Tokens of the image, (batch, memory_tokens, memory_dim); None for a language
                 model.
-            padding: True where there is no word, (batch, tokens). What stands after the words
-                needs none: nobody looks ahead.
+            padding: True at padding tokens, (batch, tokens). Padding on the right needs none,
+                since attention is causal.
 
         Returns:
             (batch, tokens, vocab).
@@ -117,15 +117,21 @@ class TextDecoder(nn.Module):
         Raises:
             ValueError: There are more tokens than positions.
         """
-        return self.logits(self.states(ids, self.look(memory), padding=padding))
+        return self.logits(self.hidden_states(ids, self.init_cache(memory), padding=padding))
 
-    def read(self, ids: Tensor, cache: Cache, *, attend: Attend = attend) -> Tensor:
-        """Logits after each of further tokens, which the cache then knows.
+    def decode(
+        self,
+        ids: Tensor,
+        cache: KVCache,
+        *,
+        attention_fn: AttentionFunction = dot_product_attention,
+    ) -> Tensor:
+        """Logits after each of some further tokens, which are added to the cache.
 
         Args:
             ids: (batch, new), int64.
-            cache: From `look`, or as another `read` left it.
-            attend: How attention mixes the values.
+            cache: From `init_cache`, or as an earlier call left it.
+            attention_fn: Implementation of attention.
 
         Returns:
             (batch, new, vocab).
@@ -133,62 +139,62 @@ class TextDecoder(nn.Module):
         Raises:
             ValueError: There are more tokens than positions.
         """
-        return self.logits(self.states(ids, cache, attend=attend))
+        return self.logits(self.hidden_states(ids, cache, attention_fn=attention_fn))
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         """(..., dim) -> (..., vocab)"""
-        return F.linear(states, self.token_embed.weight)
+        return F.linear(hidden_states, self.token_embed.weight)
 
-    def states(
+    def hidden_states(
         self,
         ids: Tensor,
-        cache: Cache,
+        cache: KVCache,
         *,
         padding: Tensor | None = None,
-        attend: Attend = attend,
+        attention_fn: AttentionFunction = dot_product_attention,
     ) -> Tensor:
-        """As `read`, before the logits: (batch, new, dim).
+        """Output of the last norm, (batch, new, dim); further tokens are added to the cache.
 
         Args:
-            ids, cache, attend: As for `read`.
-            padding: As for `forward`; only where this reads all there is, since a cache does not
-                know which of its words are none.
+            ids, cache, attention_fn: As for `decode`.
+            padding: As for `forward`; only with an empty cache, which does not store padding.
         """
-        first, new = cache.length, ids.shape[1]
-        if first + new > self.most_tokens:
+        offset, new = cache.length, ids.shape[1]
+        if offset + new > self.max_length:
             raise ValueError(
-                f"{first + new} tokens, but there are positions for {self.most_tokens}"
+                f"{offset + new} tokens, but there are positions for {self.max_length}"
             )
-        x, rotate = self.positions(self.hide(self.token_embed(ids)), first, padding)
+        x, rope = self.positions(self.word_dropout(self.token_embed(ids)), offset, padding)
         x = self.pos_drop(x)
-        mask = look_back(first, new, x.device, padding)
-        places = AttentionContext(rotate=rotate, mask=mask, attend=attend)
+        mask = causal_mask(offset, new, x.device, padding)
+        context = AttentionContext(rope=rope, mask=mask, attention_fn=attention_fn)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x, _ = block(x, places._replace(remember=layer.extend, memory=layer.image))
+            x, _ = block(x, context._replace(kv_cache=layer, memory_kv=layer.memory_kv))
         cache.length += new
-        states: Tensor = self.norm(x)
-        return states
+        hidden: Tensor = self.norm(x)
+        return hidden
 
 
-def look_back(
-    first: int, new: int, device: torch.device, padding: Tensor | None = None
+def causal_mask(
+    offset: int, new: int, device: torch.device, padding: Tensor | None = None
 ) -> Tensor | None:
-    """True where a word may look: at itself and those before it; None where that is everywhere.
+    """True where a token may attend: itself and those before it; None where that is all tokens.
 
     Args:
-        first: Words before the new ones.
-        new: New words.
-        padding: True where there is no word, (batch, new), where `first` is 0.
+        offset: Tokens in the cache.
+        new: New tokens.
+        device: Device of the mask.
+        padding: True at padding tokens, (batch, new); `offset` is then 0.
 
     Returns:
-        (new, first + new), or (batch, 1, new, new) with `padding`.
+        (new, offset + new), or (batch, 1, new, new) with `padding`.
     """
     if new == 1 and padding is None:
         return None
-    # aligned at the end: the last new word sees everything (torch's is_causal aligns the start)
-    mask = torch.ones(new, first + new, dtype=torch.bool, device=device).tril(first)
+    # aligned at the end: the last new token attends to all (is_causal aligns the start)
+    mask = torch.ones(new, offset + new, dtype=torch.bool, device=device).tril(offset)
     if padding is None:
         return mask
-    assert not first, "a cache does not know which of its words are padding"
-    itself = torch.eye(new, dtype=torch.bool, device=device)  # no row of scores is all empty
-    return (mask & ~padding[:, None, None, :]) | itself
+    assert not offset, "a cache does not store which of its tokens are padding"
+    diagonal = torch.eye(new, dtype=torch.bool, device=device)  # a row without True gives nan
+    return (mask & ~padding[:, None, None, :]) | diagonal

@@ -1,8 +1,8 @@
-"""Products of rows that come in groups, each group with a matrix of its own.
+"""Grouped linear layer: each group of consecutive rows has its own weight matrix.
 
-    y_i = x_i W_gᵀ + b_g        for the rows i of group g, which stand together
+    y_i = x_i W_gᵀ + b_g        for the rows i of group g
 
-Groups differ in length, and so from batch to batch.
+The group lengths vary from batch to batch.
 """
 
 from functools import cache
@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """A linear layer a group, in the faster of two equal ways.
+    """One linear layer for each group, by the faster of two equivalent implementations.
 
-    In bfloat16 torch's own runs all groups at once on newer GPUs, and does not ask them for the
-    lengths. Elsewhere it is a loop over the groups, and so is `looped_linear`, which adds the bias
-    on the way and writes each gradient in its place: on a CPU that takes as long as one product of
-    all rows, forward and backward, and torch's 4% longer.
+    In bfloat16 torch's `grouped_mm` runs all groups at once on newer GPUs, without synchronising
+    for the lengths. Elsewhere it is a loop over the groups; `looped_linear` is one too, but fuses
+    the bias and writes gradients in place: on a CPU it takes as long as one product of all rows,
+    forward and backward, and torch's takes 4% longer.
 
     Args:
-        x: Rows, sorted by group, (rows, in). Rows after the last group may get any finite answer.
+        x: Rows, sorted by group, (rows, in). Rows after the last group may get any finite value.
         weight: (groups, out, in).
         bias: (groups, out), or None.
         counts: Rows of each group, (groups,).
@@ -30,8 +30,8 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
     Returns:
         (rows, out).
     """
-    way = fused_linear if _is_fused(x, weight) else looped_linear
-    return way(x, autocasted(weight), None if bias is None else autocasted(bias), counts)
+    linear = fused_linear if _is_fused(x, weight) else looped_linear
+    return linear(x, autocasted(weight), None if bias is None else autocasted(bias), counts)
 
 
 def _is_fused(x: Tensor, weight: Tensor) -> bool:
@@ -40,12 +40,12 @@ def _is_fused(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export looks on; torch 2.8 says so of torch.compile too."""
+    """Whether torch.export traces; torch 2.8 reports it for torch.compile too."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def autocast_device(tensor: Tensor) -> str:
-    """Whose autocast decides for `tensor`; the device of shapes alone has none."""
+    """Device type whose autocast applies to `tensor`; the meta device has none."""
     device = tensor.device.type
     return "cpu" if device == "meta" else device
 
@@ -58,21 +58,21 @@ def autocasted(tensor: Tensor) -> Tensor:
 
 
 def fused_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """`grouped_linear` by torch's kernel; rows after the last group are given to the last."""
+    """`grouped_linear` by torch's kernel; rows after the last group use its weights."""
     ends = F.pad(counts[:-1].cumsum(0), (0, 1), value=x.shape[0])
     y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
     if bias is None:
         return y
     rows = torch.arange(x.shape[0], device=x.device)
     group = F.one_hot(torch.searchsorted(ends, rows, right=True), len(counts))
-    return torch.addmm(y, group.to(y.dtype), bias)  # its gradient is a product too, no scatter
+    return torch.addmm(y, group.to(y.dtype), bias)  # the gradient is a product too, not a scatter
 
 
 @torch.library.custom_op("vit::looped_linear", mutates_args=())
 def looped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """`grouped_linear` group by group; rows after the last group give zeros.
 
-    One operator for torch.compile, which cannot look into loops of unknown lengths.
+    A custom operator, since torch.compile cannot trace loops of unknown lengths.
     """
     lengths: list[int] = counts.tolist()
     y = x.new_empty(x.shape[0], weight.shape[1])
@@ -129,7 +129,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 @cache
 def register_flops() -> None:
-    """Tell torch's FLOP counters of our operators; costs an import of 0.3 s, so not at the top."""
+    """Register FLOP formulas of our operators; its import takes 0.3 s, so it is not at the top."""
     from torch.utils.flop_counter import register_flop_formula
 
     @register_flop_formula([torch.ops.vit.looped_linear, torch.ops.vit.looped_outer])
@@ -140,7 +140,7 @@ def register_flops() -> None:
 looped_linear.register_autograd(_gradients, setup_context=_keep)
 
 
-class _Regroup(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
@@ -154,16 +154,16 @@ class _Regroup(torch.autograd.Function):
         return back.view(-1, ctx.copies, back.shape[1]).sum(1), None, None, None
 
 
-def regroup(x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
-    """Rows of `x`, each `copies` times, in another order, (rows * copies, width).
+def permute_rows(x: Tensor, index: Tensor, inverse: Tensor, copies: int) -> Tensor:
+    """Repeat each row of `x` `copies` times and permute the result, (rows * copies, width).
 
-    The gradient is gathered as well: a scatter's sum has no fixed order on a GPU.
+    The gradient is a gather too: a scatter-add has no deterministic order on a GPU.
 
     Args:
         x: (rows, width).
-        index: A permutation of the copies; those of row 0 come first, then those of row 1.
-        inverse: The permutation that undoes it.
-        copies: How often each row is in the result.
+        index: Permutation of the copies; those of row 0 come first, then those of row 1.
+        inverse: The inverse permutation.
+        copies: Copies of each row.
     """
-    rows: Tensor = _Regroup.apply(x, index, inverse, copies)
+    rows: Tensor = _PermuteRows.apply(x, index, inverse, copies)
     return rows

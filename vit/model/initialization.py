@@ -1,4 +1,4 @@
-"""The weights before training: those of the JAX ViT, in one function.
+"""Weight initialisation, that of the JAX ViT, as a table of rules by parameter name.
 
 Source: Dosovitskiy et al., arXiv:2010.11929, and its code (google-research/vision_transformer,
 models_vit.py): Xavier-uniform matrices, LeCun-normal patch projection, a head of zeros.
@@ -16,38 +16,38 @@ from vit.model.mlp import PackedSwiGLU
 
 
 def xavier_squares(weight: Tensor) -> None:
-    """Xavier-uniform for keys and values as the square matrices that they are."""
+    """Xavier-uniform for the square matrices stacked in keys and values."""
     for matrix in weight.chunk(len(weight) // weight.shape[1]):
         nn.init.xavier_uniform_(matrix)
 
 
 def xavier_halves(weight: Tensor) -> None:
-    """Xavier-uniform for keys and values of any width apart."""
+    """Xavier-uniform for keys and values separately, of any width."""
     for matrix in weight.chunk(2):
         nn.init.xavier_uniform_(matrix)
 
 
 def xavier_attention(weight: Tensor) -> None:
-    """Xavier-uniform for queries, keys and values apart, where the last two may be narrower."""
+    """Xavier-uniform for queries, keys and values separately; the last two may be narrower."""
     queries, others = weight.tensor_split([weight.shape[1]])
     for matrix in (queries, *others.chunk(2)):
         nn.init.xavier_uniform_(matrix)
 
 
 def xavier_stack(weight: Tensor) -> None:
-    """Xavier-uniform for each of stacked matrices."""
+    """Xavier-uniform for each matrix of a stack."""
     for matrix in weight:
         nn.init.xavier_uniform_(matrix)
 
 
 def lecun_normal(weight: Tensor) -> None:
-    """Normal with variance 1 / fan_in, cut at two standard deviations."""
-    std = math.sqrt(1 / weight.shape[1]) / 0.87962566103423978  # std of a normal cut at +-2
+    """Normal with variance 1 / fan_in, truncated at two standard deviations."""
+    std = math.sqrt(1 / weight.shape[1]) / 0.87962566103423978  # std of a normal truncated at +-2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 def patch_projection(weight: Tensor) -> None:
-    """LeCun-normal for a matrix; for a convolution before a GELU, He's normal by its fan-in.
+    """LeCun-normal for a matrix; Kaiming-normal by fan-in for a convolution before a GELU.
 
     Source: He et al., "Delving Deep into Rectifiers", section 2.2, arXiv:1502.01852.
     """
@@ -62,15 +62,15 @@ def normal(std: float) -> Callable[[Tensor], object]:
     return lambda tensor: nn.init.normal_(tensor, std=std)
 
 
-# The first pattern found in a parameter's name decides.
+# The first pattern that matches a parameter's name applies.
 RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"^cls_token$", nn.init.zeros_),
-    # Not zeros, as the class token: registers that start equal get equal gradients for ever.
+    # Not zeros, unlike the class token: equal registers would get equal gradients for ever.
     (r"^reg_token$", normal(0.02)),
     (r"^pos_embed$", normal(0.02)),
     # GPT-2's: logits of the tied embedding start near zero.
     (r"(^|\.)token_embed\.weight$|positions\.pos_embed$", normal(0.02)),
-    # Zeros, as BEiT: offsets get different gradients, and positions begin by saying nothing.
+    # Zeros, as BEiT: offsets get different gradients, and the bias starts without effect.
     (r"\.relative_position_bias_table$", nn.init.zeros_),
     (r"^patch_embed\.(proj|convs\.\d+)\.weight$", patch_projection),
     (r"^patch_embed\.norms\.\d+\.weight$", nn.init.ones_),
@@ -90,8 +90,8 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
 
 
 @torch.no_grad()
-def initialise(model: nn.Module) -> None:
-    """Set every parameter of `model`, from torch's global random generator.
+def init_weights(model: nn.Module) -> None:
+    """Initialise every parameter of `model`, from torch's global random generator.
 
     Raises:
         ValueError: No rule covers a parameter.

@@ -1,7 +1,7 @@
-"""What a decoder remembers between two words, so that each is computed once.
+"""Key-value cache of a text decoder: keys and values of earlier tokens are computed once.
 
-It belongs to the caller, who may keep some of its rows, repeat them (beam search), or throw it
-away. Keys and values of the image are made once and never grow; those of the words grow.
+The caller owns the cache and may select, reorder or repeat its rows (beam search). Keys and values
+of the image are computed once and never grow; those of the text grow with each token.
 """
 
 from collections.abc import Sequence
@@ -10,57 +10,58 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vit.model.attention import KeysValues
+from vit.model.attention import KeyValue
 
 
 @dataclass
-class Layer:
-    """The memory of one block.
+class LayerCache:
+    """The cache of one block.
 
     Args:
-        image: Keys and values of the image's tokens, each (batch, heads, memory_tokens, head_dim);
-            None in a decoder that looks at nothing.
-        words: Those of the words so far, each (batch, heads, tokens, head_dim); None before any.
+        memory_kv: Keys and values of the image's tokens, each (batch, heads, memory_tokens,
+            head_dim); None in a decoder without cross-attention.
+        token_kv: Those of the text so far, each (batch, heads, tokens, head_dim); None before the
+            first token.
     """
 
-    image: KeysValues | None = None
-    words: KeysValues | None = None
+    memory_kv: KeyValue | None = None
+    token_kv: KeyValue | None = None
 
-    def extend(self, key: Tensor, value: Tensor) -> KeysValues:
-        """Keys and values of all words, those of the new ones last."""
-        if self.words is not None:
+    def update(self, key: Tensor, value: Tensor) -> KeyValue:
+        """Append the newest tokens' keys and values, and return those of all tokens."""
+        if self.token_kv is not None:
             key, value = (
                 torch.cat([old, new], dim=2)
-                for old, new in zip(self.words, (key, value), strict=True)
+                for old, new in zip(self.token_kv, (key, value), strict=True)
             )
-        self.words = key, value
+        self.token_kv = key, value
         return key, value
 
-    def select(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
-        self.image, self.words = (
+        self.memory_kv, self.token_kv = (
             None if pair is None else (pair[0][rows], pair[1][rows])
-            for pair in (self.image, self.words)
+            for pair in (self.memory_kv, self.token_kv)
         )
 
 
 @dataclass
-class Cache:
-    """The memory of a decoder, block by block, and how many words it has read."""
+class KVCache:
+    """The cache of a decoder: one entry for each block, and the number of tokens read so far."""
 
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
 
     @classmethod
-    def of(cls, images: Sequence[KeysValues | None]) -> "Cache":
-        """A memory before the first word."""
-        return cls([Layer(image) for image in images])
+    def from_memory(cls, memory_kv: Sequence[KeyValue | None]) -> "KVCache":
+        """An empty cache, from each block's keys and values of the image."""
+        return cls([LayerCache(pair) for pair in memory_kv])
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order; one may come twice.
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order; a row may be repeated.
 
         Args:
             rows: (kept,), int64.
         """
         for layer in self.layers:
-            layer.select(rows)
+            layer.select_rows(rows)

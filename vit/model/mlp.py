@@ -1,4 +1,4 @@
-"""The part of a block that treats each token alone.
+"""Feed-forward layers of a block, applied to each token separately.
 
     MLP(x) = activation(x W1 + b1) W2 + b2
     SwiGLU(x) = (SiLU(x Wg + bg) * (x Wx + bx)) W2 + b2
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 class MLP(nn.Module):
-    """Widens each token, applies an activation, and narrows it again.
+    """Two linear layers with an activation between them.
 
     Args:
         dim: Width of a token.
@@ -45,9 +45,9 @@ class MLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Widens each token twice, lets one copy gate the other, and narrows the product.
+    """Gated linear unit with SiLU.
 
-    It has three matrices: two thirds of an MLP's `hidden_dim` give the MLP's number of parameters.
+    It has three matrices: with two thirds of an MLP's `hidden_dim` it has as many parameters.
 
     Args:
         dim: Width of a token.
@@ -73,7 +73,7 @@ class SwiGLU(nn.Module):
 
 
 class PackedSwiGLU(nn.Module):
-    """SwiGLU whose gate and value come from one matrix, the gate first.
+    """SwiGLU with one matrix for gate and value, the gate first.
 
     Args:
         dim, hidden_dim, bias, dropout: As for SwiGLU.

@@ -1,4 +1,4 @@
-"""Training on a part of the patches: the others of an image never enter the blocks.
+"""Patch dropout: training on a random subset of the patches of each image.
 
 Source: Liu et al., "PatchDropout", section 3, arXiv:2208.07220; Li et al., "Scaling Language-Image
 Pre-training via Masking" (FLIP), section 3, arXiv:2212.00794.
@@ -10,51 +10,44 @@ from torch import Tensor, nn
 from vit.model.attention import AttentionContext
 
 
-class KeepAll(nn.Module):
-    """Leaves out nothing."""
-
-    def forward(self, tokens: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> the same, and the places of these tokens"""
-        return tokens, places
-
-
 class PatchDropout(nn.Module):
-    """Leaves out other patches of each image in each step, as many of all; none in evaluation.
+    """Drops random patches of each image in training, the same number for all images.
 
-    Those that stay keep their order, which merging and the capacity of experts go by.
+    The kept patches stay in order, on which token merging and expert capacity depend.
 
     Args:
-        share: Share of the patches that is left out, in [0, 1); at least one stays.
-        prefix: Tokens in front of the patches, which stay.
+        rate: Share of the patches that is dropped, in [0, 1); at least one is kept. 0 is off.
+        prefix: Tokens in front of the patches, which are kept.
     """
 
-    def __init__(self, share: float, *, prefix: int) -> None:
+    def __init__(self, rate: float, *, prefix: int) -> None:
         super().__init__()
-        self.share, self.prefix = share, prefix
+        self.rate, self.prefix = rate, prefix
 
-    def draw(self, tokens: Tensor) -> Tensor:
-        """Which tokens stay, (batch, prefix + kept): numbers along the tokens."""
+    def sample_indices(self, tokens: Tensor) -> Tensor:
+        """Indices of the kept tokens, (batch, prefix + kept)."""
         patches = tokens.shape[1] - self.prefix
-        kept = max(1, round(patches * (1 - self.share)))
+        kept = max(1, round(patches * (1 - self.rate)))
         noise = torch.rand(tokens.shape[0], patches, device=tokens.device)
         prefix = torch.arange(self.prefix, device=tokens.device).expand(tokens.shape[0], -1)
         patches_kept = noise.topk(kept, dim=1).indices.sort(dim=1).values
         return torch.cat([prefix, self.prefix + patches_kept], dim=1)
 
-    def forward(self, tokens: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, prefix + kept, dim), and the places of these tokens"""
-        if not self.training:
-            return tokens, places
-        return picked(tokens, places, self.draw(tokens))
+    def forward(self, tokens: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, prefix + kept, dim), and the context of these tokens"""
+        if not self.training or not self.rate:
+            return tokens, context
+        return gather_tokens(tokens, context, self.sample_indices(tokens))
 
 
-def picked(
-    tokens: Tensor, places: AttentionContext, index: Tensor
+def gather_tokens(
+    tokens: Tensor, context: AttentionContext, index: Tensor
 ) -> tuple[Tensor, AttentionContext]:
-    """The tokens at `index`, (batch, kept), and their places."""
+    """The tokens at `index`, (batch, kept), and their context."""
 
-    def move(x: Tensor) -> Tensor:
-        many = x.expand(index.shape[0], -1, -1)
-        return many.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    def gather(x: Tensor) -> Tensor:
+        expanded = x.expand(index.shape[0], -1, -1)
+        return expanded.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
-    return move(tokens), places._replace(rotate=places.rotate.moved(move))
+    rope = None if context.rope is None else context.rope.map_tokens(gather)
+    return gather(tokens), context._replace(rope=rope)

@@ -1,8 +1,8 @@
-"""An image becomes a sequence of tokens: cut into patches, each flattened and projected.
+"""Patch embedding: images are cut into patches, each flattened and projected to a token.
 
     x_patch E + b,  with E of shape (channels * patch_size², dim)
 
-Patches of another size, resized by the matrix R, get their E from the one there is:
+For patches resized by the matrix R, the projection is resized too (FlexiViT):
 
     (R x) . w_new  =  x . w_old,  so w_new = pinv(R^T) w_old
 
@@ -21,7 +21,7 @@ from vit.model.position_embedding import Grid
 
 
 class ImageEmbedding(nn.Module):
-    """What makes tokens of images: one for each square patch, row by row.
+    """Base class: embeds images as one token for each square patch, row by row.
 
     Args:
         channels: Channels of an image.
@@ -70,8 +70,8 @@ class PatchEmbedding(ImageEmbedding):
         super().__init__(channels, patch_size)
         self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
 
-    def cut(self, images: Tensor, patch_size: int) -> tuple[Tensor, Grid]:
-        """Images -> their patches, (batch, rows * cols, channels * patch_size²), and (rows, cols)
+    def patchify(self, images: Tensor, patch_size: int) -> tuple[Tensor, Grid]:
+        """Images -> patches, (batch, rows * cols, channels * patch_size²), and (rows, cols)
 
         Raises:
             ValueError: The images cannot be cut into whole patches of the right channels.
@@ -88,18 +88,18 @@ class PatchEmbedding(ImageEmbedding):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
         """(batch, channels, height, width) -> (batch, rows * cols, dim), and (rows, cols)"""
-        patches, grid = self.cut(images, self.patch_size)
+        patches, grid = self.patchify(images, self.patch_size)
         return self.proj(patches), grid
 
 
 class FlexiblePatchEmbedding(PatchEmbedding):
-    """Cuts patches of several sizes in training, all projected by one matrix, which is resized.
+    """FlexiViT: patches of several sizes in training, projected by one matrix, which is resized.
 
-    The training loop sets `drawn` before each step. In evaluation patches have the usual size.
+    The training loop sets `current_patch_size` before each step; evaluation uses `patch_size`.
 
     Args:
-        channels, patch_size, dim, bias: As for PatchEmbedding, at the usual size.
-        patch_sizes: All sizes of a patch that training may draw.
+        channels, patch_size, dim, bias: As for PatchEmbedding; `patch_size` is that of evaluation.
+        patch_sizes: All patch sizes of training.
     """
 
     def __init__(
@@ -112,37 +112,43 @@ class FlexiblePatchEmbedding(PatchEmbedding):
         bias: bool = True,
     ) -> None:
         super().__init__(channels, patch_size, dim, bias=bias)
-        self.drawn = patch_size
+        self.current_patch_size = patch_size
         # no buffers: a network may be built without values, on the meta device
         with torch.device("cpu"):
-            self.sides = {size: inverse_side(patch_size, size) for size in patch_sizes}
+            self.resize_matrices = {
+                size: inverse_resize_matrix(patch_size, size) for size in patch_sizes
+            }
 
     def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
         """(batch, channels, height, width) -> (batch, rows * cols, dim), and (rows, cols)"""
-        if not self.training or self.drawn == self.patch_size:
+        if not self.training or self.current_patch_size == self.patch_size:
             return super().forward(images)
-        patches, grid = self.cut(images, self.drawn)
-        weight = resized(self.proj.weight, self.sides[self.drawn].to(self.proj.weight))
+        patches, grid = self.patchify(images, self.current_patch_size)
+        weight = resize_projection(
+            self.proj.weight, self.resize_matrices[self.current_patch_size].to(self.proj.weight)
+        )
         return F.linear(patches, weight, self.proj.bias), grid
 
 
-def resize_patches(matrix: Tensor, *, old: int, new: int) -> Tensor:
-    """The projection that gives resized patches the tokens that the old ones had.
+def resize_patch_embed(matrix: Tensor, *, old: int, new: int) -> Tensor:
+    """The patch projection for another patch size, which gives resized patches the same tokens.
 
-    Exact where patches grow; where they shrink, the closest for patches of white noise.
+    Exact for larger patches; for smaller ones the best approximation on white noise.
 
     Args:
         matrix: (dim, channels * old * old).
         old: Side of a patch in pixels.
-        new: Side wanted.
+        new: New side.
 
     Returns:
         (dim, channels * new * new), of the same type.
     """
-    return resized(matrix.double(), inverse_side(old, new).to(matrix.device)).to(matrix)
+    return resize_projection(matrix.double(), inverse_resize_matrix(old, new).to(matrix.device)).to(
+        matrix
+    )
 
 
-def resized(matrix: Tensor, side: Tensor) -> Tensor:
+def resize_projection(matrix: Tensor, side: Tensor) -> Tensor:
     """(dim, channels * old * old) by `side`, (new, old) -> (dim, channels * new * new)"""
     pixels = "dim (channels rows cols) -> dim channels rows cols"
     old = side.shape[1]
@@ -151,13 +157,13 @@ def resized(matrix: Tensor, side: Tensor) -> Tensor:
     return (side @ rearrange(matrix, pixels, rows=old, cols=old) @ side.T).flatten(1)
 
 
-def inverse_side(old: int, new: int) -> Tensor:
-    """What resizes a line of weights, the pseudo-inverse of R^T, (new, old) in float64."""
+def inverse_resize_matrix(old: int, new: int) -> Tensor:
+    """The pseudo-inverse of R^T, which resizes a line of weights, (new, old) in float64."""
     inverse: Tensor = torch.linalg.pinv(resize_matrix(old, new)).T
     return inverse
 
 
 def resize_matrix(old: int, new: int) -> Tensor:
-    """What resizes a line of `old` pixels, bicubic and antialiased, (new, old) in float64."""
+    """R, which resizes a line of `old` pixels, bicubic and antialiased, (new, old) in float64."""
     lines = torch.eye(old, dtype=torch.float64)[None, None]
     return F.interpolate(lines, size=(new, old), mode="bicubic", antialias=True)[0, 0]

@@ -1,4 +1,4 @@
-"""All tokens of an image become the one vector that the head reads.
+"""Pooling: reduces the tokens of an image to the vector that the head reads.
 
 Source: Dosovitskiy et al., section 3.1 and appendix D.3, arXiv:2010.11929 (class token); Beyer et
 al., arXiv:2205.01580 (mean); Zhai et al., "Scaling Vision Transformers", section 3.2,
@@ -9,37 +9,37 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vit.model.attention import AttentionContext, as_mask
+from vit.model.attention import AttentionContext, proportional_attention_bias
 
 
-def mean_patch(tokens: Tensor, places: AttentionContext, prefix: int) -> Tensor:
-    """The mean over all patches of an image, also merged ones, (batch, dim)."""
+def mean_patch(tokens: Tensor, context: AttentionContext, prefix: int) -> Tensor:
+    """Mean over all patches, (batch, dim); merged tokens count by their size."""
     patches = tokens[:, prefix:]
-    if places.sizes is None:
+    if context.token_sizes is None:
         return patches.mean(dim=1)
-    sizes = places.sizes[:, prefix:, None]
+    sizes = context.token_sizes[:, prefix:, None]
     shares = (sizes / sizes.sum(dim=1, keepdim=True)).to(patches.dtype)
     return (patches * shares).sum(dim=1)
 
 
 class NoPooling(nn.Module):
-    """Gives the tokens as they are, to a network without a head."""
+    """Returns all tokens, for a network without a head."""
 
-    def forward(self, tokens: Tensor, _places: AttentionContext) -> Tensor:
+    def forward(self, tokens: Tensor, _context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> the same"""
         return tokens
 
 
 class ClassTokenPooling(nn.Module):
-    """Takes the class token, which is the first."""
+    """Returns the class token, which is the first."""
 
-    def forward(self, tokens: Tensor, _places: AttentionContext) -> Tensor:
+    def forward(self, tokens: Tensor, _context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         return tokens[:, 0]
 
 
 class MeanPooling(nn.Module):
-    """Averages the patch tokens; class token and registers have no part in it.
+    """Averages the patch tokens, without class token and registers.
 
     Args:
         prefix: Tokens in front of the patches.
@@ -49,13 +49,13 @@ class MeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor, places: AttentionContext) -> Tensor:
+    def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
-        return mean_patch(tokens, places, self.prefix)
+        return mean_patch(tokens, context, self.prefix)
 
 
 class ClassTokenMeanPooling(nn.Module):
-    """Lays the class token and the average of the patch tokens side by side.
+    """Concatenates the class token and the mean of the patch tokens.
 
     Args:
         prefix: Tokens in front of the patches.
@@ -65,20 +65,20 @@ class ClassTokenMeanPooling(nn.Module):
         super().__init__()
         self.prefix = prefix
 
-    def forward(self, tokens: Tensor, places: AttentionContext) -> Tensor:
+    def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, 2 * dim)"""
-        return torch.cat([tokens[:, 0], mean_patch(tokens, places, self.prefix)], dim=1)
+        return torch.cat([tokens[:, 0], mean_patch(tokens, context, self.prefix)], dim=1)
 
 
 class AttentionPooling(nn.Module):
-    """A learned query gathers from the patches; a feed-forward part follows on a residual branch.
+    """Attention of a learned query to the patches, and an MLP on a residual branch (MAP head).
 
     Args:
         dim: Width of a token.
         num_heads: Heads that share `dim` equally.
         prefix: Tokens in front of the patches.
-        norm: Normalises what `mlp` reads.
-        mlp: Treats the gathered vector.
+        norm: Normalises the input of `mlp`.
+        mlp: Applied to the attention output.
         bias: Whether queries, keys and values have a bias.
     """
 
@@ -100,7 +100,7 @@ class AttentionPooling(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.norm, self.mlp = norm, mlp
 
-    def forward(self, tokens: Tensor, places: AttentionContext) -> Tensor:
+    def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         query = rearrange(
             self.q(self.latent), "1 query (heads dim) -> 1 heads query dim", heads=self.num_heads
@@ -111,9 +111,15 @@ class AttentionPooling(nn.Module):
             kv=2,
             heads=self.num_heads,
         ).unbind(0)
-        sizes = places.sizes
-        mask = None if sizes is None else as_mask(sizes[:, self.prefix :], tokens.dtype)
-        mixed = places.attend(query.expand(tokens.shape[0], -1, -1, -1), key, value, mask=mask)
+        sizes = context.token_sizes
+        mask = (
+            None
+            if sizes is None
+            else proportional_attention_bias(sizes[:, self.prefix :], tokens.dtype)
+        )
+        mixed = context.attention_fn(
+            query.expand(tokens.shape[0], -1, -1, -1), key, value, mask=mask
+        )
         x = self.proj(rearrange(mixed, "batch heads 1 dim -> batch (heads dim)"))
         y: Tensor = x + self.mlp(self.norm(x))
         return y

@@ -1,4 +1,4 @@
-"""How tokens know their place: a table of positions, added once before the first block.
+"""Position embedding: a table of vectors, added to the tokens before the first block.
 
 Learned: Dosovitskiy et al., appendix D.4, arXiv:2010.11929. Sinusoidal in one dimension: Vaswani
 et al., section 3.5, arXiv:1706.03762. In two: Beyer et al., "Better plain ViT baselines for
@@ -21,44 +21,44 @@ Grid = tuple[int, int]
 
 
 class LearnedPositions(nn.Module):
-    """Adds one learned vector per place, stretched where the images have another size.
+    """Adds one learned vector for each position, interpolated for images of another size.
 
     Args:
         grid: Rows and columns of the patches that the table describes.
         dim: Width of a token.
-        prefix: Prefix tokens (class token) that have a row of their own in the table.
-        unplaced: Further prefix tokens (registers), which have no position.
+        prefix: Prefix tokens (class token) that have a row in the table.
+        unpositioned: Further prefix tokens (registers), which have no position.
     """
 
-    def __init__(self, grid: Grid, dim: int, *, prefix: int, unplaced: int = 0) -> None:
+    def __init__(self, grid: Grid, dim: int, *, prefix: int, unpositioned: int = 0) -> None:
         super().__init__()
         self.grid, self.dim, self.prefix = grid, dim, prefix
-        self.padding = (0, 0, unplaced, 0)
+        self.padding = (0, 0, unpositioned, 0)
 
     def table(self) -> Tensor | None:
         """The table before training, (1, prefix + rows * cols, dim), or None without one."""
         rows, cols = self.grid
         return nn.Parameter(torch.zeros(1, self.prefix + rows * cols, self.dim))
 
-    def at(self, table: Tensor, grid: Grid) -> Tensor:
+    def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
         """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
         return resize_positions(table, self.grid, grid, prefix=self.prefix)
 
     def forward(self, tokens: Tensor, table: Tensor, grid: Grid) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        positions = table if grid == self.grid else self.at(table, grid)
-        placed, patches = positions[:, : self.prefix], positions[:, self.prefix :]
-        return tokens + torch.cat([placed, F.pad(patches, self.padding)], dim=1)
+        positions = table if grid == self.grid else self.resized_table(table, grid)
+        prefix, patches = positions[:, : self.prefix], positions[:, self.prefix :]
+        return tokens + torch.cat([prefix, F.pad(patches, self.padding)], dim=1)
 
 
 class SinusoidalPositions(LearnedPositions):
-    """Adds sines and cosines of each patch's place; prefix tokens get zeros.
+    """Adds sines and cosines of each patch's position; prefix tokens get zeros.
 
     Args:
-        grid: Rows and columns of the patches of the usual image.
+        grid: Rows and columns of the patches of an image of the default size.
         dim: Width of a token.
         encode: The formula, (grid, dim) -> (rows * cols, dim).
-        prefix, unplaced: As for LearnedPositions.
+        prefix, unpositioned: As for LearnedPositions.
     """
 
     def __init__(
@@ -68,23 +68,23 @@ class SinusoidalPositions(LearnedPositions):
         *,
         encode: Callable[[Grid, int], Tensor],
         prefix: int,
-        unplaced: int = 0,
+        unpositioned: int = 0,
     ) -> None:
-        super().__init__(grid, dim, prefix=prefix, unplaced=unplaced)
+        super().__init__(grid, dim, prefix=prefix, unpositioned=unpositioned)
         self.encode = encode
 
     def table(self) -> Tensor | None:
         """The table, (1, prefix + rows * cols, dim)."""
         return F.pad(self.encode(self.grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
 
-    def at(self, table: Tensor, grid: Grid) -> Tensor:
+    def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
         """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
         positions = F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
         return positions.to(table)
 
 
 class NoPositions(nn.Module):
-    """Leaves the tokens as they are: the network sees a bag of patches."""
+    """Identity: without other positions the network sees a bag of patches."""
 
     def table(self) -> Tensor | None:
         """None: there is no table."""
@@ -96,14 +96,14 @@ class NoPositions(nn.Module):
 
 
 def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Tensor:
-    """Stretch a learned table to another grid, so that trained weights fit other images.
+    """Interpolate a learned table to another grid, so that trained weights fit other image sizes.
 
     Prefix rows (class token) are not pixels and stay as they are.
 
     Args:
         table: Learned positions of the old grid, (1, prefix + patches, dim).
         old: Rows and columns of the table's grid, in patches.
-        new: Rows and columns wanted.
+        new: New rows and columns.
         prefix: Rows of the table in front of the patches.
 
     Returns:
@@ -119,22 +119,22 @@ def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Ten
 
 
 def sinusoidal_1d(grid: Grid, dim: int) -> Tensor:
-    """Places counted along the rows; sines in even entries, cosines in odd ones.
+    """Positions in row-major order; sines in even entries, cosines in odd ones.
 
-    entry 2i = sin(place / 10000^(2i / dim)),  entry 2i + 1 = cos(the same)
+    entry 2i = sin(position / 10000^(2i / dim)),  entry 2i + 1 = cos(the same)
 
     Returns:
         Positions, (rows * cols, dim).
     """
     rows, cols = grid
     angles = _angles(torch.arange(rows * cols), dim // 2)
-    return rearrange([angles.sin(), angles.cos()], "two places waves -> places (waves two)")
+    return rearrange([angles.sin(), angles.cos()], "two positions waves -> positions (waves two)")
 
 
 def sinusoidal_2d(grid: Grid, dim: int) -> Tensor:
     """Four quarters: sines, then cosines of the column; sines, then cosines of the row.
 
-    entry i of a quarter: angle = place / 10000^(i / (dim / 4))
+    entry i of a quarter: angle = position / 10000^(i / (dim / 4))
 
     These are MAE's frequencies; Beyer et al.'s code divides i by dim / 4 - 1 instead.
 
@@ -147,7 +147,7 @@ def sinusoidal_2d(grid: Grid, dim: int) -> Tensor:
     return torch.cat([by_col.sin(), by_col.cos(), by_row.sin(), by_row.cos()], dim=1)
 
 
-def _angles(places: Tensor, waves: int) -> Tensor:
-    """place / 10000^(i / waves), (places, waves); in double, since a far place loses digits."""
+def _angles(positions: Tensor, waves: int) -> Tensor:
+    """position / 10000^(i / waves), (positions, waves), computed in float64 for precision."""
     frequencies = TEMPERATURE ** -(torch.arange(waves, dtype=torch.float64) / waves)
-    return torch.outer(places.double(), frequencies).float()
+    return torch.outer(positions.double(), frequencies).float()

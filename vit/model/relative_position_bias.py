@@ -1,10 +1,10 @@
-"""Relative positions: a learned number for each offset between two patches, added to the scores.
+"""Relative position bias: a learned bias for each offset of two patches, added to the scores.
 
     scores[i, j] = q_i · k_j / √head_dim + table[row_i - row_j, col_i - col_j]
 
 The table has one row for each offset, from (1 - rows, 1 - cols) to (rows - 1, cols - 1), and one
-column for each head. Three more rows are for tokens that have no place, in front of the patches:
-when one looks at a patch, when a patch looks at one, and when they look at each other.
+column for each head. Three more rows are for prefix tokens, which have no position: prefix query to
+patch, patch query to prefix, and prefix to prefix.
 
 Source: Shaw et al., section 3.2, arXiv:1803.02155; with a table of numbers in two dimensions: Liu
 et al., "Swin Transformer", section 3.2, arXiv:2103.14030; with a class token: Bao et al., "BEiT",
@@ -16,59 +16,61 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.attention import AttentionContext, masked
+from vit.model.attention import AttentionContext, apply_mask
 from vit.model.position_embedding import Grid
 
 PREFIX_ROWS = 3
 
 
-class RelativeBias(nn.Module):
-    """Makes what is added to the scores of the patches of one block, for images of any size.
+class RelativePositionBias(nn.Module):
+    """The attention bias of one block without prefix tokens, for images of any size.
 
     Args:
         grid: Rows and columns of the patches that the table describes.
-        num_heads: Heads of the queries.
+        num_heads: Query heads.
     """
 
-    extra = 0
+    num_prefix_rows = 0
 
     def __init__(self, grid: Grid, num_heads: int) -> None:
         super().__init__()
         self.grid = grid
-        rows, cols = offsets(grid)
+        rows, cols = num_offsets(grid)
         self.relative_position_bias_table = nn.Parameter(
-            torch.zeros(rows * cols + self.extra, num_heads)
+            torch.zeros(rows * cols + self.num_prefix_rows, num_heads)
         )
 
-    def forward(self, places: AttentionContext) -> Tensor:
-        """What is added to the scores, (batch or 1, heads, tokens, tokens)"""
+    def forward(self, context: AttentionContext) -> Tensor:
+        """Bias plus the mask of the context, (batch or 1, heads, tokens, tokens)"""
         table: Tensor = self.relative_position_bias_table
-        if places.grid != self.grid:
-            table = resize_offsets(table, self.grid, places.grid, extra=self.extra)
-        return masked(self.spread(table, places.grid).unsqueeze(0), places.mask)
+        if context.grid != self.grid:
+            table = resize_bias_table(
+                table, self.grid, context.grid, num_prefix_rows=self.num_prefix_rows
+            )
+        return apply_mask(self.pairwise_bias(table, context.grid).unsqueeze(0), context.mask)
 
-    def spread(self, table: Tensor, grid: Grid) -> Tensor:
-        """The number of each pair of tokens, (heads, tokens, tokens)."""
-        return among_patches(table, grid)
+    def pairwise_bias(self, table: Tensor, grid: Grid) -> Tensor:
+        """Bias of each pair of tokens, (heads, tokens, tokens)."""
+        return patch_bias(table, grid)
 
 
-class PrefixedRelativeBias(RelativeBias):
-    """The same with tokens in front of the patches, which share three numbers a head.
+class PrefixedRelativePositionBias(RelativePositionBias):
+    """The same with prefix tokens, which share three biases in each head.
 
     Args:
-        grid, num_heads: As for RelativeBias.
+        grid, num_heads: As for RelativePositionBias.
         prefix: Tokens in front of the patches.
     """
 
-    extra = PREFIX_ROWS
+    num_prefix_rows = PREFIX_ROWS
 
     def __init__(self, grid: Grid, num_heads: int, *, prefix: int) -> None:
         super().__init__(grid, num_heads)
         self.prefix = prefix
 
-    def spread(self, table: Tensor, grid: Grid) -> Tensor:
-        """The number of each pair of tokens, (heads, tokens, tokens)."""
-        patches = among_patches(table[:-PREFIX_ROWS], grid)
+    def pairwise_bias(self, table: Tensor, grid: Grid) -> Tensor:
+        """Bias of each pair of tokens, (heads, tokens, tokens)."""
+        patches = patch_bias(table[:-PREFIX_ROWS], grid)
         at_patch, at_prefix, within = table[-PREFIX_ROWS:].unsqueeze(2).unsqueeze(3)
         heads, count, _ = patches.shape
         first = [
@@ -79,39 +81,39 @@ class PrefixedRelativeBias(RelativeBias):
         return torch.cat([torch.cat(first, dim=2), torch.cat(below, dim=2)], dim=1)
 
 
-def offsets(grid: Grid) -> Grid:
-    """How many offsets there are between rows, and between columns."""
+def num_offsets(grid: Grid) -> Grid:
+    """Number of row offsets, and of column offsets, between two patches."""
     return 2 * grid[0] - 1, 2 * grid[1] - 1
 
 
-def among_patches(table: Tensor, grid: Grid) -> Tensor:
-    """The row of `table` for each pair of patches, (heads, patches, patches).
+def patch_bias(table: Tensor, grid: Grid) -> Tensor:
+    """Bias of each pair of patches, (heads, patches, patches).
 
     The offsets from one patch to all others are a window of the table, and the next patch's window
     lies one step beside it. So no index is made or kept, and it takes half the time of one.
     """
     rows, cols = grid
-    # reversed, so that a window's entries run with the patch that is looked at
+    # reversed, so that a window's entries are ordered as the key patches
     plane = rearrange(table.flip(0), "(rows cols) heads -> heads rows cols", rows=2 * rows - 1)
     windows = plane.unfold(1, rows, 1).unfold(2, cols, 1).flip(1, 2)
     return rearrange(windows, "heads row col rows cols -> heads (row col) (rows cols)")
 
 
-def resize_offsets(table: Tensor, old: Grid, new: Grid, *, extra: int) -> Tensor:
-    """Stretch a table to another grid; its last `extra` rows stay as they are.
+def resize_bias_table(table: Tensor, old: Grid, new: Grid, *, num_prefix_rows: int) -> Tensor:
+    """Stretch a table to another grid; its last `num_prefix_rows` rows stay as they are.
 
     Args:
-        table: (offsets of the old grid + extra, heads).
+        table: (offsets of the old grid + num_prefix_rows, heads).
         old: Rows and columns of the table's grid, in patches.
         new: Rows and columns wanted.
-        extra: Rows of the table that are for no offset.
+        num_prefix_rows: Rows of the table that are for no offset.
 
     Returns:
-        (offsets of the new grid + extra, heads), of the same type.
+        (offsets of the new grid + num_prefix_rows, heads), of the same type.
     """
-    rows, cols = offsets(old)
+    rows, cols = num_offsets(old)
     plane = rearrange(table[: rows * cols], "(rows cols) heads -> 1 heads rows cols", rows=rows)
     precise = plane.to(torch.promote_types(table.dtype, torch.float))
-    stretched = F.interpolate(precise, size=offsets(new), mode="bicubic")
+    stretched = F.interpolate(precise, size=num_offsets(new), mode="bicubic")
     flat = rearrange(stretched, "1 heads rows cols -> (rows cols) heads").to(table.dtype)
-    return torch.cat([flat, table[len(table) - extra :]])
+    return torch.cat([flat, table[len(table) - num_prefix_rows :]])

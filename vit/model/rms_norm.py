@@ -1,4 +1,4 @@
-"""Normalisation of each token by its own statistics; torch's LayerNorm is the other one.
+"""RMSNorm: normalisation of each token by its root mean square.
 
     RMSNorm(x) = x / sqrt(mean(x²) + eps) * weight
 

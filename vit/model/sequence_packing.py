@@ -1,8 +1,8 @@
-"""Images of any sizes and aspects in one pass: their tokens lie one after another in one row.
+"""Sequence packing: images of any sizes and aspect ratios in one pass, their tokens concatenated.
 
-Linear layers, norms and feed-forward parts treat all tokens of the row at once; attention stays
-inside each image. A dense block-diagonal mask would do it too, but a fused kernel then computes the
-scores of the whole row, square, and the mask itself is as large; so the row is split instead.
+Linear layers, norms and MLPs process all tokens of the packed row at once; attention stays inside
+each image. A dense block-diagonal mask would do it too, but a fused kernel then computes the scores
+of the whole row, and the mask itself is as large; so the row is split instead.
 
 Source: Dehghani et al., "Patch n' Pack: NaViT", sections 2.1 and 2.2, arXiv:2307.06304.
 """
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from vit.errors import ConfigError
 from vit.model import blocks
-from vit.model.attention import AttentionContext, SelfAttention, Unbiased, attend
-from vit.model.moe import MixtureOfExperts, everywhere
-from vit.model.rotary_embedding import in_a_row
+from vit.model.attention import AttentionContext, SelfAttention, dot_product_attention
+from vit.model.moe import MixtureOfExperts
+from vit.model.rotary_embedding import concatenate_rotations
 
-# torch's kernel for sequences of many lengths came with 2.10.
+# torch's variable-length attention came with 2.10
 HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
-# These keep their tokens, so the row can be cut again.
-KEEPING = {
+# These keep the number of tokens, so the row can be split again.
+PACKABLE_BLOCKS = {
     blocks.PreNormBlock,
     blocks.PostNormBlock,
     blocks.SandwichNormBlock,
@@ -33,15 +33,15 @@ KEEPING = {
 }
 
 
-class AttendApart:
-    """Attends within each sequence of a packed row, as `attend` does within each image of a batch.
+class PackedAttention:
+    """Attention function for a packed row: tokens attend within their own sequence.
 
-    On CUDA in half precision it is one call of torch's variable-length kernel, where there is one;
-    elsewhere one call of `attend` for each run of equal lengths.
+    On CUDA in half precision it is one call of torch's variable-length kernel, if available;
+    elsewhere one call of `dot_product_attention` for each run of equal lengths.
 
     Args:
-        lengths: Tokens of each sequence, in their order.
-        device: Where the tokens are.
+        lengths: Tokens of each sequence, in order.
+        device: Device of the tokens.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -58,22 +58,22 @@ class AttendApart:
         mask: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """As `attend`, for (1, heads, all tokens, head_dim); there must be no mask."""
+        """`dot_product_attention` for (1, heads, all tokens, head_dim), without a mask."""
         if mask is not None:
             raise ConfigError("packed images have no mask of attention; run each by itself")
-        if takes_varlen(value) and not dropout:
-            return self.in_one_call(query, key, value)
+        if supports_varlen(value) and not dropout:
+            return self.varlen(query, key, value)
         sizes = [length * count for length, count in self.runs]
         parts = zip(
             self.runs, *(torch.split(x, sizes, dim=2) for x in (query, key, value)), strict=True
         )
         return torch.cat([_attend_run(*part, dropout=dropout) for part in parts], dim=2)
 
-    def in_one_call(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same by torch's kernel for sequences of many lengths."""
+    def varlen(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same by torch's variable-length kernel."""
         from torch.nn.attention.varlen import varlen_attn
 
-        # value tells the precision of the products, as in `attend`
+        # the precision of the products is that of value, as in `dot_product_attention`
         q, k, v = (
             rearrange(x.to(value), "1 heads tokens head_dim -> tokens heads head_dim")
             for x in (query, key, value)
@@ -91,12 +91,12 @@ def _attend_run(
         rearrange(x, "1 heads (count length) dim -> count heads length dim", length=run[0])
         for x in (query, key, value)
     )
-    mixed = attend(q, k, v, dropout=dropout)
+    mixed = dot_product_attention(q, k, v, dropout=dropout)
     return rearrange(mixed, "count heads length dim -> 1 heads (count length) dim")
 
 
-def takes_varlen(value: Tensor) -> bool:
-    """Whether torch's variable-length kernel takes `value`: half precision, Ampere or newer."""
+def supports_varlen(value: Tensor) -> bool:
+    """Whether torch's variable-length kernel supports `value`: half precision, Ampere or newer."""
     if not HAS_VARLEN or value.device.type != "cuda":
         return False
     half = value.dtype in (torch.bfloat16, torch.float16)
@@ -104,10 +104,10 @@ def takes_varlen(value: Tensor) -> bool:
     return half and fits and torch.cuda.get_device_capability(value.device) >= (8, 0)
 
 
-def same_sizes(images: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers of the images of one size, (channels, height, width), in groups.
+def group_by_size(images: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the images of each size, (channels, height, width).
 
-    Groups of as many tokens stand next to each other, so that one call attends to them.
+    Groups with equal numbers of tokens are adjacent, so that one attention call covers them.
     """
     if not images or any(image.ndim != 3 for image in images):
         shapes = [tuple(image.shape) for image in images]
@@ -122,12 +122,12 @@ def same_sizes(images: Sequence[Tensor]) -> list[list[int]]:
 
 
 def pack(embedded: Sequence[tuple[Tensor, AttentionContext]]) -> tuple[Tensor, AttentionContext]:
-    """Batches of tokens (batch, tokens, dim) -> one row (1, all tokens, dim), and its places."""
+    """Batches of tokens (batch, tokens, dim) -> one row (1, all tokens, dim), and its context."""
     row = torch.cat([tokens.flatten(0, 1) for tokens, _ in embedded]).unsqueeze(0)
     counts = [tokens.shape[0] for tokens, _ in embedded]
     lengths = [tokens.shape[1] for tokens, _ in embedded for _ in range(tokens.shape[0])]
-    rotate = in_a_row([places.rotate for _, places in embedded], counts)
-    return row, AttentionContext(rotate=rotate, attend=AttendApart(lengths, row.device))
+    rotate = concatenate_rotations([context.rope for _, context in embedded], counts)
+    return row, AttentionContext(rope=rotate, attention_fn=PackedAttention(lengths, row.device))
 
 
 def unpack(row: Tensor, embedded: Sequence[tuple[Tensor, AttentionContext]]) -> list[Tensor]:
@@ -137,18 +137,18 @@ def unpack(row: Tensor, embedded: Sequence[tuple[Tensor, AttentionContext]]) -> 
 
 
 def check_packable(model: nn.Module) -> None:
-    """Refuse what would mix images that lie in one row.
+    """Check that no part of the network mixes images of one packed sequence.
 
     Raises:
-        ConfigError: The network has such a part; the message says which, and why.
+        ConfigError: A part does; the message names its setting and the remedy.
     """
     for part in model.modules():
         why = None
-        if isinstance(part, SelfAttention) and not isinstance(part.rel_pos, Unbiased):
-            why = "position=relative: its scores are those of a whole image; use rotary or learned"
-        elif isinstance(part, blocks.Block) and type(part) not in KEEPING:
-            why = "merge_tokens: it looks for partners in the whole row; set it to 0"
-        elif isinstance(part, MixtureOfExperts) and part.place is not everywhere:
+        if isinstance(part, SelfAttention) and part.rel_pos is not None:
+            why = "position=relative: its bias is for one image; use rotary or learned"
+        elif isinstance(part, blocks.Block) and type(part) not in PACKABLE_BLOCKS:
+            why = "merge_tokens: it would merge tokens of different images; set it to 0"
+        elif isinstance(part, MixtureOfExperts) and part.capacity_fn is not None:
             why = "capacity_factor: capacity is counted in each image; set it to 0"
         elif isinstance(part, blocks.DropPath) and part.training:
             why = "drop_path: it skips whole images in training; set it to 0"

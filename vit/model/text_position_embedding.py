@@ -1,85 +1,93 @@
-"""How a decoder knows the order of words: learned, sinusoidal or rotary positions in one dimension.
+"""Position embedding of text: learned, sinusoidal or rotary.
 
 Source: Vaswani et al., section 3.5, arXiv:1706.03762; rotary: Su et al., section 3.4.2,
-arXiv:2104.09864 (halves of a head's channels are paired, and not neighbours).
+arXiv:2104.09864 (channels of the two halves of a head are paired, not neighbours).
 """
 
 import torch
 from torch import Tensor, nn
 
 from vit.model.position_embedding import TEMPERATURE, sinusoidal_1d
-from vit.model.rotary_embedding import Rotate, Rotation, unturned
+from vit.model.rotary_embedding import Rotation
 
 
 class TextPositions(nn.Module):
-    """What all ways share.
+    """Base class.
 
     Args:
-        most: Longest text in tokens.
-        dim: Width of a token, or of a head where heads are turned.
+        max_length: Longest sequence in tokens.
+        dim: Width of a token; of a head for rotary positions.
     """
 
-    def __init__(self, most: int, dim: int) -> None:
+    def __init__(self, max_length: int, dim: int) -> None:
         super().__init__()
-        self.most, self.dim = most, dim
+        self.max_length, self.dim = max_length, dim
 
-    def forward(self, x: Tensor, first: int, padding: Tensor | None) -> tuple[Tensor, Rotate]:
-        """Tokens with their places, and how queries and keys are turned.
+    def forward(
+        self, x: Tensor, offset: int, padding: Tensor | None
+    ) -> tuple[Tensor, Rotation | None]:
+        """Tokens with positions, (batch, tokens, dim), and the rotation of queries and keys.
 
         Args:
             x: Embedded tokens, (batch, tokens, dim).
-            first: Place of the first of them.
-            padding: True where there is no word, (batch, tokens): it takes no place.
+            offset: Position of the first token.
+            padding: True at padding tokens, (batch, tokens), which take up no position.
         """
         raise NotImplementedError
 
 
 class LearnedTextPositions(TextPositions):
-    """Adds one learned vector a place."""
+    """Adds one learned vector for each position."""
 
-    def __init__(self, most: int, dim: int) -> None:
-        super().__init__(most, dim)
-        self.pos_embed = nn.Parameter(torch.zeros(most, dim))
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(max_length, dim)
+        self.pos_embed = nn.Parameter(torch.zeros(max_length, dim))
 
-    def forward(self, x: Tensor, first: int, padding: Tensor | None) -> tuple[Tensor, Rotate]:
-        """(batch, tokens, dim) -> the same with places, and no turning"""
-        return x + rows_of(self.pos_embed, x, first, padding), unturned
+    def forward(
+        self, x: Tensor, offset: int, padding: Tensor | None
+    ) -> tuple[Tensor, Rotation | None]:
+        """As the base class, without a rotation."""
+        return x + lookup_positions(self.pos_embed, x, offset, padding), None
 
 
 class SinusoidalTextPositions(TextPositions):
-    """Adds sines and cosines of the place to embeddings that are scaled up to their size."""
+    """Adds sines and cosines of the position to embeddings scaled by √dim."""
 
     table: Tensor
 
-    def __init__(self, most: int, dim: int) -> None:
-        super().__init__(most, dim)
-        self.register_buffer("table", sinusoidal_1d((most, 1), dim))
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(max_length, dim)
+        self.register_buffer("table", sinusoidal_1d((max_length, 1), dim))
 
-    def forward(self, x: Tensor, first: int, padding: Tensor | None) -> tuple[Tensor, Rotate]:
-        """(batch, tokens, dim) -> the same with places, and no turning"""
-        return x * self.dim**0.5 + rows_of(self.table, x, first, padding), unturned
+    def forward(
+        self, x: Tensor, offset: int, padding: Tensor | None
+    ) -> tuple[Tensor, Rotation | None]:
+        """As the base class, without a rotation."""
+        return x * self.dim**0.5 + lookup_positions(self.table, x, offset, padding), None
 
 
 class RotaryTextPositions(TextPositions):
-    """Leaves tokens as they are, and turns queries and keys by their places."""
+    """Rotates queries and keys by their positions; tokens are not changed."""
 
     angles: Tensor
 
-    def __init__(self, most: int, dim: int) -> None:
-        super().__init__(most, dim)
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(max_length, dim)
         waves = dim // 2
         frequencies = TEMPERATURE ** -(torch.arange(waves, dtype=torch.float64) / waves)
-        angles = torch.outer(torch.arange(most, dtype=torch.float64), frequencies)
+        angles = torch.outer(torch.arange(max_length, dtype=torch.float64), frequencies)
         self.register_buffer("angles", angles.float())
 
-    def forward(self, x: Tensor, first: int, padding: Tensor | None) -> tuple[Tensor, Rotate]:
-        """(batch, tokens, dim) -> the same, and how queries and keys are turned"""
-        angles = rows_of(self.angles, x, first, padding)
+    def forward(
+        self, x: Tensor, offset: int, padding: Tensor | None
+    ) -> tuple[Tensor, Rotation | None]:
+        """As the base class."""
+        angles = lookup_positions(self.angles, x, offset, padding)
         return x, Rotation(angles if angles.ndim == 3 else angles.unsqueeze(0))
 
 
-def rows_of(table: Tensor, x: Tensor, first: int, padding: Tensor | None) -> Tensor:
-    """Rows of a table for tokens, (tokens, ...), or with padding (batch, tokens, ...)."""
+def lookup_positions(table: Tensor, x: Tensor, offset: int, padding: Tensor | None) -> Tensor:
+    """Rows of a table for the tokens of `x`, (tokens, ...); (batch, tokens, ...) with padding."""
     if padding is None:
-        return table[first : first + x.shape[1]]
+        return table[offset : offset + x.shape[1]]
     return table[(~padding).cumsum(dim=1).sub(1).clamp_min(0)]

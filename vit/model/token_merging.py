@@ -1,7 +1,7 @@
-"""Token merging: in every block, between its two parts, the most alike patches become one.
+"""Token merging (ToMe): each block merges the most similar patches between attention and MLP.
 
-    A, B: every second patch;  each of A looks for its nearest in B, by the cosine of their keys
-    the r nearest of A join their partners:  x = sum of size_i x_i / sum of size_i
+    A, B: every second patch;  each of A is matched to the most similar of B, by cosine of keys
+    the r most similar pairs are merged:  x = sum of size_i x_i / sum of size_i
     attention:  softmax(Q Kᵀ / √head_dim + log size)
 
 Source: Bolya et al., "Token Merging: Your ViT But Faster", section 3, arXiv:2210.09461.
@@ -13,60 +13,59 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.model.attention import Attend, AttentionContext, as_mask
+from vit.model.attention import AttentionContext, AttentionFunction, proportional_attention_bias
 from vit.model.blocks import PreNormBlock
 
 
-def matched(keys: Tensor, count: int) -> Tensor:
-    """To which of the new patches each old one goes, (batch, patches): numbers along the new ones.
+def bipartite_matching(keys: Tensor, count: int) -> Tensor:
+    """Index of the merged patch that each patch becomes part of, (batch, patches).
 
-    First come the patches of A that stay, then those of B, in the order that they had.
+    The kept patches of A come first, then those of B, each in their original order.
 
     Args:
         keys: (batch, patches, head_dim).
-        count: How many patches there are to be fewer; at most half of them.
+        count: Number of patches to remove; at most half of them.
     """
     batch, patches, _ = keys.shape
     keys = F.normalize(keys.detach(), dim=-1)
     first, second = keys[:, ::2], keys[:, 1::2]
-    alike, partner = (first @ second.transpose(1, 2)).max(dim=-1)
-    leaving = torch.zeros_like(partner, dtype=torch.bool)
-    leaving = leaving.scatter(1, alike.topk(count, dim=1).indices, True)
-    staying = first.shape[1] - count
-    of_first = torch.where(leaving, staying + partner, (~leaving).cumsum(dim=1) - 1)
-    of_second = staying + torch.arange(second.shape[1], device=keys.device).expand(batch, -1)
+    similarity, partner = (first @ second.transpose(1, 2)).max(dim=-1)
+    merged = torch.zeros_like(partner, dtype=torch.bool)
+    merged = merged.scatter(1, similarity.topk(count, dim=1).indices, True)
+    kept = first.shape[1] - count
+    of_first = torch.where(merged, kept + partner, (~merged).cumsum(dim=1) - 1)
+    of_second = kept + torch.arange(second.shape[1], device=keys.device).expand(batch, -1)
     number = torch.arange(patches, device=keys.device)
     # number // 2 counts within A and within B
-    place = number // 2 + number % 2 * first.shape[1]
-    return torch.cat([of_first, of_second], dim=1)[:, place]
+    position = number // 2 + number % 2 * first.shape[1]
+    return torch.cat([of_first, of_second], dim=1)[:, position]
 
 
-def merge(
-    tokens: Tensor, keys: Tensor, places: AttentionContext, *, count: int, prefix: int
+def merge_tokens(
+    tokens: Tensor, keys: Tensor, context: AttentionContext, *, count: int, prefix: int
 ) -> tuple[Tensor, AttentionContext]:
     """Merge `count` patches of each image into others, at most half of them.
 
-    A merged token is the mean of its patches, and stands in the middle of them where positions are
-    rotary.
+    A merged token is the mean of its patches; so is its rotary position.
 
     Args:
         tokens: (batch, tokens, dim).
-        keys: (batch, heads, tokens, head_dim), as queries meet them: with rotary positions turned.
-        places: Of these tokens.
-        count: How many tokens there are to be fewer.
+        keys: (batch, heads, tokens, head_dim), after the rotary position embedding.
+        context: Context of the tokens.
+        count: Number of tokens to remove.
         prefix: Tokens in front of the patches; they are never merged.
 
     Returns:
-        (batch, tokens - count, dim), and the places of these tokens.
+        (batch, tokens - count, dim), and the context of these tokens.
     """
     batch, length, _ = tokens.shape
     device = tokens.device
     count = min(count, (length - prefix) // 2)
     if count == 0:
-        return tokens, places
-    target = prefix + matched(keys[:, :, prefix:].mean(dim=1), count)
+        return tokens, context
+    target = prefix + bipartite_matching(keys[:, :, prefix:].mean(dim=1), count)
     target = torch.cat([torch.arange(prefix, device=device).expand(batch, -1), target], dim=1)
-    sizes = places.sizes
+    sizes = context.token_sizes
     if sizes is None:  # at least float32, which counts further than half precision
         sizes = tokens.new_ones(batch, length, dtype=torch.promote_types(tokens.dtype, torch.float))
     merged = sizes.new_zeros(batch, length - count).scatter_add(1, target, sizes)
@@ -76,26 +75,26 @@ def merge(
     row = target + torch.arange(batch, device=device).unsqueeze(1) * (length - count)
     row = row.flatten().unsqueeze(-1)
 
-    def move(x: Tensor) -> Tensor:
+    def average(x: Tensor) -> Tensor:
         parts = (x * weights.to(x.dtype)).flatten(0, 1)
         empty = x.new_zeros(batch * (length - count), x.shape[-1])
         sums = empty.scatter_add(0, row.expand(-1, x.shape[-1]), parts)
         return sums.view(batch, length - count, -1)
 
-    return move(tokens), places._replace(
-        rotate=places.rotate.moved(move),
-        mask=as_mask(merged, tokens.dtype),
-        sizes=merged,
+    return average(tokens), context._replace(
+        rope=None if context.rope is None else context.rope.map_tokens(average),
+        mask=proportional_attention_bias(merged, tokens.dtype),
+        token_sizes=merged,
     )
 
 
-class KeepKeys:
-    """Attends as it is told, and keeps the keys, (batch, heads, tokens, head_dim), in `key`."""
+class KeyRecorder:
+    """Attention function that keeps the keys, (batch, heads, tokens, head_dim), in `key`."""
 
     key: Tensor
 
-    def __init__(self, attend: Attend) -> None:
-        self.attend = attend
+    def __init__(self, attention_fn: AttentionFunction) -> None:
+        self.attention_fn = attention_fn
 
     def __call__(
         self,
@@ -106,17 +105,17 @@ class KeepKeys:
         mask: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """As `attend`."""
+        """As `dot_product_attention`."""
         self.key = key
-        return self.attend(query, key, value, mask=mask, dropout=dropout)
+        return self.attention_fn(query, key, value, mask=mask, dropout=dropout)
 
 
 class MergingBlock(PreNormBlock):
-    """A PreNormBlock that merges tokens between attention and feed-forward part.
+    """A PreNormBlock that merges tokens between attention and MLP.
 
     Args:
-        parts, others: As for PreNormBlock.
-        count: How many tokens there are to be fewer.
+        parts, others: Arguments of PreNormBlock.
+        count: Number of tokens to remove.
         prefix: Tokens in front of the patches; they are never merged.
     """
 
@@ -124,10 +123,10 @@ class MergingBlock(PreNormBlock):
         super().__init__(*parts, **others)
         self.count, self.prefix = count, prefix
 
-    def forward(self, x: Tensor, places: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, fewer tokens, dim), and the places of these tokens"""
-        keeper = KeepKeys(places.attend)
-        y = self.attn(self.norm1(x), places._replace(attend=keeper))
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        """(batch, tokens, dim) -> (batch, fewer tokens, dim), and the context of these tokens"""
+        recorder = KeyRecorder(context.attention_fn)
+        y = self.attn(self.norm1(x), context._replace(attention_fn=recorder))
         x = x + self.drop_path(self.ls1(y))
-        x, places = merge(x, keeper.key, places, count=self.count, prefix=self.prefix)
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x)))), places
+        x, context = merge_tokens(x, recorder.key, context, count=self.count, prefix=self.prefix)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x)))), context

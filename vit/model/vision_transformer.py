@@ -1,4 +1,4 @@
-"""VisionTransformer: images in, one logit per class out.
+"""VisionTransformer: images to class logits.
 
     z0 = [class token; registers; patches E] + positions
     z  = block_depth( ... block_1(z0))
@@ -14,26 +14,27 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import Attend, AttentionContext, attend
-from vit.model.attention_maps import Recorder
+from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
+from vit.model.attention_maps import AttentionRecorder
 from vit.model.blocks import Block
+from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import ImageEmbedding
 from vit.model.position_embedding import LearnedPositions, NoPositions
-from vit.model.rotary_embedding import NoRotation, RotaryPositions
-from vit.model.sequence_packing import check_packable, pack, same_sizes, unpack
+from vit.model.rotary_embedding import RotaryEmbedding
+from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
 
 
 class VisionTransformer(nn.Module):
-    """Classifies images of any size that is a multiple of the patch.
+    """Classifies images of any size that is a multiple of the patch size.
 
     Args:
-        patch_embed: Makes the patch tokens.
-        positions: Adds the places of tokens.
-        rotary: Makes the rotation by which queries and keys know them.
-        patch_drop: Leaves out patches during training.
+        patch_embed: Patch embedding.
+        positions: Position embedding, added to the tokens.
+        rotary: Rotary position embedding of queries and keys; None for none.
+        patch_drop: Drops patches during training.
         norm_pre: Normalises all tokens before the first block.
         blocks: The encoder, in order.
-        repeats: Times that all blocks are applied, one round after the other.
+        repeats: How many times the stack of blocks is applied.
         norm: Normalises all tokens after the last block.
         pool: Reduces tokens to one vector.
         fc_norm: Normalises the pooled vector.
@@ -54,8 +55,8 @@ class VisionTransformer(nn.Module):
         *,
         patch_embed: ImageEmbedding,
         positions: LearnedPositions | NoPositions,
-        rotary: RotaryPositions | NoRotation,
-        patch_drop: nn.Module,
+        rotary: RotaryEmbedding | None,
+        patch_drop: PatchDropout,
         norm_pre: nn.Module,
         blocks: Sequence[Block],
         norm: nn.Module,
@@ -88,7 +89,7 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.repeats = repeats
         self.norm = norm
-        self.attn_pool = pool  # by timm's name, which is that of the one pooling with weights
+        self.attn_pool = pool  # timm's name; attention pooling has weights
         self.fc_norm = fc_norm
         self.head = nn.Linear(pooled_dim, num_classes) if num_classes else nn.Identity()
 
@@ -98,7 +99,7 @@ class VisionTransformer(nn.Module):
         return self.head.out_features if isinstance(self.head, nn.Linear) else 0
 
     def embed(self, images: Tensor) -> tuple[Tensor, AttentionContext]:
-        """Tokens before the first block, (batch, tokens, dim), and their places.
+        """Tokens before the first block, (batch, tokens, dim), and their context.
 
         Args:
             images: (batch, channels, height, width).
@@ -113,39 +114,47 @@ class VisionTransformer(nn.Module):
             if token is not None
         ]
         tokens = torch.cat([*prefix, patches], dim=1)
-        placed = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
-        kept, places = self.patch_drop(placed, AttentionContext(grid, self.rotary(grid, tokens)))
-        return self.norm_pre(kept), places
+        rope = None if self.rotary is None else self.rotary(grid, tokens)
+        tokens = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
+        tokens, context = self.patch_drop(tokens, AttentionContext(grid, rope))
+        return self.norm_pre(tokens), context
 
-    def encode(self, images: Tensor, *, attend: Attend = attend) -> tuple[Tensor, AttentionContext]:
-        """Tokens after the last norm, (batch, tokens, dim), and their places.
+    def encode(
+        self, images: Tensor, *, attention_fn: AttentionFunction = dot_product_attention
+    ) -> tuple[Tensor, AttentionContext]:
+        """Tokens after the last norm, (batch, tokens, dim), and their context.
 
         Args:
             images: (batch, channels, height, width).
-            attend: How attention mixes the values.
+            attention_fn: Implementation of attention.
         """
-        tokens, places = self.embed(images)
-        return self.transform(tokens, places._replace(attend=attend))
+        tokens, context = self.embed(images)
+        return self.forward_blocks(tokens, context._replace(attention_fn=attention_fn))
 
-    def transform(
-        self, tokens: Tensor, places: AttentionContext
+    def forward_blocks(
+        self, tokens: Tensor, context: AttentionContext
     ) -> tuple[Tensor, AttentionContext]:
-        """Tokens as `embed` makes them -> after the last norm, (batch, tokens, dim), and places."""
+        """Output of `embed` -> tokens after the last norm, (batch, tokens, dim), and context."""
         for block in [*self.blocks] * self.repeats:
-            tokens, places = block(tokens, places)
-        return self.norm(tokens), places
+            tokens, context = block(tokens, context)
+        return self.norm(tokens), context
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> tokens after the last norm, (batch, tokens, dim)"""
         return self.encode(images)[0]
 
-    def pool(self, tokens: Tensor, places: AttentionContext) -> Tensor:
-        """Tokens as `encode` makes them -> what the head reads, (batch, pooled_dim)"""
-        pooled: Tensor = self.fc_norm(self.attn_pool(tokens, places))
+    def pool(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """Output of `encode` -> input of the head, (batch, pooled_dim)"""
+        pooled: Tensor = self.fc_norm(self.attn_pool(tokens, context))
         return pooled
 
+    def forward_head(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """Output of `encode` -> logits, (batch, classes)"""
+        logits: Tensor = self.head(self.pool(tokens, context))
+        return logits
+
     def features(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> what the head reads, (batch, pooled_dim)"""
+        """(batch, channels, height, width) -> input of the head, (batch, pooled_dim)"""
         return self.pool(*self.encode(images))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -154,7 +163,7 @@ class VisionTransformer(nn.Module):
         return logits
 
     def features_packed(self, images: Sequence[Tensor]) -> Tensor:
-        """What the head reads of images of any sizes and aspects, in one pass over all tokens.
+        """`features` of images of any sizes and aspect ratios, in one forward pass.
 
         Rows equal those of each image by itself; see vit/model/sequence_packing.py.
 
@@ -162,37 +171,37 @@ class VisionTransformer(nn.Module):
             images: Each (channels, height, width), whole patches.
 
         Returns:
-            (images, pooled_dim), in their order.
+            (images, pooled_dim), in order.
 
         Raises:
-            ConfigError: A part of the network would mix images that lie in one row.
+            ConfigError: A part of the network would mix images of one packed sequence.
             ValueError: An image cannot be cut into whole patches.
         """
         check_packable(self)
-        groups = same_sizes(images)
+        groups = group_by_size(images)
         embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
-        row, _ = self.transform(*pack(embedded))
+        row, _ = self.forward_blocks(*pack(embedded))
         batches = zip(unpack(row, embedded), embedded, strict=True)
-        pooled = torch.cat([self.pool(own, places) for own, (_, places) in batches])
+        pooled = torch.cat([self.pool(own, context) for own, (_, context) in batches])
         order = [*chain(*groups)]
         return pooled[sorted(range(len(order)), key=order.__getitem__)]
 
     def forward_packed(self, images: Sequence[Tensor]) -> Tensor:
-        """As `features_packed`, up to the logits, (images, classes)."""
+        """Logits of images of any sizes and aspect ratios, (images, classes)."""
         logits: Tensor = self.head(self.features_packed(images))
         return logits
 
     def attention_maps(self, images: Tensor) -> list[Tensor]:
         """Attention weights of every block, each (batch, heads, tokens, tokens).
 
-        Row i says where token i looks; the prefix tokens come first, then the patches by rows.
+        Row i has the weights of query token i; prefix tokens come first, then patches row by row.
         """
-        recorder = Recorder()
-        self.encode(images, attend=recorder)
+        recorder = AttentionRecorder()
+        self.encode(images, attention_fn=recorder)
         return [*recorder.maps]
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head by one of zeros for `num_classes` classes, or with 0 by none."""
+        """Replace the head by a zero-initialised one for `num_classes` classes; 0 removes it."""
         if num_classes == 0:
             self.head = nn.Identity()
             return

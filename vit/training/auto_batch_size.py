@@ -173,7 +173,7 @@ def take_steps(run: TrainingState, size: int) -> None:
     run.model.train()
     patches = run.network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
-        patches.drawn = min(patches.sides)  # which makes the most tokens
+        patches.current_patch_size = min(patches.resize_matrices)  # which makes the most tokens
     # with a second micro-batch, gradients are there while it is computed
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0

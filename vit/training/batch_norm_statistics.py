@@ -76,12 +76,12 @@ def uncounted(network: nn.Module) -> Iterator[None]:
     """
     norms = _norms(network).values()
     for norm in norms:
-        norm.counts = False
+        norm.updates_statistics = False
     try:
         yield
     finally:
         for norm in norms:
-            norm.counts = True
+            norm.updates_statistics = True
 
 
 def learned_statistics(network: nn.Module) -> dict[str, Tensor]:

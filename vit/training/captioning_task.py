@@ -21,10 +21,10 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
 from vit.errors import DataError
 from vit.evaluation.caption_metrics import caption_scores
-from vit.generation.caption_likelihood import losses_beside, word_losses
+from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
-from vit.model.captioner import Captioner, Said
+from vit.model.captioner import Captioner, CaptionerOutput
 from vit.training.batch_norm_statistics import uncounted
 from vit.training.classification_task import balanced_accuracy, classes_of, judged, judged_by_class
 from vit.training.collectives import everyones, on_main
@@ -62,12 +62,14 @@ class Captioning:
         smoothing = config.training.smoothing
         words = target_words(batch, images.device)
         said = forward(run, images, words[:, :-1])
-        losses, _ = word_losses(said.words, words, self.tokenizer.pad, smoothing=smoothing)
+        losses, _ = caption_losses(
+            said.caption_logits, words, self.tokenizer.pad, smoothing=smoothing
+        )
         loss = losses.sum() / self.mean_tokens
         if self.classifies:
             labels = batch.labels.to(images.device, non_blocking=True)
             targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
-            loss = loss + smoothed_cross_entropy(said.classes, targets, smoothing=smoothing)
+            loss = loss + smoothed_cross_entropy(said.class_logits, targets, smoothing=smoothing)
         return loss.view(1)
 
     def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
@@ -100,11 +102,13 @@ class CaptionTally:
         assert batch.mismatched_ids is not None
         words, others = target_words(batch, images.device), batch.mismatched_ids.to(images.device)
         with run.accelerator.autocast():
-            classes, memory = network.see(images)
+            classes, memory = network.encode_images(images)
             few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
             seen = memory[few.to(images.device)]
             sentences = generate_captions(network.decoder, seen, task.tokenizer, Search())
-            losses = losses_beside(network.decoder, memory, words, others, task.tokenizer.pad)
+            losses = matched_and_shuffled_losses(
+                network.decoder, memory, words, others, task.tokenizer.pad
+            )
         judgement = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
             logits = classes.to(run.dtype).cpu()
@@ -148,11 +152,13 @@ def target_words(batch: Batch, device: torch.device) -> Tensor:
     return batch.caption_ids.to(device, non_blocking=True)
 
 
-def forward(run: "TrainingState", images: Tensor, ids: Tensor) -> Said:
+def forward(run: "TrainingState", images: Tensor, ids: Tensor) -> CaptionerOutput:
     """Answers to normalised `images`, of which there may be none; all processes must call it."""
     if len(images):
-        said: Said = run.model(images, ids)
+        said: CaptionerOutput = run.model(images, ids)
         return said
     with uncounted(run.network):
-        alone: Said = run.model(images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1))
-    return Said(alone.classes[:0], alone.words[:0, :0])
+        alone: CaptionerOutput = run.model(
+            images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1)
+        )
+    return CaptionerOutput(alone.class_logits[:0], alone.caption_logits[:0, :0])

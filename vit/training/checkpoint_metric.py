@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vit.generation.caption_likelihood import is_blind
+from vit.generation.caption_likelihood import ignores_image
 
 Event = Mapping[str, Any]
 
@@ -60,7 +60,7 @@ def blindness(event: Event) -> str | None:
     if "val_loss_shuffled" not in event or event.get("val_images", 2) < 2:
         return None
     right, wrong = event.get("val_caption_loss", event["val_loss"]), event["val_loss_shuffled"]
-    if not is_blind(right, wrong):
+    if not ignores_image(right, wrong):
         return None
     return (
         f"note: the decoder does not look at the images: its loss is {right:.3f}, and "

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.parser import changed_settings, default_folder, flatten, make_config
+from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
 from vit.errors import ConfigError, RunError, printable
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
@@ -69,7 +69,7 @@ def train_folds(
     check_whole(config)
     given = changed_settings(config) if given is None else given
     accelerator = make_accelerator(config.run)
-    folder, tell = Path(out or default_folder(config.data.data)), teller(accelerator)
+    folder, tell = Path(out or default_run_folder(config.data.data)), teller(accelerator)
     config, given = with_weights_of_all(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
     record = {"folds": number, "settings": {name: flat[name] for name in given}}

@@ -32,7 +32,7 @@ from vit.evaluation.classification_report import REPORT_FILE, RunFacts, write_re
 from vit.evaluation.multilabel_metrics import FEWEST, USUAL, choose_thresholds
 from vit.evaluation.multilabel_report import Measured, write_multilabel_report
 from vit.generation.caption import Caption
-from vit.generation.caption_likelihood import BLIND, losses_beside
+from vit.generation.caption_likelihood import MIN_SHUFFLED_GAP, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.captioner import Captioner
@@ -189,9 +189,11 @@ def measure_captions(
         assert batch.mismatched_ids is not None
         words, others = target_words(batch, device), batch.mismatched_ids.to(device)
         with autocast(precision, device):
-            classes, memory = model.see(images)
+            classes, memory = model.encode_images(images)
             written = generate_captions(model.decoder, memory, tokenizer, Search())
-            losses = losses_beside(model.decoder, memory, words, others, tokenizer.pad)
+            losses = matched_and_shuffled_losses(
+                model.decoder, memory, words, others, tokenizer.pad
+            )
         sums += losses.sum(dim=1)
         means = (losses[0] / losses[1]).tolist()
         told = zip(batch.indices.tolist(), written, means, strict=True)
@@ -228,7 +230,7 @@ def word_facts(run: TrainingState, splits: Splits) -> WordFacts:
         captions=sum(len(sample.captions) for sample in splits.train),
         mean_tokens=task.mean_tokens,
         val_images=len(splits.val),
-        least_gap=BLIND,
+        least_gap=MIN_SHUFFLED_GAP,
     )
 
 

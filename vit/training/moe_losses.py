@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vit.model.moe import MixtureOfExperts, Routing, balance_loss, routing_of, z_loss
+from vit.model.moe import MixtureOfExperts, Routing, balance_loss, collect_routing, z_loss
 
 MOST_DROPPED = 0.1
 """Share of the choices that a layer of experts may drop unremarked."""
@@ -53,7 +53,7 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
         network: It has experts.
         images: How many this process gave it; with none the pass was for company.
     """
-    own = routing_of(network)
+    own = collect_routing(network)
     here = float(images > 0)
     counts = torch.stack([torch.cat([r.counts, r.tokens.view(1)]) for r in own]).to(own[0].z) * here
     message = torch.cat([counts.flatten(), counts.new_full((1,), images)])
@@ -78,12 +78,12 @@ def watched(network: nn.Module) -> Iterator["Usage | None"]:
     """Inside the `with`, routers tell what they do; None for a network without experts."""
     layers = layers_of(network)
     for layer in layers.values():
-        layer.tells = True
+        layer.record_routing = True
     try:
         yield Usage(layers) if layers else None
     finally:
         for layer in layers.values():
-            layer.tells, layer.routing = False, None
+            layer.record_routing, layer.routing = False, None
 
 
 class Usage:

@@ -132,7 +132,7 @@ def make_training(
     if config.run.checkpoint_activations:
         recompute_blocks(network)
     if config.run.compile:
-        expect_graphs(2 * len(config.model.drawn_patch_sizes) + 4)
+        expect_graphs(2 * len(config.model.training_patch_sizes) + 4)
         network.compile()
     optimizer = make_optimizer(network, training, depth=config.model.depth)
     share_statistics(network, accelerator.num_processes)

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.parser import changed_settings, default_folder
+from vit.config.parser import changed_settings, default_run_folder
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
@@ -87,7 +87,7 @@ def train(
     require_tracker(config.run.track)
     check_channels(config.model.channels)
     accelerator = make_accelerator(config.run)
-    folder = Path(out or default_folder(config.data.data))
+    folder = Path(out or default_run_folder(config.data.data))
     look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)
     begun = folder if (resuming := on_main(accelerator, look)) else None
     if resume and not resuming:

@@ -158,10 +158,10 @@ def train_one_step(
 
 def draw_patch_size(run: TrainingState) -> None:
     """Choose the size of this step's patches, the same on all processes and after a resume."""
-    patches, sizes = run.network.patch_embed, run.config.model.drawn_patch_sizes
+    patches, sizes = run.network.patch_embed, run.config.model.training_patch_sizes
     if isinstance(patches, FlexiblePatchEmbedding):
         drawn = random_seed(run.config.training.seed, "patch size", run.step) % len(sizes)
-        patches.drawn = sizes[drawn]
+        patches.current_patch_size = sizes[drawn]
 
 
 def accumulate(run: TrainingState, micro_batches: list[Batch], epoch: int) -> Tensor:

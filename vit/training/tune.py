@@ -30,7 +30,7 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.parser import checked, default_folder, make_config, write_settings
+from vit.config.parser import checked, default_run_folder, make_config, write_settings
 from vit.config.training_config import TIME_DECIDES
 from vit.data.dataset_types import Splits
 from vit.data.random_seed import random_seed
@@ -175,7 +175,7 @@ def tune(
     began = time.monotonic() if began is None else began
     values = checked(settings)
     seconds = check_tunable(values, trials)
-    folder = Path(out or f"{default_folder(values['data'])}-tune")
+    folder = Path(out or f"{default_run_folder(values['data'])}-tune")
     accelerator = make_accelerator(before_plan(values).run)
     tell = teller(accelerator)
     with shared_caches(), contextlib.ExitStack() as stack:

@@ -24,9 +24,9 @@ from vit.config import ModelConfig
 from vit.config.parser import all_settings, convert
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.build import POSITIONS
-from vit.model.patch_embed import resize_patches
+from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions
-from vit.model.relative_position_bias import PREFIX_ROWS, resize_offsets
+from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
@@ -44,20 +44,20 @@ MIN_RATIO, MAX_RATIO = 1.01, 1.5
 
 
 def resize_offsets_geometric(
-    table: Tensor, old: tuple[int, int], new: tuple[int, int], *, extra: int
+    table: Tensor, old: tuple[int, int], new: tuple[int, int], *, num_prefix_rows: int
 ) -> Tensor:
     """Resize a relative position bias table as BEiT does: near offsets are hardly changed.
 
     Args:
-        table: (offsets of the old grid + extra, heads).
+        table: (offsets of the old grid + num_prefix_rows, heads).
         old: Rows and columns of the table's grid, in patches.
         new: Rows and columns of the new grid.
-        extra: Last rows of the table, which belong to prefix tokens; they are kept.
+        num_prefix_rows: Last rows of the table, which belong to prefix tokens; they are kept.
 
     Returns:
-        (offsets of the new grid + extra, heads), in the same dtype.
+        (offsets of the new grid + num_prefix_rows, heads), in the same dtype.
     """
-    count = len(table) - extra
+    count = len(table) - num_prefix_rows
     across = 2 * old[1] - 1
     plane = rearrange(table[:count].double(), "(rows cols) heads -> heads rows cols", cols=across)
     rows, cols = (geometric_interpolation(*sides) for sides in zip(old, new, strict=True))
@@ -308,7 +308,7 @@ def implied_settings(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str
     found: dict[str, Any] = {}
     if source.patch_sizes and chosen.get("patch_size", source.patch_size) != source.patch_size:
         # training draws from the same sizes, whichever is the default
-        found["patch_sizes"] = source.drawn_patch_sizes
+        found["patch_sizes"] = source.training_patch_sizes
     if source.pooling == "none" and chosen.get("num_classes"):  # the source has no pooling
         found["pooling"] = "class_token" if source.class_token else "mean"
         found["final_norm"] = source.last_norm
@@ -362,7 +362,7 @@ def _resolved_value(config: ModelConfig, name: str) -> object:
     meant = {
         "hidden_dim": config.feedforward_dim,
         "final_norm": config.last_norm,
-        "prefix_positions": config.num_placed_tokens,
+        "prefix_positions": config.num_positioned_prefix_tokens,
         "router_weights": config.expert_weights,
         "top_k": config.expert_weights,  # any top_k with the same kind of weights
     }
@@ -392,7 +392,7 @@ def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConf
         changed.append(f"{name} {source.channels} -> {config.channels} channels")
     if source.patch_size != config.patch_size:
         old, new = source.patch_size, config.patch_size
-        state[PATCH_WEIGHT] = resize_patches(state[PATCH_WEIGHT], old=old, new=new)
+        state[PATCH_WEIGHT] = resize_patch_embed(state[PATCH_WEIGHT], old=old, new=new)
         changed.append(f"{PATCH_WEIGHT} {old}x{old} -> {new}x{new} pixels")
     return changed
 
@@ -405,18 +405,18 @@ def _adapt_positions(
         return []
     (old_rows, old_cols), (rows, cols) = source.grid, config.grid
     sizes = f"{old_rows}x{old_cols} -> {rows}x{cols}"
-    resize = resize_offsets if linear_offsets else resize_offsets_geometric
+    resize = resize_bias_table if linear_offsets else resize_offsets_geometric
     tables = [name for name in state if name.endswith(BIAS_TABLE)]
     for name in tables:
         extra = PREFIX_ROWS if source.num_prefix_tokens else 0
-        state[name] = resize(state[name], source.grid, config.grid, extra=extra)
+        state[name] = resize(state[name], source.grid, config.grid, num_prefix_rows=extra)
     if tables:
         return [f"{len(tables)} {BIAS_TABLE} {sizes}"]
     positions = POSITIONS[source.position](source)
     if not isinstance(positions, LearnedPositions):
         return []
     # as the network does for images of another size: interpolate, or recompute
-    state[POSITION_TABLE] = positions.at(state[POSITION_TABLE], config.grid)
+    state[POSITION_TABLE] = positions.resized_table(state[POSITION_TABLE], config.grid)
     return [f"{POSITION_TABLE} {sizes}"]
 
 

@@ -21,7 +21,7 @@ from vit.config.parser import all_settings, convert
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, RunError, WeightsError, printable
-from vit.model.build import assemble, assemble_captioner
+from vit.model.build import assemble_captioner, assemble_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.weights.formats.state_dict_names import check_fit
@@ -415,4 +415,4 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
 def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
     """The network of `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return assemble(config) if decoder is None else assemble_captioner(config, decoder)
+        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.config.model_config import BELONGS_TO
 from vit.errors import WeightsError, printable
-from vit.model.initialization import initialise
+from vit.model.initialization import init_weights
 from vit.weights.formats.state_dict_names import list_names
 from vit.weights.pretrained import Pretrained
 from vit.weights.saved_model import meta_model
@@ -73,7 +73,7 @@ def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tupl
     network = meta_model(config)
     for part in parts:
         network.get_submodule(f"{part}.router").to_empty(device="cpu")
-    initialise(network)  # tensors on the meta device are skipped
+    init_weights(network)  # tensors on the meta device are skipped
     for part in parts:
         router = f"{part}.router.weight"
         state[router] = network.get_parameter(router).detach()

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, pipeline
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.inference.predictor import Predictor
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_processor import (
     processor_notes,
     read_processor,
@@ -90,7 +90,7 @@ def test_pipeline_answers_as_predict_does(name, settings, photographs, randomise
     theirs = pipeline("image-classification", model=str(tmp_path), device="cpu")(photographs)
 
     with torch.device("meta"):
-        model = assemble(config)
+        model = assemble_model(config)
     model.load_state_dict(state, assign=True)
     run = LoadedRun(model.eval(), CLASSES, preprocessing, config)
     mine = Predictor(run, device="cpu", precision="fp32", workers=1)(photographs)

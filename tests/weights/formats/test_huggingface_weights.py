@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vit.errors import WeightsError
 from vit.model.build import ACTIVATIONS as OURS
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.pretrained import Pretrained
@@ -205,7 +205,7 @@ def read(folder: Path, *, inside: Network | None = None, **changes) -> Pretraine
 
 def ours(found: Pretrained) -> nn.Module:
     with torch.device("meta"):
-        model = assemble(found.config)
+        model = assemble_model(found.config)
     model.load_state_dict(found.state, assign=True)
     return model.eval()
 

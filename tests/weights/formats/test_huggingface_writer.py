@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForImageClassification
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.huggingface_writer import huggingface_incompatibility, write_huggingface
 from vit.weights.saved_model import meta_model
@@ -117,7 +117,7 @@ def read(folder: Path):
 
 def network(state: dict[str, Tensor], config: ModelConfig):
     with torch.device("meta"):
-        model = assemble(config)
+        model = assemble_model(config)
     model.load_state_dict(state, assign=True)
     return model.eval()
 

@@ -6,7 +6,7 @@ import timm
 import torch
 
 from vit.errors import WeightsError
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.jax_weights import read_jax
 
 DIM, HEADS, HIDDEN, DEPTH, PATCH, SIDE, CLASSES = 32, 4, 48, 2, 8, 4, 5
@@ -107,7 +107,7 @@ def compare(arrays: Arrays, model: torch.nn.Module, tmp_path) -> None:
     model.load_pretrained(str(tmp_path / "weights.npz"))
     with np.load(tmp_path / "weights.npz") as file:
         found = read_jax(dict(file), "weights.npz")
-    ours = assemble(found.config)
+    ours = assemble_model(found.config)
     ours.load_state_dict(found.state)
     images = torch.randn(2, 3, SIDE * PATCH, SIDE * PATCH)
     expected = model.eval()(images)

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor, nn
 
 from vit.errors import WeightsError
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
@@ -31,7 +31,7 @@ def build(randomise):
 
 @torch.no_grad()
 def compare(found, theirs: nn.Module) -> None:
-    mine = assemble(found.config).eval()
+    mine = assemble_model(found.config).eval()
     mine.load_state_dict(found.state)
     images = torch.randn(2, 3, 32, 32)
     expected = theirs.eval()(images)

@@ -234,7 +234,7 @@ def plain(config: ModelConfig) -> dict[str, object]:
     named["hidden_dim"] = config.feedforward_dim
     named["last_norm"] = config.last_norm
     if config.position != "none" and config.position != "rotary":
-        named["placed"] = config.num_placed_tokens
+        named["placed"] = config.num_positioned_prefix_tokens
     if config.position.startswith("sinusoidal"):
         named["position"] = "learned"  # the formula's values are in the table
     if not config.is_rotary or config.rotary_grid == "centred":

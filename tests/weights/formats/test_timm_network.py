@@ -10,7 +10,7 @@ from torch import nn
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.adapt_weights import (
     adapt_weights,
     geometric_interpolation,
@@ -36,7 +36,7 @@ def theirs(name, randomise, **args):
 
 def ours(found: Pretrained) -> nn.Module:
     with torch.device("meta"):
-        model = assemble(found.config)
+        model = assemble_model(found.config)
     model.load_state_dict(found.state, assign=True)
     return model.eval()
 
@@ -195,7 +195,7 @@ def test_every_network_is_read_or_refused_by_name():
             refused.append(name)
         else:
             with torch.device("meta"):
-                check_fit(found.state, assemble(found.config))
+                check_fit(found.state, assemble_model(found.config))
             read.append(name)
     assert len(read) > 180
     assert 20 < len(refused) < 80

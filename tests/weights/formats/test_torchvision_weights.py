@@ -7,7 +7,7 @@ from torchvision.models import ViT_B_16_Weights, vision_transformer
 from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
 from vit.errors import WeightsError
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
 
 SMALL = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 12}
@@ -28,7 +28,7 @@ def randomised_state(model: nn.Module, randomise) -> dict[str, Tensor]:
 def compare(state: dict[str, Tensor], theirs: nn.Module, *, batch: int = 1):
     found = read_torchvision(state, "vit.pth")
     with torch.device("meta"):
-        ours = assemble(found.config)
+        ours = assemble_model(found.config)
     ours.load_state_dict(found.state, assign=True)
     images = torch.randn(batch, 3, found.config.image_size, found.config.image_size)
     mine, other = ours.eval()(images), theirs.eval()(images)

@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
 
 from vit.model.blocks import ParallelBlock
-from vit.model.build import BLOCKS, assemble
-from vit.model.initialization import initialise
+from vit.model.build import BLOCKS, assemble_model
+from vit.model.initialization import init_weights
 from vit.weights.formats.huggingface_config import MODEL_TYPE
 from vit.weights.saved_model import parse_model_config
 
@@ -43,13 +43,13 @@ class _Base(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def __init__(self, config: VitToolkitConfig) -> None:
         super().__init__(config)
-        self.network = assemble(parse_model_config(config.network))
+        self.network = assemble_model(parse_model_config(config.network))
         if not next(self.network.parameters()).is_meta:
-            initialise(self.network)
+            init_weights(self.network)
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, _: Any) -> None:
-        """Does nothing: `initialise` has already initialised all weights."""
+        """Does nothing: `init_weights` has already initialised all weights."""
 
 
 class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
@@ -59,8 +59,8 @@ class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
         self, pixel_values: Tensor, return_dict: bool | None = None, **_: Any
     ) -> BaseModelOutputWithPooling | tuple[Tensor, Tensor]:
         """(batch, channels, height, width) -> (batch, tokens, dim) and (batch, pooled_dim)"""
-        tokens, places = self.network.encode(pixel_values)
-        pooled = self.network.pool(tokens, places)
+        tokens, context = self.network.encode(pixel_values)
+        pooled = self.network.pool(tokens, context)
         if return_dict is False:
             return tokens, pooled
         return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=pooled)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_config import (
     MODEL_TYPE,
     MULTILABEL,
@@ -295,7 +295,7 @@ def read_huggingface(
         if config.get("model_type") == MODEL_TYPE:
             found, ours = read_custom_model(config, state)
             with torch.device("meta"):
-                check_fit(ours, assemble(found))
+                check_fit(ours, assemble_model(found))
             notes: Notes = ()
         else:
             settings = read_vision_config(config)
@@ -401,7 +401,7 @@ def _unpack(name: str, tensor: Tensor) -> State:
 def _fold_class_position(config: ModelConfig, state: State) -> State:
     """Add the position of the class token to the token itself, as timm does beside registers."""
     table = state.get("pos_embed")
-    if table is None or not config.registers or config.num_placed_tokens:
+    if table is None or not config.registers or config.num_positioned_prefix_tokens:
         return state
     token, (rows, cols) = state.get("cls_token"), config.grid
     if token is None or token.shape != table[:, :1].shape or table.shape[1] != rows * cols + 1:
@@ -434,7 +434,7 @@ def _check(config: ModelConfig, state: State) -> None:
         )
     try:
         with torch.device("meta"):
-            model = assemble(config)
+            model = assemble_model(config)
     except RuntimeError as error:  # a tensor size overflows
         raise WeightsError(f"config.json asks for an impossible network: {error}") from None
     check_fit(state, model)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_config import MULTILABEL, swiglu_width, write_custom_model
 from vit.weights.formats.huggingface_processor import write_processor
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
@@ -180,7 +180,7 @@ def traits_of(config: ModelConfig) -> Traits:
 
 
 def _all_placed(config: ModelConfig) -> bool:
-    return config.num_placed_tokens == config.num_prefix_tokens
+    return config.num_positioned_prefix_tokens == config.num_prefix_tokens
 
 
 def mlp_ratio(config: ModelConfig) -> int | None:
@@ -230,7 +230,7 @@ def write_huggingface(
         raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
     processor = write_processor(preprocessing, config.image_size)
     with torch.device("meta"):
-        model = assemble(config)
+        model = assemble_model(config)
     check_fit(state, model)
     on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
     if config.stem == "conv":
@@ -351,7 +351,7 @@ def _positions(state: State, config: ModelConfig, family: str) -> State:
         return {}
     rows, cols = config.grid
     table = state.get("pos_embed", torch.zeros(1, rows * cols, config.dim))
-    placed = config.num_placed_tokens if "pos_embed" in state else 0
+    placed = config.num_positioned_prefix_tokens if "pos_embed" in state else 0
     wanted = {"deit": 2, "siglip": 0, "siglip_vision_model": 0}.get(family, 1)
     changed: State = {}
     if placed > wanted:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError, printable
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
     State,
@@ -70,7 +70,7 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     try:
         config, state, notes = _read(arrays)
         with torch.device("meta"):
-            model = assemble(config)
+            model = assemble_model(config)
         check_fit(state, model)
     except FAULTS as error:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None

@@ -71,7 +71,7 @@ REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("stem=conv with position={c.position}", lambda c: c.stem == "conv" and c.is_rotary),
     (
         "prefix_positions={c.prefix_positions} with registers={c.registers}",
-        lambda c: _has_table(c) and c.num_placed_tokens not in (0, c.num_prefix_tokens),
+        lambda c: _has_table(c) and c.num_positioned_prefix_tokens not in (0, c.num_prefix_tokens),
     ),
     (
         "pooling=attention with feedforward={c.feedforward}",
@@ -187,7 +187,9 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
     }
     if config.position == "relative":
         return {**shared, **_relative_args(config, last)}
-    shared["no_embed_class"] = config.num_placed_tokens == 0 and config.num_prefix_tokens > 0
+    shared["no_embed_class"] = (
+        config.num_positioned_prefix_tokens == 0 and config.num_prefix_tokens > 0
+    )
     if config.is_rotary:
         return {**shared, **_eva_args(config, last)}
     gated = config.feedforward.startswith("swiglu")

@@ -16,7 +16,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
 from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
 from vit.weights.formats.state_dict_names import (
@@ -233,7 +233,7 @@ def _read(
         config, order = config_from_timm(model, architecture, size), rotary_order(model)
     ours, dropped = _ours(theirs, config, order)
     with torch.device("meta"):
-        check_fit(ours, assemble(config))
+        check_fit(ours, assemble_model(config))
     names = label_names or about.get("label_names")
     classes, on_classes = class_names(names, config.num_classes)
     if not names and architecture is not None:

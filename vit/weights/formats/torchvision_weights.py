@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.build import assemble
+from vit.model.build import assemble_model
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, Table, check_fit, rename
 from vit.weights.pretrained import Pretrained
 
@@ -60,7 +60,7 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
         ours = _shaped(rename(state, TABLE, SOURCE))
         config = _config(ours, state)
         with torch.device("meta"):
-            model = assemble(config)
+            model = assemble_model(config)
         check_fit(ours, model)
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
