@@ -61,23 +61,23 @@ def outline(image, colour):
 
 
 def test_objects_are_drawn_as_their_captions_describe(some_scenes):
-    seen = set()
+    relations = set()
     for scene, image in some_scenes:
         assert image.size == (64, 64)
         assert image.mode == "RGB"
         if scene.first.colour == scene.second.colour:
             continue
-        boxes = [outline(image, thing.colour) for thing in scene.objects]
+        boxes = [outline(image, scene_object.colour) for scene_object in scene.objects]
         (x, y), (u, v) = (((a + c) / 2, (b + d) / 2) for a, b, c, d in boxes)
         far = {"left of": u - x, "right of": x - u, "above": v - y, "below": y - v}
         assert max(far, key=far.get) == scene.relation
         across = sorted((abs(u - x), abs(v - y)))
         assert across[1] > 2 * across[0]
-        for thing, (left, top, right, bottom) in zip(scene.objects, boxes, strict=True):
+        for scene_object, (left, top, right, bottom) in zip(scene.objects, boxes, strict=True):
             assert min(left, top) >= 0
-            assert (max(right - left, bottom - top) > 14) == (thing.size == "large")
-        seen.add(scene.relation)
-    assert seen == set(OPPOSITES)
+            assert (max(right - left, bottom - top) > 14) == (scene_object.size == "large")
+        relations.add(scene.relation)
+    assert relations == set(OPPOSITES)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

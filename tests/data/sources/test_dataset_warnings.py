@@ -8,11 +8,11 @@ from vit.data.sources.open_dataset import open_splits
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
 
-def opened(root):
+def open_data(root):
     return open_splits(str(root), val_share=0.25, seed=0)
 
 
-def noted(splits, text: str) -> bool:
+def has_note(splits, text: str) -> bool:
     return any(text in note for note in splits.notes)
 
 
@@ -21,21 +21,25 @@ def test_identical_files_in_both_splits_get_a_note(make_tree):
     for number in range(2):
         copy = (root / f"val/a/{number}.png").read_bytes()
         (root / f"train/a/copy{number}.png").write_bytes(copy)
-    splits = opened(root)
-    assert noted(splits, "2 images in training and in validation (leak): train/a/copy0.png = val")
+    splits = open_data(root)
+    assert has_note(
+        splits, "2 images in training and in validation (leak): train/a/copy0.png = val"
+    )
     assert len(splits.train) == 26
 
 
 def test_identical_files_in_two_classes_get_a_note(make_tree):
     root = make_tree(SPLIT)
     (root / "train/b/twin.png").write_bytes((root / "train/a/0.png").read_bytes())
-    assert noted(opened(root), "1 image in more than one class: train/a/0.png = train/b/twin.png")
+    assert has_note(
+        open_data(root), "1 image in more than one class: train/a/0.png = train/b/twin.png"
+    )
 
 
 def test_identical_files_in_one_class_get_no_note(make_tree):
     root = make_tree(SPLIT)
     (root / "train/a/twin.png").write_bytes((root / "train/a/0.png").read_bytes())
-    assert opened(root).notes == ()
+    assert open_data(root).notes == ()
 
 
 def test_files_that_differ_in_the_middle_are_not_equal(tmp_path):
@@ -56,7 +60,9 @@ def test_pipes_and_huge_files_are_not_compared(tmp_path):
 
 
 def test_imbalanced_and_small_classes_get_a_note(make_tree):
-    splits = opened(make_tree({"a": 60, "b": 4}))
-    assert noted(splits, "imbalanced classes: b has the fewest, 3 images; a has 45")
-    splits = opened(make_tree({"a": 2, "b": 2}))
-    assert noted(opened(make_tree({"train/a": 1, "train/b": 1, "val/a": 1})), "only 2 training")
+    splits = open_data(make_tree({"a": 60, "b": 4}))
+    assert has_note(splits, "imbalanced classes: b has the fewest, 3 images; a has 45")
+    splits = open_data(make_tree({"a": 2, "b": 2}))
+    assert has_note(
+        open_data(make_tree({"train/a": 1, "train/b": 1, "val/a": 1})), "only 2 training"
+    )

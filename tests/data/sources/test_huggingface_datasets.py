@@ -23,7 +23,7 @@ TREE = {"train/cat": 6, "train/dog": 5, "validation/cat": 2, "validation/dog": 3
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch, tmp_path):
+def isolated_cache(monkeypatch, tmp_path):
     """A cache of its own, no network, and no bars."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -34,8 +34,8 @@ def apart(monkeypatch, tmp_path):
 def write(path: Path, columns: dict, features=None) -> Path:
     """A Parquet file of datasets' own making."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = datasets.Dataset.from_dict(columns, features=features)
-    made.to_parquet(str(path))
+    dataset = datasets.Dataset.from_dict(columns, features=features)
+    dataset.to_parquet(str(path))
     return path
 
 
@@ -62,7 +62,7 @@ def parquet(make_tree, tmp_path) -> tuple[Path, Path]:
     return root, out
 
 
-def seen(samples) -> list[tuple[bytes, int]]:
+def read_samples(samples) -> list[tuple[bytes, int]]:
     found = []
     for sample in samples:
         with open_binary(sample.path) as file:
@@ -70,20 +70,20 @@ def seen(samples) -> list[tuple[bytes, int]]:
     return found
 
 
-def opened(data):
+def open_data(data):
     return open_splits(str(data), val_share=0.25, seed=0)
 
 
 def test_parquet_gives_the_samples_of_the_folder(parquet):
     root, out = parquet
-    folder, splits = opened(root), opened(f"hf:{out}")
+    folder, splits = open_data(root), open_data(f"hf:{out}")
     assert splits.classes == folder.classes == ("cat", "dog")
-    assert seen(splits.train) == seen(folder.train)
-    assert seen(splits.val) == seen(folder.val)
+    assert read_samples(splits.train) == read_samples(folder.train)
+    assert read_samples(splits.val) == read_samples(folder.val)
     assert not splits.made
     assert relative(splits.train[0].path, splits.root) == "cat/0.png"
     path = splits.train[0].path
-    assert size_of(path) == len(seen(splits.train)[0][0])
+    assert size_of(path) == len(read_samples(splits.train)[0][0])
     check_header(path)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(size_of, [path]) == [size_of(path)]
@@ -93,11 +93,11 @@ def test_images_equal_those_that_the_library_decodes(parquet):
     listed = read_dataset(f"hf:{parquet[1]}", None, None)
     for split, name in (("train", "train"), ("validation", "val")):
         rows = datasets.load_dataset(str(parquet[1]), split=split)
-        items = listed.splits[name]
-        assert len(rows) == len(items)
-        for row, item in zip(rows, items, strict=True):
-            assert (rows.features["label"].int2str(row["label"]),) == item.labels
-            assert row["image"].convert("RGB").tobytes() == read_image(item.path).tobytes()
+        records = listed.splits[name]
+        assert len(rows) == len(records)
+        for row, record in zip(rows, records, strict=True):
+            assert (rows.features["label"].int2str(row["label"]),) == record.labels
+            assert row["image"].convert("RGB").tobytes() == read_image(record.path).tobytes()
 
 
 def test_predict_needs_no_classes(parquet, tmp_path):
@@ -115,17 +115,17 @@ def test_predict_needs_no_classes(parquet, tmp_path):
 
 def test_one_parquet_file_holds_out_what_its_folder_does(parquet):
     root, out = parquet
-    folder = opened(root / "train")
-    splits = opened(f"hf:{out}/data/train-00000-of-00001.parquet")
+    folder = open_data(root / "train")
+    splits = open_data(f"hf:{out}/data/train-00000-of-00001.parquet")
     assert splits.made
-    assert seen(splits.train) == seen(folder.train)
-    assert seen(splits.val) == seen(folder.val)
+    assert read_samples(splits.train) == read_samples(folder.train)
+    assert read_samples(splits.val) == read_samples(folder.val)
 
 
 def test_an_image_folder_stays_files(make_tree):
     root = make_tree(TREE)
-    splits, folder = opened(f"hf:{root}"), opened(root)
-    assert seen(splits.train) == seen(folder.train)
+    splits, folder = open_data(f"hf:{root}"), open_data(root)
+    assert read_samples(splits.train) == read_samples(folder.train)
     assert {Path(sample.path).is_file() for sample in splits.train} == {True}
     assert [relative(s.path, splits.root) for s in splits.train] == [
         relative(s.path, folder.root) for s in folder.train
@@ -143,12 +143,12 @@ def test_tables_without_feature_types_are_read(tmp_path):
     table = pa.table({"png": images, "id": [*range(8)], "class": ["b", "a"] * 4})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
     listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
-    assert [item.labels[0] for item in listed.splits[""]] == ["b", "a"] * 4
-    contents = [open_member(item.path).read() for item in listed.splits[""]]
+    assert [record.labels[0] for record in listed.splits[""]] == ["b", "a"] * 4
+    contents = [open_member(record.path).read() for record in listed.splits[""]]
     assert contents == images
     assert relative(listed.splits[""][3].path, listed.root) == "a/000000003"
     named = read_dataset(f"hf:{tmp_path}/x.parquet", "png", "id")
-    assert [item.labels[0] for item in named.splits[""]] == [str(row) for row in range(8)]
+    assert [record.labels[0] for record in named.splits[""]] == [str(row) for row in range(8)]
 
 
 @pytest.mark.parametrize("kind", ["numbers", "names"])
@@ -160,7 +160,7 @@ def test_list_columns_are_multilabel(tmp_path, kind):
     write(tmp_path / "x.parquet", columns, typed(label=datasets.List(inner)))
     listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
     assert listed.multilabel
-    assert [item.labels for item in listed.splits[""]] == [("cat", "dog"), (), ("dog",)]
+    assert [record.labels for record in listed.splits[""]] == [("cat", "dog"), (), ("dog",)]
 
 
 def test_a_split_without_labels_is_left_out(parquet):
@@ -174,17 +174,17 @@ def test_a_split_without_labels_is_left_out(parquet):
 
 def refused(capsys, *words: str) -> str:
     assert main([*words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1, told
-    return told
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1, stderr
+    return stderr
 
 
 @pytest.mark.auto_precision
 def test_datasets_that_cannot_be_opened_are_refused_in_one_line(parquet, tmp_path, capsys):
     table = f"hf:{parquet[1]}"
     out = ["--out", str(tmp_path / "r")]
-    told = refused(capsys, "train", table, *out, "--label-column", "lable")
-    assert "no column lable (label_column); it has image, label" in told
+    stderr = refused(capsys, "train", table, *out, "--label-column", "lable")
+    assert "no column lable (label_column); it has image, label" in stderr
     assert "column label has no images" in refused(
         capsys, "train", table, *out, "--image-column", "label"
     )
@@ -213,10 +213,10 @@ def test_ambiguous_columns_are_named_in_the_error(tmp_path):
 def test_rows_without_an_image_are_bad_images(tmp_path):
     columns = {"image": [{"bytes": png(0), "path": None}, None], "label": [0, 1]}
     write(tmp_path / "x.parquet", columns, typed())
-    items = read_dataset(f"hf:{tmp_path}/x.parquet", None, None).splits[""]
+    records = read_dataset(f"hf:{tmp_path}/x.parquet", None, None).splits[""]
     with pytest.raises(BadImage, match="the row has no image"):
-        read_image(items[1].path)
-    file = items[0].path.split(".arrow/")[0] + ".arrow"
+        read_image(records[1].path)
+    file = records[0].path.split(".arrow/")[0] + ".arrow"
     for inside in ("image/2/x", "nothing/0/x", "image/x/x", "image"):
         with pytest.raises(BadImage, match="no such row"):
             read_image(f"{file}/{inside}")
@@ -231,8 +231,8 @@ def test_rows_that_name_files_elsewhere_are_refused(make_tree, tmp_path, capsys)
         pq.write_table(table, tmp_path / "t/x.parquet")
         out = ["--to", "shards", "--out", str(tmp_path / "o")]
         for more in ([], ["--streaming"]):
-            told = refused(capsys, "data", f"hf:{tmp_path}/t/x.parquet", *out, *more)
-            assert f"a row names a file outside of it: {outside}" in told
+            stderr = refused(capsys, "data", f"hf:{tmp_path}/t/x.parquet", *out, *more)
+            assert f"a row names a file outside of it: {outside}" in stderr
 
 
 def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
@@ -244,6 +244,8 @@ def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
         read_source(DatasetSpec(source, all_splits=True)),
     )
     assert {*streamed.splits} == {"train", "val"}
-    for split, items in kept.splits.items():
-        found = {open_member(item.path).read(): item.labels for item in streamed.splits[split]}
-        assert found == {open_member(item.path).read(): item.labels for item in items}
+    for split, records in kept.splits.items():
+        found = {
+            open_member(record.path).read(): record.labels for record in streamed.splits[split]
+        }
+        assert found == {open_member(record.path).read(): record.labels for record in records}

@@ -7,7 +7,7 @@ from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
 
-def opened(data):
+def open_data(data):
     return open_splits(str(data), val_share=0.25, seed=0)
 
 
@@ -30,14 +30,14 @@ def opened(data):
 def test_spreadsheets_archives_and_images_are_refused_with_a_remedy(tmp_path, name, message):
     (tmp_path / name).write_bytes(b"\x1f\x8b")
     with pytest.raises(DataError, match=message):
-        opened(tmp_path / name)
+        open_data(tmp_path / name)
 
 
 def test_a_spreadsheet_may_be_a_folder(make_tree):
     root = make_tree({"a.numbers/Index": 0, "b.numbers/x": 5, "b.numbers/y": 5})
     with pytest.raises(DataError, match="a Numbers spreadsheet"):
-        opened(root / "a.numbers")
-    assert opened(root / "b.numbers").classes == ("x", "y")
+        open_data(root / "a.numbers")
+    assert open_data(root / "b.numbers").classes == ("x", "y")
 
 
 @pytest.mark.parametrize("command", ["train", "check", "evaluate", "data"])
@@ -61,4 +61,4 @@ def test_extra_arguments_are_explained(capsys, command, words, message):
 def test_a_glob_is_no_dataset(make_tree):
     root = make_tree({"x": 1})
     with pytest.raises(DataError, match=r"one folder, .* not a pattern"):
-        opened(root / "x" / "*.png")
+        open_data(root / "x" / "*.png")

@@ -13,11 +13,11 @@ from vit.paths import did_you_mean
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
 
-def opened(root, **settings):
+def open_data(root, **settings):
     return open_splits(str(root), **{"val_share": 0.25, "seed": 0} | settings)
 
 
-def noted(splits, text: str) -> bool:
+def has_note(splits, text: str) -> bool:
     return any(text in note for note in splits.notes)
 
 
@@ -28,7 +28,7 @@ def names(samples, root):
 @pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
 def test_a_validation_folder_is_used(make_tree, val):
     root = make_tree({name.replace("val", val): count for name, count in SPLIT.items()})
-    splits = opened(root)
+    splits = open_data(root)
     assert splits.classes == ("a", "b")
     assert not splits.made
     assert names(splits.val, root) == [
@@ -41,36 +41,36 @@ def test_a_validation_folder_is_used(make_tree, val):
 
 
 def test_val_is_preferred_to_test(make_tree):
-    splits = opened(make_tree(SPLIT | {"test/a": 1, "test/b": 1}))
+    splits = open_data(make_tree(SPLIT | {"test/a": 1, "test/b": 1}))
     assert len(splits.val) == 5
 
 
 @pytest.mark.parametrize("prefix", ["", "train/"])
 def test_without_a_split_a_share_of_each_class_is_held_out(make_tree, prefix):
     root = make_tree({prefix + "a": 40, prefix + "b": 12, prefix + "c": 2, prefix + "d": 1})
-    splits = opened(root)
+    splits = open_data(root)
     assert splits.made
     counts = [sum(s.label == label for s in splits.val) for label in range(4)]
     assert counts == [10, 3, 1, 0]
-    assert noted(splits, "held out 14 images, 25% of each class")
-    assert noted(splits, "held out none of class d")
+    assert has_note(splits, "held out 14 images, 25% of each class")
+    assert has_note(splits, "held out none of class d")
     both = names(splits.train, root) + names(splits.val, root)
     assert len(set(both)) == len(both) == 55
-    assert opened(root).val == splits.val
-    assert opened(root, seed=1).val != splits.val
+    assert open_data(root).val == splits.val
+    assert open_data(root, seed=1).val != splits.val
 
 
 def test_the_split_hardly_changes_when_images_are_added(make_tree):
     root = make_tree({"a": 40, "b": 40})
-    before = set(names(opened(root).val, root))
+    before = set(names(open_data(root).val, root))
     (root / "a/new.png").write_bytes((root / "b/1.png").read_bytes() + b"\0")
-    after = set(names(opened(root).val, root))
+    after = set(names(open_data(root).val, root))
     assert len(before & after) >= len(before) - 1
 
 
 def test_classes_are_sorted_by_name_and_may_be_any_text(make_tree):
     odd = ["10", "2", "=1+1", "<b>", 'a,b"c', "A", "a b", "é"]
-    splits = opened(make_tree(dict.fromkeys(odd, 10)))
+    splits = open_data(make_tree(dict.fromkeys(odd, 10)))
     assert splits.classes == tuple(sorted(odd))
 
 
@@ -78,7 +78,7 @@ def test_other_formats_and_deeper_folders_belong_to_the_class(make_tree):
     root = make_tree(SPLIT | {"train/a/day 1/cam": 3})
     for number, suffix in enumerate((".JPG", ".webp", ".BMP", ".tiff", ".gif")):
         Image.new("RGB", (4, 4), (9 * number, 99, 0)).save(root / "train/a" / f"x{suffix}")
-    splits = opened(root)
+    splits = open_data(root)
     assert [sample.label for sample in splits.train].count(0) == 12 + 3 + 5
 
 
@@ -87,19 +87,19 @@ def test_hidden_and_system_names_are_left_out_with_a_note(make_tree):
     root = make_tree(SPLIT | junk)
     (root / "train/a/._0.png").write_bytes(b"\0")
     (root / "train/a/.DS_Store").write_bytes(b"\0")
-    splits = opened(root)
+    splits = open_data(root)
     assert splits.classes == ("a", "b")
     assert len(splits.train) == 24
-    assert noted(splits, "left out hidden and system names: ._0.png, .git, .ipynb_checkpoints")
+    assert has_note(splits, "left out hidden and system names: ._0.png, .git, .ipynb_checkpoints")
 
 
 def test_files_that_are_no_images_are_counted(make_tree):
     root = make_tree(SPLIT)
     for name in ("1.heic", "2.HEIC", "notes.txt", "nosuffix"):
         (root / "train/a" / name).write_bytes(b"x")
-    splits = opened(root)
+    splits = open_data(root)
     text = "left out 4 files not taken for images: .heic 2, .txt 1, no suffix 1; convert them"
-    assert noted(splits, text)
+    assert has_note(splits, text)
 
 
 def test_special_files_are_left_out_with_a_note(make_tree):
@@ -108,11 +108,11 @@ def test_special_files_are_left_out_with_a_note(make_tree):
     (root / "train/a/dangling.png").symlink_to("nowhere.png")
     (root / "train/a/circle.png").symlink_to("circle.png")
     (root / "train/a/folder.png").mkdir()
-    splits = opened(root)
+    splits = open_data(root)
     assert len(splits.train) == 24
     found = "train/a/circle.png, train/a/dangling.png, train/a/pipe.png"
-    assert noted(splits, f"special files (pipes, broken links): {found}")
-    assert noted(splits, "without images: train/a/folder.png")
+    assert has_note(splits, f"special files (pipes, broken links): {found}")
+    assert has_note(splits, "without images: train/a/folder.png")
 
 
 def test_circular_links_are_left_out_with_a_note(make_tree):
@@ -120,9 +120,9 @@ def test_circular_links_are_left_out_with_a_note(make_tree):
     (root / "train/a/again").symlink_to(".")
     (root / "train/a/up").symlink_to("../..")
     (root / "train/b/other").symlink_to("../../val/a")
-    splits = opened(root)
+    splits = open_data(root)
     assert len(splits.train) == 24
-    assert noted(splits, "around them: train/a/again, train/a/up, train/b/other")
+    assert has_note(splits, "around them: train/a/again, train/a/up, train/b/other")
 
 
 def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
@@ -133,24 +133,26 @@ def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
     Image.new("RGB", (3, 3)).save(tmp_path / "more/x.png")
     (root / "train/a/more").symlink_to(tmp_path / "more")
     (root / "train/a/twice").symlink_to(tmp_path / "more")
-    splits = opened(root)
+    splits = open_data(root)
     assert len(splits.train) == 25
-    assert noted(splits, "followed links to folders outside: train/a/more")
-    assert noted(splits, "left out links to folders of this dataset or around them: train/a/twice")
+    assert has_note(splits, "followed links to folders outside: train/a/more")
+    assert has_note(
+        splits, "left out links to folders of this dataset or around them: train/a/twice"
+    )
 
 
 def test_images_outside_of_class_folders_get_a_note(make_tree):
     root = make_tree(SPLIT | {"train": 2, "extra/x": 3})
-    splits = opened(root)
-    assert noted(splits, "lie in no class folder: train/0.png, train/1.png")
-    assert noted(splits, "left out folders beside train: extra")
+    splits = open_data(root)
+    assert has_note(splits, "lie in no class folder: train/0.png, train/1.png")
+    assert has_note(splits, "left out folders beside train: extra")
 
 
 def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make_tree):
     root = make_tree({"train/a": 12, "train/b": 12, "train/c": 12, "val/b": 3, "val/c": 0})
-    splits = opened(root)
+    splits = open_data(root)
     assert {sample.label for sample in splits.val} == {1}
-    assert noted(splits, "has no images of class a, c")
+    assert has_note(splits, "has no images of class a, c")
 
 
 @pytest.mark.parametrize(
@@ -172,21 +174,21 @@ def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make
 )
 def test_datasets_that_cannot_be_trained_on_are_refused(make_tree, tree, message):
     with pytest.raises(DataError, match=message):
-        opened(make_tree(tree))
+        open_data(make_tree(tree))
 
 
 def test_missing_data_and_files_are_refused(tmp_path):
     with pytest.raises(
         DataError, match=r"no such folder or file, and no built-in dataset \(digits"
     ):
-        opened(tmp_path / "missing")
+        open_data(tmp_path / "missing")
     with pytest.raises(DataError, match="no data given"):
-        opened("")
+        open_data("")
     (tmp_path / "train").write_text("")
     with pytest.raises(DataError, match="is a file, not a folder"):
-        opened(tmp_path / "train")
+        open_data(tmp_path / "train")
     with pytest.raises(DataError, match="train is a file, not a folder"):
-        opened(tmp_path)
+        open_data(tmp_path)
 
 
 def test_the_error_for_a_missing_path_suggests_a_similar_name(make_tree, monkeypatch):
@@ -204,7 +206,7 @@ def test_the_error_for_a_missing_path_suggests_a_similar_name(make_tree, monkeyp
         assert did_you_mean(given) == f"; did you mean {offered}?"
         if not given.endswith("png"):
             with pytest.raises(DataError, match=f"did you mean {offered}"):
-                opened(given)
+                open_data(given)
     (root / "b1").mkdir()
     (root / "b2").mkdir()
     assert did_you_mean("b3") == ""  # half of a short name is none
@@ -218,23 +220,23 @@ def test_the_error_for_a_missing_path_suggests_a_similar_name(make_tree, monkeyp
 def test_names_in_errors_are_safe_on_a_terminal(make_tree):
     root = make_tree(SPLIT | {"val/red\x1b[31m\u202e": 1})
     with pytest.raises(DataError) as caught:
-        opened(root)
+        open_data(root)
     assert r"red\x1b[31m\u202e" in str(caught.value)
     assert "\x1b" not in str(caught.value)
 
 
 def test_class_names_equal_after_normalisation_get_a_note(make_tree):
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    splits = opened(make_tree({composed: 12, decomposed: 12}))
+    splits = open_data(make_tree({composed: 12, decomposed: 12}))
     assert splits.classes == (decomposed, composed)
-    assert noted(splits, r"'cafe\u0301', 'caf\xe9'")
+    assert has_note(splits, r"'cafe\u0301', 'caf\xe9'")
 
 
 def test_classes_match_across_unicode_forms(make_tree):
     tree = {"train/caf\u00e9": 12, "train/b": 12, "val/cafe\u0301": 2, "val/b": 2}
-    splits = opened(make_tree(tree))
+    splits = open_data(make_tree(tree))
     assert {sample.label for sample in splits.val} == {0, 1}
-    assert noted(splits, "in other Unicode")
+    assert has_note(splits, "in other Unicode")
 
 
 def test_evaluation_labels_are_indices_into_the_models_classes(make_tree):
@@ -258,7 +260,7 @@ def test_evaluation_refuses_unknown_classes_and_splits(make_tree):
 @pytest.mark.parametrize("prefix", ["", "train/"])
 def test_evaluation_uses_the_images_that_training_held_out(make_tree, prefix):
     root = make_tree({prefix + "a": 20, prefix + "b": 20})
-    splits = opened(root)
+    splits = open_data(root)
     held_out = names(splits.val, root)
     samples, notes = open_eval_split(
         str(root), split="val", classes=splits.classes, held_out=held_out
@@ -271,6 +273,6 @@ def test_evaluation_uses_the_images_that_training_held_out(make_tree, prefix):
 
 
 def test_class_names_that_differ_in_case_or_spaces_get_a_note(make_tree):
-    notes = "\n".join(opened(make_tree({"Hat": 3, "hat": 3, "a b": 3, "a  b": 3, "c": 3})).notes)
+    notes = "\n".join(open_data(make_tree({"Hat": 3, "hat": 3, "a b": 3, "a  b": 3, "c": 3})).notes)
     assert "differ only in case or spaces: 'Hat', 'hat'" in notes
     assert "differ only in case or spaces: 'a  b', 'a b'" in notes

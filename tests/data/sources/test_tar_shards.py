@@ -56,7 +56,7 @@ def pair(make_tree, tmp_path) -> tuple[Path, Path]:
     return root, out
 
 
-def seen(samples) -> list[tuple[bytes, int]]:
+def read_samples(samples) -> list[tuple[bytes, int]]:
     found = []
     for sample in samples:
         with open_binary(sample.path) as file:
@@ -64,36 +64,36 @@ def seen(samples) -> list[tuple[bytes, int]]:
     return found
 
 
-def opened(data):
+def open_data(data):
     return open_splits(str(data), val_share=0.25, seed=3)
 
 
 def test_shards_give_the_samples_of_the_folder(pair):
     root, shards = pair
-    folder, packed = opened(root), opened(shards)
+    folder, packed = open_data(root), open_data(shards)
     assert packed.classes == folder.classes == ("a", "b")
-    assert seen(packed.train) == seen(folder.train)
-    assert seen(packed.val) == seen(folder.val)
+    assert read_samples(packed.train) == read_samples(folder.train)
+    assert read_samples(packed.val) == read_samples(folder.val)
     assert not packed.made
     assert [relative(s.path, packed.root) for s in packed.val] == [
         relative(s.path, folder.root).removeprefix("val/") for s in folder.val
     ]
     for way in ("{train-{0000..0002},val-0000}.tar", "*.tar"):
-        assert seen(opened(f"{shards}/{way}").train) == seen(folder.train)
+        assert read_samples(open_data(f"{shards}/{way}").train) == read_samples(folder.train)
 
 
 def test_shards_without_a_split_hold_out_what_the_folder_does(pair, tmp_path):
     root, shards = pair[0] / "train", tmp_path / "x.tar"
     pack(shards, files_of(root))
-    folder, packed = opened(root), opened(shards)
+    folder, packed = open_data(root), open_data(shards)
     assert packed.made
     assert folder.made
-    assert seen(packed.train) == seen(folder.train)
-    assert seen(packed.val) == seen(folder.val)
+    assert read_samples(packed.train) == read_samples(folder.train)
+    assert read_samples(packed.val) == read_samples(folder.val)
     held = [relative(sample.path, packed.root) for sample in packed.val]
     assert held == [relative(sample.path, folder.root) for sample in folder.val]
     samples, notes = open_eval_split(str(shards), split="val", classes=("a", "b"), held_out=held)
-    assert seen(samples) == seen(packed.val)
+    assert read_samples(samples) == read_samples(packed.val)
     assert any("that training held out" in note for note in notes)
 
 
@@ -101,9 +101,9 @@ def test_shards_without_a_split_hold_out_what_the_folder_does(pair, tmp_path):
 def test_a_tar_of_an_image_folder_gives_the_same_samples(pair, tmp_path, above):
     root = pair[0]
     packed = pack(tmp_path / "p.tar", {above + k: v for k, v in files_of(root).items()})
-    folder, splits = opened(root), opened(packed)
-    assert seen(splits.train) == seen(folder.train)
-    assert seen(splits.val) == seen(folder.val)
+    folder, splits = open_data(root), open_data(packed)
+    assert read_samples(splits.train) == read_samples(folder.train)
+    assert read_samples(splits.val) == read_samples(folder.val)
     assert [relative(s.path, splits.root) for s in splits.train] == [
         relative(s.path, folder.root) for s in folder.train
     ]
@@ -151,7 +151,7 @@ def test_an_address_is_read_like_a_file(pair):
 
 def test_a_shard_is_read_by_many_threads_and_processes(pair, monkeypatch):
     monkeypatch.setattr(archives, "MOST_OPEN", 2)
-    paths = [sample.path for sample in opened(pair[1]).train] * 20
+    paths = [sample.path for sample in open_data(pair[1]).train] * 20
     expected = [open_member(path).read() for path in paths]
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(lambda path: open_member(path).read(), paths)] == expected
@@ -183,7 +183,7 @@ def labelled(tmp_path, members: dict[str, bytes], **beside: str):
     for name, text in beside.items():
         (tmp_path / f"classes.{name}").write_text(text)
     found = read_shards(str(pack(tmp_path / "x.tar", members)))
-    return [item.labels for item in found.splits[""]], found
+    return [record.labels for record in found.splits[""]], found
 
 
 def test_webdataset_label_files_are_read(tmp_path):
@@ -226,7 +226,7 @@ def test_ignored_members_get_a_note(tmp_path):
 def test_equal_names_in_two_shards_are_prefixed_by_the_shard(tmp_path):
     for number in range(2):
         pack(tmp_path / f"{number}.tar", {f"{c}/{n}.jpg": b"x" for c in "ab" for n in range(4)})
-    splits = opened(tmp_path)
+    splits = open_data(tmp_path)
     names = [relative(sample.path, splits.root) for sample in (*splits.train, *splits.val)]
     assert len({*names}) == 16
     assert "0.tar/a/1.jpg" in names
@@ -236,7 +236,7 @@ def test_a_tar_beside_class_folders_is_ignored(make_tree):
     root = make_tree({"a": 3, "b": 3})
     pack(root / "backup.tar", {"c/1.jpg": b"x"})
     assert not is_shards(str(root))
-    assert opened(root).classes == ("a", "b")
+    assert open_data(root).classes == ("a", "b")
 
 
 def test_predict_reads_all_images_of_a_shard(pair):
@@ -416,9 +416,9 @@ def test_invalid_labels_are_refused(tmp_path, members, what):
 
 def one_line(capsys, *words: str) -> str:
     assert main([*words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1, told
-    return told
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1, stderr
+    return stderr
 
 
 @pytest.mark.auto_precision
@@ -426,17 +426,17 @@ def one_line(capsys, *words: str) -> str:
 def test_the_command_refuses_compressed_shards(tmp_path, capsys, ending):
     with tarfile.open(tmp_path / f"x.{ending}", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("a/1.jpg"))
-    told = one_line(capsys, "train", str(tmp_path / f"x.{ending}"), "--out", str(tmp_path / "r"))
-    assert "compressed with gzip" in told
-    assert "unpack it once with gunzip" in told
+    stderr = one_line(capsys, "train", str(tmp_path / f"x.{ending}"), "--out", str(tmp_path / "r"))
+    assert "compressed with gzip" in stderr
+    assert "unpack it once with gunzip" in stderr
 
 
 @pytest.mark.auto_precision
 def test_the_command_names_shards_that_are_missing(tmp_path, capsys):
     pack(tmp_path / "0000.tar", {"a/1.jpg": b"x"})
-    told = one_line(capsys, "train", f"{tmp_path}/{{0000..0002}}.tar", "--out", f"{tmp_path}/r")
-    assert "no such shard" in told
-    assert "0001.tar, " in told
+    stderr = one_line(capsys, "train", f"{tmp_path}/{{0000..0002}}.tar", "--out", f"{tmp_path}/r")
+    assert "no such shard" in stderr
+    assert "0001.tar, " in stderr
     assert "a brace is not closed" in one_line(capsys, "train", f"{tmp_path}/{{0.tar")
     assert "none.tar" in one_line(capsys, "train", f"{tmp_path}/none.tar")
 
@@ -455,18 +455,18 @@ def memory(monkeypatch, tmp_path):
 def test_remote_shards_are_downloaded_once(pair, memory, tmp_path, capsys):
     for path in pair[1].iterdir():
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
-    expected = seen(opened(pair[1]).train)
+    expected = read_samples(open_data(pair[1]).train)
     for data in ("memory://bucket/{train-{0000..0002},val-0000}.tar", "memory://bucket"):
-        splits = opened(data)
-        assert seen(splits.train) == expected
+        splits = open_data(data)
+        assert read_samples(splits.train) == expected
         assert relative(splits.train[0].path, splits.root) == "a/0.png"
-    told = capsys.readouterr().err
-    assert told.count("copying shard") == 4
+    stderr = capsys.readouterr().err
+    assert stderr.count("copying shard") == 4
     places = sorted((tmp_path / "cache/vit-toolkit/shards").rglob("*.tar"))
     assert {place.name for place in places} == {path.name for path in pair[1].iterdir()}
     assert len(places) == 4
     memory.pipe("/bucket/val-0000.tar", (pair[1] / "val-0000.tar").read_bytes() + bytes(512))
-    opened("memory://bucket")
+    open_data("memory://bucket")
     assert capsys.readouterr().err.count("copying shard") == 1
 
 
@@ -484,7 +484,7 @@ def test_a_changed_remote_shard_is_downloaded_again(pair, memory, monkeypatch, c
     monkeypatch.setattr(type(memory), "ukey", lambda _, path: path)
     for version, copies in (("one", 1), ("one", 0), ("two", 1), ("two", 0)):
         said[key] = version
-        opened("memory://b/train-0000.tar")
+        open_data("memory://b/train-0000.tar")
         assert capsys.readouterr().err.count("copying shard") == copies
 
 
@@ -496,7 +496,7 @@ def test_an_interrupted_download_leaves_no_file(pair, memory, tmp_path, monkeypa
         type(memory), "info", lambda *a, **k: real(*a, **k) | {"size": len(content) + 1}
     )
     with pytest.raises(DataError, match="bytes were received"):
-        opened("memory://b/train-0000.tar")
+        open_data("memory://b/train-0000.tar")
     left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != ".lock"]
     assert left == []
 
@@ -523,4 +523,4 @@ def test_a_compressed_shard_among_others_is_not_left_out(pair, tmp_path):
     pack(shards / "train-0000.tar", files_of(pair[0] / "train"))
     (shards / "train-0001.tar.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(DataError, match=r"compressed shards \(train-0001\.tar\.gz\)"):
-        opened(shards)
+        open_data(shards)

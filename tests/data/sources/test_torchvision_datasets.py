@@ -99,9 +99,9 @@ def test_unavailable_datasets_are_refused_in_one_line(monkeypatch, tmp_path, cap
         ("os", "no dataset of that name"),
     ):
         assert main(["train", f"torchvision:{name}", "--out", str(tmp_path / "r")]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        assert what in told
+        stderr = capsys.readouterr().err
+        assert stderr.count("\n") == 1
+        assert what in stderr
     monkeypatch.setattr(datasets.CIFAR10, "download", offline)
     with pytest.raises(DataError, match=r"cannot be downloaded \(Error downloading .*go online"):
         read_torchvision("torchvision:CIFAR10")

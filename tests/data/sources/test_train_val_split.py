@@ -20,11 +20,11 @@ from vit.data.sources.train_val_split import (
 from vit.errors import ConfigError, DataError
 
 
-def made(
-    items, val_share=0.2, seed=0, fold=None, group=None, multilabel=False, root="/x", **splits
+def split(
+    records, val_share=0.2, seed=0, fold=None, group=None, multilabel=False, root="/x", **splits
 ):
-    """(train, val, notes) of items without a split of their own."""
-    parts = splits or {"": items}
+    """(train, val, notes) of records without splits of their own."""
+    parts = splits or {"": records}
     listed = DatasetIndex(
         root, parts, dict.fromkeys(parts, "x"), multilabel=multilabel, has_groups=bool(group)
     )
@@ -32,7 +32,7 @@ def made(
     return split_train_val(listed, asked, val_share=val_share, seed=seed, fold=fold)
 
 
-def drawn(number, labels, seed=0, groups=0):
+def random_records(number, labels, seed=0, groups=0):
     """Items with random sets of labels, unequally frequent, and maybe groups of unequal size."""
     random = np.random.default_rng(seed)
     odds = np.geomspace(0.5, 0.02, labels)
@@ -48,34 +48,34 @@ def drawn(number, labels, seed=0, groups=0):
     ]
 
 
-def shares(items, part):
-    all_of, here = (Counter(label for i in some for label in i.labels) for some in (items, part))
+def shares(records, part):
+    all_of, here = (Counter(label for i in some for label in i.labels) for some in (records, part))
     return {label: (here[label], number) for label, number in all_of.items()}
 
 
 def test_multilabel_images_are_stratified_by_every_label():
-    items = drawn(500, 12)
-    train, val, notes = made(items, multilabel=True)
+    records = random_records(500, 12)
+    train, val, notes = split(records, multilabel=True)
     assert len(train) + len(val) == 500
     assert {*train}.isdisjoint(val)
-    for held, number in shares(items, val).values():
+    for held, number in shares(records, val).values():
         assert abs(held - 0.2 * number) <= 2
-    none = [item for item in val if not item.labels]
-    assert abs(len(none) - 0.2 * sum(not item.labels for item in items)) <= 2
+    none = [record for record in val if not record.labels]
+    assert abs(len(none) - 0.2 * sum(not record.labels for record in records)) <= 2
     # a draw that does not look at the labels is further off, or this tests nothing
-    apart = np.random.default_rng(1).permutation(500)[:100]
-    blind = shares(items, [items[at] for at in apart])
-    assert max(abs(held - 0.2 * number) for held, number in blind.values()) > 3
-    assert made(items, multilabel=True)[1] == val
-    assert made(items[::-1], multilabel=True)[1] == val[::-1]
-    assert made(items, multilabel=True, seed=1)[1] != val
+    random_val = np.random.default_rng(1).permutation(500)[:100]
+    unstratified = shares(records, [records[at] for at in random_val])
+    assert max(abs(held - 0.2 * number) for held, number in unstratified.values()) > 3
+    assert split(records, multilabel=True)[1] == val
+    assert split(records[::-1], multilabel=True)[1] == val[::-1]
+    assert split(records, multilabel=True, seed=1)[1] != val
     assert notes == [f"no validation folder: held out {len(val)} images, 20% of each class"]
 
 
 def test_a_class_of_one_image_is_trained_on():
-    items = [ImageRecord(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
-    train, val, notes = made(items, multilabel=True)
-    assert {label for item in train for label in item.labels} == {
+    records = [ImageRecord(f"/x/{n}.png", (f"c{n % 40}", "all")) for n in range(41)]
+    train, val, notes = split(records, multilabel=True)
+    assert {label for record in train for label in record.labels} == {
         "all",
         *map("c{}".format, range(40)),
     }
@@ -85,30 +85,30 @@ def test_a_class_of_one_image_is_trained_on():
 
 @pytest.mark.parametrize("multilabel", [True, False])
 def test_a_group_is_in_one_split_only(multilabel):
-    items = drawn(600, 6, groups=150)
+    records = random_records(600, 6, groups=150)
     if not multilabel:
-        items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
-    train, val, notes = made(items, group="patient", multilabel=multilabel)
-    sides = [{item.group for item in part} - {""} for part in (train, val)]
+        records = [record._replace(labels=(record.labels or ("none",))[:1]) for record in records]
+    train, val, notes = split(records, group="patient", multilabel=multilabel)
+    sides = [{record.group for record in part} - {""} for part in (train, val)]
     assert not sides[0] & sides[1]
     assert all(sides)
-    for held, number in shares(items, val).values():
+    for held, number in shares(records, val).values():
         assert 0.1 < held / number < 0.34
-    alone = sum(not item.group for item in items)
+    alone = sum(not record.group for record in records)
     assert any(
         f"{alone} images without a group (patient): each is a group of its own" == n for n in notes
     )
-    assert made(items, group="patient", multilabel=multilabel)[1] == val
+    assert split(records, group="patient", multilabel=multilabel)[1] == val
 
 
 def test_uneven_and_absent_classes_get_a_note():
-    items = [ImageRecord(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
-    _, val, notes = made(items, group="g")
+    records = [ImageRecord(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
+    _, val, notes = split(records, group="g")
     assert len(val) == 30
     assert "classes that are held out unevenly, not 20%: c0 50%, c1 50%" in notes
-    items += [ImageRecord(f"/x/z{n}.png", ("c2",), "alone") for n in range(9)]
-    train, _, notes = made(items, group="g")
-    assert {"c2"} <= {label for item in train for label in item.labels}
+    records += [ImageRecord(f"/x/z{n}.png", ("c2",), "alone") for n in range(9)]
+    train, _, notes = split(records, group="g")
+    assert {"c2"} <= {label for record in train for label in record.labels}
     assert "held out none of class c2, which is in one image or group" in notes
 
 
@@ -136,22 +136,22 @@ def test_a_group_in_both_given_splits_is_refused():
     train = [ImageRecord(f"/x/t{n}.png", ("a",), f"g{n}") for n in range(4)]
     val = [ImageRecord("/x/v.png", ("a",), "g3"), ImageRecord("/x/w.png", ("a",), "")]
     with pytest.raises(DataError, match=r"x: 1 group \(patient\) in training too: g3; move"):
-        made([], group="patient", train=train, val=val)
-    assert made([], group="patient", train=train[:3], val=val)[1] == val
+        split([], group="patient", train=train, val=val)
+    assert split([], group="patient", train=train[:3], val=val)[1] == val
 
 
 @pytest.mark.parametrize("kind", ["one", "multilabel", "groups"])
 def test_every_image_is_in_one_fold(kind):
-    items = drawn(300, 5, groups=80 if kind == "groups" else 0)
+    records = random_records(300, 5, groups=80 if kind == "groups" else 0)
     if kind != "multilabel":
-        items = [item._replace(labels=(item.labels or ("none",))[:1]) for item in items]
+        records = [record._replace(labels=(record.labels or ("none",))[:1]) for record in records]
     options = {"multilabel": kind == "multilabel", "group": "g" if kind == "groups" else None}
-    parts = [made(items, fold=Fold(n, 5), **options) for n in range(1, 6)]
-    assert sorted(item for _, val, _ in parts for item in val) == sorted(items)
+    parts = [split(records, fold=Fold(n, 5), **options) for n in range(1, 6)]
+    assert sorted(record for _, val, _ in parts for record in val) == sorted(records)
     for train, val, notes in parts:
-        assert sorted([*train, *val]) == sorted(items)
+        assert sorted([*train, *val]) == sorted(records)
         assert abs(len(val) - 60) <= (8 if kind == "groups" else 3)
-        for held, number in shares(items, val).values():
+        for held, number in shares(records, val).values():
             assert abs(held - number / 5) <= (0.12 * number + 2 if kind == "groups" else 2)
         assert "of 5: validates on" in notes[0]
     if kind == "groups":
@@ -162,23 +162,23 @@ def test_every_image_is_in_one_fold(kind):
 
 
 def test_impossible_folds_are_refused():
-    items = [ImageRecord(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
+    records = [ImageRecord(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
     with pytest.raises(ConfigError, match="the data have validation images"):
-        made([], fold=Fold(1, 2), train=items, val=items)
+        split([], fold=Fold(1, 2), train=records, val=records)
     with pytest.raises(DataError, match="folds=7: only 6 images or groups"):
-        made(items, fold=Fold(1, 7))
+        split(records, fold=Fold(1, 7))
     with pytest.raises(DataError, match="only one image or group of class c"):
-        made([*items, ImageRecord("/x/c.png", ("c",))], fold=Fold(1, 2))
-    train, val, notes = made([], fold=Fold(1, 2), train=items, test=items)
+        split([*records, ImageRecord("/x/c.png", ("c",))], fold=Fold(1, 2))
+    train, val, notes = split([], fold=Fold(1, 2), train=records, test=records)
     assert len(train) == len(val) == 3
     assert "left out test: no fold sees it; measure on it at the end" in notes
 
 
 def test_stratification_is_as_even_as_possible():
-    items = [ImageRecord(f"/x/{n}.png", (f"c{n % 3}",)) for n in range(35)]
-    units = make_units(items, None, [item.path for item in items])
+    records = [ImageRecord(f"/x/{n}.png", (f"c{n % 3}",)) for n in range(35)]
+    units = make_units(records, None, [record.path for record in records])
     counts = Counter(
-        zip(stratify(units, (0.25,) * 4, seed=0), [i.labels for i in items], strict=True)
+        zip(stratify(units, (0.25,) * 4, seed=0), [i.labels for i in records], strict=True)
     )
     assert set(counts.values()) <= {2, 3}
 

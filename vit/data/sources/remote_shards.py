@@ -87,8 +87,8 @@ def _download(data: str) -> tuple[list[str], list[str]]:
                 flush=True,
             )
             _copy(filesystem, address, path, size)
-        number = plural(len(missing), "shard")
-        notes.append(f"copied {number}, {format_megabytes(total)}, to {cache}")
+        copied = plural(len(missing), "shard")
+        notes.append(f"copied {copied}, {format_megabytes(total)}, to {cache}")
     return [str(path) for _, path, _ in shards], notes
 
 

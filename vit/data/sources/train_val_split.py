@@ -35,7 +35,7 @@ class Fold(NamedTuple):
 
     number: int
     """From 1."""
-    count: int
+    total: int
     """Number of folds."""
 
 
@@ -72,7 +72,7 @@ def split_train_val(
     own = next((name for name in VAL_NAMES if name in index.splits), None)
     if fold is not None and own not in (None, "test"):
         raise ConfigError(
-            f"folds={fold.count}: the data have validation images "
+            f"folds={fold.total}: the data have validation images "
             f"({index.locations[own or '']}), so there is nothing to divide; give the training "
             "images alone as DATA"
         )
@@ -302,12 +302,12 @@ def _split_fold(
 ) -> TrainValSplit:
     units, groups = _make_units_of(records, index, spec)
     _check_folds(units, fold)
-    parts = stratify(units, (1 / fold.count,) * fold.count, seed=seed)
+    parts = stratify(units, (1 / fold.total,) * fold.total, seed=seed)
     val_units = [u for u, part in zip(units, parts, strict=True) if part == fold.number - 1]
     train, val = _partition_units(records, val_units)
     groups_note = f" ({plural(len(val_units), 'group')})" if groups is not None else ""
     images_note = plural(len(val), "image") + groups_note
-    notes = [f"fold {fold.number} of {fold.count}: validates on {images_note}"]
+    notes = [f"fold {fold.number} of {fold.total}: validates on {images_note}"]
     if has_test:
         notes.append("left out test: no fold sees it; measure on it at the end")
     if groups is not None:
@@ -315,7 +315,7 @@ def _split_fold(
     _check_learnable(train, val, spec)
     if absent := [printable(label) for label in sorted(_labels(records) - _labels(val))]:
         notes.append(f"this fold has no validation images of class {join_names(absent)}")
-    return train, val, notes + _uneven_notes(train, val, 1 / fold.count)
+    return train, val, notes + _uneven_notes(train, val, 1 / fold.total)
 
 
 def _make_units_of(
@@ -331,11 +331,11 @@ def _check_folds(units: Sequence[SplitUnit], fold: Fold) -> None:
     single = [printable(label) for label, number in units_of.items() if number < 2 and label]
     if single:
         raise DataError(
-            f"folds={fold.count}: only one image or group of class {join_names(single)}, so one "
+            f"folds={fold.total}: only one image or group of class {join_names(single)}, so one "
             "fold cannot learn it; add others, or leave the class out"
         )
-    if len(units) < fold.count:
-        raise DataError(f"folds={fold.count}: only {len(units)} images or groups; take fewer folds")
+    if len(units) < fold.total:
+        raise DataError(f"folds={fold.total}: only {len(units)} images or groups; take fewer folds")
 
 
 def _check_learnable(
