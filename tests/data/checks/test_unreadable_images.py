@@ -3,24 +3,24 @@
 from pathlib import Path
 
 import pytest
-from vit.data.bad_images import check_samples, without
 
+from vit.data.checks.unreadable_images import exclude_images, find_unreadable
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
 
-def opened(root):
+def open_data(root):
     return open_splits(str(root), val_share=0.25, seed=0)
 
 
 def checked(root):
-    splits = opened(root)
-    return without(splits, check_samples(splits.train + splits.val))
+    splits = open_data(root)
+    return exclude_images(splits, find_unreadable(splits.train + splits.val))
 
 
-def noted(splits, text: str) -> bool:
+def has_note(splits, text: str) -> bool:
     return any(text in note for note in splits.notes)
 
 
@@ -28,23 +28,23 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
 
 
-def test_broken_images_are_found_in_order_and_left_out(make_tree):
+def test_unreadable_images_are_found_in_order_and_excluded(make_tree):
     root = make_tree(SPLIT)
     (root / "train/b/3.png").write_bytes(b"")
     (root / "train/a/7.png").write_bytes(b"<html>404</html>")
     halve(root / "val/a/1.png")
-    splits = opened(root)
-    bad = check_samples(splits.train + splits.val)
+    splits = open_data(root)
+    bad = find_unreadable(splits.train + splits.val)
     assert [Path(image.path).relative_to(root).as_posix() for image in bad] == [
         "train/a/7.png",
         "train/b/3.png",
         "val/a/1.png",
     ]
-    kept = without(splits, bad)
+    kept = exclude_images(splits, bad)
     assert len(kept.train) == 22
     assert len(kept.val) == 4
-    assert noted(kept, "left out 3 images that cannot be read: ")
-    assert without(splits, []) is splits
+    assert has_note(kept, "left out 3 images that cannot be read: ")
+    assert exclude_images(splits, []) is splits
 
 
 def test_a_class_without_readable_images_is_refused(make_tree):
