@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.commands.predicting import end_at
+from tests.commands.interruptions import interrupt_at
 from vit.data.image_io import read_image
-from vit.output.resumable_output import Claim
+from vit.output.resumable_output import FileLock
 from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
@@ -40,7 +40,7 @@ def test_vectors_survive_a_kill(predict, tiny_run, inputs, tmp_path, monkeypatch
     assert predict(*words, *out)[0] == 1
     out = ("--out", cut / "a.csv", "--embeddings", cut / f"a.{ending}")
     with monkeypatch.context() as patch:
-        end_at(3, "fail", patch.setattr)
+        interrupt_at(3, "fail", patch.setattr)
         assert predict(*words, *out)[0] == 2
     assert f"a.{ending}.partial" in os.listdir(cut)
     assert predict(*words, *out, "--resume")[0] == 1
@@ -125,15 +125,15 @@ def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp
     whole = (tmp_path / "a.npy").read_bytes()
     code, _, err = predict(*words, "--resume")
     assert code == 0
-    assert "going on after 27 of 27 images" in err[0]
+    assert "resuming after 27 of 27 images" in err[0]
     assert (tmp_path / "a.npy").read_bytes() == whole
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.npy"]
 
 
 def test_two_jobs_do_not_write_the_same_vectors(predict, input_images, tmp_path):
     words = (*input_images, "--out", tmp_path / "b.csv", "--embeddings", tmp_path / "a.npy")
-    with Claim([tmp_path / "a.npy"]) as claim:
-        claim.take()
+    with FileLock([tmp_path / "a.npy"]) as claim:
+        claim.acquire()
         code, _, err = predict(*words)
     assert (code, len(err)) == (2, 1)
     assert "a.npy.partial is being written by another process" in err[0]

@@ -1,10 +1,8 @@
 """--engine: what computes which model, and what is refused by name."""
 
-import argparse
-
 import pytest
 
-from vit.commands.backends import block_of, digest_of, engine_of, model_files
+from vit.commands.backends import model_files, select_engine, sha256_of_files
 from vit.errors import ConfigError
 
 
@@ -22,7 +20,7 @@ from vit.errors import ConfigError
     ],
 )
 def test_the_ending_decides_where_nobody_does(model, asked, engine):
-    assert engine_of(model, asked) == engine
+    assert select_engine(model, asked) == engine
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ def test_the_ending_decides_where_nobody_does(model, asked, engine):
 )
 def test_what_an_engine_cannot_compute_has_a_remedy(model, asked, reason):
     with pytest.raises(ConfigError, match=reason):
-        engine_of(model, asked)
+        select_engine(model, asked)
 
 
 def test_the_command_refuses_in_one_line(predict, tiny_run, input_images):
@@ -72,13 +70,6 @@ def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
     assert [path.name for path in exported] == ["a.decoder.onnx", "a.onnx", "a.onnx.data"]
     exported_of_openvino = model_files(str(tmp_path / "c.xml"), "openvino")
     assert [path.name for path in exported_of_openvino] == ["c.bin", "c.xml"]
-    before = digest_of(exported)
+    before = sha256_of_files(exported)
     (tmp_path / "a.onnx.data").write_text("other")
-    assert digest_of(exported) != before
-
-
-def test_blocks_are_what_a_runner_says():
-    runner = argparse.Namespace(batch_size=4)
-    assert block_of(runner) == 4
-    runner.block_size = 6
-    assert block_of(runner) == 6
+    assert sha256_of_files(exported) != before

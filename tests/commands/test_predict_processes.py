@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.commands.predicting import ended
+from tests.commands.interruptions import run_interrupted
 from tests.commands.test_predict_sorting import files_in
 from tests.training.children import Job, command
 
@@ -46,7 +46,7 @@ def test_a_kill_of_two_processes_is_resumed(predict, tiny_run, inputs, alone, tm
     out, folder = tmp_path / "a.csv", tmp_path / "sorted"
     words = [*inputs, *WORDS, "--out", str(out), "--sort-into", str(folder)]
     line = ["predict", str(tiny_run), *words]
-    with Job(ended, line, 2, "torn", 1, log=tmp_path / "killed", processes=2) as job:
+    with Job(run_interrupted, line, 2, "torn", 1, log=tmp_path / "killed", processes=2) as job:
         assert job.processes[1].join(60) is None
         job.kill()
     left = [name for name in sorted(os.listdir(tmp_path)) if ".partial" in name]
@@ -78,13 +78,13 @@ def test_what_ends_one_process_ends_all_with_one_line(
         "--out",
         str(out),
     ]
-    with Job(ended, words, 3, how, 1, log=tmp_path / "log", processes=2) as job:
+    with Job(run_interrupted, words, 3, how, 1, log=tmp_path / "log", processes=2) as job:
         assert job.wait() == [code, code], job.said()
         lines = job.said().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"vit predict: {reason}; ")
     assert "rows are kept in" in lines[0]
-    assert lines[0].endswith("of 2 processes: go on with --resume")
+    assert lines[0].endswith("of 2 processes: continue with --resume")
     assert not out.exists()
     assert signal.SIGKILL not in job.wait()
 

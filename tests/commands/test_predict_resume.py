@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.commands.predicting import end_at, ended
+from tests.commands.interruptions import interrupt_at, run_interrupted
 from tests.training.children import Job
-from vit.commands.predict_output import Files
+from vit.commands.predict_output import OutputFiles
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
@@ -46,7 +46,7 @@ def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, ho
     out, partial = tmp_path / name, tmp_path / f"{name}.partial"
     words = [*inputs, "-b", str(SIZE), "--out", str(out)]
     command = ["predict", str(tiny_run), *words]
-    with Job(ended, command, block, how, log=tmp_path / "log") as job:
+    with Job(run_interrupted, command, block, how, log=tmp_path / "log") as job:
         assert job.wait() == [-signal.SIGKILL], job.said()
     left = partial.read_bytes()
     expected = whole(name)
@@ -57,15 +57,15 @@ def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, ho
     assert code == 2
     rows = SIZE * block
     assert err == [
-        f"vit predict: {partial} is unfinished and holds {rows} rows; go on with --resume, or "
-        "begin again with --overwrite"
+        f"vit predict: {partial} is unfinished and holds {rows} rows; continue with --resume, or "
+        "start again with --overwrite"
     ]
     code, shown, err = predict(*words, "--resume")
     assert (code, shown, len(err)) == (1, [], 2)
     assert err[0] == "vit predict: " + (
-        f"going on after {rows} of {len(inputs)} images in {partial}"
+        f"resuming after {rows} of {len(inputs)} images in {partial}"
         if rows
-        else f"{partial} held nothing whole: beginning at the first image"
+        else f"{partial} has no complete block: starting at the first image"
     )
     assert err[1].startswith(f"vit predict: {len(inputs) - 27} of {len(inputs)} images failed")
     assert out.read_bytes() == expected
@@ -77,12 +77,12 @@ def test_a_signal_ends_after_its_block(predict, inputs, whole, tmp_path, monkeyp
     out = tmp_path / "a.jsonl"
     words = (*inputs, "-b", SIZE, "--out", out, "--resume")
     with monkeypatch.context() as patch:
-        end_at(2, how, patch.setattr)
+        interrupt_at(2, how, patch.setattr)
         found, shown, err = predict(*words)
     name = {"term": "SIGTERM", "int": "Ctrl-C"}[how]
     assert (found, shown) == (code, [])
     assert err == [
-        f"vit predict: stopped by {name}; {3 * SIZE} rows are kept in {out}.partial: go on with "
+        f"vit predict: stopped by {name}; {3 * SIZE} rows are kept in {out}.partial: continue with "
         "--resume"
     ]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -127,7 +127,7 @@ def test_only_the_same_is_continued(predict, inputs, tmp_path, monkeypatch, word
     monkeypatch.chdir(tmp_path)
     usual = ["--out", "a.jsonl", "--precision", "fp32", "-b", SIZE]
     with monkeypatch.context() as patch:
-        end_at(1, "fail", patch.setattr)
+        interrupt_at(1, "fail", patch.setattr)
         assert predict(*inputs, *usual)[0] == 2
     left = (tmp_path / "a.jsonl.partial").read_bytes()
     more = (*words, *usual) if words == ["more.jpg"] else (*usual, *words)
@@ -141,7 +141,7 @@ def test_only_the_same_is_continued(predict, inputs, tmp_path, monkeypatch, word
 def test_another_batch_size_does_not_continue(predict, inputs, tmp_path, monkeypatch):
     words = (*inputs, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
-        end_at(1, "fail", patch.setattr)
+        interrupt_at(1, "fail", patch.setattr)
         assert predict(*words, "-b", SIZE)[0] == 2
     code, _, err = predict(*words, "-b", 2, "--resume")
     assert (code, len(err)) == (2, 1)
@@ -155,7 +155,7 @@ def test_another_model_does_not_continue(predict, inputs, tiny_run, tmp_path, mo
         (other / file.name).write_bytes(file.read_bytes())
     words = (*inputs, "-b", SIZE, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
-        end_at(1, "fail", patch.setattr)
+        interrupt_at(1, "fail", patch.setattr)
         assert predict(*words)[0] == 2
     os.replace(other / "model.safetensors", other / "old")
     from safetensors.torch import load_file, save_file
@@ -172,7 +172,7 @@ def test_the_arithmetic_that_was_picked_is_kept(predict, inputs, whole, tmp_path
     out = tmp_path / "a.jsonl"
     words = (*inputs, "-b", SIZE, "--out", out)
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         assert predict(*words, "--precision", "bf16")[0] == 2
     assert predict(*words, "--resume")[0] == 1
     assert out.read_bytes() == whole("a.jsonl", "--precision", "bf16")
@@ -182,11 +182,11 @@ def test_begin_again_or_from_nothing(predict, inputs, whole, tmp_path, monkeypat
     out = tmp_path / "a.jsonl"
     words = (*inputs, "-b", SIZE, "--out", out)
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         code, _, err = predict(*words, "--resume")
     assert code == 2
     assert err == [
-        f"vit predict: the disk is full; 8 rows are kept in {out}.partial: go on with --resume"
+        f"vit predict: the disk is full; 8 rows are kept in {out}.partial: continue with --resume"
     ]
     assert predict(*words, "--overwrite")[0] == 1
     assert out.read_bytes() == whole("a.jsonl")
@@ -196,7 +196,7 @@ def test_begin_again_or_from_nothing(predict, inputs, whole, tmp_path, monkeypat
 
 
 def test_nothing_stays_where_no_row_was_whole(predict, inputs, tmp_path, monkeypatch):
-    end_at(0, "fail", monkeypatch.setattr)
+    interrupt_at(0, "fail", monkeypatch.setattr)
     out = tmp_path / "a.jsonl"
     code, _, err = predict(*inputs, "--out", out)
     assert (code, len(err)) == (2, 1)
@@ -211,7 +211,7 @@ def test_a_finished_file_beside_an_unfinished_one(predict, input_images, tmp_pat
     out.write_text("precious\n")
     words = (*input_images, "-b", SIZE, "--out", out)
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         assert predict(*words, "--overwrite")[0] == 2
     assert out.read_text() == "precious\n"
     code, _, err = predict(*words, "--resume")
@@ -292,7 +292,7 @@ def test_what_is_complete_is_read_again(predict, inputs, tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == [name, "bad"]
     others = [inputs[1], inputs[0], *inputs[2:]]
     for images, more, reason in (
-        (others, [], "row 1 is of another image"),
+        (others, [], "row 1 belongs to another image"),
         (inputs, ["--sort-into", tmp_path / "new"], "whether the images were sorted"),
         (inputs, ["--format", "jsonl" if name != "a.jsonl" else "csv"], "is complete"),
     ):
@@ -308,17 +308,17 @@ def test_nobody_begins_while_another_finishes(predict, input_images, tmp_path, m
     """Not even between the last row and the last rename."""
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     said = []
-    finish = Files.finish
+    finish = OutputFiles.finish
 
     def finishing(files, *arguments):
-        monkeypatch.setattr(Files, "finish", finish)
+        monkeypatch.setattr(OutputFiles, "finish", finish)
         before = sorted(os.listdir(tmp_path))
         assert before == ["a.csv.partial", "a.csv.partial.journal", "a.csv.partial.lock"]
         said.append(predict(*words, *more))
         assert sorted(os.listdir(tmp_path)) == before
         finish(files, *arguments)
 
-    monkeypatch.setattr(Files, "finish", finishing)
+    monkeypatch.setattr(OutputFiles, "finish", finishing)
     assert predict(*words)[0] == 0
     code, _, err = said[0]
     assert (code, len(err)) == (2, 1)
@@ -328,13 +328,13 @@ def test_nobody_begins_while_another_finishes(predict, input_images, tmp_path, m
 
 def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_path, monkeypatch):
     out = tmp_path / "a.csv"
-    begin = Files.begin
+    begin = OutputFiles.begin
 
     def beginning(files, *arguments, **settings):
         out.write_text("of another")
         return begin(files, *arguments, **settings)
 
-    monkeypatch.setattr(Files, "begin", beginning)
+    monkeypatch.setattr(OutputFiles, "begin", beginning)
     code, _, err = predict(*input_images, "--out", out)
     assert (code, len(err)) == (2, 1)
     assert "a.csv exists" in err[0]
@@ -346,23 +346,23 @@ def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_p
 def test_a_damaged_journal_is_said(predict, input_images, whole, tmp_path, monkeypatch):
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
     journal = tmp_path / "a.csv.partial.journal"
     journal.write_bytes(journal.read_bytes().split(b"\n")[0] + b"\nwhat?\n")
     code, _, err = predict(*words, "--resume")
     assert (code, len(err)) == (0, 1)
-    assert err[0].endswith("a.csv.partial held nothing whole: beginning at the first image")
+    assert err[0].endswith("a.csv.partial has no complete block: starting at the first image")
 
 
 def test_the_remedy_is_not_what_was_given(predict, input_images, tmp_path, monkeypatch):
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
     code, _, err = predict(*words, "-k", 1, "--resume", "--overwrite")
     assert (code, len(err)) == (2, 1)
-    assert err[0].endswith("or begin again with --overwrite and without --resume")
+    assert err[0].endswith("or start again with --overwrite and without --resume")
 
 
 def test_a_link_stays_and_leads_to_the_rows(predict, input_images, tmp_path):
@@ -380,7 +380,9 @@ def test_a_link_stays_and_leads_to_the_rows(predict, input_images, tmp_path):
 def test_a_name_that_is_too_long_is_said_at_once(
     predict, input_images, tmp_path, monkeypatch, size
 ):
-    monkeypatch.setattr("vit.commands.predict_command.opened", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(
+        "vit.commands.predict_command.open_predictor", lambda *_: pytest.fail("too late")
+    )
     code, _, err = predict(*input_images, "--out", tmp_path / f"{'x' * (size - 4)}.csv")
     assert (code, len(err)) == (2, 1)
     assert f"the name has {size} bytes; give one of 220 at most" in err[0]
@@ -391,7 +393,7 @@ def test_files_are_on_the_disk_before_they_get_their_names(
 ):
     seen = []
     monkeypatch.setattr("vit.output.resumable_output.os.fsync", seen.append)
-    monkeypatch.setattr(Files, "finish", lambda *_: seen.append("finish"))
+    monkeypatch.setattr(OutputFiles, "finish", lambda *_: seen.append("finish"))
     assert predict(*input_images, "--out", tmp_path / "a.csv")[0] == 0
     assert len(seen) == 4  # of the journal's first line, the rows, the journal
     assert seen[-1] == "finish"

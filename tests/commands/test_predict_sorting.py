@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.predicting import end_at
+from tests.commands.interruptions import interrupt_at
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
@@ -58,7 +58,7 @@ def test_images_are_sorted_by_their_best_class(
         assert code == 1
         assert err[0] == (
             f"vit predict: 27 images sorted into {folder}, 9 of them into _unsure; "
-            f"{len(bad_images)} left where they are"
+            f"{len(bad_images)} failed and stay out of it"
         )
         places = files_in(folder)
         assert sorted(places.values()) == sorted(before)
@@ -73,13 +73,13 @@ def test_sorting_goes_on_after_a_kill(predict, input_images, tmp_path, monkeypat
     predict(*words, "--out", tmp_path / "a.csv", "--sort-into", tmp_path / "a")
     words = (*words, "--out", tmp_path / "b.csv", "--sort-into", tmp_path / "b")
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
     assert len(files_in(tmp_path / "b")) == 12  # the last four have no row yet
     assert predict(*words)[0] == 2
     code, _, err = predict(*words, "--resume")
     assert code == 0
-    assert "going on after 8 of 27 images" in err[0]
+    assert "resuming after 8 of 27 images" in err[0]
     assert "27 images sorted" in err[1]
     assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
@@ -106,7 +106,7 @@ def test_images_of_an_earlier_sorting_are_said(predict, input_images, best, tmp_
     assert len(predict(*words, "--threshold", threshold)[2]) == 1
     code, _, err = predict(*words, "--overwrite")
     assert (code, len(err)) == (0, 2)
-    assert err[1].startswith("vit predict: 9 of them were there in another folder")
+    assert err[1].startswith("vit predict: 9 of them were in another folder there already")
 
 
 def test_going_on_with_nothing_does_not_open_a_folder_with_files(predict, input_images, tmp_path):
@@ -130,6 +130,6 @@ def test_the_usual_way_may_be_named_on_a_resume(predict, input_images, tmp_path,
         tmp_path / "sorted",
     )
     with monkeypatch.context() as patch:
-        end_at(2, "fail", patch.setattr)
+        interrupt_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
     assert predict(*words, "--resume", "--sort-with", "copy")[0] == 0

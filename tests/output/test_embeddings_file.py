@@ -12,9 +12,9 @@ from vit.output import embeddings_file
 def written(path, vectors, dim):
     """The vectors as rows behind the head of `path`, in blocks of three."""
     with path.with_suffix(".raw").open("wb") as file:
-        file.write(embeddings_file.head(path, len(vectors), dim))
+        file.write(embeddings_file.npy_header(path, len(vectors), dim))
         for first in range(0, len(vectors), 3):
-            file.write(embeddings_file.rows(vectors[first : first + 3], dim))
+            file.write(embeddings_file.encode_rows(vectors[first : first + 3], dim))
     return path.with_suffix(".raw")
 
 
@@ -53,7 +53,7 @@ def test_parquet_has_image_embedding_and_error(tmp_path, vectors, monkeypatch, g
 
 def test_a_vector_of_another_width_is_refused():
     with pytest.raises(WeightsError, match="shape"):
-        embeddings_file.rows([np.zeros(3)], 4)
+        embeddings_file.encode_rows([np.zeros(3)], 4)
 
 
 def test_the_name_says_the_format():

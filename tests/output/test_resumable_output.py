@@ -6,31 +6,31 @@ import pytest
 
 from vit.errors import RunError
 from vit.output.resumable_output import (
-    Claim,
+    FileLock,
     Journal,
-    blocks,
-    check_same,
+    check_settings_match,
     differences,
-    journal_of,
-    last_whole,
-    lay_together,
-    leftovers,
-    marks,
-    part,
-    read_first,
+    journal_blocks,
+    journal_entries,
+    journal_path,
+    last_valid_entry,
+    merge_parts,
+    partial_files,
+    partial_path,
+    read_header,
 )
 
 BLOCKS = [b"head\n", b"one\ntwo\n", b"three\nfour\n", b"five\n"]
 ROWS = [0, 2, 4, 5]
 
 
-def written(folder, pieces=BLOCKS, rows=ROWS, asked=None):
+def written(folder, pieces=BLOCKS, rows=ROWS, settings=None):
     """A journal of two files, which has every block."""
     out = folder / "found.csv"
-    files = {"rows": part(out), "twice": folder / "twice.partial"}
-    journal = Journal(journal_of(part(out)), files, asked or {"a": 1}, resume=False)
+    files = {"rows": partial_path(out), "twice": folder / "twice.partial"}
+    journal = Journal(journal_path(partial_path(out)), files, settings or {"a": 1}, resume=False)
     for number, piece in zip(rows, pieces, strict=True):
-        journal.write(number, {"rows": piece, "twice": piece * 2}, tally={"n": number})
+        journal.write(number, {"rows": piece, "twice": piece * 2}, totals={"n": number})
     journal.close(sync=True)
     return journal.path, files
 
@@ -42,8 +42,8 @@ def kept(path, files):
     rows = files["rows"].read_bytes()
     assert files["twice"].read_bytes() == b"".join(b * 2 for b in pieces_of(rows))
     number = len(pieces_of(rows))
-    assert journal.mark.rows == (ROWS[number - 1] if number else 0)
-    assert [mark.rows for mark, _ in marks(path)] == ROWS[:number]
+    assert journal.entry.rows == (ROWS[number - 1] if number else 0)
+    assert [entry.rows for entry, _ in journal_entries(path)] == ROWS[:number]
     return number
 
 
@@ -103,9 +103,9 @@ def test_a_damaged_line_ends_the_journal(tmp_path, line):
 def test_work_goes_on_where_it_stopped(tmp_path):
     path, files = written(tmp_path, BLOCKS[:2], ROWS[:2])
     journal = Journal(path, files, {}, resume=True)
-    assert journal.mark.tally == {"n": 2}
+    assert journal.entry.totals == {"n": 2}
     for number, piece in zip(ROWS[2:], BLOCKS[2:], strict=True):
-        journal.write(number, {"rows": piece, "twice": piece * 2}, tally={"n": number})
+        journal.write(number, {"rows": piece, "twice": piece * 2}, totals={"n": number})
     journal.close()
     other = tmp_path / "other"
     other.mkdir()
@@ -113,28 +113,28 @@ def test_work_goes_on_where_it_stopped(tmp_path):
     assert path.read_bytes() == path_of_one.read_bytes()
     for name, file in files.items():
         assert file.read_bytes() == files_of_one[name].read_bytes()
-    assert last_whole(path, files)[0].rows == 5
+    assert last_valid_entry(path, files)[0].rows == 5
 
 
 def test_a_journal_says_what_was_asked(tmp_path):
-    path, _ = written(tmp_path, asked={"top_k": 5, "list": "a" * 64, "same": None})
-    assert read_first(path) == {"top_k": 5, "list": "a" * 64, "same": None}
+    path, _ = written(tmp_path, settings={"top_k": 5, "list": "a" * 64, "same": None})
+    assert read_header(path) == {"top_k": 5, "list": "a" * 64, "same": None}
     now = {"top_k": 3, "list": "b" * 64, "same": None}
-    assert differences(read_first(path), now) == ["another list", "top k (5, now 3)"]
+    assert differences(read_header(path), now) == ["another list", "top k (5, now 3)"]
     out = tmp_path / "found.csv"
-    check_same(out, read_first(path))
+    check_settings_match(out, read_header(path))
     with pytest.raises(RunError, match="another list; top k"):
-        check_same(out, now)
+        check_settings_match(out, now)
     path.unlink()
     with pytest.raises(RunError, match="lost its journal"):
-        check_same(out, now)
+        check_settings_match(out, now)
 
 
 def test_only_our_own_unfinished_files_are_taken_for_such(tmp_path):
     ours = ["a.csv.partial", "a.csv.partial.2-of-3", "a.csv.partial.2-of-3.journal"]
     for name in [*ours, "a.csv", "a.csv.partial.bak", "b.csv.partial", "xa.csv.partial"]:
         (tmp_path / name).touch()
-    assert [path.name for path in leftovers(tmp_path / "a.csv")] == ours
+    assert [path.name for path in partial_files(tmp_path / "a.csv")] == ours
 
 
 def test_blocks_of_several_processes_come_in_their_order(tmp_path):
@@ -142,35 +142,37 @@ def test_blocks_of_several_processes_come_in_their_order(tmp_path):
     paths = []
     for rank in range(3):
         path = tmp_path / f"part{rank}"
-        journal = Journal(journal_of(path), {"rows": path}, {}, resume=False)
+        journal = Journal(journal_path(path), {"rows": path}, {}, resume=False)
         journal.write(0, {"rows": b"head\n"})
         for number, piece in enumerate(pieces[rank::3], 1):
             journal.write(2 * number, {"rows": piece}, errors=[(0, f"of {piece!r}")])
         journal.close()
         paths.append(path)
-    journals = [journal_of(path) for path in paths]
-    lay_together(paths, journals, "rows", tmp_path / "all")
+    journals = [journal_path(path) for path in paths]
+    merge_parts(paths, journals, "rows", tmp_path / "all")
     assert (tmp_path / "all").read_bytes() == b"head\n" + b"".join(pieces)
-    assert [after.errors[0][1] for *_, after in blocks(journals)] == [f"of {p!r}" for p in pieces]
+    assert [after.errors[0][1] for *_, after in journal_blocks(journals)] == [
+        f"of {p!r}" for p in pieces
+    ]
 
 
 def test_two_jobs_do_not_write_one_file(tmp_path):
     out = tmp_path / "found.csv"
-    with Claim([out]) as first, Claim([out]) as second:
-        first.take()
-        first.take(shared=True)
-        second.take(shared=True)  # of the same job
+    with FileLock([out]) as first, FileLock([out]) as second:
+        first.acquire()
+        first.acquire(shared=True)
+        second.acquire(shared=True)  # of the same job
         with (
-            Claim([tmp_path / "other.csv", out]) as third,
+            FileLock([tmp_path / "other.csv", out]) as third,
             pytest.raises(RunError, match=r"found\.csv\.partial is being written by another"),
         ):
-            third.take()
+            third.acquire()
         assert os.listdir(tmp_path) == ["found.csv.partial.lock"]
         (tmp_path / "found.csv.partial.lock").unlink()
-        with Claim([out]) as fourth:
-            fourth.take()
+        with FileLock([out]) as fourth:
+            fourth.acquire()
             (tmp_path / "found.csv.partial.lock").rename(tmp_path / "moved")
             with pytest.raises(RunError, match="is being written by another"):
-                fourth.take()
+                fourth.acquire()
             (tmp_path / "moved").rename(tmp_path / "found.csv.partial.lock")
     assert os.listdir(tmp_path) == []

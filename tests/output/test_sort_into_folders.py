@@ -9,7 +9,13 @@ import pytest
 
 from vit.errors import ConfigError, RunError, VitError
 from vit.output.prediction_results import Prediction
-from vit.output.sort_into_folders import UNSURE, Sorter, check_sorting, folder_names, image_names
+from vit.output.sort_into_folders import (
+    UNSURE,
+    ImageSorter,
+    check_sorting,
+    folder_names,
+    image_names,
+)
 
 STRANGE = [
     *("cat", "Cat", "CAT", "..", ".", "", "/", "a/b", "a%2Fb", "../../etc", ".hidden", "end."),
@@ -79,7 +85,7 @@ def test_images_go_where_they_belong_once(tmp_path, input_images, way):
     before = {path: Path(path).read_bytes() for path in input_images}
     folder = tmp_path / "out"
     for _ in range(2):  # the second time nothing is left to do
-        sorter = Sorter(str(folder), way, ["a/b"], input_images)
+        sorter = ImageSorter(str(folder), way, ["a/b"], input_images)
         for place, prediction in enumerate(answers(input_images)):
             sorter(place, prediction)
         sorter(0, Prediction(input_images[0], error="unreadable"))
@@ -109,7 +115,7 @@ def test_what_is_there_is_never_replaced(tmp_path, input_images, way, kind):
         target.symlink_to(precious)
     else:
         target.write_bytes(b"precious")
-    sorter = Sorter(str(tmp_path / "out"), way, ["a/b"], input_images)
+    sorter = ImageSorter(str(tmp_path / "out"), way, ["a/b"], input_images)
     with pytest.raises(RunError, match=r"1\.jpg is there and is not .*nothing is overwritten"):
         sorter(0, answers(input_images)[0])
     assert target.read_bytes() == precious.read_bytes() == b"precious"
@@ -119,7 +125,7 @@ def test_files_beside_a_copy_are_not_written_and_not_removed(tmp_path, input_ima
     folder = tmp_path / "out" / "a%2Fb"
     folder.mkdir(parents=True)
     (folder / ".0.tmp").write_text("precious")
-    Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)(0, answers(input_images)[0])
+    ImageSorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)(0, answers(input_images)[0])
     assert (folder / ".0.tmp").read_text() == "precious"
     assert sorted(os.listdir(folder)) == [".0.tmp", "1.jpg"]
 
@@ -136,7 +142,7 @@ def test_what_comes_there_during_a_copy_stays(tmp_path, input_images, monkeypatc
     monkeypatch.setattr("vit.data.archives.shutil.copy2", copy)
     if not links:
         monkeypatch.setattr("vit.output.sort_into_folders.os.link", no_link)
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
+    sorter = ImageSorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     with pytest.raises(RunError, match="is there and is not"):
         sorter(0, answers(input_images)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
@@ -148,15 +154,15 @@ def test_a_disk_without_links_takes_copies(tmp_path, input_images, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("vit.output.sort_into_folders.os.link", no_link)
-    Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)(0, answers(input_images)[0])
+    ImageSorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)(0, answers(input_images)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == ["1.jpg"]
 
 
 def test_an_image_in_a_second_folder_is_told(tmp_path, input_images):
     first, _, unsure = answers(input_images)
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
+    sorter = ImageSorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     assert not sorter(0, first)
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
+    sorter = ImageSorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     assert not sorter(0, first)
     assert sorter(0, Prediction(input_images[0]))
     assert not sorter(2, unsure)
@@ -164,7 +170,7 @@ def test_an_image_in_a_second_folder_is_told(tmp_path, input_images):
 
 def test_an_image_that_has_gone_is_one_line(tmp_path, input_images):
     os.unlink(input_images[0])
-    sorter = Sorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
+    sorter = ImageSorter(str(tmp_path / "out"), "copy", ["a/b"], input_images)
     with pytest.raises(RunError, match=r"could not be put at .*No such file"):
         sorter(0, answers(input_images)[0])
     assert os.listdir(tmp_path / "out" / "a%2Fb") == []

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.children import Job, command
-from vit.commands.launcher import processes_asked
+from vit.commands.launcher import requested_processes
 from vit.config.parser import write_settings
 from vit.training.checkpoint import find_checkpoints
 from vit.training.final_report import read_events
@@ -164,4 +164,4 @@ def untimed(folder: Path) -> list[dict]:
     ],
 )
 def test_how_many_processes_were_asked_for(environment, parent, count):
-    assert processes_asked(environment, parent) == count
+    assert requested_processes(environment, parent) == count

@@ -1,15 +1,15 @@
-"""What computes the answers of `vit predict`: torch, onnxruntime, OpenVINO, or Ray's workers."""
+"""Inference engines of `vit predict`: torch, onnxruntime, OpenVINO and Ray."""
 
 import argparse
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vit.commands.command_options import search_given
+from vit.commands.command_options import search_from_args
 from vit.commands.command_output import check_output
 from vit.errors import ConfigError, RunError, VitError, printable, quoted
 from vit.exported.load_exported import EXPORTED
@@ -20,21 +20,33 @@ if TYPE_CHECKING:
 
 ENGINES = ("torch", "onnx", "openvino", "ray")
 LIBRARIES = {"torch": "torch", "onnx": "onnxruntime", "openvino": "openvino", "ray": "ray"}
-# engine -> endings of what it takes; a folder, or weights by name, has none of them
-TAKES = {
+# engine -> suffixes of the models it runs; "" for a folder, or weights by name
+SUPPORTED_SUFFIXES = {
     "torch": ("",),
     "onnx": (".onnx",),
     "openvino": (".xml", ".onnx"),
     "ray": ("", ".onnx", ".xml"),
 }
-PIECE = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
-class Answers(Protocol):
-    """A Predictor, or a runner of exported networks."""
+class ImagePredictor(Protocol):
+    """A Predictor, an ExportedClassifier or an ExportedCaptioner."""
 
     classes: tuple[str, ...]
     batch_size: int
+    precision: str
+
+    @property
+    def device(self) -> object: ...
+
+    @property
+    def thresholds(self) -> "Sequence[float] | None":
+        """Of a multi-label network; None otherwise."""
+
+    @property
+    def block_size(self) -> int:
+        """A list gives the same results when it is continued at a multiple of this."""
 
     @property
     def n_best(self) -> int: ...
@@ -43,32 +55,32 @@ class Answers(Protocol):
     def stream(self) -> "Callable[..., Iterator[Prediction]]": ...
 
 
-def engine_of(model: str, asked: str | None) -> str:
-    """What computes `model`: what was asked for, else what its ending says.
+def select_engine(model: str, asked: str | None) -> str:
+    """Return the requested engine, or the default for the suffix of `model`.
 
     Raises:
-        ConfigError: The two do not go together.
+        ConfigError: The requested engine does not run this model.
     """
     ending = next((end for end in EXPORTED if model.lower().endswith(end)), "")
     engine = asked or EXPORTED.get(ending, "torch")
-    if ending in TAKES[engine]:
+    if ending in SUPPORTED_SUFFIXES[engine]:
         return engine
     name = printable(model)
     if not ending:
         out = ".onnx" if engine == "onnx" else ".xml"
         raise ConfigError(
-            f"engine={engine}: {name} is no exported network; export it first: "
+            f"engine={engine}: {name} is not an exported network; export it first: "
             f"vit export {quoted(model)} --out model{out}"
         )
-    fit = [one for one in ENGINES if ending in TAKES[one]]
+    fit = [one for one in ENGINES if ending in SUPPORTED_SUFFIXES[one]]
     raise ConfigError(
         f"engine={engine}: {name} is an exported network; take --engine {' or '.join(fit)}, or "
         "give the run"
     )
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of the predictor, as they were typed."""
+def predictor_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the predictor by the command line."""
     settings = {
         "device": args.device,
         "batch_size": args.batch_size,
@@ -77,67 +89,70 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "keep_aspect": args.keep_aspect,
         "merge_tokens": args.merge_tokens,
         "patch_size": args.patch_size,
-        "search": search_given(args),
+        "search": search_from_args(args),
     }
     more = {"tta": args.tta, "compile": args.compile, "embeddings": args.embeddings is not None}
     return settings | {name: value for name, value in more.items() if value}
 
 
-def opened(args: argparse.Namespace, engine: str, device: str | None) -> Answers:
-    """What answers: an exported network without torch, or one that torch computes.
+def open_predictor(
+    args: argparse.Namespace,
+    engine: str,
+    device: str | None,
+    precision: str,
+    images: Sequence[str],
+) -> ImagePredictor:
+    """Open the model of the command line; exported networks without importing torch.
 
     Args:
-        args: Of the command line.
-        engine: From `engine_of`.
-        device: Of this process; that of `args` where it is alone.
+        args: Parsed arguments.
+        engine: From `select_engine`.
+        device: Device of this process.
+        precision: Of the arithmetic; with auto, it is chosen by a trial on `images`.
+        images: The whole list.
 
     Raises:
-        VitError: It cannot be used as asked.
+        VitError: The model or a setting cannot be used.
     """
-    settings = settings_of(args) | {"device": device}
+    settings = predictor_settings(args) | {"device": device, "precision": precision}
     if engine == "torch":
         from vit.inference.predictor import Predictor
 
-        return Predictor(args.model, **settings)
+        predictor = Predictor(args.model, **settings)
+        predictor.autotune_precision(images)
+        return predictor
     from vit.exported.load_exported import load_exported
 
-    runner: Answers = load_exported(args.model, engine=engine, explain=args.explain, **settings)
-    return runner
+    return load_exported(args.model, engine=engine, explain=args.explain, **settings)
 
 
-def block_of(predictor: Answers) -> int:
-    """Images of which the answers depend on each other alone, from the start of a list on."""
-    return int(getattr(predictor, "block_size", predictor.batch_size))
-
-
-def width_of(predictor: Any) -> int:
-    """Numbers of an embedding: what the head of a network gets."""
+def embedding_dim(predictor: Any) -> int:
+    """Width of the network's embeddings."""
     return int(predictor.model.num_features)
 
 
-def asked_for(
-    args: argparse.Namespace, engine: str, predictor: Answers, images: list[str]
+def prediction_settings(
+    args: argparse.Namespace, engine: str, predictor: ImagePredictor, images: list[str]
 ) -> dict[str, Any]:
-    """All that decides what is written, for comparison with what an unfinished file was asked.
+    """Everything that determines the output; a prediction is resumed only with equal settings.
 
     Raises:
         RunError: A file of the model cannot be read.
     """
     library = LIBRARIES[engine]
-    device = getattr(predictor, "device", None)
     search = {name[7:]: x for name, x in sorted(vars(args).items()) if name.startswith("search.")}
     names = hashlib.sha256(b"\0".join(map(os.fsencode, images))).hexdigest()
     folder = args.sort_into and os.path.abspath(args.sort_into)
     return {
         "vit": __version__,
         "engine": f"{library} {_version(library)}",
-        "model": digest_of(model_files(args.model, engine)),
+        "model": sha256_of_files(model_files(args.model, engine)),
         "list_of_images": names,
         "images": len(images),
         "batch_size": predictor.batch_size,
-        "block": block_of(predictor),
-        "device": None if device is None else getattr(device, "type", str(device)),
-        "precision": str(getattr(predictor, "precision", args.precision)),
+        "block": predictor.block_size,
+        "device": str(predictor.device).split(":")[0],
+        "precision": predictor.precision,
         "keep_aspect": args.keep_aspect,
         "merge_tokens": args.merge_tokens,
         "patch_size": args.patch_size,
@@ -159,7 +174,7 @@ def _version(package: str) -> str:
 
 
 def model_files(model: str, engine: str) -> list[Path]:
-    """The files that the answers come from."""
+    """Files of the model, for its digest."""
     path = Path(model)
     if engine == "torch":
         from vit.weights.resolve_source import locate_weights
@@ -176,11 +191,11 @@ def model_files(model: str, engine: str) -> list[Path]:
     return sorted(file for file in files if file.is_file())
 
 
-def digest_of(files: list[Path]) -> str:
-    """sha256 of the contents and the names.
+def sha256_of_files(files: list[Path]) -> str:
+    """SHA-256 over names and contents of files.
 
     Raises:
-        RunError: One cannot be read.
+        RunError: A file cannot be read.
     """
     total = hashlib.sha256()
     path = Path()
@@ -188,18 +203,18 @@ def digest_of(files: list[Path]) -> str:
         for path in files:
             with open(path, "rb") as file:
                 total.update(os.fsencode(path.name) + b"\0" + b"%d\0" % os.path.getsize(path))
-                while piece := file.read(PIECE):
-                    total.update(piece)
+                while chunk := file.read(CHUNK_BYTES):
+                    total.update(chunk)
     except OSError as error:
         raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
     return total.hexdigest()
 
 
 def check_ray(out: str, style: str, *, overwrite: bool) -> None:
-    """Refuse, before any work is done, what Ray's workers could not write.
+    """Check that Ray is installed and its workers can write `out`.
 
     Raises:
-        VitError: It is so, or Ray is not installed.
+        VitError: It is not installed, or they cannot.
     """
     if find_spec("ray") is None:
         raise VitError("ray is not installed: pip install 'vit-toolkit[ray]'")
@@ -213,14 +228,14 @@ def check_ray(out: str, style: str, *, overwrite: bool) -> None:
 def predict_with_ray(
     args: argparse.Namespace, images: list[str], *, style: str, top_k: int, notify: Any
 ) -> int:
-    """Let Ray's workers answer; returns how many images failed.
+    """Predict with Ray's workers; return how many images failed.
 
     Raises:
-        VitError: Ray cannot do what was asked.
+        VitError: A setting is not supported with Ray.
     """
     from vit.inference.ray_inference import predict_with_ray as predict
 
-    settings = settings_of(args)
+    settings = predictor_settings(args)
     workers = settings.pop("workers")
     return int(
         predict(

@@ -4,7 +4,12 @@ import argparse
 from contextlib import ExitStack
 from types import TracebackType
 
-from vit.commands.command_options import add_list_options, add_setting, settings_given, whole_number
+from vit.commands.command_options import (
+    add_list_options,
+    add_setting,
+    positive_int,
+    settings_from_args,
+)
 from vit.commands.command_output import check_output, notify, open_output, standard_output
 from vit.commands.command_progress import Progress
 from vit.config.parser import all_settings
@@ -48,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-j",
         "--workers",
-        type=whole_number,
+        type=positive_int,
         default=argparse.SUPPRESS,
         metavar="N",
         help="processes that read images (default: one a core, at most 16)",
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args.images,
         args.image_column,
         args.label_column,
-        settings_given(args).get("group"),
+        settings_from_args(args).get("group"),
         allow_outside=args.allow_outside,
     )
     with Stages() as stages:

@@ -33,7 +33,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "-b",
         "--batch-size",
-        type=whole_number,
+        type=positive_int,
         default=argparse.SUPPRESS,
         metavar="N",
         help="images in one pass through the network (default: 4 to 64 on a CPU, the more the "
@@ -55,7 +55,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "-j",
         "--workers",
-        type=whole_number,
+        type=positive_int,
         default=argparse.SUPPRESS,
         metavar="N",
         help="threads that read images, and compute on a CPU (default: one a core, at most 8)",
@@ -81,7 +81,7 @@ def add_patch_options(group: Any) -> None:
     )
     group.add_argument(
         "--patch-size",
-        type=whole_number,
+        type=positive_int,
         default=argparse.SUPPRESS,
         metavar="P",
         help="pixels on a side of a patch, best one that --patch-sizes trained: larger is faster, "
@@ -90,14 +90,14 @@ def add_patch_options(group: Any) -> None:
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """How captions are looked for; `search_given` says what was typed."""
+    """How captions are looked for; `search_from_args` says what was typed."""
     group = parser.add_argument_group(
         "how captions are written",
         "Of a captioner alone; the likeliest word each time if not said.",
     )
     for flag, kind, metavar, text in (
-        ("beams", whole_number, "N", "sentences that are written side by side (default: 1)"),
-        ("n-best", whole_number, "K", "captions of each image, at most --beams (default: 1)"),
+        ("beams", positive_int, "N", "sentences that are written side by side (default: 1)"),
+        ("n-best", positive_int, "K", "captions of each image, at most --beams (default: 1)"),
         ("length-penalty", float, "P", "beams are compared by score / tokens^P (default: 1)"),
         (
             "temperature",
@@ -106,10 +106,10 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
             "draw words from softmax(logits / T) (default: 0, drawing none)",
         ),
         ("top-p", float, "P", "draw among the fewest words of probability P (default: 1)"),
-        ("sample-top-k", whole_number, "K", "draw among the K likeliest words (default: all)"),
+        ("sample-top-k", positive_int, "K", "draw among the K likeliest words (default: all)"),
         ("repetition-penalty", float, "R", "makes words less likely that are there (default: 1)"),
         ("min-tokens", count, "N", "tokens before a caption may end (default: 1)"),
-        ("max-tokens", whole_number, "N", "longest caption in tokens (default: as in training)"),
+        ("max-tokens", positive_int, "N", "longest caption in tokens (default: as in training)"),
         ("seed", count, "N", "decides what is drawn (default: 0)"),
     ):
         name = f"search.{SEARCH_NAMES.get(flag, flag.replace('-', '_'))}"
@@ -118,7 +118,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def search_given(args: argparse.Namespace) -> Any:
+def search_from_args(args: argparse.Namespace) -> Any:
     """The Search that was typed, or None where none of its flags was.
 
     Raises:
@@ -143,7 +143,7 @@ def count(word: str) -> int:
     return int(word)
 
 
-def whole_number(word: str) -> int:
+def positive_int(word: str) -> int:
     """A number of at least 1, typed as a flag."""
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
@@ -165,8 +165,8 @@ def add_setting(group: Any, setting: Setting) -> None:
     """One flag: its text is checked with the settings of a file, so errors are the same."""
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
-    commas = " Separated by commas." if takes_commas(setting.kind) else ""
-    options["help"] = f"{setting.help}{commas}{default_shown(setting)}".replace("%", "%%")
+    commas = " Separated by commas." if is_comma_separated(setting.kind) else ""
+    options["help"] = f"{setting.help}{commas}{default_text(setting)}".replace("%", "%%")
     if setting.kind in (bool, bool | None):
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         return
@@ -174,12 +174,12 @@ def add_setting(group: Any, setting: Setting) -> None:
         options["metavar"] = "{" + "|".join(choices) + "}"
     else:
         options["metavar"] = setting.name.split("_")[-1].upper()
-    if count := numbers_taken(setting.kind):
+    if count := value_count(setting.kind):
         options["nargs"] = count
     group.add_argument(*flags, **options)
 
 
-def default_shown(setting: Setting) -> str:
+def default_text(setting: Setting) -> str:
     """What --help says of the value where the flag is not given."""
     if setting.name == "num_classes":
         return ""
@@ -199,7 +199,7 @@ def choices_of(kind: Any) -> tuple[str, ...]:
     return ()
 
 
-def numbers_taken(kind: Any) -> int:
+def value_count(kind: Any) -> int:
     """How many values a flag of this type takes; 0 for the ordinary one, and one with commas."""
     for option in (kind, *typing.get_args(kind)):
         if typing.get_origin(option) is tuple and Ellipsis not in typing.get_args(option):
@@ -207,7 +207,7 @@ def numbers_taken(kind: Any) -> int:
     return 0
 
 
-def takes_commas(kind: Any) -> bool:
+def is_comma_separated(kind: Any) -> bool:
     """Whether a flag of this type takes any number of values, in one word."""
     return any(
         typing.get_origin(option) is tuple and Ellipsis in typing.get_args(option)
@@ -215,7 +215,7 @@ def takes_commas(kind: Any) -> bool:
     )
 
 
-def settings_given(args: argparse.Namespace) -> dict[str, Any]:
+def settings_from_args(args: argparse.Namespace) -> dict[str, Any]:
     """What was typed for flags of `add_setting`, by the settings' names, not yet checked."""
     return {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
 

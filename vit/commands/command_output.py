@@ -21,10 +21,10 @@ def check_output(path: str | None, *, overwrite: bool) -> None:
     """
     if path is None or is_device(path):
         return
-    name, folder = printable(path), resolved(path).parent
+    name, folder = printable(path), resolve_link(path).parent
     if os.path.isdir(path):
         raise VitError(f"{name} is a folder; give the name of a file in it")
-    if (size := len(os.fsencode(resolved(path).name))) > LONGEST:
+    if (size := len(os.fsencode(resolve_link(path).name))) > LONGEST:
         raise VitError(f"{name}: the name has {size} bytes; give one of {LONGEST} at most")
     if os.path.exists(path) and not overwrite:
         raise VitError(f"{name} exists; choose another name, or add --overwrite")
@@ -68,7 +68,7 @@ def open_output(path: str | None) -> Iterator[TextIO]:
         with open(path, "w", encoding="utf-8", newline="") as stream:
             yield stream
     else:
-        with naming(path), whole_file(resolved(path)) as stream:
+        with explain_write_errors(path), atomic_text_file(resolve_link(path)) as stream:
             yield stream
 
 
@@ -83,7 +83,7 @@ def standard_output() -> TextIO:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[TextIO]:
+def atomic_text_file(path: Path) -> Iterator[TextIO]:
     """Write beside `path`, flush to the disk, and rename; nothing is left after an error."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -97,8 +97,8 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Turn a failed write inside the `with` into one line that names the file and the cause."""
+def explain_write_errors(path: str) -> Iterator[None]:
+    """Turn an OSError inside the `with` into a VitError that names the file and the cause."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ def is_device(path: str) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
-def resolved(path: str) -> Path:
+def resolve_link(path: str) -> Path:
     """The file that a rename is to replace: what a link leads to, and not the link."""
     return Path(os.path.realpath(path) if os.path.islink(path) else path)
 

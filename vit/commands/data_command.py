@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"shard_size={printable(args.shard_size)}: a folder has no shards")
     if args.streaming and (args.to != "shards" or not args.source.startswith(PREFIX)):
         raise ConfigError("streaming: only from hf:NAME to shards; leave it out")
-    max_bytes, out = bytes_of(args.shard_size or "256MB"), Path(args.out)
+    max_bytes, out = parse_size(args.shard_size or "256MB"), Path(args.out)
     local = args.source.removeprefix(PREFIX)
     check_target(out, local, overwrite=args.overwrite)
     columns = {"image_column": args.image_column, "label_column": args.label_column}
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(report.bad))
 
 
-def bytes_of(size: str) -> int:
+def parse_size(size: str) -> int:
     """Bytes of a size such as 256MB.
 
     Raises:

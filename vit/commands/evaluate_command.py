@@ -11,7 +11,7 @@ from vit.commands.command_options import (
     add_list_options,
     add_network_options,
     add_search_options,
-    search_given,
+    search_from_args,
 )
 from vit.commands.command_output import (
     check_output,
@@ -80,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
             keep_aspect=args.keep_aspect,
             merge_tokens=args.merge_tokens,
             patch_size=args.patch_size,
-            search=search_given(args),
+            search=search_from_args(args),
             tta=args.tta,
             compile=args.compile,
             notify=lambda note: notify(f"vit evaluate: {note}"),
-            progress=lambda done, total: bar_to(bar, done, total),
+            progress=lambda done, total: update_bar(bar, done, total),
         )
     if args.json is not None:
         with open_output(args.json) as out:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def bar_to(bar: Any, done: int, total: int) -> None:
+def update_bar(bar: Any, done: int, total: int) -> None:
     bar.total = total
     bar.update(done - bar.n)
 

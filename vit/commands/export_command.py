@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from vit.commands.command_options import whole_number
+from vit.commands.command_options import positive_int
 from vit.commands.command_output import check_output, notify, open_output
 from vit.errors import VitError, printable
 
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="weights and arithmetic of the network",
     )
     add("--tokens", action="store_true", help="also give tokens, embedding and attention")
-    add("--opset", type=whole_number, metavar="N", help="version of ONNX's operators (default: 20)")
+    add("--opset", type=positive_int, metavar="N", help="version of ONNX's operators (default: 20)")
     add("--calibration", metavar="DATA", help="whose training images int8 is calibrated with")
-    add("--samples", type=whole_number, metavar="N", help="how many of them (default: 200)")
+    add("--samples", type=positive_int, metavar="N", help="how many of them (default: 200)")
     add("--dynamic", action="store_true", help="int8 without calibration")
     add(
         "--validation",

@@ -23,7 +23,7 @@ def find_images(
     notes: list[str] = []
     for word in inputs:
         if word == "-":
-            images += read_names()
+            images += read_path_list()
         elif lists and is_list(word):
             from vit.inference.remote_files import read_list
 
@@ -66,7 +66,7 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
         return [word]
 
 
-def read_names() -> list[str]:
+def read_path_list() -> list[str]:
     """Paths on standard input, one a line, or with NUL between them as `find -print0` writes."""
     raw = sys.stdin.buffer.read()
     if b"\0" in raw:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vit.inference.process_group import ProcessGroup
 
 
-def processes_asked(environment: Mapping[str, str], parent: Sequence[str]) -> int:
+def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:
     """How many processes accelerate's launcher was asked for, where it started a single one.
 
     Args:
@@ -39,14 +39,14 @@ def processes_asked(environment: Mapping[str, str], parent: Sequence[str]) -> in
     return 1
 
 
-def start_processes_if_asked() -> None:
+def launch_if_requested() -> None:
     """Become torch's launcher where accelerate's was asked for several processes on CPUs."""
     if "ACCELERATE_USE_CPU" not in os.environ or "MASTER_ADDR" not in os.environ:
         return
     import psutil  # accelerate brings it
 
     parent = psutil.Process().parent()
-    count = processes_asked(os.environ, parent.cmdline() if parent else [])
+    count = requested_processes(os.environ, parent.cmdline() if parent else [])
     if count == 1:
         return
     print(f"starting {count} processes with torch.distributed.run", file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ class SingleProcess:
         return [mine]
 
 
-def processes_started() -> int:
+def world_size() -> int:
     """How many processes a launcher has started."""
     word = os.environ.get("WORLD_SIZE", "1")
     return int(word) if word.isdecimal() else 1
@@ -87,7 +87,7 @@ def processes_started() -> int:
 
 def current_process_group() -> "SingleProcess | ProcessGroup":
     """The processes of this launch, or this one alone."""
-    if processes_started() == 1:
+    if world_size() == 1:
         return SingleProcess()
     from vit.inference.process_group import ProcessGroup
 

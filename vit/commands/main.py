@@ -94,13 +94,13 @@ def console(*first: str) -> None:
         code = main([*first, *sys.argv[1:]])
         sys.stdout.flush()
     except BrokenPipeError:
-        code = _reader_gone()
+        code = _discard_stdout()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.exit(code)
 
 
-def _reader_gone() -> int:
+def _discard_stdout() -> int:
     """Nothing is left to say to the reader of our output; Python must not try when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -122,7 +122,7 @@ def run_command(name: str, words: list[str]) -> int:
             print(f"vit {name}{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        return _reader_gone()
+        return _discard_stdout()
     except KeyboardInterrupt:
         print(f"vit {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

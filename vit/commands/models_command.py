@@ -7,7 +7,7 @@ import typing
 from fnmatch import fnmatch
 from typing import Any
 
-from vit.commands.command_options import choices_of, takes_commas
+from vit.commands.command_options import choices_of, is_comma_separated
 from vit.config.parser import WORDS, Setting, all_settings, nearest
 from vit.config.presets import PRESETS, preset
 from vit.errors import ConfigError, printable
@@ -82,7 +82,7 @@ def values_of(setting: Setting) -> str:
     if words := words_of(setting):
         return " ".join(f"[{word}]" if word == default else word for word in words)
     plain = next(WORDS[kind] for kind in kinds_of(setting.kind) if kind in WORDS)
-    many = ", or several with commas" if takes_commas(setting.kind) else ""
+    many = ", or several with commas" if is_comma_separated(setting.kind) else ""
     return f"{plain}{many} [{default}]"
 
 

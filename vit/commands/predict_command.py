@@ -1,30 +1,34 @@
-"""`vit predict`: label images, or write captions of them, with a trained model.
-
-Which flags of `vit predict` go together, and what follows from them.
-"""
+"""`vit predict`: classify or caption images with a trained model."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vit.commands.backends import ENGINES, Answers, check_ray, engine_of, opened, predict_with_ray
+from vit.commands.backends import (
+    ENGINES,
+    ImagePredictor,
+    check_ray,
+    open_predictor,
+    predict_with_ray,
+    select_engine,
+)
 from vit.commands.command_options import (
     COMPILE_HELP,
     TTA_HELP,
     VIEWS,
     add_network_options,
     add_search_options,
+    positive_int,
     probability,
-    whole_number,
 )
-from vit.commands.command_output import check_folder, check_output, is_device, notify, resolved
+from vit.commands.command_output import check_folder, check_output, is_device, notify, resolve_link
 from vit.commands.image_arguments import find_images
 from vit.commands.launcher import (
     SingleProcess,
     current_process_group,
-    processes_started,
-    start_processes_if_asked,
+    launch_if_requested,
+    world_size,
 )
 from vit.errors import ConfigError, VitError, printable
 from vit.exported.load_exported import EXPORTED
@@ -37,13 +41,13 @@ if TYPE_CHECKING:
 STYLES = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
 
 
-def style_of(path: str | None, engine: str) -> str:
-    """The format that the name of `path` asks for; a table on standard output and devices.
+def default_format(path: str | None, engine: str) -> str:
+    """The format by the suffix of `path`; a table for standard output and devices.
 
-    Parquet is written by Ray's workers alone.
+    Parquet is only written by Ray's workers.
 
     Raises:
-        VitError: The name ends in something else.
+        VitError: The suffix is unknown.
     """
     if path is None or path == "-" or is_device(path):
         return "table"
@@ -55,57 +59,57 @@ def style_of(path: str | None, engine: str) -> str:
     return STYLES[suffix]
 
 
-def survives(args: argparse.Namespace) -> bool:
-    """Whether a kill leaves rows with which one can go on."""
+def is_resumable(args: argparse.Namespace) -> bool:
+    """Whether the output goes to a file that --resume can continue."""
     return args.out not in (None, "-") and not is_device(args.out) and args.explain is None
 
 
-def check_together(args: argparse.Namespace, engine: str) -> None:
-    """Refuse flags that do not go together.
+def check_flags(args: argparse.Namespace, engine: str) -> None:
+    """Refuse combinations of flags that exclude each other.
 
     Raises:
-        ConfigError: Two do not; the message names them.
+        ConfigError: The message names them.
     """
     file = args.out not in (None, "-") and not is_device(args.out)
     rules: list[tuple[bool, str]] = [
-        (args.resume and not file, "--resume goes on with a file: give its name with --out"),
+        (args.resume and not file, "--resume continues a file: give its name with --out"),
         (
             args.resume and args.explain is not None,
-            "--resume does not go with --explain: drawings are made anew each time",
+            "--resume does not work with --explain: drawings are always made anew",
         ),
         (
-            args.embeddings is not None and not survives(args),
-            "--embeddings goes with --out FILE (and not with --explain): rows and vectors are "
-            "resumed together",
+            args.embeddings is not None and not is_resumable(args),
+            "--embeddings needs --out FILE (without --explain): rows and vectors are resumed "
+            "together",
         ),
         (
             args.sort_with is not None and args.sort_into is None,
-            "--sort-with says how: say where with --sort-into DIR",
+            "--sort-with needs --sort-into DIR",
         ),
         (
             args.embeddings is not None and file and same_file(args.embeddings, args.out),
-            "--embeddings and --out are one file: give two",
+            "--embeddings and --out are one file: give two names",
         ),
     ]
     for flag in ("resume", "explain", "embeddings", "sort_into", "threshold"):
         given = getattr(args, flag) not in (None, False)
-        words = f"--{flag.replace('_', '-')} does not go with --engine ray"
-        rules.append((engine == "ray" and given, words))
+        message = f"--{flag.replace('_', '-')} does not work with --engine ray"
+        rules.append((engine == "ray" and given, message))
     rules.append((engine == "ray" and not file, "--engine ray writes files: give --out"))
-    for broken, words in rules:
+    for broken, message in rules:
         if broken:
-            raise ConfigError(words)
+            raise ConfigError(message)
 
 
 def check_processes(args: argparse.Namespace, engine: str, processes: int) -> None:
-    """Refuse what several processes cannot do together.
+    """Refuse flags that do not work with several processes.
 
     Raises:
-        ConfigError: The message names it.
+        ConfigError: The message names the flag.
     """
     if processes == 1:
         return
-    if not survives(args):
+    if not is_resumable(args):
         raise ConfigError(
             f"{processes} processes write one file together: give --out FILE, without --explain"
         )
@@ -113,7 +117,7 @@ def check_processes(args: argparse.Namespace, engine: str, processes: int) -> No
         raise ConfigError("--engine ray starts its own workers: start one process")
     if getattr(args, "search.temperature", 0):
         raise ConfigError(
-            "--temperature draws words by the number of an image in one list: start one process"
+            "--temperature samples by the index of an image in one list: start one process"
         )
 
 
@@ -123,7 +127,7 @@ def same_file(one: str, other: str) -> bool:
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 WAYS = ("copy", "symlink", "hardlink")
-# what every option that is not typed is; the help says in words what that means
+# options that are None unless given; their help describes the default
 UNSET = (
     *("format", "out", "explain", "top_k", "threshold", "engine", "tta"),
     *("embeddings", "sort_into", "sort_with"),
@@ -131,31 +135,31 @@ UNSET = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, INPUT, and what happens to the answers; then how the network runs."""
+    """Add MODEL, INPUT, and the options of outputs and of the network."""
     parser.usage = "vit predict MODEL INPUT [INPUT ...] [--out FILE [--resume]] [options]"
     parser.set_defaults(**dict.fromkeys(UNSET))
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a run folder, or any other weights with a head: timm/NAME, hf/OWNER/NAME, ...; "
-        "or an .onnx or .xml of vit export. Captions are written by run folders and by .onnx",
+        "or an .onnx or .xml of vit export (captioners: a run folder or an .onnx)",
     )
     parser.add_argument(
         "inputs",
         metavar="INPUT",
         nargs="+",
-        help="images, folders (with all below them), patterns such as 'photos/*.jpg', "
+        help="images, folders (searched recursively), patterns such as 'photos/*.jpg', "
         "or - for a list of paths on standard input",
     )
-    _add_rows(parser.add_argument_group("what is written of each image"))
-    _add_outputs(parser.add_argument_group("where it is written"))
+    _add_rows(parser.add_argument_group("results"))
+    _add_outputs(parser.add_argument_group("output files"))
     add_search_options(parser)
     group = add_network_options(parser)
     _add_engines(group)
 
 
 def _add(group: Any, *flags: str, text: str, **options: Any) -> None:
-    """A flag whose default the help tells in words."""
+    """Add a flag whose default is described in its help."""
     if options.get("action") != "store_true":
         options["default"] = argparse.SUPPRESS
     group.add_argument(*flags, help=text, **options)
@@ -165,24 +169,24 @@ def _add_rows(group: Any) -> None:
     _add(
         group,
         *("-k", "--top-k", "--topk"),
-        type=whole_number,
+        type=positive_int,
         metavar="K",
-        text=f"most probable classes to name (default: {TOP_K}; where an image may have several, "
-        "all above their thresholds)",
+        text=f"most probable classes to return (default: {TOP_K}; for a multi-label network all "
+        "above their thresholds)",
     )
     _add(
         group,
         "--threshold",
         type=probability,
         metavar="P",
-        text="name no class that is less probable (default: name them all; where an image may "
-        "have several, each from its own threshold on)",
+        text="minimum probability of a class (default: none; for a multi-label network the "
+        "threshold of each class)",
     )
     _add(
         group,
         "--format",
         choices=["table", "jsonl", "csv"],
-        text="how results are written (default: as the name of --out ends, else table)",
+        text="output format (default: by the suffix of --out, else table)",
     )
 
 
@@ -191,47 +195,46 @@ def _add_outputs(group: Any) -> None:
         group,
         "--out",
         metavar="FILE",
-        text="the results; until they are complete they are in FILE.partial (default: standard "
-        "output)",
+        text="file of results; named FILE.partial until it is complete (default: standard output)",
     )
     _add(
         group,
         "--resume",
         action="store_true",
-        text="go on with FILE.partial, which a kill left; begin where there is none",
+        text="continue an interrupted FILE.partial; start from the beginning if there is none",
     )
     _add(
         group,
         "--overwrite",
         action="store_true",
-        text="replace FILE and what is unfinished of it, and drawings of the same names in DIR",
+        text="replace FILE, FILE.partial, and drawings of the same names in DIR",
     )
     _add(
         group,
         "--sort-into",
         metavar="DIR",
-        text="put each image into a folder in DIR that is called as its best class, or _unsure "
-        "where that is below --threshold; originals stay as they are",
+        text="copy each image into DIR/<predicted class>, or DIR/_unsure if the class is below "
+        "--threshold; originals are not changed",
     )
     _add(
         group,
         "--sort-with",
         choices=WAYS,
-        text="how images get there (default: copy)",
+        text="how images are placed in --sort-into (default: copy)",
     )
     _add(
         group,
         "--embeddings",
         metavar="FILE",
-        text="a vector for each image as .npy or .parquet: what the head of the network sees "
-        "(with --out)",
+        text="file of image embeddings, the input of the network's head, as .npy or .parquet "
+        "(needs --out)",
     )
     _add(
         group,
         "--explain",
         metavar="DIR",
-        text="draw into this folder where the network looked, at each word of a caption or for "
-        "the best classes, as a PNG, and as numbers in a JSON",
+        text="write attribution maps into this folder, per caption word or per top class, as PNG "
+        "and JSON",
     )
 
 
@@ -240,8 +243,8 @@ def _add_engines(group: Any) -> None:
         group,
         "--engine",
         choices=ENGINES,
-        text="what computes (default: torch; onnx for an .onnx, openvino for an .xml); ray spreads "
-        "the work over a cluster",
+        text="inference engine (default: torch; onnx for an .onnx, openvino for an .xml); ray "
+        "distributes over a cluster",
     )
     _add(
         group,
@@ -258,19 +261,19 @@ def _add_engines(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer; the exit code is 1 where images failed."""
+    """Predict; the exit code is 1 if images failed."""
     if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, *EXPORTED)):
         name = printable(args.model)
-        raise VitError(f"{name} is no file of weights: MODEL comes first, then INPUT")
-    engine = engine_of(args.model, args.engine)
-    style = args.format or style_of(args.out, engine)
-    check_together(args, engine)
-    start_processes_if_asked()
-    check_processes(args, engine, processes_started())
+        raise VitError(f"{name} is not a file of weights: MODEL comes first, then INPUT")
+    engine = select_engine(args.model, args.engine)
+    style = args.format or default_format(args.out, engine)
+    check_flags(args, engine)
+    launch_if_requested()
+    check_processes(args, engine, world_size())
     group = current_process_group()
-    images, failed = group.run_on_main(lambda: look_before(args, style, engine))
+    images, failed = group.run_on_main(lambda: prepare_inputs(args, style, engine))
     if failed is None:
-        failed = answer(args, group, images, style=style, engine=engine)
+        failed = predict_images(args, group, images, style=style, engine=engine)
     elif group.rank:
         return 0
     if failed:
@@ -280,7 +283,7 @@ def run(args: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def answer(
+def predict_images(
     args: argparse.Namespace,
     group: "SingleProcess | ProcessGroup",
     images: list[str],
@@ -288,59 +291,63 @@ def answer(
     style: str,
     engine: str,
 ) -> int:
-    """Returns how many of `images` failed."""
+    """Predict `images` with the chosen engine; return how many failed."""
     if engine == "ray":
         top_k = args.top_k or TOP_K
         return predict_with_ray(args, images, style=style, top_k=top_k, notify=notify)
-    predictor = opened_alike(args, group, images, engine)
-    from vit.commands.predict_task import Task, kept, shown
+    predictor = open_predictor_on_all(args, group, images, engine)
+    from vit.commands.predict_task import PredictionJob, predict_to_file, predict_to_stream
 
-    task = Task(args, style, engine, images, predictor, group)
-    return kept(task) if survives(args) else shown(task)
+    job = PredictionJob(args, style, engine, images, predictor, group)
+    return predict_to_file(job) if is_resumable(args) else predict_to_stream(job)
 
 
-def opened_alike(
-    args: argparse.Namespace, group: "SingleProcess | ProcessGroup", images: list[str], engine: str
-) -> Answers:
-    """What answers, in the same arithmetic in all processes and after a resume.
+def open_predictor_on_all(
+    args: argparse.Namespace,
+    group: "SingleProcess | ProcessGroup",
+    images: list[str],
+    engine: str,
+) -> ImagePredictor:
+    """Open the predictor in every process, with one precision.
 
-    With --precision auto the first process decides, before anything is written, and a resumed work
-    keeps what was decided.
+    With --precision auto the first process chooses it, and a resumed prediction keeps the
+    precision that it was begun with.
     """
-    if args.resume and args.precision == "auto":
-        from vit.output.resumable_output import begun_with
+    precision = args.precision
+    if args.resume and precision == "auto":
+        from vit.output.resumable_output import stored_settings
 
-        out = resolved(args.out)
-        args.precision = group.run_on_main(lambda: begun_with(out).get("precision", "auto"))
-
-    def begin() -> Answers:
-        predictor = opened(args, engine, group.device(args.device))
-        autotune = getattr(predictor, "autotune_precision", None)
-        if autotune is not None:
-            autotune(images)
-        return predictor
-
-    if group.processes == 1:
-        return begin()
-    first = group.run_on_all(begin if group.rank == 0 else lambda: None)
-    args.precision = group.run_on_main(lambda: getattr(first, "precision", args.precision))
-    return group.run_on_all(lambda: first or begin())
+        out = resolve_link(args.out)
+        precision = group.run_on_main(lambda: stored_settings(out).get("precision", "auto"))
+    device = group.device(args.device)
+    predictor = group.run_on_all(
+        lambda: None if group.rank else open_predictor(args, engine, device, precision, images)
+    )
+    precision = group.run_on_main(lambda: predictor.precision if predictor else precision)
+    return group.run_on_all(
+        lambda: predictor or open_predictor(args, engine, device, precision, images)
+    )
 
 
-def look_before(args: argparse.Namespace, style: str, engine: str) -> tuple[list[str], int | None]:
-    """The images, after all checks of files; and failures where all are answered already.
+def prepare_inputs(
+    args: argparse.Namespace, style: str, engine: str
+) -> tuple[list[str], int | None]:
+    """Check all paths, and list the images.
+
+    Returns:
+        The images, and the number of failures if --out is already complete, else None.
 
     Raises:
-        VitError: Something cannot be read or written.
+        VitError: A file cannot be read or written.
     """
     files = None
-    if engine != "ray" and survives(args):
-        from vit.commands.predict_output import Files
+    if engine != "ray" and is_resumable(args):
+        from vit.commands.predict_output import OutputFiles
         from vit.output.embeddings_file import check_embeddings
 
         if args.embeddings is not None:
             check_embeddings(args.embeddings)
-        files = Files.of(args)
+        files = OutputFiles.of(args)
         files.check(resume=args.resume, overwrite=args.overwrite)
     elif engine == "ray":
         check_ray(args.out, style, overwrite=args.overwrite)
@@ -352,29 +359,29 @@ def look_before(args: argparse.Namespace, style: str, engine: str) -> tuple[list
     if files is not None and args.resume and not args.overwrite:
         failed = files.complete(images, style)
         if failed is not None:
-            say_complete(args, len(images))
+            report_complete(args, len(images))
             return images, failed
     if args.sort_into is not None:
         from vit.output.sort_into_folders import check_sorting
 
-        filled = args.overwrite or (files is not None and bool(files.left))
+        filled = args.overwrite or (files is not None and bool(files.unfinished_files))
         check_sorting(args.sort_into, args.inputs, images, filled=filled)
     return images, None
 
 
-def say_complete(args: argparse.Namespace, images: int) -> None:
-    """Say that there is nothing to do, and how that is known.
+def report_complete(args: argparse.Namespace, images: int) -> None:
+    """Report that there is nothing left to predict.
 
     Raises:
-        ConfigError: Images were to be sorted.
+        ConfigError: --sort-into was given, whose completion is not recorded.
     """
     name = printable(args.out)
     if args.sort_into is not None:
         raise ConfigError(
-            f"{name} is complete, and does not say whether the images were sorted: leave "
-            "--sort-into out, or begin again with --overwrite"
+            f"{name} is complete, and does not record whether the images were sorted: leave "
+            "--sort-into out, or start again with --overwrite"
         )
     notify(
-        f"vit predict: {name} is complete: {images:,} images, in the order of the inputs (which "
-        "model and settings wrote it is not known)"
+        f"vit predict: {name} is complete: {images:,} images, in the order of the inputs (the "
+        "model and settings that wrote it are not recorded)"
     )

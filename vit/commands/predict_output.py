@@ -1,7 +1,4 @@
-"""Answers that survive a kill: unfinished files, what they hold, and what they become.
-
-Finished rows, read again: are they of these images, and how many have an error?
-"""
+"""Output files of `vit predict`: unfinished files of each process, and the finished ones."""
 
 import argparse
 import csv
@@ -12,44 +9,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from vit.commands.command_output import check_output, resolved
+from vit.commands.command_output import check_output, resolve_link
 from vit.errors import RunError, VitError, WeightsError, printable
 from vit.output import embeddings_file
 from vit.output.prediction_results import Prediction, column_width, csv_text, pad
 from vit.output.resumable_output import (
     STOP,
-    Claim,
+    FileLock,
     Journal,
-    blocks,
-    check_same,
-    journal_of,
-    last_whole,
-    lay_together,
-    leftovers,
-    part,
-    refuse_leftovers,
+    check_settings_match,
+    count_partial_rows,
+    journal_blocks,
+    journal_path,
+    last_valid_entry,
+    merge_parts,
+    partial_files,
+    partial_path,
+    refuse_partial_files,
     remove,
-    rows_held,
 )
 from vit.text import plural
 
 Row = tuple[bool, bool]
-"""Whether it is of its image, and whether it is an error."""
+"""Whether the row belongs to its image, and whether it is an error."""
 
 
-def failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
-    """How many of `images` have an error in a finished file.
+def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
+    """Count the error rows of a finished file.
 
     Args:
-        path: Of the file.
+        path: The file.
         style: Its format.
-        images: Whose names its rows must have, in this order.
+        images: The images its rows must belong to, in this order.
 
     Raises:
-        RunError: It is of other images or of another format, or cannot be read.
+        RunError: It has other images or another format, or cannot be read.
     """
     name = printable(path)
-    other = "give another --out, or begin again with --overwrite"
+    other = "give another --out, or start again with --overwrite"
     try:
         with open(path, "rb") as file:
             rows = sum(1 for _ in file) - (style != "jsonl")
@@ -62,12 +59,12 @@ def failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
         with open(path, encoding="utf-8", newline="\n") as text:
             for number, (same, error) in enumerate(READERS[style](text, images), 1):
                 if not same:
-                    raise RunError(f"{name}, row {number} is of another image: {other}")
+                    raise RunError(f"{name}, row {number} belongs to another image: {other}")
                 failed += error
     except OSError as error:
         raise RunError(f"{name} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, csv.Error):
-        raise RunError(f"{name} is complete, and not as {style}: {other}") from None
+        raise RunError(f"{name} is complete, but not in the format {style}: {other}") from None
     return failed
 
 
@@ -102,8 +99,8 @@ READERS: dict[str, Callable[[TextIO, Sequence[str]], Iterator[Row]]] = {
 ROWS, VECTORS = "rows", "embeddings"
 
 
-class Unfinished(VitError):
-    """The work ended before its end.
+class Interrupted(VitError):
+    """The prediction stopped early.
 
     Args:
         message: Why, and what is kept.
@@ -116,13 +113,13 @@ class Unfinished(VitError):
 
 
 @dataclass(frozen=True)
-class Files:
-    """Where one prediction writes.
+class OutputFiles:
+    """Paths of one prediction's outputs.
 
     Args:
-        out: The rows.
-        embeddings: The vectors, or None.
-        processes: That write parts of both.
+        out: File of rows.
+        embeddings: File of embeddings, or None.
+        processes: Number of processes, each of which writes partial files of its own.
     """
 
     out: Path
@@ -130,209 +127,215 @@ class Files:
     processes: int = 1
 
     @classmethod
-    def of(cls, args: argparse.Namespace, processes: int = 1) -> "Files":
-        """Those of a command line; a link stays, and what it leads to is written."""
-        vectors = None if args.embeddings is None else resolved(args.embeddings)
-        return cls(resolved(args.out), vectors, processes)
+    def of(cls, args: argparse.Namespace, processes: int = 1) -> "OutputFiles":
+        """From the command line; symbolic links are followed."""
+        vectors = None if args.embeddings is None else resolve_link(args.embeddings)
+        return cls(resolve_link(args.out), vectors, processes)
 
     @property
-    def ends(self) -> dict[str, Path]:
-        """What the user gets."""
+    def targets(self) -> dict[str, Path]:
+        """The finished files."""
         vectors = {} if self.embeddings is None else {VECTORS: self.embeddings}
         return {ROWS: self.out, **vectors}
 
-    def unfinished(self, rank: int) -> dict[str, Path]:
-        """What one process writes."""
-        return {name: part(path, rank, self.processes) for name, path in self.ends.items()}
+    def partial_files_of(self, rank: int) -> dict[str, Path]:
+        """The unfinished files of one process."""
+        return {
+            name: partial_path(path, rank, self.processes) for name, path in self.targets.items()
+        }
 
     def journal(self, rank: int) -> Path:
-        """How far one process is."""
-        return journal_of(part(self.out, rank, self.processes))
+        """The journal of one process."""
+        return journal_path(partial_path(self.out, rank, self.processes))
 
     @property
     def stop(self) -> Path:
-        """A process that gives up makes this file, and the others give up with it."""
-        whole = part(self.out)
+        """A process that fails creates this file, and the others stop too."""
+        whole = partial_path(self.out)
         return whole.with_name(whole.name + STOP)
 
     @property
-    def left(self) -> list[Path]:
-        """All that is unfinished."""
-        return [left for path in self.ends.values() for left in leftovers(path)]
+    def unfinished_files(self) -> list[Path]:
+        """All unfinished files that exist."""
+        return [file for path in self.targets.values() for file in partial_files(path)]
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse, before any work is done, what cannot be written or begun.
+        """Check, before any work is done, that the outputs can be written.
 
         Raises:
-            VitError: As `check_output`; or something unfinished is there and nobody said what to
-                do with it.
+            VitError: As `check_output`; or there are unfinished files, and neither `resume` nor
+                `overwrite` is set.
         """
-        going_on = resume and bool(leftovers(self.out))
+        resuming = resume and bool(partial_files(self.out))
         check_output(os.fspath(self.out), overwrite=overwrite or resume)
-        if going_on and self.out.exists() and part_is_there(self.out) and not overwrite:
+        if resuming and self.out.exists() and has_partial_rows(self.out) and not overwrite:
             raise VitError(
                 f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
-                "replace it when that is finished"
+                "replace it when the latter is complete"
             )
         if self.embeddings is not None:
-            done = resume and (going_on or self.out.exists())
+            done = resume and (resuming or self.out.exists())
             check_output(os.fspath(self.embeddings), overwrite=overwrite or done)
         if not (resume or overwrite):
-            for path in self.ends.values():
-                refuse_leftovers(path)
+            for path in self.targets.values():
+                refuse_partial_files(path)
 
     def complete(self, images: Sequence[str], style: str) -> int | None:
-        """Failures in finished files, of which there is nothing to go on with; None in others.
+        """Return the failures of finished files; None if the outputs are not finished.
 
         Raises:
-            RunError: There are finished files, and they are of something else.
+            RunError: Finished files belong to something else.
         """
-        with Claim([*self.ends.values()]) as claim:
-            claim.take()
-            if not self.out.exists() or part_is_there(self.out):
+        with FileLock([*self.targets.values()]) as lock:
+            lock.acquire()
+            if not self.out.exists() or has_partial_rows(self.out):
                 return None
-            failed = failed_rows(self.out, style, images)
+            failed = count_failed_rows(self.out, style, images)
             if self.embeddings is not None and not self.embeddings.exists():
                 raise RunError(
                     f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
-                    "there: begin again with --overwrite"
+                    "there: start again with --overwrite"
                 )
-            remove(self.left)  # a kill after the last rename may leave a journal
+            remove(self.unfinished_files)  # a kill after the last rename may leave a journal
         return failed
 
     def begin(
-        self, claim: Claim, asked: Mapping[str, Any], *, resume: bool, overwrite: bool
+        self, lock: FileLock, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
     ) -> bool:
-        """Make way, or check that what is there is of the same work; whether there is something.
+        """Prepare the unfinished files; return whether there is something to resume.
 
         Raises:
-            VitError: It is not, another process is at work on it, or was since `check`.
+            VitError: They have other settings, or another process writes them.
         """
-        claim.take()
-        resume = resume and bool(leftovers(self.out))
+        lock.acquire()
+        resume = resume and bool(partial_files(self.out))
         self.check(resume=resume, overwrite=overwrite)
         if not resume:
-            remove(self.left)
+            remove(self.unfinished_files)
             return False
-        check_same(self.out, asked)
+        check_settings_match(self.out, settings)
         remove([self.stop])
-        self._take_back(asked)
+        self._undo_first_rename(settings)
         return True
 
-    def _take_back(self, asked: Mapping[str, Any]) -> None:
-        """Undo the first rename of `finish`, after which a kill came."""
-        mine, journal = self.unfinished(0), self.journal(0)
+    def _undo_first_rename(self, settings: Mapping[str, Any]) -> None:
+        """Undo the first rename of a `finish` that was killed before the second."""
+        mine, journal = self.partial_files_of(0), self.journal(0)
         vectors = mine.get(VECTORS)
         if self.embeddings is None or vectors is None or vectors.exists() or not journal.exists():
             return
         if self.embeddings.is_file() and mine[ROWS].exists():
-            mark, _ = last_whole(journal, mine | {VECTORS: self.embeddings})
-            if mark.rows == asked["images"]:
+            entry, _ = last_valid_entry(journal, mine | {VECTORS: self.embeddings})
+            if entry.rows == settings["images"]:
                 self.embeddings.replace(vectors)
 
     def finish(self, images: Sequence[str], dim: int) -> None:
-        """Turn what is unfinished and whole into what the user gets; the rows come last.
+        """Merge and rename the complete unfinished files; rows are renamed last.
 
         Raises:
-            RunError: The disk is full. What is unfinished stays.
+            RunError: The disk is full; the unfinished files stay.
         """
         ranks = range(self.processes)
         journals = [self.journal(rank) for rank in ranks]
-        whole = {name: part(path) for name, path in self.ends.items()}
+        whole = {name: partial_path(path) for name, path in self.targets.items()}
         if self.processes > 1:
             for name, path in whole.items():
-                parts = [self.unfinished(rank)[name] for rank in ranks]
-                lay_together(parts, journals, name, path)
+                parts = [self.partial_files_of(rank)[name] for rank in ranks]
+                merge_parts(parts, journals, name, path)
         if self.embeddings is not None and self.embeddings.suffix.lower() == ".parquet":
-            errors = failures(journals)
+            errors = iterate_failures(journals)
             embeddings_file.write_parquet(whole[VECTORS], self.embeddings, dim, images, errors)
         elif self.embeddings is not None:
             whole[VECTORS].replace(self.embeddings)
         whole[ROWS].replace(self.out)
-        remove(self.left)
+        remove(self.unfinished_files)
 
-    def kept(self) -> str:
-        """What an end before the end leaves, in words; nothing is left where no row is whole."""
-        left, rows = self.left, rows_held(self.out)
-        if not left:
+    def describe_kept(self) -> str:
+        """Describe the rows that are kept; without any, the unfinished files are removed."""
+        files, rows = self.unfinished_files, count_partial_rows(self.out)
+        if not files:
             return ""
         if not rows:
-            remove(left)
-            return "no row was whole and nothing is kept"
-        name = printable(part(self.out))
+            remove(files)
+            return "no block was complete and nothing is kept"
+        name = printable(partial_path(self.out))
         return f"{plural(rows, 'row')} {'is' if rows == 1 else 'are'} kept in {name}" + (
             f" of {self.processes} processes" if self.processes > 1 else ""
         )
 
 
-class Keeper:
-    """Writes blocks of answers into the unfinished files of one process.
+class RowWriter:
+    """Writes blocks of predictions into the unfinished files of one process.
 
     Args:
-        files: Where.
-        rank: Of the process.
-        asked: As for Journal.
+        files: The outputs.
+        rank: Rank of the process.
+        settings: As for Journal.
         resume: As for Journal.
-        layout: Header and writer of a row, from vit.output.prediction_results.FORMATS.
-        images: Of the whole list.
-        dim: Numbers of a vector.
+        layout: Header and row formatter, from vit.output.prediction_results.FORMATS.
+        images: Number of images of the whole list.
+        dim: Width of an embedding; 0 without embeddings.
     """
 
     def __init__(
         self,
-        files: Files,
+        files: OutputFiles,
         rank: int,
-        asked: Mapping[str, Any],
+        settings: Mapping[str, Any],
         *,
         resume: bool,
         layout: tuple[str, Callable[[Prediction], str]],
         images: int,
         dim: int,
     ) -> None:
-        header, self.line = layout
+        header, self.format_row = layout
         self.dim = dim
-        self.journal = Journal(files.journal(rank), files.unfinished(rank), asked, resume=resume)
-        if not self.journal.mark.ends:
+        self.journal = Journal(
+            files.journal(rank), files.partial_files_of(rank), settings, resume=resume
+        )
+        if not self.journal.entry.ends:
             heads = {ROWS: header.encode()}
             if files.embeddings is not None:
-                heads[VECTORS] = embeddings_file.head(files.embeddings, images, dim)
+                heads[VECTORS] = embeddings_file.npy_header(files.embeddings, images, dim)
             self.journal.write(0, heads)
 
     @property
     def rows(self) -> int:
-        """Images of this process with an answer."""
-        return self.journal.mark.rows
+        """Images of this process that are predicted."""
+        return self.journal.entry.rows
 
     @property
-    def tally(self) -> dict[str, int]:
-        """Totals of them."""
-        return self.journal.mark.tally
+    def totals(self) -> dict[str, int]:
+        """Their totals."""
+        return self.journal.entry.totals
 
-    def put(self, predictions: Sequence[Prediction], tally: dict[str, int]) -> None:
-        """Write one block.
+    def write_block(self, predictions: Sequence[Prediction], totals: dict[str, int]) -> None:
+        """Append one block.
 
         Raises:
             RunError: The disk is full.
-            WeightsError: A vector is missing, or of another width.
+            WeightsError: An embedding is missing or of another width.
         """
-        pieces = {ROWS: "".join(map(self.line, predictions)).encode()}
+        pieces = {ROWS: "".join(map(self.format_row, predictions)).encode()}
         if self.dim:
             for one in predictions:
                 if one.error is None and one.embedding is None:
                     raise WeightsError(f"{printable(one.image)}: the network gave no embedding")
-            pieces[VECTORS] = embeddings_file.rows((one.embedding for one in predictions), self.dim)
+            pieces[VECTORS] = embeddings_file.encode_rows(
+                (one.embedding for one in predictions), self.dim
+            )
         errors = [(at, one.error) for at, one in enumerate(predictions) if one.error is not None]
-        self.journal.write(self.rows + len(predictions), pieces, tally=tally, errors=errors)
+        self.journal.write(self.rows + len(predictions), pieces, totals=totals, errors=errors)
 
 
-def failures(journals: Sequence[Path]) -> Iterator[tuple[int, str]]:
-    """(number of the image, reason) of all that failed, in order."""
+def iterate_failures(journals: Sequence[Path]) -> Iterator[tuple[int, str]]:
+    """Yield (index of the image, reason) of all failures, in order."""
     first = 0
-    for _, before, after in blocks(journals):
+    for _, before, after in journal_blocks(journals):
         yield from ((first + place, reason) for place, reason in after.errors)
         first += after.rows - before.rows
 
 
-def part_is_there(path: Path) -> bool:
-    """Whether rows of an unfinished work are beside `path`."""
-    return any(not left.name.endswith((".journal", ".tmp", STOP)) for left in leftovers(path))
+def has_partial_rows(path: Path) -> bool:
+    """Whether unfinished rows of `path` exist."""
+    return any(not file.name.endswith((".journal", ".tmp", STOP)) for file in partial_files(path))

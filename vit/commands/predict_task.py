@@ -1,7 +1,4 @@
-"""Answers for a list of images, on their way to a terminal, a pipe, or files that are kept.
-
-One prediction: a list of images, what answers, and what is made of each answer.
-"""
+"""Runs a prediction: a list of images through a predictor into a stream or resumable files."""
 
 import argparse
 import itertools
@@ -13,48 +10,50 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from vit.commands.backends import Answers, asked_for, block_of, width_of
-from vit.commands.command_output import naming, notify, open_output
+from vit.commands.backends import ImagePredictor, embedding_dim, prediction_settings
+from vit.commands.command_output import explain_write_errors, notify, open_output
 from vit.commands.command_progress import Progress, summary
 from vit.commands.launcher import SingleProcess
-from vit.commands.predict_output import Files, Keeper, Unfinished
+from vit.commands.predict_output import Interrupted, OutputFiles, RowWriter
 from vit.errors import ConfigError, VitError, printable
 from vit.output.prediction_results import FORMATS, TOP_K, Layout, Prediction, unended_note
-from vit.output.resumable_output import Claim, differences, part
-from vit.output.sort_into_folders import UNSURE, Sorter, Way
+from vit.output.resumable_output import FileLock, differences, partial_path
+from vit.output.sort_into_folders import UNSURE, ImageSorter, SortMethod
 from vit.text import plural
 from vit.training.stop_signals import Interruption
 
 if TYPE_CHECKING:
     from vit.inference.process_group import ProcessGroup
 
+ECHO_SECONDS = 3.0  # a launcher forwards its own signal to processes that received it already
+
 
 @dataclass(frozen=True)
-class Task:
-    """One list of images and what is to be done with it.
+class PredictionJob:
+    """One list of images, the predictor, and the format of the output.
 
     Args:
-        args: Of the command line.
-        style: The format of the rows.
-        engine: What computes.
+        args: Parsed arguments of `vit predict`.
+        style: Format of the rows.
+        engine: Inference engine.
         images: The whole list.
-        predictor: What answers.
-        team: This process among the others.
+        predictor: Predicts them.
+        group: The processes of this job.
     """
 
     args: argparse.Namespace
     style: str
     engine: str
     images: list[str]
-    predictor: Answers
+    predictor: ImagePredictor
     group: "SingleProcess | ProcessGroup" = field(default_factory=SingleProcess)
 
     @property
     def top_k(self) -> int:
-        """Classes in a row; none where the network has none.
+        """Classes per row; 0 for a network without classes.
 
         Raises:
-            ConfigError: Something was asked for that needs classes, and there are none.
+            ConfigError: A flag needs classes, and the network has none.
         """
         classes = self.predictor.classes
         for flag, remedy in (
@@ -65,96 +64,86 @@ class Task:
             value = getattr(self.args, flag)
             if value is not None and not classes:
                 raise ConfigError(
-                    f"{flag}={printable(value)}: this network writes captions and names no "
-                    f"classes; {remedy}"
+                    f"{flag}={printable(value)}: this network writes captions and has no classes; "
+                    f"{remedy}"
                 )
         if self.multilabel and self.args.sort_into is not None:
             raise ConfigError(
-                f"sort_into={printable(self.args.sort_into)}: this network may name several "
-                "classes of an image, or none, so no folder is its own; leave it out"
+                f"sort_into={printable(self.args.sort_into)}: this network is multi-label, so an "
+                "image has no single folder; leave it out"
             )
         return min(self.args.top_k or (len(classes) if self.multilabel else TOP_K), len(classes))
 
     @property
     def multilabel(self) -> bool:
-        """Whether an image may have several classes, or none, by thresholds of their own."""
-        return getattr(self.predictor, "thresholds", None) is not None
-
-    @property
-    def block(self) -> int:
-        """Images after which the list may be cut, and every digit stays."""
-        return block_of(self.predictor)
+        return self.predictor.thresholds is not None
 
     @property
     def layout(self) -> Layout:
-        """What rows look like."""
+        """Columns of the rows."""
         predictor = self.predictor
         return Layout(self.top_k, predictor.classes, self.images, predictor.n_best, self.multilabel)
 
-    def sorter(self) -> Sorter | None:
-        """What puts images into folders, if anything does."""
+    def sorter(self) -> ImageSorter | None:
+        """The sorter of --sort-into, if given."""
         folder = self.args.sort_into
-        way: Way = self.args.sort_with or "copy"
+        method: SortMethod = self.args.sort_with or "copy"
         if folder is None:
             return None
-        return Sorter(folder, way, self.predictor.classes, self.images)
+        return ImageSorter(folder, method, self.predictor.classes, self.images)
 
-    def places(self) -> list[int]:
-        """Numbers of the images of this process: the processes take blocks by turns."""
-        size, number = self.block, len(self.images)
-        starts = range(self.group.rank * size, number, self.group.processes * size)
-        return [at for start in starts for at in range(start, min(start + size, number))]
+    def own_indices(self) -> list[int]:
+        """Indices of this process's images: processes take blocks in turn."""
+        size, count = self.predictor.block_size, len(self.images)
+        starts = range(self.group.rank * size, count, self.group.processes * size)
+        return [index for start in starts for index in range(start, min(start + size, count))]
 
-    def answers(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
-        """Of `images`, of which the first has the number `first` in the list."""
-        more = {"threshold": self.args.threshold} if self.multilabel else {}
+    def predict(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
+        """Yield predictions of `images`; `first` is the index of the first one in the list."""
+        options: dict[str, Any] = {"top_k": max(self.top_k, 1)}
+        if self.multilabel:
+            options["threshold"] = self.args.threshold
         if self.args.explain is not None:
             from vit.inference.attribution_plot import check_explainable, draw_explanations
             from vit.inference.predictor import Predictor
 
-            assert isinstance(self.predictor, Predictor), "an exported network explains nothing"
+            assert isinstance(self.predictor, Predictor), "exported networks have no --explain"
             check_explainable(self.predictor)
-            folder = self.args.explain
-            found = draw_explanations(
-                self.predictor, images, folder, top_k=self.top_k, notify=note, **more
+            options["top_k"] = self.top_k
+            predictions = draw_explanations(
+                self.predictor, images, self.args.explain, notify=notify_predict, **options
             )
-        elif first and draws(self.args):
-            found = self.predictor.stream(images, top_k=max(self.top_k, 1), first=first)
         else:
-            found = self.predictor.stream(images, top_k=max(self.top_k, 1), **more)
-        return (above(prediction, self.args.threshold) for prediction in found)
+            if first and getattr(self.args, "search.temperature", 0):
+                options["first"] = first  # sampling is seeded by the index
+            predictions = self.predictor.stream(images, **options)
+        return (apply_threshold(one, self.args.threshold) for one in predictions)
 
 
-def note(line: str) -> None:
-    """A line of the command on standard error."""
+def notify_predict(line: str) -> None:
+    """Print a line of the command on standard error."""
     notify(f"vit predict: {line}")
 
 
-def draws(args: argparse.Namespace) -> bool:
-    """Whether words are drawn, by the number of the image in the list."""
-    return bool(getattr(args, "search.temperature", 0))
-
-
-def above(prediction: Prediction, threshold: float | None) -> Prediction:
-    """Without the classes that are less probable than `threshold`."""
+def apply_threshold(prediction: Prediction, threshold: float | None) -> Prediction:
+    """Remove the classes less probable than `threshold`."""
     if threshold is None:
         return prediction
-    named = tuple(pair for pair in prediction.predictions if pair[1] >= threshold)
-    return replace(prediction, predictions=named)
+    classes = tuple(pair for pair in prediction.predictions if pair[1] >= threshold)
+    return replace(prediction, predictions=classes)
 
 
-ECHO_SECONDS = 3.0  # a launcher hands its own signal on to processes that have it already
-
-
-def in_blocks(predictions: Iterable[Prediction], size: int) -> Iterator[list[Prediction]]:
-    """Lists of `size`, the last one shorter."""
-    source = iter(predictions)
-    while block := list(itertools.islice(source, size)):
+def batched(predictions: Iterable[Prediction], size: int) -> Iterator[list[Prediction]]:
+    """Lists of `size`; the last one may be shorter."""
+    iterator = iter(predictions)
+    while block := list(itertools.islice(iterator, size)):
         yield block
 
 
-def count_in(tally: dict[str, int], prediction: Prediction, *, twice: bool = False) -> None:
-    """Add one answer to the totals; `twice` if its image is in a second folder too."""
+def update_totals(
+    totals: dict[str, int], prediction: Prediction, *, duplicate: bool = False
+) -> None:
+    """Count one prediction; `duplicate` if --sort-into has its image in another folder too."""
     unsure = prediction.error is None and not prediction.predictions
     unended = sum(not caption.ended for caption in prediction.captions)
     for name, number in (
@@ -162,207 +151,215 @@ def count_in(tally: dict[str, int], prediction: Prediction, *, twice: bool = Fal
         ("captions", len(prediction.captions)),
         ("unended", unended),
         ("unsure", int(unsure)),
-        ("twice", int(twice)),
+        ("twice", int(duplicate)),
     ):
-        tally[name] = tally.get(name, 0) + number
+        totals[name] = totals.get(name, 0) + number
 
 
-def shown(task: Task) -> int:
-    """Write rows to standard output, to a device, or with drawings; returns the failures.
+def predict_to_stream(job: PredictionJob) -> int:
+    """Write rows to standard output, to a device, or with --explain; return the failures.
 
     Raises:
-        VitError: They cannot be written.
+        VitError: The output cannot be written.
     """
-    path = None if task.args.out == "-" else task.args.out
-    header, line = FORMATS[task.style](task.layout)
-    sorter, tally = task.sorter(), dict[str, int]()
-    answers = task.answers(task.images)  # what cannot be drawn is refused before a line is shown
+    path = None if job.args.out == "-" else job.args.out
+    header, format_row = FORMATS[job.style](job.layout)
+    sorter, totals = job.sorter(), dict[str, int]()
+    predictions = job.predict(job.images)  # raises before anything is written
     on_terminal = path is None and sys.stdout.isatty()
     with (
-        Progress(len(task.images), results_on_terminal=on_terminal) as progress,
+        Progress(len(job.images), results_on_terminal=on_terminal) as progress,
         open_output(path) as out,
     ):
         out.write(header)
-        for place, prediction in enumerate(answers):
-            twice = sorter is not None and sorter(place, prediction)
-            out.write(line(prediction))
-            count_in(tally, prediction, twice=twice)
+        for index, prediction in enumerate(predictions):
+            duplicate = sorter is not None and sorter(index, prediction)
+            out.write(format_row(prediction))
+            update_totals(totals, prediction, duplicate=duplicate)
             progress.update(1)
         seconds = progress.seconds()
-    return report(task, tally, done=len(task.images), seconds=seconds)
+    return report(job, totals, done=len(job.images), seconds=seconds)
 
 
-def kept(task: Task) -> int:
-    """Write rows and vectors into files that survive a kill; returns the failures.
+def predict_to_file(job: PredictionJob) -> int:
+    """Write rows and embeddings into resumable files; return the failures.
 
     Raises:
-        Unfinished: The work ended before its end; the message says what is kept.
-        VitError: It cannot begin.
+        Interrupted: The prediction stopped early; the message says what is kept.
+        VitError: It cannot start.
     """
-    args, group = task.args, task.group
-    files = Files.of(args, group.processes)
-    asked = asked_for(args, task.engine, task.predictor, task.images) | {
-        "format": task.style,
-        "top_k": task.top_k,
+    args, group = job.args, job.group
+    files = OutputFiles.of(args, group.processes)
+    settings = prediction_settings(args, job.engine, job.predictor, job.images) | {
+        "format": job.style,
+        "top_k": job.top_k,
         "processes": group.processes,
     }
-    require_alike(group.all_gather(asked))
-    with Claim([*files.ends.values()]) as claim:
-        found = group.run_on_main(
-            lambda: files.begin(claim, asked, resume=args.resume, overwrite=args.overwrite)
+    check_equal_settings(group.all_gather(settings))
+    with FileLock([*files.targets.values()]) as lock:
+        resuming = group.run_on_main(
+            lambda: files.begin(lock, settings, resume=args.resume, overwrite=args.overwrite)
         )
-        group.run_on_main(lambda: claim.take(shared=True))  # or the others could not yet
-        group.run_on_all(lambda: claim.take(shared=True))
+        # the main process shares its exclusive lock before the others can acquire theirs
+        group.run_on_main(lambda: lock.acquire(shared=True))
+        group.run_on_all(lambda: lock.acquire(shared=True))
         try:
-            outcomes = answered(task, files, asked, found=found)
+            outcomes = predict_and_merge(job, files, settings, resuming=resuming)
         except VitError as error:
             if group.rank:
                 raise
-            words = "; ".join(some for some in (str(error), how_to_go_on(files)) if some)
-            raise Unfinished(words, error.exit_code) from None
+            message = "; ".join(part for part in (str(error), resume_hint(files)) if part)
+            raise Interrupted(message, error.exit_code) from None
     if group.rank:
         return 0
     totals: Counter[str] = Counter()
-    for tally, _, _ in outcomes:
-        totals.update(tally)
-    done, seconds = sum(new for _, new, _ in outcomes), max(took for *_, took in outcomes)
-    return report(task, totals, done=done, seconds=seconds)
+    for own_totals, _, _ in outcomes:
+        totals.update(own_totals)
+    done = sum(predicted for _, predicted, _ in outcomes)
+    return report(job, totals, done=done, seconds=max(seconds for *_, seconds in outcomes))
 
 
-def answered(
-    task: Task, files: Files, asked: dict[str, Any], *, found: bool
-) -> list[tuple[dict[str, int], int, float]]:
-    """Of each process what `write` says, when all is finished; `found` is what to go on with."""
-    group = task.group
-    dim = 0 if files.embeddings is None else width_of(task.predictor)
-    keeper = group.run_on_all(lambda: keeper_of(task, files, asked, dim))
-    rows = sum(group.all_gather(keeper.rows))
-    if found and group.rank == 0:
-        name = printable(part(files.out))
-        going_on = f"going on after {rows:,} of {plural(len(task.images), 'image')} in {name}"
-        nothing = f"{name} held nothing whole: beginning at the first image"
-        notify(f"vit predict: {going_on if rows else nothing}")
-    outcomes = group.all_gather(group.run_on_all(lambda: write(task, files, keeper)))
-    group.run_on_main(lambda: finish(files, task.images, dim))
+Outcome = tuple[dict[str, int], int, float]
+"""Totals of a process's images, how many it predicted now, and the seconds that took."""
+
+
+def predict_and_merge(
+    job: PredictionJob, files: OutputFiles, settings: dict[str, Any], *, resuming: bool
+) -> list[Outcome]:
+    """Predict in all processes, merge their files, and return the outcome of each process."""
+    group = job.group
+    dim = 0 if files.embeddings is None else embedding_dim(job.predictor)
+    writer = group.run_on_all(lambda: open_writer(job, files, settings, dim))
+    rows = sum(group.all_gather(writer.rows))
+    if resuming and group.rank == 0:
+        name, total = printable(partial_path(files.out)), plural(len(job.images), "image")
+        notify_predict(
+            f"resuming after {rows:,} of {total} in {name}"
+            if rows
+            else f"{name} has no complete block: starting at the first image"
+        )
+    outcomes = group.all_gather(group.run_on_all(lambda: predict_own_images(job, files, writer)))
+    group.run_on_main(lambda: finish(files, job.images, dim))
     return outcomes
 
 
-def how_to_go_on(files: Files) -> str:
-    """What is kept, and with which flag the same command continues."""
-    words = files.kept()
-    return f"{words}: go on with --resume" if files.left else words
+def resume_hint(files: OutputFiles) -> str:
+    """What is kept, and the flag that continues it."""
+    kept = files.describe_kept()
+    return f"{kept}: continue with --resume" if files.unfinished_files else kept
 
 
-def finish(files: Files, images: Sequence[str], dim: int) -> None:
-    with naming(os.fspath(files.out)):
+def finish(files: OutputFiles, images: Sequence[str], dim: int) -> None:
+    with explain_write_errors(os.fspath(files.out)):
         files.finish(images, dim)
 
 
-def require_alike(asked: Sequence[dict[str, Any]]) -> None:
-    """Refuse processes that would answer otherwise than one would alone.
+def check_equal_settings(settings: Sequence[dict[str, Any]]) -> None:
+    """Refuse processes whose settings, files or libraries differ.
 
     Raises:
-        ConfigError: They differ in a setting, a file or a library.
+        ConfigError: The message names the differences.
     """
-    for rank, one in enumerate(asked):
-        if other := differences(asked[0], one):
-            raise ConfigError(f"process {rank} differs from process 0: {'; '.join(other)}")
+    for rank, own in enumerate(settings):
+        if different := differences(settings[0], own):
+            raise ConfigError(f"process {rank} differs from process 0: {'; '.join(different)}")
 
 
-def keeper_of(task: Task, files: Files, asked: dict[str, Any], dim: int) -> Keeper:
-    """What writes the rows of this process.
+def open_writer(
+    job: PredictionJob, files: OutputFiles, settings: dict[str, Any], dim: int
+) -> RowWriter:
+    """Open the files of this process.
 
     Raises:
-        VitError: It cannot.
+        VitError: They cannot be written or resumed.
     """
-    with naming(task.args.out):
-        return Keeper(
+    with explain_write_errors(job.args.out):
+        return RowWriter(
             files,
-            task.group.rank,
-            asked,
-            resume=task.args.resume,
-            layout=FORMATS[task.style](task.layout),
-            images=len(task.images),
+            job.group.rank,
+            settings,
+            resume=job.args.resume,
+            layout=FORMATS[job.style](job.layout),
+            images=len(job.images),
             dim=dim,
         )
 
 
-def write(task: Task, files: Files, keeper: Keeper) -> tuple[dict[str, int], int, float]:
-    """Answer the images of this process; returns totals, how many were new, and the seconds.
+def predict_own_images(job: PredictionJob, files: OutputFiles, writer: RowWriter) -> Outcome:
+    """Predict the images of this process; on any error the other processes stop as well.
 
     Raises:
-        VitError: Something ended the work; what is written is kept.
+        VitError: The prediction stopped early; what is written is kept.
     """
-    echo = ECHO_SECONDS if task.group.processes > 1 else 0.0
-    with naming(task.args.out), Interruption(echo) as signals:
+    echo = ECHO_SECONDS if job.group.processes > 1 else 0.0
+    with explain_write_errors(job.args.out), Interruption(echo) as signals:
         try:
-            outcome = write_on(task, keeper, lambda: check_going(files, signals))
-            keeper.journal.close(sync=True)
+            outcome = write_blocks(job, writer, lambda: check_interruption(files, signals))
+            writer.journal.close(sync=True)
         except BaseException as error:
-            keeper.journal.close()
+            writer.journal.close()
             if files.processes > 1:
                 with suppress(OSError):
                     files.stop.touch()
             if isinstance(error, KeyboardInterrupt):
-                raise Unfinished("stopped by Ctrl-C", 130) from None
+                raise Interrupted("stopped by Ctrl-C", 130) from None
             raise
     return outcome
 
 
-def write_on(
-    task: Task, keeper: Keeper, check: Callable[[], None]
-) -> tuple[dict[str, int], int, float]:
-    """As `write`; `check` is called after each block."""
-    places, begun, tally = task.places(), keeper.rows, dict(keeper.tally)
-    rest, sorter = places[begun:], task.sorter()
-    answers = task.answers([task.images[place] for place in rest], rest[0] if rest else 0)
-    following = iter(rest)
-    group = task.group
+def write_blocks(job: PredictionJob, writer: RowWriter, check: Callable[[], None]) -> Outcome:
+    """Predict and write block by block; `check` is called after each block."""
+    indices, done, totals = job.own_indices(), writer.rows, dict(writer.totals)
+    remaining, sorter = indices[done:], job.sorter()
+    images = [job.images[index] for index in remaining]
+    predictions = job.predict(images, remaining[0] if remaining else 0)
+    upcoming = iter(remaining)
+    group = job.group
     share = f" of process 0 of {group.processes}" if group.processes > 1 else ""
-    with Progress(len(places), done=begun, share=share, quiet=group.rank > 0) as progress:
-        for block in in_blocks(answers, task.block):
-            for prediction, place in zip(block, following, strict=False):
-                twice = sorter is not None and sorter(place, prediction)
-                count_in(tally, prediction, twice=twice)
-            keeper.put(block, tally)
+    with Progress(len(indices), done=done, share=share, quiet=group.rank > 0) as progress:
+        for block in batched(predictions, job.predictor.block_size):
+            for prediction, index in zip(block, upcoming, strict=False):
+                duplicate = sorter is not None and sorter(index, prediction)
+                update_totals(totals, prediction, duplicate=duplicate)
+            writer.write_block(block, totals)
             progress.update(len(block))
             check()
-        return tally, len(rest), progress.seconds()
+        return totals, len(remaining), progress.seconds()
 
 
-def check_going(files: Files, signals: Interruption) -> None:
-    """Raises Unfinished where a signal came, or another process has given up."""
+def check_interruption(files: OutputFiles, signals: Interruption) -> None:
+    """Raise Interrupted after a signal, or after another process has failed."""
     if signals.number:
         name = "Ctrl-C" if signals.number == 2 else "SIGTERM"
-        raise Unfinished(f"stopped by {name}", 128 + signals.number)
+        raise Interrupted(f"stopped by {name}", 128 + signals.number)
     if files.processes > 1 and files.stop.exists():
-        raise Unfinished("", 2)
+        raise Interrupted("", 2)
 
 
-def report(task: Task, tally: dict[str, int], *, done: int, seconds: float) -> int:
-    """Say how it went, on standard error; returns how many images failed.
+def report(job: PredictionJob, totals: dict[str, int], *, done: int, seconds: float) -> int:
+    """Print the summary on standard error; return how many images failed.
 
     Args:
-        task: What was done.
-        tally: Totals of the whole list.
-        done: Images that were answered now, and not before a kill.
-        seconds: That they took.
+        job: The prediction.
+        totals: Totals of the whole list.
+        done: Images predicted now, without those of an interrupted run.
+        seconds: The time they took.
     """
-    failed = tally.get("failed", 0)
-    if tally.get("unended"):
-        notify(f"vit predict: {unended_note(tally['unended'], tally['captions'])}")
-    if task.args.sort_into is not None:
-        unsure = tally.get("unsure", 0)
-        words = f", {unsure:,} of them into {UNSURE}" if unsure else ""
-        notify(
-            f"vit predict: {plural(len(task.images) - failed, 'image')} sorted into "
-            f"{printable(task.args.sort_into)}{words}; {failed:,} left where they are"
+    failed = totals.get("failed", 0)
+    if totals.get("unended"):
+        notify_predict(unended_note(totals["unended"], totals["captions"]))
+    if job.args.sort_into is not None:
+        unsure = totals.get("unsure", 0)
+        into_unsure = f", {unsure:,} of them into {UNSURE}" if unsure else ""
+        notify_predict(
+            f"{plural(len(job.images) - failed, 'image')} sorted into "
+            f"{printable(job.args.sort_into)}{into_unsure}; {failed:,} failed and stay out of it"
         )
-        if tally.get("twice"):
-            notify(
-                f"vit predict: {tally['twice']:,} of them were there in another folder, where they "
-                "stay as well"
+        if totals.get("twice"):
+            notify_predict(
+                f"{totals['twice']:,} of them were in another folder there already, and stay in "
+                "it as well"
             )
-    if line := summary(len(task.images), done, seconds, failed):
-        notify(f"vit predict: {line}")
+    if line := summary(len(job.images), done, seconds, failed):
+        notify_predict(line)
     return failed

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from vit.commands.command_options import add_setting, settings_given, whole_number
+from vit.commands.command_options import add_setting, positive_int, settings_from_args
 from vit.commands.command_output import check_output, notify, open_output
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, checked, make_config
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-b",
         "--batch-size",
-        type=whole_number,
+        type=positive_int,
         default=all_settings()["batch_size"].default,
         metavar="N",
         help="images of the training step whose memory is estimated (default: %(default)s)",
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     to_file = args.json not in (None, "-")
     if to_file:
         check_output(args.json, overwrite=True)
-    config = described(args.model, checked(settings_given(args)))
+    config = described(args.model, checked(settings_from_args(args)))
     check_countable(config, args.batch_size)
     if (Path(args.model) / "tokenizer.json").is_file():
         notify("vit summary: this is the encoder alone; the decoder of its captions is not counted")

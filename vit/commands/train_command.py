@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vit.commands.command_options import add_setting, settings_given
-from vit.commands.command_output import check_output, notify, resolved
-from vit.commands.launcher import start_processes_if_asked
+from vit.commands.command_options import add_setting, settings_from_args
+from vit.commands.command_output import check_output, notify, resolve_link
+from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, default_run_folder, make_config, read_settings
@@ -83,7 +83,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 where images were left out, or comes with the error."""
     began = time.monotonic()
-    start_processes_if_asked()
+    launch_if_requested()
     values, stored = gather(args)
     if not values.get("data"):
         raise ConfigError(
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         )
     given = checked(values)
     if args.show_batch is not None:
-        check_show(args)
+        check_show_batch(args)
     config, listing = (make_config(values), None) if stored else planned(given)
     if args.show_batch is not None:
         return show(args, config, [*given])
@@ -131,7 +131,7 @@ def planned(given: Mapping[str, Any]) -> "tuple[Config, Listing | None]":
     return config, plan.listing
 
 
-def check_show(args: argparse.Namespace) -> None:
+def check_show_batch(args: argparse.Namespace) -> None:
     """Refuse a drawing that could not be written, before anything is looked at.
 
     Raises:
@@ -156,7 +156,7 @@ def show(args: argparse.Namespace, config: Config, given: list[str]) -> int:
     """
     from vit.training.show_batch import show_batch
 
-    show_batch(config, resolved(args.show_batch), given=given)
+    show_batch(config, resolve_link(args.show_batch), given=given)
     return 0
 
 
@@ -184,11 +184,11 @@ def run_folds(config: Config, args: argparse.Namespace, given: list[str]) -> int
         given=given,
     )
     if os.environ.get("RANK", "0") == "0":
-        print(told_folds(record), flush=True)
+        print(format_folds(record), flush=True)
     return int(bool(record["failed"]))
 
 
-def told_folds(record: Mapping[str, Any]) -> str:
+def format_folds(record: Mapping[str, Any]) -> str:
     """The scores of all folds for reading."""
     rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
     names = [name for name in SCORES if name in record["mean"]]
@@ -206,7 +206,7 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
     A run that is resumed brings its own settings, so DATA and flags may be left out.
     """
-    flags = settings_given(args)
+    flags = settings_from_args(args)
     if args.data is not None:
         flags["data"] = args.data
     flags = checked(flags)
@@ -214,7 +214,7 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     if source is None and args.resume and (args.out or args.data):
         folder = Path(args.out or default_run_folder(args.data))
         if (folder / FOLDS_FILE).is_file():
-            settings = checked(settings_of_folds(folder / FOLDS_FILE))
+            settings = checked(read_fold_settings(folder / FOLDS_FILE))
             if flags.get("weights") == AUTO_WEIGHTS and settings.get("weights") is not None:
                 del flags["weights"]
             return {**settings, **flags}, True
@@ -234,10 +234,10 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         return {**values, **flags}, True
     if "time" in flags and values.get("steps") is not None:  # which another time decided
         values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
-    return {**values, **shrunk_warmup(values, flags), **flags}, True
+    return {**values, **scaled_warmup(values, flags), **flags}, True
 
 
-def shrunk_warmup(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, float]:
+def scaled_warmup(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, float]:
     """The warm-up of a file in fewer epochs that a flag chose: the same share of them, noted.
 
     Args:
@@ -258,7 +258,7 @@ def shrunk_warmup(values: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[s
     return {"warmup_epochs": shrunk}
 
 
-def settings_of_folds(path: Path) -> dict[str, Any]:
+def read_fold_settings(path: Path) -> dict[str, Any]:
     """The settings that a cross-validation was begun with.
 
     Raises:

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vit.commands.command_options import settings_given, whole_number
-from vit.commands.launcher import start_processes_if_asked
+from vit.commands.command_options import positive_int, settings_from_args
+from vit.commands.launcher import launch_if_requested
 from vit.commands.train_command import add_settings
 from vit.config.parser import checked, default_run_folder
 from vit.errors import ConfigError, printable
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--trials",
-        type=whole_number,
+        type=positive_int,
         metavar="N",
         help="how many settings are tried, the plan among them; as many as are worth their time "
         "if left out",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune; the exit code is 1 where images were left out, or comes with the error."""
     began = time.monotonic()
-    start_processes_if_asked()
+    launch_if_requested()
     values, trials = gather(args)
     if not values.get("data"):
         raise ConfigError(
@@ -75,7 +75,7 @@ def gather(args: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
     Raises:
         RunError: Its record is damaged.
     """
-    flags = settings_given(args)
+    flags = settings_from_args(args)
     if args.data is not None:
         flags["data"] = args.data
     flags = checked(flags)

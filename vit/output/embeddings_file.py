@@ -1,7 +1,7 @@
-"""Vectors of images in a file, a row an image in the order of the list: .npy or .parquet.
+"""Image embeddings as .npy or .parquet, one row per image in the order of the list.
 
-Rows are written as they are made, as plain float32; a .npy is that with a head, a .parquet is made
-from it at the end, because nobody can go on writing one after a kill.
+Rows are appended as float32; .npy is these rows after a header. A .parquet is converted from them
+at the end, because a parquet file cannot be appended to after a kill.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vit.errors import ConfigError, VitError, WeightsError, printable
-from vit.output.resumable_output import not_written
+from vit.output.resumable_output import write_error
 
 LIBRARY = "pip install 'vit-toolkit[parquet]'"
 SUFFIXES = (".npy", ".parquet")
@@ -25,10 +25,10 @@ Vector = npt.NDArray[np.float32]
 
 
 def check_embeddings(path: str) -> None:
-    """Refuse a name that says no format, and one whose library is missing.
+    """Check the suffix, and that pyarrow is installed for .parquet.
 
     Raises:
-        VitError: It is so.
+        VitError: The suffix is unknown, or pyarrow is missing.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
@@ -37,8 +37,8 @@ def check_embeddings(path: str) -> None:
         raise VitError(f"embeddings={printable(path)}: pyarrow is not installed: {LIBRARY}")
 
 
-def head(path: Path, count: int, dim: int) -> bytes:
-    """What the file begins with before its rows: `count` vectors of `dim` numbers."""
+def npy_header(path: Path, count: int, dim: int) -> bytes:
+    """Header of a .npy of shape (count, dim); empty for .parquet."""
     if path.suffix.lower() != ".npy":
         return b""
     text = io.BytesIO()
@@ -47,11 +47,11 @@ def head(path: Path, count: int, dim: int) -> bytes:
     return text.getvalue()
 
 
-def rows(vectors: Iterable[npt.ArrayLike | None], dim: int) -> bytes:
-    """Vectors as bytes; NaN in place of one that is missing.
+def encode_rows(vectors: Iterable[npt.ArrayLike | None], dim: int) -> bytes:
+    """Encode vectors as float32; missing ones as NaN.
 
     Raises:
-        WeightsError: One has another width.
+        WeightsError: A vector has another width.
     """
     pieces = []
     for vector in vectors:
@@ -69,14 +69,14 @@ def write_parquet(
     images: Sequence[str],
     failures: Iterable[tuple[int, str]],
 ) -> None:
-    """Columns image, embedding (null where there is none) and error, from the rows in `source`.
+    """Convert rows to columns image, embedding (null for failures) and error.
 
     Args:
-        source: float32 rows, of all `images`.
-        out: Replaced when it is whole.
-        dim: Numbers in a row.
+        source: float32 rows of all `images`.
+        out: Replaced atomically.
+        dim: Width of a row.
         images: Paths; bytes that are not UTF-8 become backslash escapes.
-        failures: (number of the image, reason), in order.
+        failures: (index of the image, reason), in order.
 
     Raises:
         RunError: The disk is full.
@@ -105,7 +105,7 @@ def write_parquet(
                 )
         os.replace(beside, out)
     except OSError as error:
-        raise not_written(out, error) from None
+        raise write_error(out, error) from None
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def write_parquet(
 def _groups(
     count: int, size: int, failures: Iterable[tuple[int, str]]
 ) -> Iterator[tuple[int, list[str | None]]]:
-    """First number and errors of each group of rows."""
+    """Yield the first index and the errors of each row group."""
     waiting = iter(failures)
     following = next(waiting, None)
     for first in range(0, count, size):

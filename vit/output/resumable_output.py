@@ -1,16 +1,14 @@
-"""The unfinished files of one prediction: their names, whose they are, and the file they become.
-
-One process writes FILE.partial; of several each writes FILE.partial.1-of-2, with every second block
-of the list, and the blocks are laid together at the end.
-
-Files that grow block by block and survive a kill, and the journal of how far they got.
+"""Resumable output: files that are appended block by block, and a journal of complete blocks.
 
     FILE.partial            rows, as FILE will have them
-    FILE.partial.journal    first what was asked, then a line for each block
+    FILE.partial.journal    the settings, then one line per block
 
-A line says how long each file was when the block was whole, and the checksum of all before. What
-comes after the last line that agrees with the files is cut off when the work goes on: a torn row,
-a block that was half written, or what a power failure left of the disk's own order.
+A journal line has the length and the CRC-32 of each file after its block. On resume, everything
+after the last line that matches the files is truncated: a torn row, half a block, or what a power
+failure left.
+
+One process writes FILE.partial; several write FILE.partial.1-of-2, ... with blocks in turn, which
+are merged at the end.
 """
 
 import itertools
@@ -31,43 +29,43 @@ JOURNAL = ".journal"
 
 
 @dataclass(frozen=True)
-class Mark:
-    """One line of a journal: what was whole at that moment.
+class JournalEntry:
+    """One journal line: the state after a complete block.
 
     Args:
-        rows: Images with an answer.
-        ends: Length and checksum (CRC-32) of each file, by its name in the journal.
-        tally: Totals so far, such as failures.
-        errors: (place in the block, reason) of the images of this block that failed.
+        rows: Images predicted so far.
+        ends: Length and CRC-32 of each file, by its name in the journal.
+        totals: Totals so far, such as failures.
+        errors: (index in the block, reason) of the block's failures.
     """
 
     rows: int = 0
     ends: dict[str, tuple[int, int]] = field(default_factory=dict)
-    tally: dict[str, int] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
     errors: list[tuple[int, str]] = field(default_factory=list)
 
     def line(self) -> bytes:
-        """As the journal has it."""
-        return json.dumps([self.rows, self.ends, self.tally, self.errors]).encode() + b"\n"
+        """Encode as a line of the journal."""
+        return json.dumps([self.rows, self.ends, self.totals, self.errors]).encode() + b"\n"
 
     @classmethod
-    def parse(cls, line: bytes) -> "Mark":
-        """Raises ValueError, TypeError or AttributeError where `line` is none."""
-        rows, ends, tally, errors = json.loads(line)
-        whole = {name: (int(size), int(crc)) for name, (size, crc) in ends.items()}
-        counts = {str(name): int(number) for name, number in tally.items()}
-        return cls(int(rows), whole, counts, [(int(place), str(why)) for place, why in errors])
+    def parse(cls, line: bytes) -> "JournalEntry":
+        """Raises ValueError, TypeError or AttributeError if the line is damaged."""
+        rows, ends, totals, errors = json.loads(line)
+        positions = {name: (int(size), int(crc)) for name, (size, crc) in ends.items()}
+        counts = {str(name): int(number) for name, number in totals.items()}
+        return cls(int(rows), positions, counts, [(int(i), str(why)) for i, why in errors])
 
 
-class Growing:
-    """A file that only grows; what is written is with the operating system at once.
+class AppendOnlyFile:
+    """An unbuffered file that is only appended to.
 
     Args:
-        path: It is begun anew where `size` is 0, else cut to `size` bytes.
-        size, crc: Of what is kept.
+        path: Created if `size` is 0, else truncated to `size` bytes.
+        size, crc: Length and CRC-32 of the kept content.
 
     Raises:
-        RunError: It cannot be written.
+        RunError: The file cannot be written.
     """
 
     def __init__(self, path: Path, size: int = 0, crc: int = 0) -> None:
@@ -77,80 +75,80 @@ class Growing:
             self._file.truncate(size)
             self._file.seek(size)
         except OSError as error:
-            raise not_written(path, error) from None
+            raise write_error(path, error) from None
 
     def write(self, data: bytes) -> None:
-        """Append; of a full disk, what went onto it stays and is not counted."""
-        rest = memoryview(data)
+        """Append; after an error the size does not count a partial write."""
+        remaining = memoryview(data)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
-            raise not_written(self.path, error) from None
+            raise write_error(self.path, error) from None
         self.size += len(data)
         self.crc = zlib.crc32(data, self.crc)
 
     def close(self, *, sync: bool = False) -> None:
-        """With `sync` after it is on the disk."""
+        """Close; with `sync`, flush to the disk first."""
         try:
             if sync and not self._file.closed:
                 os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
-            raise not_written(self.path, error) from None
+            raise write_error(self.path, error) from None
 
 
 class Journal:
-    """Files that grow together, each block in all of them or, after a resume, in none.
+    """Files that are appended together; after a resume a block is in all of them or in none.
 
     Args:
-        path: Of the journal.
-        files: Paths of the files, by names that stay the same.
-        asked: What decides the answers; see `differences`.
-        resume: Go on after the last whole block of what is there; begin where nothing is.
+        path: The journal.
+        files: Paths of the files, by name.
+        settings: What determines the content; see `differences`.
+        resume: Continue after the last complete block, if there is one.
 
     Attributes:
-        mark: What is whole now.
+        entry: State after the last complete block.
 
     Raises:
-        RunError: What is there was made from something else, or cannot be written.
+        RunError: A file cannot be written.
     """
 
     def __init__(
-        self, path: Path, files: Mapping[str, Path], asked: Mapping[str, Any], *, resume: bool
+        self, path: Path, files: Mapping[str, Path], settings: Mapping[str, Any], *, resume: bool
     ) -> None:
-        self.path, self.mark = path, Mark()
+        self.path, self.entry = path, JournalEntry()
         if not (resume and path.exists()):
-            write_first(path, asked)
-        self.mark, end = last_whole(path, files)
-        ends = {name: self.mark.ends.get(name, (0, 0)) for name in files}
-        self._files = {name: Growing(files[name], *ends[name]) for name in files}
-        self._lines = Growing(path, end)
+            write_header(path, settings)
+        self.entry, end = last_valid_entry(path, files)
+        ends = {name: self.entry.ends.get(name, (0, 0)) for name in files}
+        self._files = {name: AppendOnlyFile(files[name], *ends[name]) for name in files}
+        self._lines = AppendOnlyFile(path, end)
 
     def write(self, rows: int, pieces: Mapping[str, bytes], **notes: Any) -> None:
-        """Append `pieces` to the files, then the line that makes `rows` count.
+        """Append `pieces` to the files, then the journal line that commits the block.
 
         Args:
-            rows: Images with an answer, in all.
-            pieces: Of some of the files.
-            notes: tally and errors of a Mark.
+            rows: Images predicted so far.
+            pieces: Data by file.
+            notes: totals and errors of a Mark.
         """
         for name, piece in pieces.items():
             self._files[name].write(piece)
         ends = {name: (file.size, file.crc) for name, file in self._files.items()}
-        mark = Mark(rows, ends, **notes)
-        self._lines.write(mark.line())
-        self.mark = mark
+        entry = JournalEntry(rows, ends, **notes)
+        self._lines.write(entry.line())
+        self.entry = entry
 
     def close(self, *, sync: bool = False) -> None:
-        """End the writing; the files stay."""
+        """Close all files."""
         for file in (*self._files.values(), self._lines):
             file.close(sync=sync)
 
 
-def write_first(path: Path, asked: Mapping[str, Any]) -> None:
-    """Begin a journal, whole or not at all."""
-    line = json.dumps(dict(asked)).encode() + b"\n"
+def write_header(path: Path, settings: Mapping[str, Any]) -> None:
+    """Create a journal atomically."""
+    line = json.dumps(dict(settings)).encode() + b"\n"
     beside = path.with_name(f"{path.name}.tmp")
     try:
         with open(beside, "wb") as file:
@@ -161,86 +159,86 @@ def write_first(path: Path, asked: Mapping[str, Any]) -> None:
     except OSError as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise not_written(path, error) from None
+        raise write_error(path, error) from None
 
 
-def read_first(path: Path) -> dict[str, Any]:
-    """What the journal's work was asked.
+def read_header(path: Path) -> dict[str, Any]:
+    """Read the settings of a journal.
 
     Raises:
-        RunError: It is none.
+        RunError: The file is not a journal.
     """
     try:
         with open(path, "rb") as file:
-            asked = json.loads(file.readline())
+            settings = json.loads(file.readline())
     except (OSError, ValueError):
-        asked = None
-    if not isinstance(asked, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise RunError(
-            f"{printable(path)} is no journal of vit predict: begin again with --overwrite and "
+            f"{printable(path)} is not a journal of vit predict: start again with --overwrite and "
             "without --resume"
         )
-    return asked
+    return settings
 
 
-def marks(path: Path) -> Iterator[tuple[Mark, int]]:
-    """The lines of a journal after the first, and where each ends; none after a damaged one."""
+def journal_entries(path: Path) -> Iterator[tuple[JournalEntry, int]]:
+    """Yield the entries of a journal and their end offsets, up to the first damaged one."""
     with open(path, "rb") as file:
         end = len(file.readline())
         for line in file:
             end += len(line)
             try:
-                mark = Mark.parse(line)
+                entry = JournalEntry.parse(line)
             except (ValueError, TypeError, AttributeError):
                 return
             if not line.endswith(b"\n"):
                 return
-            yield mark, end
+            yield entry, end
 
 
-def last_whole(path: Path, files: Mapping[str, Path]) -> tuple[Mark, int]:
-    """The last mark of a journal that all files agree with, and where its line ends."""
+def last_valid_entry(path: Path, files: Mapping[str, Path]) -> tuple[JournalEntry, int]:
+    """The last entry that all files match, and its end offset."""
     with open(path, "rb") as file:
-        good, end = Mark(), len(file.readline())
+        good, end = JournalEntry(), len(file.readline())
     with ExitStack() as stack:
         handles: dict[str, BinaryIO] = {}
         for name, unfinished in files.items():
             if not unfinished.exists():
                 return good, end
             handles[name] = stack.enter_context(open(unfinished, "rb"))
-        for mark, line_end in marks(path):
-            if mark.ends.keys() != files.keys():
+        for entry, line_end in journal_entries(path):
+            if entry.ends.keys() != files.keys():
                 break
-            if not all(_agrees(handles[name], name, good, mark) for name in files):
+            if not all(_matches(handles[name], name, good, entry) for name in files):
                 break
-            good, end = mark, line_end
+            good, end = entry, line_end
     return good, end
 
 
-def _agrees(file: BinaryIO, name: str, before: Mark, mark: Mark) -> bool:
-    """Whether what follows `before` in the file is what `mark` says."""
+def _matches(file: BinaryIO, name: str, before: JournalEntry, entry: JournalEntry) -> bool:
+    """Whether the file between `before` and `entry` has the recorded length and checksum."""
     start, crc = before.ends.get(name, (0, 0))
-    size, expected = mark.ends[name]
+    size, expected = entry.ends[name]
     piece = file.read(size - start) if size >= start else b""
     return len(piece) == size - start and zlib.crc32(piece, crc) == expected
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two works were asked otherwise, in words; long digests are not shown."""
+    """Describe the settings that differ; digests are not shown."""
     lines = []
     for name in sorted({*then, *now}):
         old, new = then.get(name), now.get(name)
         if json.dumps(old) == json.dumps(new):
             continue
         shown = name.replace("_", " ")
-        secret = any(isinstance(value, str) and len(value) == 64 for value in (old, new))
-        words = f"{printable(old)}, now {printable(new)}"
-        lines.append(f"another {shown}" if secret else f"{shown} ({words})")
+        is_digest = any(isinstance(value, str) and len(value) == 64 for value in (old, new))
+        change = f"{printable(old)}, now {printable(new)}"
+        lines.append(f"another {shown}" if is_digest else f"{shown} ({change})")
     return lines
 
 
-def not_written(path: Path, error: OSError) -> RunError:
-    """The error of a full disk and its like."""
+def write_error(path: Path, error: OSError) -> RunError:
+    """A failed write, such as on a full disk."""
     return RunError(f"{printable(path)} could not be written: {error.strerror}")
 
 
@@ -249,18 +247,18 @@ STOP = ".stop"
 LOCK = ".lock"
 
 
-def part(path: Path, rank: int = 0, processes: int = 1) -> Path:
-    """The unfinished file of one process."""
+def partial_path(path: Path, rank: int = 0, processes: int = 1) -> Path:
+    """Path of the unfinished file of one process."""
     which = "" if processes == 1 else f".{rank + 1}-of-{processes}"
     return path.with_name(f"{path.name}{PARTIAL}{which}")
 
 
-def journal_of(unfinished: Path) -> Path:
+def journal_path(unfinished: Path) -> Path:
     return unfinished.with_name(unfinished.name + JOURNAL)
 
 
-def leftovers(path: Path) -> list[Path]:
-    """Everything that an earlier prediction into `path` left unfinished, sorted."""
+def partial_files(path: Path) -> list[Path]:
+    """All unfinished files of `path` that exist, sorted."""
     ours = re.compile(
         re.escape(path.name + PARTIAL) + r"(\.\d+-of-\d+)?(\.journal|\.journal\.tmp|\.stop)?"
     )
@@ -272,10 +270,10 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def remove(paths: Sequence[Path]) -> None:
-    """Unlink all.
+    """Delete files.
 
     Raises:
-        RunError: One cannot be.
+        RunError: One cannot be deleted.
     """
     path = Path()
     try:
@@ -285,48 +283,50 @@ def remove(paths: Sequence[Path]) -> None:
         raise RunError(f"{printable(path)} cannot be removed: {error.strerror}") from None
 
 
-class Claim:
-    """Keeps other jobs off unfinished files: from before anyone looks at them until they are gone.
+class FileLock:
+    """Locks the unfinished files of a job against other jobs (flock on FILE.partial.lock).
 
-    The first process of a job has it alone until it has made way, then all of them share it, so it
-    lasts as long as one of them lives. The last one removes its files.
+    The main process holds the lock exclusively while it prepares the files; then all processes of
+    the job share it. The last one deletes the lock files.
 
     Args:
-        paths: Of what the user gets.
+        paths: The finished files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = [part(path).with_name(part(path).name + LOCK) for path in paths]
+        self._paths = [
+            partial_path(path).with_name(partial_path(path).name + LOCK) for path in paths
+        ]
         self._handles: dict[Path, BinaryIO] = {}
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "FileLock":
         return self
 
     def __exit__(self, *_: object) -> None:
         for path, handle in self._handles.items():
             with handle, suppress(OSError):
-                if _locked(handle) and _is(handle, path):
+                if _locked(handle) and _is_current(handle, path):
                     path.unlink()
 
-    def take(self, *, shared: bool = False) -> None:
-        """Have it, alone or `shared`, until the end of the `with`.
+    def acquire(self, *, shared: bool = False) -> None:
+        """Acquire the lock, exclusive or `shared`, until the end of the `with`.
 
         Raises:
-            RunError: Another job has it, and is still at work.
+            RunError: Another job holds it.
         """
         for path in self._paths:
             try:
                 handle = self._handles.get(path) or open(path, "ab")  # noqa: SIM115
             except OSError as error:
-                raise not_written(path, error) from None
+                raise write_error(path, error) from None
             self._handles[path] = handle
-            if not _locked(handle, shared=shared) or not _is(handle, path):
+            if not _locked(handle, shared=shared) or not _is_current(handle, path):
                 name = printable(path.with_name(path.name.removesuffix(LOCK)))
                 raise RunError(f"{name} is being written by another process: wait, or end it")
 
 
 def _locked(handle: BinaryIO, *, shared: bool = False) -> bool:
-    """Whether the lock is ours now; also on a system, or a disk, that has none."""
+    """Try to lock; True also where the system or the disk has no locks."""
     try:
         import fcntl
 
@@ -338,76 +338,76 @@ def _locked(handle: BinaryIO, *, shared: bool = False) -> bool:
     return True
 
 
-def _is(handle: BinaryIO, path: Path) -> bool:
-    """Whether `handle` is of the file that is there now, and not of one that was removed."""
+def _is_current(handle: BinaryIO, path: Path) -> bool:
+    """Whether `handle` is the file at `path`, not a deleted one."""
     try:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def rows_held(path: Path) -> int:
-    """Rows in the unfinished files of `path`, as their journals count them."""
+def count_partial_rows(path: Path) -> int:
+    """Rows in the unfinished files of `path`, by their journals."""
     total = 0
-    for left in leftovers(path):
+    for left in partial_files(path):
         if left.name.endswith(JOURNAL):
             with suppress(OSError):
-                total += max((mark.rows for mark, _ in marks(left)), default=0)
+                total += max((entry.rows for entry, _ in journal_entries(left)), default=0)
     return total
 
 
-def refuse_leftovers(path: Path) -> None:
-    """Refuse to begin where something unfinished is.
+def refuse_partial_files(path: Path) -> None:
+    """Refuse to start where unfinished files exist.
 
     Raises:
-        VitError: Something is; the message says how much.
+        VitError: They exist; the message has the number of rows.
     """
-    rows = [one for one in leftovers(path) if not one.name.endswith((JOURNAL, ".tmp", STOP))]
+    rows = [one for one in partial_files(path) if not one.name.endswith((JOURNAL, ".tmp", STOP))]
     if not rows:
         return
-    held = plural(rows_held(path), "row")
+    held = plural(count_partial_rows(path), "row")
     raise VitError(
-        f"{printable(rows[0])} is unfinished and holds {held}; go on with --resume, or begin again "
-        "with --overwrite"
+        f"{printable(rows[0])} is unfinished and holds {held}; continue with --resume, or start "
+        "again with --overwrite"
     )
 
 
-def begun_with(path: Path) -> dict[str, Any]:
-    """What the unfinished work on `path` was asked; nothing where there is none.
+def stored_settings(path: Path) -> dict[str, Any]:
+    """Settings of the unfinished prediction into `path`; empty if there is none.
 
     Raises:
         RunError: Its journal is damaged.
     """
-    journal = next((left for left in leftovers(path) if left.name.endswith(JOURNAL)), None)
-    return {} if journal is None else read_first(journal)
+    journal = next((left for left in partial_files(path) if left.name.endswith(JOURNAL)), None)
+    return {} if journal is None else read_header(journal)
 
 
-def check_same(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse to go on with what another command began.
+def check_settings_match(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to resume files that were written with other settings.
 
     Raises:
-        RunError: It differs, or does not say what it was made from.
+        RunError: Settings differ, or the journal is lost.
     """
-    found = [left for left in leftovers(path) if left.name.endswith(JOURNAL)]
+    found = [left for left in partial_files(path) if left.name.endswith(JOURNAL)]
     for journal in found:
-        other = differences(read_first(journal), asked)
-        if other:
+        different = differences(read_header(journal), settings)
+        if different:
             begun = journal.with_name(journal.name.removesuffix(JOURNAL))
             raise RunError(
-                f"{printable(begun)} was begun with {'; '.join(other)}: give the same again, or "
-                "begin again with --overwrite and without --resume"
+                f"{printable(begun)} was begun with {'; '.join(different)}: give the same again, "
+                "or start again with --overwrite and without --resume"
             )
     if not found:
-        refuse_leftovers_without_journal(path)
+        refuse_rows_without_journal(path)
 
 
-def refuse_leftovers_without_journal(path: Path) -> None:
-    """Rows of which nothing says where they are from are not to be continued.
+def refuse_rows_without_journal(path: Path) -> None:
+    """Refuse unfinished rows whose settings are unknown.
 
     Raises:
         RunError: There are some.
     """
-    rows = [one for one in leftovers(path) if not one.name.endswith((".tmp", STOP))]
+    rows = [one for one in partial_files(path) if not one.name.endswith((".tmp", STOP))]
     if rows:
         raise RunError(
             f"{printable(rows[0])} has lost its journal, so nothing says what made it: begin again "
@@ -415,9 +415,9 @@ def refuse_leftovers_without_journal(path: Path) -> None:
         )
 
 
-def blocks(journals: Sequence[Path]) -> Iterator[tuple[int, Mark, Mark]]:
-    """(process, before, after) of each block of the list, in its order: they took turns."""
-    lines = [marks(journal) for journal in journals]
+def journal_blocks(journals: Sequence[Path]) -> Iterator[tuple[int, JournalEntry, JournalEntry]]:
+    """Yield (rank, entry before, entry after) of each block in list order: ranks take turns."""
+    lines = [journal_entries(journal) for journal in journals]
     before = [next(own)[0] for own in lines]
     for turn in itertools.cycle(range(len(journals))):
         following = next(lines[turn], None)
@@ -427,13 +427,13 @@ def blocks(journals: Sequence[Path]) -> Iterator[tuple[int, Mark, Mark]]:
         before[turn] = following[0]
 
 
-def lay_together(parts: Sequence[Path], journals: Sequence[Path], name: str, out: Path) -> None:
-    """Write the blocks of several processes to `out` in the order of the list.
+def merge_parts(parts: Sequence[Path], journals: Sequence[Path], name: str, out: Path) -> None:
+    """Merge the blocks of several processes into `out`, in list order.
 
     Args:
-        parts: The files, in the order of the processes.
-        journals: Theirs.
-        name: Of the files in the journals.
+        parts: Files of the processes, by rank.
+        journals: Their journals.
+        name: Name of the files in the journals.
         out: Replaced.
 
     Raises:
@@ -443,12 +443,12 @@ def lay_together(parts: Sequence[Path], journals: Sequence[Path], name: str, out
         with ExitStack() as stack:
             sources = [stack.enter_context(open(file, "rb")) for file in parts]
             target = stack.enter_context(open(out, "wb"))
-            heads = [next(marks(journal))[0].ends[name][0] for journal in journals]
+            heads = [next(journal_entries(journal))[0].ends[name][0] for journal in journals]
             head, *_ = [source.read(size) for source, size in zip(sources, heads, strict=True)]
             target.write(head)  # the same in all
-            for turn, before, after in blocks(journals):
+            for turn, before, after in journal_blocks(journals):
                 target.write(sources[turn].read(after.ends[name][0] - before.ends[name][0]))
             target.flush()
             os.fsync(target.fileno())
     except OSError as error:
-        raise not_written(out, error) from None
+        raise write_error(out, error) from None

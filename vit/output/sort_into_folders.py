@@ -1,7 +1,7 @@
-"""Images go into a folder for each class: copied or linked, never moved, nothing overwritten.
+"""Sorts images into one folder per predicted class: copied or linked, nothing is overwritten.
 
-Where an image goes is decided by the list of images, the classes and the answer alone, so work
-that is done twice ends as if it were done once.
+Target paths depend only on the list of images, the classes and the prediction, so repeating the
+sorting after a kill is idempotent.
 """
 
 import errno
@@ -20,11 +20,11 @@ from vit.data.archives import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError, VitError, printable
 from vit.output.prediction_results import Prediction
 
-Way = Literal["copy", "symlink", "hardlink"]
+SortMethod = Literal["copy", "symlink", "hardlink"]
 UNSURE = "_unsure"
 PUNCTUATION = " -_.,+=@()[]&'!#"
 DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
-LONGEST = 200  # bytes of a name; file systems take 255
+MAX_NAME_BYTES = 200  # bytes of a name; file systems take 255
 
 
 def folder_names(classes: Sequence[str]) -> list[str]:
@@ -39,10 +39,10 @@ def folder_names(classes: Sequence[str]) -> list[str]:
     for label in classes:
         plain = _safe(label)
         name, number = plain, 1
-        while _alike(name) in taken:
+        while _casefold(name) in taken:
             number += 1
             name = f"{plain}~{number}"
-        taken.add(_alike(name))
+        taken.add(_casefold(name))
         names.append(name)
     return names
 
@@ -50,16 +50,16 @@ def folder_names(classes: Sequence[str]) -> list[str]:
 def _safe(label: str) -> str:
     """One component of a path; never empty, `.`, `..`, `_unsure`, a device, or with a `~`."""
     last = len(label) - 1
-    special = label.lower().split(".")[0].strip() in DEVICES or _alike(label) == UNSURE
+    special = label.lower().split(".")[0].strip() in DEVICES or _casefold(label) == UNSURE
     parts = []
     for place, letter in enumerate(label):
         safe = unicodedata.category(letter)[0] in "LMN" or letter in PUNCTUATION
         edge = (place == 0 and (letter in ". " or special)) or (place == last and letter in ". ")
         parts.append(letter if safe and not edge else _percent(letter))
     name = "".join(parts) or "%"
-    if len(os.fsencode(name)) > LONGEST:
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
-        name = f"{_cut(name, LONGEST - 17)}~{digest}"
+        name = f"{_cut(name, MAX_NAME_BYTES - 17)}~{digest}"
     return name
 
 
@@ -74,8 +74,8 @@ def _cut(name: str, most: int) -> str:
     return name
 
 
-def _alike(name: str) -> str:
-    """The same for names that some file system takes for one."""
+def _casefold(name: str) -> str:
+    """A key that is equal for names that some file system treats as the same."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
@@ -85,21 +85,21 @@ def image_names(images: Iterable[str]) -> list[str]:
     Numbers follow the whole list and not the class, so they do not depend on answers.
     """
     own = [os.path.basename(image) or "-" for image in images]
-    reserved = {_alike(name) for name in own}
+    reserved = {_casefold(name) for name in own}
     taken: set[str] = set()
     following: dict[str, int] = {}
     for place, name in enumerate(own):
-        key = _alike(name)
+        key = _casefold(name)
         if key in taken:
             stem, ending = os.path.splitext(name)
             number = following.get(key, 2)
             numbered = _numbered(stem, number, ending)
-            while _alike(numbered) in taken or _alike(numbered) in reserved:
+            while _casefold(numbered) in taken or _casefold(numbered) in reserved:
                 number += 1
                 numbered = _numbered(stem, number, ending)
             following[key] = number + 1
             own[place] = numbered
-            key = _alike(numbered)
+            key = _casefold(numbered)
         taken.add(key)
     return own
 
@@ -109,23 +109,25 @@ def _numbered(stem: str, number: int, ending: str) -> str:
     return f"{_cut(stem, 255 - len(os.fsencode(end)))}{end}"
 
 
-class Sorter:
+class ImageSorter:
     """Puts images into the folders of their classes.
 
     Args:
         folder: Made where it is missing.
-        way: Whether images are copied, or linked.
+        method: How images are placed.
         classes: Of the network.
         images: The whole list.
     """
 
-    def __init__(self, folder: str, way: Way, classes: Sequence[str], images: Sequence[str]):
-        self.folder, self.way = Path(folder), way
+    def __init__(
+        self, folder: str, method: SortMethod, classes: Sequence[str], images: Sequence[str]
+    ):
+        self.folder, self.method = Path(folder), method
         self.folders = dict(zip(classes, folder_names(classes), strict=True))
         self.names = image_names(images)
-        self.before = self._there()
+        self.existing = self._find_existing()
 
-    def _there(self) -> dict[str, set[str]]:
+    def _find_existing(self) -> dict[str, set[str]]:
         """Images of this list that lie in folders of classes already: name -> the folders."""
         found: dict[str, set[str]] = {}
         names = {*self.names}
@@ -154,21 +156,21 @@ class Sorter:
             try:
                 self._put(prediction.image, target)
             except FileExistsError:
-                self._accept(prediction.image, target)
+                self._check_identical(prediction.image, target)
         except OSError as error:
             raise self._failure(prediction.image, target, error) from None
-        return bool(self.before.get(target.name, set()) - {folder.name})
+        return bool(self.existing.get(target.name, set()) - {folder.name})
 
     def _put(self, image: str, target: Path) -> None:
         """Raises FileExistsError where something is there, which stays."""
-        if self.way != "copy" and is_inside(image):
+        if self.method != "copy" and is_inside(image):
             raise RunError(
                 f"{printable(image)} is inside of a file, to which nothing can be linked; take "
                 "--sort-with copy"
             )
-        if self.way == "symlink":
+        if self.method == "symlink":
             target.symlink_to(os.path.abspath(image))
-        elif self.way == "hardlink":
+        elif self.method == "hardlink":
             os.link(os.path.realpath(image), target)
         elif os.path.lexists(target):
             raise FileExistsError
@@ -177,16 +179,16 @@ class Sorter:
             os.close(handle)
             try:
                 copy_out(image, beside)
-                _appear(beside, target)
+                _publish(beside, target)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(beside)
 
-    def _accept(self, image: str, target: Path) -> None:
-        """Let be what an earlier, interrupted run has put there, and nothing else."""
-        if self.way == "symlink":
+    def _check_identical(self, image: str, target: Path) -> None:
+        """Accept what an earlier, interrupted run has placed there, and nothing else."""
+        if self.method == "symlink":
             same = target.is_symlink() and os.readlink(target) == os.path.abspath(image)
-        elif self.way == "hardlink":
+        elif self.method == "hardlink":
             same = not target.is_symlink() and os.path.samefile(image, target)
         else:
             same = target.is_file() and not target.is_symlink()
@@ -207,8 +209,8 @@ class Sorter:
         return RunError(f"{what}: {error.strerror}")
 
 
-def _appear(beside: str, target: Path) -> None:
-    """Give a whole file its name, which no other file has."""
+def _publish(beside: str, target: Path) -> None:
+    """Rename a complete file to `target`, which must not exist."""
     try:
         os.link(beside, target)
     except FileExistsError:
@@ -236,7 +238,7 @@ def check_sorting(
     path, name = Path(folder), printable(folder)
     here = os.path.realpath(folder)
     for word in inputs:
-        root = _walked(word, here)
+        root = _searched_root(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
             raise ConfigError(
                 f"sort_into={name} lies in the input {printable(word)}: the next run would take "
@@ -251,7 +253,7 @@ def check_sorting(
     _check_writable(path, filled=filled)
 
 
-def _walked(word: str, here: str) -> str | None:
+def _searched_root(word: str, here: str) -> str | None:
     """The folder whose subfolders an input takes images from, now and in the next run; None if
     `here` would not be one of them."""
     if os.path.isdir(word):

@@ -24,7 +24,7 @@ from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, s
 from vit.data.tar_index import read_index
 from vit.errors import BadImage, DataError, RunError
 from vit.output.prediction_results import Prediction
-from vit.output.sort_into_folders import Sorter
+from vit.output.sort_into_folders import ImageSorter
 
 TREE = {"train/a": 9, "train/b": 5, "train/b/deep": 2, "val/a": 3, "val/b": 2}
 
@@ -268,10 +268,10 @@ def test_images_are_sorted_out_of_shards_as_copies(pair, tmp_path):
     image = f"{pair[1]}/val-0000.tar/a/1.png"
     prediction = Prediction(image, (("a", 1.0),))
     for _ in range(2):  # what is there already is let be
-        Sorter(str(tmp_path / "sorted"), "copy", ["a"], [image])(0, prediction)
+        ImageSorter(str(tmp_path / "sorted"), "copy", ["a"], [image])(0, prediction)
     assert (tmp_path / "sorted/a/1.png").read_bytes() == (pair[0] / "val/a/1.png").read_bytes()
     with pytest.raises(RunError, match="is inside of a file, to which nothing can be linked"):
-        Sorter(str(tmp_path / "other"), "symlink", ["a"], [image])(0, prediction)
+        ImageSorter(str(tmp_path / "other"), "symlink", ["a"], [image])(0, prediction)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vit.commands.main import main
 
 
-def ended(words: list[str], block: int, how: str, rank: int = 0) -> int:
+def run_interrupted(words: list[str], block: int, how: str, rank: int = 0) -> int:
     """The exit code of `vit WORDS...`, where something happens in a block of one process.
 
     Args:
@@ -18,32 +18,32 @@ def ended(words: list[str], block: int, how: str, rank: int = 0) -> int:
         rank: Of the process.
     """
     if int(os.environ.get("RANK", "0")) == rank:
-        end_at(block, how)
+        interrupt_at(block, how)
     return main(words)
 
 
-def end_at(block: int, how: str, patch: Callable[..., None] = setattr) -> None:
-    """Let it happen in this process; see `ended`."""
-    from vit.commands.predict_output import Keeper
+def interrupt_at(block: int, how: str, patch: Callable[..., None] = setattr) -> None:
+    """Let it happen in this process; see `run_interrupted`."""
+    from vit.commands.predict_output import RowWriter
     from vit.errors import RunError
-    from vit.output.resumable_output import Growing
+    from vit.output.resumable_output import AppendOnlyFile
 
-    put, write, seen = Keeper.put, Growing.write, []
+    put, write, seen = RowWriter.write_block, AppendOnlyFile.write, []
 
-    def torn(file: Growing, data: bytes) -> None:
+    def torn(file: AppendOnlyFile, data: bytes) -> None:
         half = len(data) // 2 if how == "torn" else len(data)
         write(file, data[:half])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(keeper: Keeper, *arguments: object) -> None:
+    def counted(keeper: RowWriter, *arguments: object) -> None:
         seen.append(1)
         if len(seen) == block + 1:
             if how in ("torn", "kill"):
-                patch(Growing, "write", torn)
+                patch(AppendOnlyFile, "write", torn)
             elif how == "fail":
                 raise RunError("the disk is full")
             else:
                 os.kill(os.getpid(), signal.SIGTERM if how == "term" else signal.SIGINT)
         put(keeper, *arguments)
 
-    patch(Keeper, "put", counted)
+    patch(RowWriter, "write_block", counted)
