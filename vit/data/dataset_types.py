@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from vit.data.image_cache import ImageCache
 
 NO_LABEL = -1
-"""Of an image without a class, or with several."""
+"""Label of a sample without exactly one class."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An image, the number of its class, and what people said of it."""
+    """An image with its class index, its captions, or its multi-label class indices."""
 
     path: str
-    """Of a file, or of something inside a file; see vit.data.archives."""
+    """A file, or an address inside a file; see vit.data.archives."""
     label: int
     captions: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()
-    """Numbers of all its classes, sorted, maybe none, where an image may have several."""
+    """Sorted class indices of a multi-label image, possibly none."""
 
 
 ImagesByClass = dict[str, list[str]]
@@ -60,23 +60,23 @@ class DatasetIndex:
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set ready for training."""
+    """A dataset ready for training."""
 
     classes: tuple[str, ...]
-    """Names of the classes, sorted; a label is an index into them. None where all is captions."""
+    """Sorted class names; a label is an index into them. Empty for captions without classes."""
     train: tuple[Sample, ...]
     """Training images."""
     val: tuple[Sample, ...]
     """Validation images."""
     notes: tuple[str, ...]
-    """What the user should know: what was left out, what looks wrong; safe on a terminal."""
+    """Notes for the user: what was left out, what looks wrong; safe to print on a terminal."""
     made: bool
-    """Whether the validation images were chosen by us."""
+    """Whether we held out the validation images, because the dataset has none."""
     root: Path
-    """Folder that holds all of them."""
+    """Folder that contains all images."""
     multilabel: bool = False
-    """Whether an image may have several classes, or none: `Sample.labels` has them."""
+    """Whether an image may have any number of classes; they are in `Sample.labels`."""
     tokenizer: "Tokenizer | None" = None
-    """Of the captions, where they are to be learned."""
+    """Tokenizer of the captions; None without captions."""
     cache: "ImageCache | None" = None
-    """The training images decoded, where they are kept so."""
+    """Cache of decoded training images; None without one."""
