@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 import vit
-from vit.training.freezing import freeze_backbone, trainable_share
+from vit.training.freezing import count_parameters, freeze_backbone
 from vit.training.lora import add_lora
 
 WAYS = ("start", "full", "lora", "lora all", "head")
@@ -53,7 +53,7 @@ def train(way: str, args: argparse.Namespace) -> str:
         for state in optimizer.state.values()
         for value in state.values()
     )
-    learn, _ = trainable_share(network)
+    learn, _ = count_parameters(network)
     took = f"{statistics.median(seconds):.2f}" if seconds else "-"
     return f"| {way} | {learn / 1e6:.2f} M | {moments / 2**20:.0f} | {peak:.0f} | {took} |"
 

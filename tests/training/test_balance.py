@@ -16,9 +16,13 @@ from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
 from vit.inference.evaluate import evaluate
 from vit.training.checkpoint_metric import rank, told
-from vit.training.class_balance import Balance, adjusted, weighted
+from vit.training.class_balance import (
+    ClassBalance,
+    logit_adjusted_cross_entropy,
+    weighted_cross_entropy,
+)
 from vit.training.classification_task import ClassTally
-from vit.training.finetuning import refuse_what_is_ignored
+from vit.training.finetuning import check_unused_settings
 from vit.training.train import train
 from vit.weights.model_card import best_event
 
@@ -35,7 +39,7 @@ def batch():
 
 
 def test_weights_are_scikit_learns_and_have_mean_one_over_the_images():
-    weights = Balance("loss", COUNTS).weights
+    weights = ClassBalance("loss", COUNTS).weights
     theirs = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=LABELS.numpy())
     assert weights[[0, 1, 3]].tolist() == pytest.approx(theirs)
     assert weights[2] == 0
@@ -44,41 +48,54 @@ def test_weights_are_scikit_learns_and_have_mean_one_over_the_images():
 
 def test_the_weighted_loss_equals_torchs(batch):
     logits, labels, targets = batch
-    weights = Balance("loss", COUNTS).weights
+    weights = ClassBalance("loss", COUNTS).weights
     expected = F.cross_entropy(logits, labels, weight=weights, reduction="sum")
-    assert weighted(logits, targets, weights, smoothing=0.0) == pytest.approx(expected)
+    assert weighted_cross_entropy(logits, targets, weights, smoothing=0.0) == pytest.approx(
+        expected
+    )
     each = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
     expected = (each * weights[labels]).sum()
-    assert weighted(logits, targets, weights, smoothing=0.1) == pytest.approx(expected)
+    assert weighted_cross_entropy(logits, targets, weights, smoothing=0.1) == pytest.approx(
+        expected
+    )
 
 
 def test_a_mixture_is_weighted_by_the_shares_of_its_classes(batch):
     logits, _, targets = batch
-    weights = Balance("loss", COUNTS).weights
+    weights = ClassBalance("loss", COUNTS).weights
     mixture = 0.3 * targets + 0.7 * targets.flip(0)
-    parts = [weighted(logits, some, weights, smoothing=0.1) for some in (targets, targets.flip(0))]
+    parts = [
+        weighted_cross_entropy(logits, some, weights, smoothing=0.1)
+        for some in (targets, targets.flip(0))
+    ]
     expected = 0.3 * parts[0] + 0.7 * parts[1]
-    assert weighted(logits, mixture, weights, smoothing=0.1) == pytest.approx(expected)
+    assert weighted_cross_entropy(logits, mixture, weights, smoothing=0.1) == pytest.approx(
+        expected
+    )
 
 
 def test_adjusted_logits_are_those_of_the_paper_and_answers_stay_plain(batch):
     logits, labels, targets = batch
-    prior = Balance("logit-adjust", COUNTS).prior
+    prior = ClassBalance("logit-adjust", COUNTS).prior
     assert prior.tolist() == pytest.approx([12 / 22, 3 / 22, 1 / 22, 6 / 22])
     expected = F.cross_entropy(logits + prior.log(), labels, reduction="sum")
-    assert adjusted(logits, targets, prior, smoothing=0.0) == pytest.approx(expected)
+    assert logit_adjusted_cross_entropy(logits, targets, prior, smoothing=0.0) == pytest.approx(
+        expected
+    )
     smoothed = 0.9 * targets + 0.1 * prior
     expected = F.cross_entropy(logits + prior.log(), smoothed, reduction="sum")
-    assert adjusted(logits, targets, prior, smoothing=0.1) == pytest.approx(expected)
+    assert logit_adjusted_cross_entropy(logits, targets, prior, smoothing=0.1) == pytest.approx(
+        expected
+    )
     blind = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
-    adjusted(blind, prior[None], prior, smoothing=0.1).backward()
+    logit_adjusted_cross_entropy(blind, prior[None], prior, smoothing=0.1).backward()
     assert blind.grad.abs().max() < 1e-12  # an image of all classes prefers none
 
 
 def test_the_sampler_leaves_the_loss_alone(batch):
     logits, labels, targets = batch
     expected = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
-    loss = Balance("sampler", COUNTS).loss(logits, targets, smoothing=0.1)
+    loss = ClassBalance("sampler", COUNTS).loss(logits, targets, smoothing=0.1)
     assert loss == pytest.approx(expected)
 
 
@@ -91,7 +108,7 @@ def test_the_sampler_leaves_the_loss_alone(batch):
     ],
 )
 def test_what_a_user_is_told(kind, said):
-    (note,) = Balance(kind, COUNTS).notes(["often", "rare", "none\n", "other"])
+    (note,) = ClassBalance(kind, COUNTS).notes(["often", "rare", "none\n", "other"])
     assert note.startswith(f"note: balance={kind}: ")
     assert said in note
 
@@ -161,10 +178,10 @@ def test_what_cannot_be_balanced_is_refused(settings, reason):
 def test_a_probe_refuses_it():
     usual = flatten(make_config({}))
     with pytest.raises(ConfigError, match="balance='loss': method=probe has no use for it"):
-        refuse_what_is_ignored("probe", usual | {"balance": "loss"}, ["balance"], usual)
+        check_unused_settings("probe", usual | {"balance": "loss"}, ["balance"], usual)
 
 
 def test_labels_come_from_the_training_images():
     config = make_config({"balance": "sampler", "num_classes": 4})
     samples = [Sample(f"{at}.png", int(label)) for at, label in enumerate(LABELS)]
-    assert Balance.of(config, samples).counts.tolist() == COUNTS.tolist()
+    assert ClassBalance.of(config, samples).counts.tolist() == COUNTS.tolist()

@@ -24,7 +24,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.training import feature_extraction
 from vit.training.devices import make_accelerator
 from vit.training.feature_extraction import (
-    FeatureMaker,
+    FeatureExtractor,
     Features,
     FeatureStore,
     extract,
@@ -82,8 +82,8 @@ class Watched:
 
     def extract(self, samples: list[Sample], **given: Any) -> Features | None:
         options = {**self.options, **given}
-        names = [field.name for field in dataclasses.fields(FeatureMaker)]
-        maker = FeatureMaker(**{name: options.pop(name) for name in names if name in options})
+        names = [field.name for field in dataclasses.fields(FeatureExtractor)]
+        maker = FeatureExtractor(**{name: options.pop(name) for name in names if name in options})
         return extract(samples, maker, **options)
 
     def __call__(self, samples: list[Sample], **given: Any) -> Features:

@@ -106,7 +106,12 @@ def test_without_a_method_the_probe_comes_first_and_is_epoch_0(fine, capfd):
     chosen = {
         name: settings[name] for name in ("method", "probe_first", "layer_decay", "drop_path")
     }
-    assert chosen == {"method": "full", "probe_first": True, "layer_decay": 0.75, "drop_path": 0.1}
+    assert chosen == {
+        "method": "full",
+        "probe_first": True,
+        "layer_decay": 0.75,
+        "drop_path": 0.1,
+    }
     assert [event["epoch"] for event in events(folder)] == [0, 1, 2]
     assert [event["step"] for event in events(folder)] == [0, 3, 6]
     assert max(event["val_top1"] for event in events(folder)) >= events(folder)[0]["val_top1"]

@@ -13,9 +13,14 @@ from vit.errors import ConfigError, WeightsError
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.activation_checkpointing import recompute_blocks
-from vit.training.ema import MovingAverage
-from vit.training.freezing import counted, freeze_backbone, share_line, trainable_share
-from vit.training.lora import LoRALinear, add_lora, lora_line, merged
+from vit.training.ema import ExponentialMovingAverage
+from vit.training.freezing import (
+    count_parameters,
+    format_parameters,
+    freeze_backbone,
+    trainable_line,
+)
+from vit.training.lora import LoRALinear, add_lora, lora_line, merge_lora
 from vit.training.optimizers import layer_of, parameter_groups
 from vit.weights.formats.state_dict_names import check_fit
 from vit.weights.saved_model import meta_model
@@ -68,7 +73,7 @@ def test_merged_computes_the_same(options):
     settings, targets = OPTIONS[options]
     network = with_lora(targets, **settings).eval()
     before = build(**settings).eval()(IMAGES)
-    state = merged(network.state_dict(), **LORA)
+    state = merge_lora(network.state_dict(), **LORA)
     plain = meta_model(ModelConfig(**{**SMALL, **settings}))
     check_fit(state, plain)
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
@@ -92,7 +97,7 @@ def test_a_projection_is_the_formula():
     assert lora.weight is linear.weight
     assert lora.bias is linear.bias
     assert [name for name, p in lora.named_parameters() if p.requires_grad] == ["lora_a", "lora_b"]
-    weight = merged(lora.state_dict(prefix="x."), rank=2, alpha=3.0)["x.weight"]
+    weight = merge_lora(lora.state_dict(prefix="x."), rank=2, alpha=3.0)["x.weight"]
     exact = linear.weight.double() + 3 / 2 * lora.lora_b.double() @ lora.lora_a.double()
     assert torch.equal(weight, exact.float())
     assert lora.lora_a.abs().max() <= 1 / math.sqrt(6)
@@ -126,14 +131,14 @@ def test_names_and_values_of_the_network_stay():
     state = network.state_dict()
     assert plain.state_dict().keys() <= state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
-    assert merged(state, **LORA).keys() == plain.state_dict().keys()
+    assert merge_lora(state, **LORA).keys() == plain.state_dict().keys()
 
 
 def test_merging_leaves_an_ordinary_network_as_it_is():
     plain = build().state_dict()
-    once = merged(with_lora().state_dict(), **LORA)
+    once = merge_lora(with_lora().state_dict(), **LORA)
     for state in (plain, once):
-        again = merged(state, **LORA)
+        again = merge_lora(state, **LORA)
         assert again.keys() == state.keys()
         assert all(again[name] is state[name] for name in state)
 
@@ -236,7 +241,7 @@ def test_refuses_to_merge_what_does_not_belong_together(change, message):
     state = with_lora().state_dict()
     change(state)
     with pytest.raises(WeightsError, match=message):
-        merged(state, **LORA)
+        merge_lora(state, **LORA)
 
 
 def test_differences_decay_and_learn_like_their_block():
@@ -251,7 +256,7 @@ def test_differences_decay_and_learn_like_their_block():
 
 def test_the_average_is_of_what_learns():
     network = with_lora()
-    average = MovingAverage(network, 0.9)
+    average = ExponentialMovingAverage(network, 0.9)
     assert average.state_dict().keys() == learners(network)
 
 
@@ -261,9 +266,9 @@ def test_the_head_alone_learns():
     assert learners(network) == {"head.weight", "head.bias"}
     step(network)
     assert {n for n, p in network.named_parameters() if p.grad is not None} == learners(network)
-    share = trainable_share(network)
+    share = count_parameters(network)
     assert share == (99, sum(p.numel() for p in network.parameters()))
-    assert share_line("the head", network) == (
+    assert trainable_line("the head", network) == (
         f"the head: 99 of {share[1]:,} parameters learn ({9900 / share[1]:.2g} %)"
     )
 
@@ -277,10 +282,14 @@ def test_a_network_without_a_head_cannot_freeze_its_backbone():
 def test_tells_what_learns():
     network = build()
     add_lora(network, rank=8, alpha=16, targets=["qkv", "proj"])
-    learn, everything = trainable_share(network)
+    learn, everything = count_parameters(network)
     assert learn == 2 * 8 * (32 + 96 + 32 + 32) + 99
     assert lora_line(network, rank=8, targets=["qkv", "proj"]) == (
         f"LoRA of rank 8 on qkv, proj: {learn:,} of {everything:,} parameters learn "
         f"({100 * learn / everything:.1f} %)"
     )
-    assert [counted(n) for n in (99_999, 300_000, 21_670_000)] == ["99,999", "0.30 M", "21.7 M"]
+    assert [format_parameters(n) for n in (99_999, 300_000, 21_670_000)] == [
+        "99,999",
+        "0.30 M",
+        "21.7 M",
+    ]

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from vit.training import linear_probe, logistic_regression
 from vit.training.linear_probe import (
     STRENGTHS,
-    Trial,
-    as_good,
-    choose,
-    deal,
+    PenaltyTrial,
+    assign_folds,
+    choose_penalty,
     fit_probe,
     knn_accuracy,
     probe_summary,
+    within_one_standard_error,
 )
-from vit.training.logistic_regression import Problems, Rotation, minimise
+from vit.training.logistic_regression import Eigenbasis, LogisticProblems, minimise
 
 
 def draw(
@@ -74,7 +74,7 @@ def test_held_out_images_were_not_seen(folds):
     features, labels = draw(200, 30, 3, apart=0.3)
     tried = [1.0, 1e-2, 1e-4]
     head = fit_probe(features, labels, 3, seed=7, folds=folds, strengths=tried)
-    part, inputs = deal(labels, folds, 7), standardised(features)
+    part, inputs = assign_folds(labels, folds, 7), standardised(features)
     for weight in tried:
         right, loss = 0, 0.0
         for fold in range(folds):
@@ -113,7 +113,7 @@ def test_on_real_digits_the_sweep_finds_its_middle():
 @pytest.mark.parametrize("labels", [[0] * 10 + [1] * 7 + [2] * 4 + [3], [0, 1], [1] * 9])
 def test_parts_are_even_and_so_are_the_classes_in_them(labels):
     parts = min(5, len(labels))
-    part = deal(torch.tensor(labels), parts, 3)
+    part = assign_folds(torch.tensor(labels), parts, 3)
     sizes = part.bincount(minlength=parts)
     assert sizes.max() - sizes.min() <= 1
     for label in set(labels):
@@ -228,14 +228,14 @@ def test_blocks_change_nothing(monkeypatch):
 
 def test_problems_end_where_each_would_alone():
     features, labels = draw(80, 12, 3)
-    rotation = Rotation.of(features)
+    rotation = Eigenbasis.of(features)
     inputs = rotation.rotate(features)
-    counted = torch.stack([torch.arange(80) % 4 != 0, torch.arange(80) < 30], dim=1)
-    both = Problems(inputs, labels, counted, 3, rotation.variance)
+    format_count = torch.stack([torch.arange(80) % 4 != 0, torch.arange(80) < 30], dim=1)
+    both = LogisticProblems(inputs, labels, format_count, 3, rotation.variance)
     together = minimise(both, both.start(), 1e-3, tolerance=1e-9)
     assert together.converged
     for number in range(2):
-        alone = Problems(inputs, labels, counted[:, [number]], 3, rotation.variance)
+        alone = LogisticProblems(inputs, labels, format_count[:, [number]], 3, rotation.variance)
         weights = minimise(alone, alone.start(), 1e-3, tolerance=1e-9).weights[:, 0]
         torch.testing.assert_close(together.weights[:, number], weights, atol=3e-3, rtol=1e-2)
     assert not minimise(both, both.start(), 1e-3, tolerance=1e-9, most=2).converged
@@ -243,17 +243,17 @@ def test_problems_end_where_each_would_alone():
 
 def test_the_gradient_is_that_of_the_loss():
     features, labels = draw(40, 5, 3)
-    rotation = Rotation.of(features)
+    rotation = Eigenbasis.of(features)
     inputs = rotation.rotate(features)
-    counted = torch.stack([torch.arange(40) < 30, torch.arange(40) % 3 == 0], dim=1)
-    problems = Problems(inputs, labels, counted, 3, rotation.variance)
+    format_count = torch.stack([torch.arange(40) < 30, torch.arange(40) % 3 == 0], dim=1)
+    problems = LogisticProblems(inputs, labels, format_count, 3, rotation.variance)
     penalty = torch.tensor([0.3] * 5 + [0.0])[:, None, None]
     weights = torch.randn(problems.shape, generator=torch.Generator().manual_seed(1))
     weights.requires_grad_()
     expected = (penalty * weights.square()).sum((0, 2)) / 2
     logits = torch.einsum("np,pbc->bnc", inputs, weights)
     for number in range(2):
-        rows = counted[:, number]
+        rows = format_count[:, number]
         if number == 1:  # images 0, 3, 6... of labels 0, 1, 2, 0...: class 0 alone
             assert labels[rows].unique().tolist() == [0]
             continue
@@ -266,16 +266,16 @@ def test_the_gradient_is_that_of_the_loss():
 
 def test_a_loss_next_to_nothing_has_its_digits():
     inputs, labels = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]), torch.tensor([0, 1])
-    problems = Problems(inputs, labels, torch.ones(2, 1) > 0, 2, torch.ones(1).double())
+    problems = LogisticProblems(inputs, labels, torch.ones(2, 1) > 0, 2, torch.ones(1).double())
     weights = torch.tensor([[8.0, -8.0], [0.0, 0.0]]).unsqueeze(1)
     loss, gradient = problems.loss(weights, torch.zeros(2, 1, 1))
     assert loss.item() == pytest.approx(math.exp(-16), rel=1e-4)  # float32 has 1 - exp(-16) = 1
     assert gradient[0, 0].tolist() == pytest.approx([-math.exp(-16), math.exp(-16)], rel=1e-4)
 
 
-def trial(right: str, loss: float, weight: float = 1.0) -> Trial:
+def trial(right: str, loss: float, weight: float = 1.0) -> PenaltyTrial:
     """A trial that was right where `right` has a 1."""
-    return Trial(
+    return PenaltyTrial(
         weight,
         torch.empty(0),
         torch.tensor([letter == "1" for letter in right]),
@@ -286,15 +286,17 @@ def trial(right: str, loss: float, weight: float = 1.0) -> Trial:
 def test_accuracy_counts_unless_it_is_luck():
     best = trial("1111111100", 2.0)
     near, far = trial("1111111000", 1.0), trial("1111000000", 0.5)
-    assert as_good(near, best)  # one lost, none won: one standard error
-    assert not as_good(far, best)
-    assert choose([far, best, near]) is near
-    assert choose([far, best]) is best
-    assert as_good(trial("0001111111", 1.0), best)  # three lost, two won
+    assert within_one_standard_error(near, best)  # one lost, none won: one standard error
+    assert not within_one_standard_error(far, best)
+    assert choose_penalty([far, best, near]) is near
+    assert choose_penalty([far, best]) is best
+    assert within_one_standard_error(trial("0001111111", 1.0), best)  # three lost, two won
     # unseen classes have no loss
-    unseen = Trial(1.0, torch.empty(0), torch.ones(2), torch.tensor([math.inf, 0.5]))
+    unseen = PenaltyTrial(1.0, torch.empty(0), torch.ones(2), torch.tensor([math.inf, 0.5]))
     assert unseen.loss == 0.5
-    assert Trial(1.0, torch.empty(0), torch.ones(1), torch.tensor([math.inf])).loss == math.inf
+    assert (
+        PenaltyTrial(1.0, torch.empty(0), torch.ones(1), torch.tensor([math.inf])).loss == math.inf
+    )
 
 
 @pytest.mark.parametrize("k", [1, 20, 1000])

@@ -11,7 +11,7 @@ from torch import nn
 from vit.config.parser import make_config
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
-from vit.training.moe_losses import layers_of, router_losses, unevenness, watched
+from vit.training.moe_losses import expert_imbalance, moe_layers, router_losses, track_expert_usage
 from vit.training.train import train
 
 MOE = {"feedforward": "moe", "num_experts": 4, "moe_every": 1}
@@ -25,7 +25,7 @@ def network(tiny_config, **settings):
 def test_losses_are_the_papers_formulas_times_the_images(tiny_config):
     model = network(tiny_config).train()
     seen = []
-    for layer in layers_of(model).values():
+    for layer in moe_layers(model).values():
         layer.register_forward_pre_hook(lambda layer, given: seen.append((layer, given[0])))
     model(torch.randn(5, 3, 16, 16))
     found = router_losses(Accelerator(cpu=True), model, images=5)
@@ -46,12 +46,12 @@ def test_a_pass_for_company_teaches_nothing(tiny_config):
     losses = router_losses(None, model, images=0)
     losses.sum().backward()
     assert losses.tolist() == [0, 0]
-    assert not any(layer.router.weight.grad.any() for layer in layers_of(model).values())
+    assert not any(layer.router.weight.grad.any() for layer in moe_layers(model).values())
 
 
 def test_usage_counts_each_pass_and_leaves_nothing_behind(tiny_config):
     model = network(tiny_config).eval()
-    with torch.no_grad(), watched(model) as usage:
+    with torch.no_grad(), track_expert_usage(model) as usage:
         for count in (3, 2):
             model(torch.randn(count, 3, 16, 16))
             usage.add(count)
@@ -64,8 +64,8 @@ def test_usage_counts_each_pass_and_leaves_nothing_behind(tiny_config):
         assert 0 < layer["entropy"] <= 1
         assert layer["dropped"] == 0
     model(torch.randn(1, 3, 16, 16))
-    assert all(layer.routing is None for layer in layers_of(model).values())
-    with watched(nn.Linear(1, 1)) as none:
+    assert all(layer.routing is None for layer in moe_layers(model).values())
+    with track_expert_usage(nn.Linear(1, 1)) as none:
         assert none is None
 
 
@@ -107,18 +107,18 @@ def layer(load, dropped=0.0, block=2):
 
 
 def test_experts_that_are_used_evenly_are_not_remarked():
-    assert unevenness(()) is None
-    assert unevenness([layer([0.25] * 4, 0.1), layer([0.025, 0.375, 0.3, 0.3])]) is None
+    assert expert_imbalance(()) is None
+    assert expert_imbalance([layer([0.25] * 4, 0.1), layer([0.025, 0.375, 0.3, 0.3])]) is None
 
 
 def test_uneven_experts_have_one_note_with_the_remedies():
     even, poor = layer([0.25] * 4), layer([0.02, 0.38, 0.3, 0.3], block=4)
-    assert unevenness([even, poor]) == (
+    assert expert_imbalance([even, poor]) == (
         "note: the experts are used unevenly: an expert of block 4 got 2.0% of the choices, an "
         "equal share is 25.0% (raise --balance-loss)"
     )
     full = layer([0.25] * 4, 0.23, block=6)
-    note = unevenness([poor, full, layer([0.25] * 4, 0.12)])
+    note = expert_imbalance([poor, full, layer([0.25] * 4, 0.12)])
     assert "block 6 dropped 23% of its choices (raise --capacity-factor); an expert of" in note
 
 

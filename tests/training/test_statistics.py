@@ -9,13 +9,13 @@ from vit.config import ModelConfig
 from vit.config.parser import write_settings
 from vit.model.build import build_classifier
 from vit.training.batch_norm_statistics import (
-    learned_statistics,
-    own_statistics,
-    share_statistics,
-    uncounted,
+    frozen_running_stats,
+    local_batch_norm,
+    running_stats,
+    sync_batch_norm,
 )
 from vit.training.checkpoint import find_checkpoints
-from vit.training.ema import MovingAverage, exchanged
+from vit.training.ema import ExponentialMovingAverage, swapped_weights
 from vit.training.final_report import read_events
 from vit.training.train import train
 
@@ -77,27 +77,27 @@ def test_the_run_answers_with_averaged_statistics(tiny_config, tmp_path):
 def test_averages_follow_and_are_exchanged():
     torch.manual_seed(0)
     model = build_classifier(SMALL).train()
-    average = MovingAverage(model, 0.9)
-    before = {name: tensor.clone() for name, tensor in learned_statistics(model).items()}
+    average = ExponentialMovingAverage(model, 0.9)
+    before = {name: tensor.clone() for name, tensor in running_stats(model).items()}
     model(torch.randn(4, 3, 16, 16))
     average.update(10**6)
-    now = {name: tensor.clone() for name, tensor in learned_statistics(model).items()}
+    now = {name: tensor.clone() for name, tensor in running_stats(model).items()}
     assert len(now) == 6
     for name, tensor in now.items():
         torch.testing.assert_close(average.average[name], 0.9 * before[name] + 0.1 * tensor)
     averaged = {name: tensor.clone() for name, tensor in average.average.items()}
-    with exchanged(model, average.average):
-        for name, tensor in learned_statistics(model).items():
+    with swapped_weights(model, average.average):
+        for name, tensor in running_stats(model).items():
             assert torch.equal(tensor, averaged[name])
-    for name, tensor in learned_statistics(model).items():
+    for name, tensor in running_stats(model).items():
         assert torch.equal(tensor, now[name])
 
 
 def test_frozen_statistics_are_not_averaged():
     model = build_classifier(SMALL)
     model.patch_embed.requires_grad_(False)
-    assert learned_statistics(model) == {}
-    assert not any("running" in name for name in MovingAverage(model, 0.9).average)
+    assert running_stats(model) == {}
+    assert not any("running" in name for name in ExponentialMovingAverage(model, 0.9).average)
 
 
 @pytest.mark.parametrize("method", ["linear", "lora"])
@@ -119,7 +119,7 @@ def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
 
 def test_images_that_cannot_be_read_are_not_in_the_statistics():
     model = build_classifier(SMALL).train()
-    with uncounted(model):
+    with frozen_running_stats(model):
         model(torch.ones(1, 3, 16, 16))
     assert not any(norm.running_mean.any() for norm in model.patch_embed.norms)
     assert all(norm.counts for norm in model.patch_embed.norms)
@@ -127,11 +127,11 @@ def test_images_that_cannot_be_read_are_not_in_the_statistics():
 
 def test_one_process_shares_with_nobody():
     model = build_classifier(SMALL)
-    share_statistics(model, 1)
+    sync_batch_norm(model, 1)
     assert all(norm.sum_over_processes is None for norm in model.patch_embed.norms)
-    share_statistics(model, 2)
+    sync_batch_norm(model, 2)
     norms = model.patch_embed.norms
     assert all(norm.sum_over_processes is not None for norm in norms)
-    with own_statistics(model):
+    with local_batch_norm(model):
         model.train()(torch.randn(2, 3, 16, 16))  # waits for nobody
     assert all(norm.sum_over_processes is not None for norm in norms)

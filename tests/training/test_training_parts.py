@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vit.config import TrainingConfig
 from vit.config.parser import make_config
 from vit.errors import ConfigError
-from vit.training.ema import MovingAverage, exchanged
+from vit.training.ema import ExponentialMovingAverage, swapped_weights
 from vit.training.losses import smoothed_cross_entropy
 from vit.training.lr_schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
 from vit.training.optimizers import layer_of, make_optimizer, parameter_groups, set_lr
@@ -172,7 +172,7 @@ def test_moving_average_equals_torchs():
     torch.manual_seed(0)
     ours_of, theirs_of = nn.Linear(3, 2), nn.Linear(3, 2)
     theirs_of.load_state_dict(ours_of.state_dict())
-    ours = MovingAverage(ours_of, 0.9)
+    ours = ExponentialMovingAverage(ours_of, 0.9)
     theirs = AveragedModel(theirs_of, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     theirs.update_parameters(theirs_of)  # its first update copies
     for step in range(200, 210):  # beyond the early steps, which count more here
@@ -187,7 +187,7 @@ def test_moving_average_equals_torchs():
 
 def test_early_steps_count_more():
     model = nn.Linear(1, 1)
-    average = MovingAverage(model, 0.999)
+    average = ExponentialMovingAverage(model, 0.999)
     model.weight.data.fill_(5.0)
     for step in range(100):
         average.update(step)
@@ -197,9 +197,9 @@ def test_early_steps_count_more():
 def test_the_average_is_in_place_only_inside():
     model = nn.Linear(1, 1)
     model.weight.data.fill_(1.0)
-    average = MovingAverage(model, 0.9)
+    average = ExponentialMovingAverage(model, 0.9)
     model.weight.data.fill_(2.0)
-    with exchanged(model, average.state_dict()):
+    with swapped_weights(model, average.state_dict()):
         assert model.weight.item() == 1.0
     assert (model.weight.item(), average.average["weight"].item()) == (2.0, 1.0)
 

@@ -30,16 +30,16 @@ from vit.training.trainer import TrainingResult
 from vit.training.tune import (
     LEAST_STEPS,
     SPACE,
+    count_trials,
     entrants,
-    halving,
-    how_many,
     make_rungs,
     make_trials,
-    network_of,
-    of_steps,
+    network_key,
+    rung_sizes,
+    seconds_of_first_rung,
     steps_in,
     tune,
-    unit,
+    with_steps,
 )
 
 PHOTOS = Facts(
@@ -127,7 +127,7 @@ def test_neighbours_stand_beside_the_plan_on_the_ladder():
 
 def test_each_network_of_a_ladder_has_a_name_of_its_own():
     for ladder in (PHOTO_NETWORKS, TINY_NETWORKS):
-        assert len({network_of(network_settings(network)) for network in ladder}) == len(ladder)
+        assert len({network_key(network_settings(network)) for network in ladder}) == len(ladder)
 
 
 @pytest.mark.parametrize(
@@ -135,23 +135,23 @@ def test_each_network_of_a_ladder_has_a_name_of_its_own():
     [(2, [2]), (3, [3]), (5, [5, 2]), (6, [6, 2]), (9, [9, 3]), (18, [18, 6, 2])],
 )
 def test_each_rung_has_a_third_of_the_trials(trials, sizes):
-    assert halving(trials) == sizes
+    assert rung_sizes(trials) == sizes
     parts = [size * 3**at for at, size in enumerate(sizes)]
-    assert unit(trials, 60.0) * sum(parts) == pytest.approx(60.0)
+    assert seconds_of_first_rung(trials, 60.0) * sum(parts) == pytest.approx(60.0)
 
 
 def test_more_time_tries_more():
     config = make_config({"batch_size": 50, "schedule": "wsd"})
 
     def number(room):
-        return how_many(18, (config, COSTS), images=1000, start=1.0, room=room, asked=None)
+        return count_trials(18, (config, COSTS), images=1000, start=1.0, room=room, asked=None)
 
     numbers = [number(room) for room in (30.0, 300.0, 600.0, 3000.0, 30_000.0)]
     assert numbers == sorted(numbers)
     assert {numbers[0], numbers[-1]} == {3, 18}
-    assert how_many(5, (config, COSTS), images=1000, start=1.0, room=1.0, asked=5) == 5
+    assert count_trials(5, (config, COSTS), images=1000, start=1.0, room=1.0, asked=5) == 5
     with pytest.raises(ConfigError, match="leave only 2 different trials"):
-        how_many(2, (config, COSTS), images=1000, start=1.0, room=1.0, asked=None)
+        count_trials(2, (config, COSTS), images=1000, start=1.0, room=1.0, asked=None)
 
 
 def test_all_trials_of_a_rung_have_the_same_time():
@@ -163,7 +163,7 @@ def test_all_trials_of_a_rung_have_the_same_time():
     assert rungs[1]["seconds"] == pytest.approx(3 * rungs[0]["seconds"], abs=0.1)
     for rung in rungs:
         for (one, cost), steps in zip(costs, rung["steps"], strict=True):
-            sized = of_steps(one, steps)
+            sized = with_steps(one, steps)
             took = 1.0 + cost.of(sized, sized.training.epoch_steps, steps)
             assert took <= rung["seconds"]
             assert took == pytest.approx(rung["seconds"], abs=0.9)
@@ -282,7 +282,7 @@ def quick(monkeypatch, colour_data):
 
     def train(config, *args, **options):
         if config.training.time is not None:  # the best
-            config = of_steps(config, 8)
+            config = with_steps(config, 8)
         return original(config, *args, **options)
 
     monkeypatch.setattr(tuning, "train", train)
@@ -407,22 +407,22 @@ def test_a_tuning_that_is_killed_ends_as_if_it_had_not_been(quick, cut, tmp_path
 
 
 def test_a_trial_that_fails_is_the_last(pretended, tmp_path, capsys):
-    found = tune(pretended, tmp_path / "out", trials=4)
-    assert found.record["results"][2] == {
+    find_result = tune(pretended, tmp_path / "out", trials=4)
+    assert find_result.record["results"][2] == {
         "rung": 1, "trial": 2, "steps": 8, "error": "the loss became nan",
-        "seconds": found.record["results"][2]["seconds"],
+        "seconds": find_result.record["results"][2]["seconds"],
     }  # fmt: skip
     assert "trial 2  failed: the loss became nan" in capsys.readouterr().err
-    assert any("failed" in line and "the loss became nan" in line for line in found.lines)
+    assert any("failed" in line and "the loss became nan" in line for line in find_result.lines)
     assert "the loss became nan" in (tmp_path / "out" / "tune.html").read_text()
 
 
 def test_a_search_that_is_too_slow_ends(pretended, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "spent", lambda record: 1300.0 * len(record["results"]))
-    found = tune(pretended, tmp_path / "out", trials=4)
-    assert [one["trial"] for one in found.record["results"]] == [0, 1, 2]
+    monkeypatch.setattr(tuning, "seconds_spent", lambda record: 1300.0 * len(record["results"]))
+    find_result = tune(pretended, tmp_path / "out", trials=4)
+    assert [one["trial"] for one in find_result.record["results"]] == [0, 1, 2]
     assert "the search ended in rung 1, before trial 3" in capsys.readouterr().err
-    assert found.record["time"] == "450.0s"
+    assert find_result.record["time"] == "450.0s"
 
 
 @pytest.mark.parametrize("stop", [Interrupted("x", 15), BadImage("a.png", "cut")])
@@ -459,8 +459,8 @@ def test_the_page_draws_each_setting_where_there_are_enough_trials(tmp_path):
         "results": [result(1, n, 0.5 + n / 50) for n in range(9)],
         "result": {"epoch": 2, "scores": {"top1": 0.9, "loss": 0.1}},
     }
-    standing = record["results"][::-1]
-    page = tune_page(record, standing, record["results"][0], tmp_path / "runs")
+    leaderboard = record["results"][::-1]
+    page = tune_page(record, leaderboard, record["results"][0], tmp_path / "runs")
     varied = {name for trial in trials for name in trial["changes"]}
     charts = re.findall(r"<svg.*?</svg>", page)
     assert len(charts) == len(varied) + 1  # and the curves

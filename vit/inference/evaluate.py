@@ -360,7 +360,7 @@ def measure_captions(
     Raises:
         DataError: No caption fits into the decoder, or one cannot be tokenised.
     """
-    kept, ids = short_enough(caption_generator, samples, notify)
+    kept, ids = drop_long_captions(caption_generator, samples, notify)
     accumulator = CaptionScores(caption_generator, kept, ids)
     failed: list[dict[str, str]] = []
     done = 0
@@ -378,7 +378,7 @@ def measure_captions(
     return scores, failed
 
 
-def short_enough(
+def drop_long_captions(
     caption_generator: CaptionGenerator, samples: Sequence[Sample], notify: Callable[[str], object]
 ) -> tuple[tuple[Sample, ...], CaptionIds]:
     """Samples with a caption that fits into the decoder, and those captions as tokens.

@@ -20,7 +20,7 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
-from vit.training.batch_norm_statistics import own_statistics
+from vit.training.batch_norm_statistics import local_batch_norm
 from vit.training.dry_run import forget, largest, rehearse
 from vit.training.training_loaders import rows_of
 from vit.training.training_loop import TrainingState, clip, losses_of, objective
@@ -178,7 +178,7 @@ def take_steps(run: TrainingState, size: int) -> None:
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0
     for _ in range(MOST_STEPS):
-        with own_statistics(run.network) if alone(run) else contextlib.nullcontext():
+        with local_batch_norm(run.network) if alone(run) else contextlib.nullcontext():
             step_alone(run, batches)
         done += not run.accelerator.optimizer_step_was_skipped
         if done == STEPS:

@@ -1,7 +1,7 @@
-"""Statistics of BatchNorm: over all processes while a batch is shared by them, averaged as weights.
+"""BatchNorm statistics synchronised over processes, and averaged with the weights.
 
 A step over two processes normalises by the mean and variance of both shares, so it equals the step
-of one process that has the whole batch. torch's SyncBatchNorm does the same on GPUs alone.
+of one process with the whole batch. torch's SyncBatchNorm supports GPUs only.
 
 Source: Zhang et al., "Context Encoding for Semantic Segmentation", section 3.1, arXiv:1803.08904.
 """
@@ -41,7 +41,7 @@ def sum_over_processes(mine: Tensor) -> Tensor:
     return total
 
 
-def share_statistics(network: nn.Module, processes: int) -> None:
+def sync_batch_norm(network: nn.Module, processes: int) -> None:
     """Let every BatchNorm of `network` see the images of all `processes`.
 
     Args:
@@ -54,7 +54,7 @@ def share_statistics(network: nn.Module, processes: int) -> None:
 
 
 @contextlib.contextmanager
-def own_statistics(network: nn.Module) -> Iterator[None]:
+def local_batch_norm(network: nn.Module) -> Iterator[None]:
     """Inside the `with`, training steps of `network` wait for no other process's statistics."""
     norms = _norms(network).values()
     shared = [norm.sum_over_processes for norm in norms]
@@ -68,7 +68,7 @@ def own_statistics(network: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncounted(network: nn.Module) -> Iterator[None]:
+def frozen_running_stats(network: nn.Module) -> Iterator[None]:
     """Inside the `with`, what `network` sees has no share in its statistics.
 
     Where no image of a micro-batch could be read, a blank one stands in, so that all processes
@@ -84,7 +84,7 @@ def uncounted(network: nn.Module) -> Iterator[None]:
             norm.updates_statistics = True
 
 
-def learned_statistics(network: nn.Module) -> dict[str, Tensor]:
+def running_stats(network: nn.Module) -> dict[str, Tensor]:
     """Running means and variances that training changes, by name."""
     return {
         f"{name}.{kind}": getattr(norm, kind)

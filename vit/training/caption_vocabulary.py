@@ -1,4 +1,4 @@
-"""The words of captions: their tokenizer, and what it says of the network and of the data."""
+"""Tokenizer of a captioning run: trained or loaded once, and the captions it leaves out."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from vit.weights.saved_model import read_tokenizer
 Notify = Callable[[str], None]
 
 
-def complete_words(
+def prepare_captions(
     config: Config,
     splits: Splits,
     accelerator: Accelerator,
@@ -27,15 +27,15 @@ def complete_words(
     known: Tokenizer | None,
     notify: Notify,
 ) -> tuple[Config, Splits]:
-    """Settings and data with a tokenizer, and without captions that are too long.
+    """Complete settings and splits with a tokenizer, and drop captions that are too long.
 
     Args:
         config: Settings of a training on captions.
         splits: The images and their captions.
-        accelerator: The devices; one process makes the tokenizer for all.
-        begun: Folder of the run that is resumed, which has its own.
-        known: Of the weights that are trained on, where they write captions.
-        say: Told what is left out.
+        accelerator: One process makes the tokenizer for all.
+        begun: Folder of the run to resume, whose tokenizer is kept.
+        known: Tokenizer of a pretrained captioner.
+        notify: Called with a note about what is left out.
 
     Raises:
         ConfigError: `vocab_size` or `caption_tokens` does not fit.
@@ -43,15 +43,15 @@ def complete_words(
     """
     tokenizer = make_tokenizer(config, splits, accelerator, begun, known)
     captions = [caption for sample in splits.train for caption in sample.captions]
-    tell_unknown(tokenizer, captions, notify)
+    report_unknown_words(tokenizer, captions, notify)
     asked = config.decoder.vocab_size
     if asked is not None and tokenizer.size > asked:
         raise ConfigError(f"vocab_size={asked}: the tokenizer has {tokenizer.size}; leave it out")
     most = config.decoder.caption_tokens
     if most is None:
         most = CaptionIds([captions], tokenizer, MOST_TOKENS).longest_kept or MOST_TOKENS
-    train, on_train = short_enough(splits.train, tokenizer, most)
-    val, on_val = short_enough(splits.val, tokenizer, most)
+    train, on_train = drop_long_captions(splits.train, tokenizer, most)
+    val, on_val = drop_long_captions(splits.val, tokenizer, most)
     if on_train or on_val:
         notify(
             f"note: left out {plural(on_train, 'training caption')} and {on_val:,} of validation "
@@ -68,8 +68,8 @@ def complete_words(
     )
 
 
-def tell_unknown(tokenizer: Tokenizer, captions: Sequence[str], notify: Notify) -> None:
-    """Say how many captions have words that the tokenizer leaves out."""
+def report_unknown_words(tokenizer: Tokenizer, captions: Sequence[str], notify: Notify) -> None:
+    """Report how many captions have words that the tokenizer does not know."""
     unknown = tokenizer.count_unknown(captions)
     if unknown:
         notify(
@@ -85,7 +85,7 @@ def make_tokenizer(
     begun: Path | None,
     known: Tokenizer | None,
 ) -> Tokenizer:
-    """The tokenizer of a run, by one process for all; arguments are those of `complete_words`.
+    """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`.
 
     Raises:
         DataError: It cannot be read.
@@ -106,16 +106,16 @@ def make_tokenizer(
     return Tokenizer.from_json(on_main(accelerator, make))
 
 
-def short_enough(
+def drop_long_captions(
     samples: tuple[Sample, ...], tokenizer: Tokenizer, most: int
 ) -> tuple[tuple[Sample, ...], int]:
-    """The samples with a caption of at most `most` tokens, and how many captions are longer."""
+    """Samples with a caption of at most `most` tokens, and the number of longer captions."""
     ids = CaptionIds([sample.captions for sample in samples], tokenizer, most)
     return tuple(s for place, s in enumerate(samples) if ids.count(place)), ids.too_long
 
 
-def words_line(config: Config, splits: Splits) -> str:
-    """What is said of the captions before the first step."""
+def caption_summary(config: Config, splits: Splits) -> str:
+    """Line about the captions for the start of a training."""
     captions = sum(len(sample.captions) for sample in splits.train)
     return (
         f"{captions:,} captions of at most {config.decoder.caption_tokens} tokens, out of "

@@ -25,7 +25,7 @@ from vit.generation.caption_likelihood import caption_losses, matched_and_shuffl
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.captioner import Captioner, CaptionerOutput
-from vit.training.batch_norm_statistics import uncounted
+from vit.training.batch_norm_statistics import frozen_running_stats
 from vit.training.classification_task import balanced_accuracy, classes_of, judged, judged_by_class
 from vit.training.collectives import everyones, on_main
 from vit.training.losses import smoothed_cross_entropy
@@ -137,8 +137,8 @@ class CaptionTally:
         def score() -> dict[str, float]:
             return caption_scores([text for _, text in captions], references)
 
-        counted = on_main(run.accelerator, score)
-        return {**found, **{f"val_{name}": counted[name] for name in SCORES}}
+        format_count = on_main(run.accelerator, score)
+        return {**found, **{f"val_{name}": format_count[name] for name in SCORES}}
 
 
 def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:
@@ -157,7 +157,7 @@ def forward(run: "TrainingState", images: Tensor, ids: Tensor) -> CaptionerOutpu
     if len(images):
         said: CaptionerOutput = run.model(images, ids)
         return said
-    with uncounted(run.network):
+    with frozen_running_stats(run.network):
         alone: CaptionerOutput = run.model(
             images.new_zeros(1, *images.shape[1:]), ids.new_zeros(1, 1)
         )

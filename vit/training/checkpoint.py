@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.errors import RunError, WeightsError, printable
-from vit.training.ema import MovingAverage
+from vit.training.ema import ExponentialMovingAverage
 from vit.training.fsdp import copies, forget_gathered, pieces_like
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
@@ -50,7 +50,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    model: nn.Module, optimizer: Optimizer, average: MovingAverage | None, *, keep: bool = True
+    model: nn.Module,
+    optimizer: Optimizer,
+    average: ExponentialMovingAverage | None,
+    *,
+    keep: bool = True,
 ) -> Snapshot:
     """Copy everything that a checkpoint holds, so that training may go on while it is written.
 
@@ -110,7 +114,7 @@ def load_checkpoint(
     *,
     model: nn.Module,
     optimizer: Optimizer,
-    average: MovingAverage | None,
+    average: ExponentialMovingAverage | None,
     notify: Notify,
 ) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint of `folder`.
@@ -168,7 +172,7 @@ def _restore(
     numbers: dict[str, Any],
     model: nn.Module,
     optimizer: Optimizer,
-    average: MovingAverage | None,
+    average: ExponentialMovingAverage | None,
 ) -> None:
     require_same(path, "the network", parts["model"], model.state_dict())
     expected_average = {} if average is None else average.state_dict()

@@ -29,7 +29,7 @@ from torch import Tensor
 from vit.errors import RunError, printable
 from vit.training.best_checkpoints import BestEpochs, Event
 from vit.training.checkpoint import CHECKPOINTS, Snapshot, take_snapshot, write_checkpoint
-from vit.training.finetuning import as_saved
+from vit.training.finetuning import merged_state_dict
 from vit.training.fsdp import is_sharded
 from vit.training.run_folder import WEIGHTS, Metrics
 from vit.training.training_loop import TrainingState
@@ -164,7 +164,7 @@ class CheckpointManager:
         """`weights` with what predicting needs beside them."""
         run = self.run
         return serialize_model(
-            as_saved(weights, run.config),
+            merged_state_dict(weights, run.config),
             config=run.config,
             classes=self.classes,
             preprocessing=run.preprocessing,

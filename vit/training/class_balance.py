@@ -1,11 +1,11 @@
-"""Unequal classes: three ways to learn the rare ones as well as the frequent ones.
+"""Class imbalance: weighted loss, balanced sampling, and logit adjustment.
 
     loss          an image of class c weighs w_c = n / (K n_c) in the loss
     sampler       an epoch has as many images of each class
     logit-adjust  the loss of logits + log(n_c / n)
 
 of n training images, n_c of them of class c, K classes that have any. The weights have mean 1
-over the training images. All of it is in the training loss alone: answers are the plain logits.
+over the training images. Only the training loss changes: predictions are the plain logits.
 
 Source: weights as in scikit-learn's class_weight="balanced"; logits: Menon et al., "Long-tail
 learning via logit adjustment", section 5.2 with tau 1, arXiv:2007.07314.
@@ -31,7 +31,7 @@ RARE = 10
 
 
 @dataclass(frozen=True)
-class Balance:
+class ClassBalance:
     """How a loss treats classes that are not equally frequent.
 
     Args:
@@ -43,11 +43,11 @@ class Balance:
     counts: Tensor
 
     @staticmethod
-    def of(config: Config, samples: Sequence[Sample]) -> "Balance":
+    def of(config: Config, samples: Sequence[Sample]) -> "ClassBalance":
         """That of a run on `samples`."""
         labels = torch.tensor([sample.label for sample in samples])
         counts = torch.bincount(labels, minlength=config.model.num_classes)
-        return Balance(config.training.balance, counts)
+        return ClassBalance(config.training.balance, counts)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -65,9 +65,9 @@ class Balance:
     def loss(self, logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
         """Summed loss; arguments as of `smoothed_cross_entropy`."""
         if self.kind == "loss":
-            return weighted(logits, targets, self.weights, smoothing=smoothing)
+            return weighted_cross_entropy(logits, targets, self.weights, smoothing=smoothing)
         if self.kind == "logit-adjust":
-            return adjusted(logits, targets, self.prior, smoothing=smoothing)
+            return logit_adjusted_cross_entropy(logits, targets, self.prior, smoothing=smoothing)
         return smoothed_cross_entropy(logits, targets, smoothing=smoothing)
 
     def notes(self, classes: Sequence[str]) -> list[str]:
@@ -92,7 +92,9 @@ class Balance:
         return [f"note: balance={self.kind}: {said}"]
 
 
-def weighted(logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float) -> Tensor:
+def weighted_cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float
+) -> Tensor:
     """Sum of cross-entropies, in which each class's share of a target has the class's weight.
 
     Args:
@@ -110,7 +112,9 @@ def weighted(logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: flo
     return (losses * whole).sum()
 
 
-def adjusted(logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float) -> Tensor:
+def logit_adjusted_cross_entropy(
+    logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float
+) -> Tensor:
     """Sum of cross-entropies of logits + log prior.
 
     Smoothing spreads by the prior: spread evenly, it would teach that rare classes are anywhere.
@@ -129,7 +133,7 @@ def adjusted(logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float
 def notes(config: Config, splits: Splits) -> list[str]:
     """What a user is told of how often images are seen, safe on a terminal."""
     unequal = config.training.balance != "none"
-    told = Balance.of(config, splits.train).notes(splits.classes) if unequal else []
+    told = ClassBalance.of(config, splits.train).notes(splits.classes) if unequal else []
     repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
     if repeats > 1:
         told.append(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
 from vit.data.mixup import mix, sample_mix_plan
-from vit.training.batch_norm_statistics import uncounted
-from vit.training.class_balance import Balance
+from vit.training.batch_norm_statistics import frozen_running_stats
+from vit.training.class_balance import ClassBalance
 from vit.training.losses import smoothed_cross_entropy
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Classification:
         balance: How unequal classes are treated; as they are where left out.
     """
 
-    def __init__(self, balance: Balance | None = None) -> None:
+    def __init__(self, balance: ClassBalance | None = None) -> None:
         self.balance = balance
 
     def loss(self, run: "TrainingState", batch: Batch, images: Tensor, epoch: int) -> Tensor:
@@ -164,5 +164,5 @@ def forward(run: "TrainingState", images: Tensor) -> Tensor:
     if len(images):
         logits: Tensor = run.model(images)
         return logits
-    with uncounted(run.network):
+    with frozen_running_stats(run.network):
         return cast(Tensor, run.model(images.new_zeros(1, *images.shape[1:])))[:0]

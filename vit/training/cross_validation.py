@@ -1,9 +1,9 @@
-"""Cross-validation: a training for each fold, in a run folder of its own, and what they say.
+"""Cross-validation: one training a fold, each in a run folder of its own, and a summary.
 
-The interval is Student's t over the folds, widened as Nadeau and Bengio (Machine Learning 52,
-2003) do it: folds share most of their training images, so their results vary less than those of
+The interval is Student's t over the folds, widened as by Nadeau and Bengio (Machine Learning 52,
+2003): folds share most of their training images, so their results vary less than those of
 independent trainings would. Its half width is t s sqrt(1/k + 1/(k - 1)), with the standard
-deviation s over k folds; 1/(k - 1) is the number of validation images over the training ones.
+deviation s over k folds; 1/(k - 1) is the ratio of validation to training images.
 """
 
 import dataclasses
@@ -66,11 +66,11 @@ def train_folds(
     """
     number = config.data.folds
     assert number is not None
-    check_whole(config)
+    check_cross_validation(config)
     given = changed_settings(config) if given is None else given
     accelerator = make_accelerator(config.run)
     folder, tell = Path(out or default_run_folder(config.data.data)), teller(accelerator)
-    config, given = with_weights_of_all(config, given, accelerator, folder, resume=resume)
+    config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
     record = {"folds": number, "settings": {name: flat[name] for name in given}}
     settings: dict[str, Any] = {name: flat[name] for name in given if name not in FREE}
@@ -92,7 +92,7 @@ def train_folds(
     return {**record, "scores": done, **summary([*done.values()]), "failed": failed}
 
 
-def with_weights_of_all(
+def resolve_weights_once(
     config: Config, given: Sequence[str], accelerator: Accelerator, folder: Path, *, resume: bool
 ) -> tuple[Config, Sequence[str]]:
     """Settings with the weights that `--weights auto` chose for all folds, now or before.
@@ -111,7 +111,7 @@ def with_weights_of_all(
     return config, given
 
 
-def check_whole(config: Config) -> None:
+def check_cross_validation(config: Config) -> None:
     """Refuse settings that are not for all folds together.
 
     Raises:

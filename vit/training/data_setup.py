@@ -18,7 +18,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
-from vit.training.caption_vocabulary import complete_words
+from vit.training.caption_vocabulary import prepare_captions
 from vit.training.collectives import on_main
 
 Notify = Callable[[str], None]
@@ -59,7 +59,7 @@ def look_at_data(
     for note in splits.notes:
         notify(f"note: {note}")
     if config.training.captions:
-        config, splits = complete_words(config, splits, accelerator, begun, known, notify)
+        config, splits = prepare_captions(config, splits, accelerator, begun, known, notify)
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
     config = count_epochs(config, len(splits.train), given)
     batch_size, images = config.data.batch_size, len(splits.train)

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is often more accurate than the weights themselves.
+"""Exponential moving average of the weights, which is often more accurate than the last weights.
 
     average <- decay * average + (1 - decay) * weights
 
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vit.training.batch_norm_statistics import learned_statistics
+from vit.training.batch_norm_statistics import running_stats
 from vit.training.fsdp import forget_gathered
 
 
-class MovingAverage:
+class ExponentialMovingAverage:
     """Keeps the average of every parameter of `model` that learns, and of BatchNorm's statistics.
 
     Averaged weights make other activations, whose statistics are nearer to averaged ones than to
@@ -30,7 +30,7 @@ class MovingAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.statistics = learned_statistics(model)
+        self.statistics = running_stats(model)
         learned = {**self.parameters, **self.statistics}
         self.average = {n: p.detach().clone() for n, p in learned.items()}
 
@@ -61,7 +61,7 @@ class MovingAverage:
 
 
 @contextmanager
-def exchanged(model: nn.Module, others: Mapping[str, Tensor] | None) -> Iterator[None]:
+def swapped_weights(model: nn.Module, others: Mapping[str, Tensor] | None) -> Iterator[None]:
     """Inside the `with`, `model` computes with the weights in `others`, which hold its own.
 
     Args:

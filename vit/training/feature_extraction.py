@@ -1,15 +1,13 @@
-"""What the head of a network reads of each image, made once and kept under its content.
+"""Extracts the input of the head for each image, and caches it on disk by the image's content.
 
-features = pool(forward_features(preprocessing(image)))      no augmentation
+    features = pool(forward_features(preprocessing(image)))      without augmentation
 
-Features on disk under the content of their images, in chunks that are written once.
-
-    CACHE/<digest of weights, preprocessing, arithmetic>/<random name>.safetensors
-        keys    (images, 32) uint8     SHA-256 of an image's file
+    CACHE/<digest of weights, preprocessing, precision>/<random name>.safetensors
+        keys    (images, 32) uint8     SHA-256 of the image file
         values  (images, dim) float32
 
-Two runs may write at the same time: no file is ever written twice.
-Keys and features of images: files are read by threads, the work is shared by processes.
+Files are read by threads and divided among processes. No cache file is written twice, so two runs
+may write at the same time.
 """
 
 import contextlib
@@ -136,7 +134,7 @@ HASHED = 4096
 PIECE = 2**20
 
 
-class Made(NamedTuple):
+class FeatureBatch(NamedTuple):
     """Features of some images, from all processes."""
 
     keys: list[bytes]
@@ -150,7 +148,7 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureMaker:
+class FeatureExtractor:
     """Computes features, all processes together.
 
     Args:
@@ -203,7 +201,7 @@ class FeatureMaker:
         everyones = {place: key for part in gather_object([found]) for place, key in part.items()}
         return [everyones[place] for place in range(len(paths))]
 
-    def make(self, files: Sequence[tuple[bytes, str]]) -> Generator[Made, None, None]:
+    def make(self, files: Sequence[tuple[bytes, str]]) -> Generator[FeatureBatch, None, None]:
         """Features of `files`, a chunk at a time; the same on all processes.
 
         Args:
@@ -258,7 +256,7 @@ class FeatureMaker:
             return BadImage(path, "it changed while it was read")
         return image
 
-    def gathered(self, batches: Iterator[list[tuple[bytes, Tensor | BadImage]]]) -> Made:
+    def gathered(self, batches: Iterator[list[tuple[bytes, Tensor | BadImage]]]) -> FeatureBatch:
         """Features of a chunk, of which each process has some batches."""
         keys: list[bytes] = []
         values: list[Tensor] = []
@@ -282,7 +280,7 @@ class FeatureMaker:
             raise RunError(
                 f"a feature is not finite in {used}: use --precision fp32, or check the weights"
             )
-        return Made(
+        return FeatureBatch(
             [key for some, _, _ in parts for key in some],
             together,
             {key: bad for _, _, some in parts for key, bad in some.items()},
@@ -328,7 +326,7 @@ def _is_readable(status: os.stat_result) -> bool:
 
 SENT = 2**24
 """Numbers sent from process to process at a time."""
-NO_MATTER = ("num_classes", "dropout", "attention_dropout", "drop_path")
+IRRELEVANT_SETTINGS = ("num_classes", "dropout", "attention_dropout", "drop_path")
 """Settings of a network that its features do not depend on."""
 
 
@@ -360,14 +358,16 @@ def weights_digest(state: Mapping[str, Tensor], config: ModelConfig) -> str:
         if not name.startswith("head.")
     }
     settings = {
-        name: repr(value) for name, value in asdict(config).items() if name not in NO_MATTER
+        name: repr(value)
+        for name, value in asdict(config).items()
+        if name not in IRRELEVANT_SETTINGS
     }
     return digest(body, settings)
 
 
 def extract(
     samples: Sequence[Sample],
-    maker: FeatureMaker,
+    maker: FeatureExtractor,
     *,
     weights_key: str,
     notify: Callable[[str], None],
@@ -396,7 +396,7 @@ def extract(
     keys = maker.keys([sample.path for sample in samples])
     if keys is None:
         return None
-    table = Table(samples, keys, on_bad_image)
+    table = FeatureTable(samples, keys, on_bad_image)
     identity = maker.identity(weights_key)
     cached = on_main(accelerator, lambda: table.open(cache, identity, notify))
     missing = [(key, path) for key, path in table.files.items() if key not in cached]
@@ -412,7 +412,7 @@ def extract(
 
 
 @dataclass
-class Table:
+class FeatureTable:
     """The features of a list of samples while they are collected; the main process has them all.
 
     Args:

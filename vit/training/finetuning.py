@@ -1,9 +1,9 @@
-"""From pretrained weights to a network that is ready to learn a task of its own.
+"""Fine-tuning: settings that follow from pretrained weights, and the method applied to the network.
 
-    weights -> settings they decide -> network with a new head -> the part that learns
+    weights -> settings they decide -> network with a new head -> the part that is trained
 
-Linear probing, then fine-tuning: Kumar et al., arXiv:2202.10054. Layer-wise decay of the learning
-rate: Bao et al. (BEiT), arXiv:2106.08254.
+Linear probing, then fine-tuning: Kumar et al., arXiv:2202.10054. Layer-wise learning rate decay:
+Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.freezing import freeze_backbone, share_line
-from vit.training.lora import add_lora, lora_line, merged
+from vit.training.freezing import freeze_backbone, trainable_line
+from vit.training.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
 from vit.weights.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sparse_upcycling import check_feedforward, is_upcycled
@@ -35,8 +35,8 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "lora": {"smoothing": 0.1},
     "linear": {"lr": 1e-3, "weight_decay": 0.05, "smoothing": 0.1},
 }
-# What a probe has no use for: it is one fit to images that are not varied.
-NOT_OF_A_PROBE = (
+# A probe is a single fit to images without augmentation.
+UNUSED_BY_PROBE = (
     *("epochs", "time", "lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
     *("weight_decay", "betas"),
     *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
@@ -44,22 +44,25 @@ NOT_OF_A_PROBE = (
     *("router_jitter", "balance_loss", "router_z_loss", "balance"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
-# What changes nothing under a method: of linear, the routers do not learn.
-IGNORED = {"probe": NOT_OF_A_PROBE, "linear": ("balance_loss", "router_z_loss", "encoder_lr")}
+# Settings without effect under a method; with linear, routers are frozen.
+UNUSED_SETTINGS = {
+    "probe": UNUSED_BY_PROBE,
+    "linear": ("balance_loss", "router_z_loss", "encoder_lr"),
+}
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
 
 def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str]) -> Config:
-    """The settings that pretrained weights and the method decide, where nobody chose otherwise.
+    """Complete the settings with those of the pretrained weights and the method.
 
     Args:
-        config: As asked for, with `finetune.weights`.
+        config: Settings of the user, with `finetune.weights`.
         source: Those weights.
-        given: Names of the settings that somebody chose.
+        given: Names of the settings that the user gave; they are kept.
 
     Raises:
-        ConfigError: Settings that were chosen contradict the weights or the method.
-        WeightsError: The weights do not become the feed-forward part that was chosen.
+        ConfigError: Given settings contradict the weights or the method.
+        WeightsError: The weights cannot be converted to the given feedforward.
     """
     if "feedforward" in given:
         check_feedforward(source, config.model.feedforward)
@@ -72,14 +75,14 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found["num_classes"] = config.model.num_classes
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
-        found |= usual_size(source.config, source.preprocessing)
-    found |= sizes_of_preset(config, source, given)
-    found |= of_captions(config, source, method, given)
+        found |= pretrained_image_size(source.config, source.preprocessing)
+    found |= preset_sizes(config, source, given)
+    found |= caption_settings(config, source, method, given)
     found["method"] = method
     one_class = not config.training.captions and not config.training.multilabel
     usual_first = config.finetune.method is None and one_class
     found["probe_first"] = usual_first if first is None else first
-    refuse_what_is_ignored(method, chosen, given, usual={**flatten(make_config({})), **found})
+    check_unused_settings(method, chosen, given, usual={**flatten(make_config({})), **found})
     found["license"] = source.license
     given = [name for name in given if (name, chosen[name]) != ("license", None)]
     kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
@@ -93,12 +96,12 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     return completed
 
 
-def of_captions(
+def caption_settings(
     config: Config, source: Pretrained, method: str, given: Sequence[str]
 ) -> dict[str, Any]:
-    """What follows where captions are learned: a new decoder learns faster than an encoder.
+    """Settings of captioning: a new decoder has a larger learning rate than the encoder.
 
-    A decoder that comes with the weights goes on, unless other words are asked for.
+    A pretrained decoder is kept, unless another vocabulary is given.
     """
     training = config.training
     if not training.captions:
@@ -110,17 +113,19 @@ def of_captions(
             found["final_norm"] = "tokens"
     if "lr" in given and "encoder_lr" in found:  # whatever is chosen, the encoder learns slower
         found["encoder_lr"] = config.training.lr / 10
-    if source.decoder is not None and not other_words(config, source.decoder, given):
+    if source.decoder is not None and not wants_other_vocabulary(config, source.decoder, given):
         found |= dataclasses.asdict(source.decoder.config)
         if method == "full":
             found |= {"lr": 3e-4}
     return found
 
 
-def other_words(config: Config, decoder: PretrainedDecoder, given: Sequence[str]) -> bool:
-    """Whether somebody chose other words than those of a decoder that comes with the weights.
+def wants_other_vocabulary(
+    config: Config, decoder: PretrainedDecoder, given: Sequence[str]
+) -> bool:
+    """Whether the user gave a vocabulary other than that of the pretrained decoder.
 
-    Its own settings, as config.yaml of a run has them, are no choice of others.
+    Its own settings, as config.yaml of a run has them, do not count.
     """
     theirs, mine = decoder.config, config.decoder
     return ("tokenizer" in given and mine.tokenizer != theirs.tokenizer) or (
@@ -128,45 +133,47 @@ def other_words(config: Config, decoder: PretrainedDecoder, given: Sequence[str]
     )
 
 
-def refuse_what_is_ignored(
+def check_unused_settings(
     method: str, chosen: Mapping[str, Any], given: Sequence[str], usual: Mapping[str, Any]
 ) -> None:
-    """Refuse settings that were chosen, and that would change nothing under `method`.
+    """Raise if a given setting has no effect under `method`.
 
     Args:
-        method: What learns.
-        chosen: Every setting, as lists where there are several values.
-        given: Names of those that somebody chose.
-        usual: What they are where nobody chooses.
+        method: Fine-tuning method.
+        chosen: Every setting, tuples as lists.
+        given: Names of the settings that the user gave.
+        usual: Their defaults.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A given setting has no effect.
     """
-    for name in IGNORED.get(method, ()):
+    for name in UNUSED_SETTINGS.get(method, ()):
         left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
         if name in given and chosen[name] != left_out:
-            others = [each for each in ("linear", "lora") if name not in IGNORED.get(each, ())]
+            others = [
+                each for each in ("linear", "lora") if name not in UNUSED_SETTINGS.get(each, ())
+            ]
             raise ConfigError(
                 f"{name}={chosen[name]!r}: method={method} has no use for it; leave it out, or use "
                 f"--method {', '.join(others)} or full"
             )
 
 
-def usual_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
-    """The side of images that weights are used at, which may not be that of their positions.
+def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
+    """Image size of the preprocessing, which may differ from that of the position embedding.
 
-    transformers' DINOv2 has positions for 518 pixels, and prepares images of 224.
+    transformers' DINOv2 has positions for 518 pixels, and preprocesses images to 224.
     """
     height, width = preprocessing.image_size
     fits = height == width and height % config.patch_size == 0
     return {"image_size": height} if fits else {}
 
 
-def sizes_of_preset(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:
-    """The image and patch size that a chosen --model asks the weights to be adapted to.
+def preset_sizes(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:
+    """Image and patch size of a given --model, to which the weights are adapted.
 
     Raises:
-        ConfigError: The preset is another network than that of the weights.
+        ConfigError: The preset and the weights differ in another size.
     """
     if "model" not in given:
         return {}
@@ -181,11 +188,11 @@ def sizes_of_preset(config: Config, source: Pretrained, given: Sequence[str]) ->
     return {setting: sizes[setting] for setting in ("image_size", "patch_size")}
 
 
-def choose_what_learns(network: VisionTransformer, config: Config) -> str | None:
-    """Freeze what the method leaves as it is, and add what it adds; a line that says so.
+def apply_finetune_method(network: VisionTransformer, config: Config) -> str | None:
+    """Freeze parameters or add LoRA layers, by the method; returns a line for the log.
 
     Raises:
-        ConfigError: LoRA is to be added to matrices that the blocks do not have.
+        ConfigError: A LoRA target is not a layer of the blocks.
     """
     settings = config.finetune
     if settings.method == "lora":
@@ -195,12 +202,14 @@ def choose_what_learns(network: VisionTransformer, config: Config) -> str | None
     if settings.method in ("linear", "probe"):
         freeze_backbone(network)
         answers = {"classify": "the head", "caption": "the decoder"}
-        return share_line(f"{answers.get(config.training.task, 'head and decoder')} alone", network)
+        return trainable_line(
+            f"{answers.get(config.training.task, 'head and decoder')} alone", network
+        )
     return None
 
 
-def as_saved(weights: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Weights as an ordinary network has them: LoRA's additions are in the matrices."""
+def merged_state_dict(weights: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """State dict of an ordinary network, with LoRA merged into the matrices."""
     if config.finetune.method != "lora":
         return dict(weights)
-    return merged(weights, rank=config.finetune.lora_rank, alpha=config.finetune.lora_alpha)
+    return merge_lora(weights, rank=config.finetune.lora_rank, alpha=config.finetune.lora_alpha)

@@ -1,4 +1,4 @@
-"""Which parameters learn, and how many of all they are."""
+"""Freezes parameters, and counts those that are trained."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ from torch import nn
 from vit.errors import ConfigError
 
 HEAD = ("head.", "decoder.")
-"""Names of what answers; all others are the backbone's."""
+"""Prefixes of the head's parameters; all others are the backbone's."""
 
 
 def freeze_backbone(network: nn.Module) -> None:
-    """Let the head alone learn, and the decoder where there is one.
+    """Freeze all parameters but those of the head and the decoder.
 
     Raises:
         ConfigError: There is no head.
@@ -21,32 +21,33 @@ def freeze_backbone(network: nn.Module) -> None:
     freeze_except(network, lambda name: name.startswith(HEAD))
 
 
-def freeze_except(network: nn.Module, learns: Callable[[str], bool]) -> None:
-    """Let the parameters learn whose names are chosen, and no others.
+def freeze_except(network: nn.Module, trainable: Callable[[str], bool]) -> None:
+    """Freeze all parameters but those that `trainable` selects.
 
     Args:
         network: Changed in place.
-        learns: Whether the parameter of this name is to learn.
+        trainable: Whether to train the parameter of this name.
     """
     for name, parameter in network.named_parameters():
-        parameter.requires_grad_(learns(name))
+        parameter.requires_grad_(trainable(name))
 
 
-def trainable_share(network: nn.Module) -> tuple[int, int]:
-    """How many numbers of `network` learn, and how many there are."""
+def count_parameters(network: nn.Module) -> tuple[int, int]:
+    """Trainable and total numbers of parameters."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
     return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
 
-def share_line(what: str, network: nn.Module) -> str:
-    """`what` with the share that learns, such as `the head: 3,850 of 21.7 M parameters learn`."""
-    learn, everything = trainable_share(network)
+def trainable_line(what: str, network: nn.Module) -> str:
+    """Line with the share of trainable parameters: `the head: 3,850 of 21.7 M parameters learn`."""
+    learn, everything = count_parameters(network)
     percent = 100 * learn / everything
     digits = f"{percent:.1f}" if percent >= 1 else f"{percent:.2g}"
-    return f"{what}: {counted(learn)} of {counted(everything)} parameters learn ({digits} %)"
+    counts = f"{format_parameters(learn)} of {format_parameters(everything)}"
+    return f"{what}: {counts} parameters learn ({digits} %)"
 
 
-def counted(number: int) -> str:
+def format_parameters(number: int) -> str:
     """A number of parameters: 3,850, 0.30 M, 21.7 M."""
     if number < 100_000:
         return f"{number:,}"

@@ -1,18 +1,15 @@
-"""A linear head on features that stay as they are, its strength chosen by cross-validation; k-NN.
+"""Linear probe: logistic regression on frozen features, its L2 penalty cross-validated; and k-NN.
 
     probability = softmax((features - mean) / std W + b)
-                = softmax(features weight + bias)          what is given back is an ordinary head
+                = softmax(features weight + bias)          as an ordinary head
+
+Accuracy counts whole images: between neighbouring penalties it differs by a few of them, and its
+maximum is luck. So the penalty is that of least log-loss among those whose accuracy is within one
+standard error (of the paired difference) of the best.
 
 Source: the protocol of Kornblith et al., "Do Better ImageNet Models Transfer Better?", section 3.1,
-arXiv:1805.08974 (L-BFGS over a range of L2 strengths); k-NN: Caron et al., "Emerging Properties in
+arXiv:1805.08974 (L-BFGS over a range of L2 penalties); k-NN: Caron et al., "Emerging Properties in
 Self-Supervised Vision Transformers", section 4.1, arXiv:2104.14294.
-
-How strongly a linear head is held back, chosen by images that it has not seen.
-
-Accuracy counts whole images: between neighbouring strengths it differs by a few of them, and its
-largest value is luck. The log-loss of the same images tells such strengths apart, but is not what
-was asked for. So: among the strengths whose accuracy is less than one standard error (of the paired
-difference) below the best one, the least log-loss.
 """
 
 import math
@@ -26,7 +23,7 @@ from torch.nn import functional as F
 from vit.data.random_seed import random_seed
 from vit.evaluation.classification_metrics import wilson_interval
 from vit.text import plural
-from vit.training.logistic_regression import Problems, Rotation, minimise
+from vit.training.logistic_regression import Eigenbasis, LogisticProblems, minimise
 
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
 """From 10 to 1e-5; of the squared weights of standardised features, beside the mean loss."""
@@ -43,7 +40,7 @@ NO_DIFFERENCE = 0.01
 
 
 @dataclass(frozen=True)
-class Trial:
+class PenaltyTrial:
     """What one strength does to held-out images.
 
     Args:
@@ -70,7 +67,7 @@ class Trial:
         return float(seen.mean()) if len(seen) else math.inf
 
 
-class Sweep:
+class PenaltySweep:
     """Trials of several strengths on the same held-out images.
 
     Args:
@@ -116,12 +113,14 @@ class Sweep:
             self.notes.append(
                 f"{single} {noun} {verb} only one image, which counts as wrong when held out"
             )
-        part = deal(labels.cpu(), parts, seed).to(labels.device)
+        part = assign_folds(labels.cpu(), parts, seed).to(labels.device)
         numbers = torch.arange(self.folds, device=labels.device)
-        self.problems = Problems(inputs, labels, part.unsqueeze(1) != numbers, classes, variance)
+        self.problems = LogisticProblems(
+            inputs, labels, part.unsqueeze(1) != numbers, classes, variance
+        )
         self.held = [(part == fold).nonzero().squeeze(1) for fold in range(self.folds)]
 
-    def run(self, strengths: Sequence[float] | None) -> list[Trial]:
+    def run(self, strengths: Sequence[float] | None) -> list[PenaltyTrial]:
         """Trials from strong to weak, each from where the one before ended.
 
         Args:
@@ -129,23 +128,23 @@ class Sweep:
         """
         if not self.useful:
             return []
-        trials: list[Trial] = []
+        trials: list[PenaltyTrial] = []
         for strength in sorted(set(strengths or self.strengths), reverse=True):
             start = trials[-1].weights if trials else self.problems.start()
             trials.append(self.attempt(strength, start))
         if strengths is None:
             self.extend(trials)
-        best = choose(trials).strength
+        best = choose_penalty(trials).strength
         ends = {trials[0].strength: "strongest", trials[-1].strength: "weakest"}
         if len(trials) > 1 and best in ends:
             self.notes.append(f"the best strength, {best:.2g}, is the {ends[best]} that was tried")
         return trials
 
-    def extend(self, trials: list[Trial]) -> None:
+    def extend(self, trials: list[PenaltyTrial]) -> None:
         """Go on at the end where the best one is."""
         ratio = trials[0].strength / trials[1].strength
         for _ in range(EXTENSIONS):
-            best = choose(trials)
+            best = choose_penalty(trials)
             if best is trials[-1]:
                 trials.append(self.attempt(best.strength / ratio, best.weights))
             elif best is trials[0]:
@@ -153,7 +152,7 @@ class Sweep:
             else:
                 return
 
-    def attempt(self, strength: float, start: Tensor) -> Trial:
+    def attempt(self, strength: float, start: Tensor) -> PenaltyTrial:
         """Solve all folds at `strength`, and look at the images that each held out."""
         weights = minimise(self.problems, start, strength, tolerance=TOLERANCE).weights
         right, losses = [], []
@@ -166,30 +165,30 @@ class Sweep:
                 own = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
                 right.append(logits.argmax(1) == labels)
                 losses.append(logits.logsumexp(1) - own)
-        return Trial(strength, weights, torch.cat(right).cpu(), torch.cat(losses).cpu())
+        return PenaltyTrial(strength, weights, torch.cat(right).cpu(), torch.cat(losses).cpu())
 
 
-def choose(trials: Sequence[Trial]) -> Trial:
+def choose_penalty(trials: Sequence[PenaltyTrial]) -> PenaltyTrial:
     """The strongest trial of about the least log-loss among those as accurate as the best one.
 
     Where a line separates the classes, each weaker strength has a little less log-loss and a head
     many times as large, which is a bad start for training further.
     """
     best = max(trials, key=lambda trial: int(trial.right.sum()))
-    accurate = [trial for trial in trials if as_good(trial, best)]
+    accurate = [trial for trial in trials if within_one_standard_error(trial, best)]
     least = min(trial.loss for trial in accurate)
     alike = [trial for trial in accurate if trial.loss <= least + NO_DIFFERENCE]
     return max(alike, key=lambda trial: trial.strength)
 
 
-def as_good(trial: Trial, best: Trial) -> bool:
+def within_one_standard_error(trial: PenaltyTrial, best: PenaltyTrial) -> bool:
     """Whether the images on which two trials differ do not tell that `best` is better."""
     lost = int((best.right & ~trial.right).sum())
     won = int((trial.right & ~best.right).sum())
     return lost - won <= math.sqrt(lost + won)
 
 
-def deal(labels: Tensor, parts: int, seed: int) -> Tensor:
+def assign_folds(labels: Tensor, parts: int, seed: int) -> Tensor:
     """A part for each image, (images,): each class spread evenly, and all parts of one size."""
     generator = torch.Generator().manual_seed(random_seed(seed, "folds"))
     order = torch.randperm(len(labels), generator=generator)
@@ -281,14 +280,14 @@ def fit_probe(
         ValueError: What was given is impossible.
     """
     check(features, labels, classes, folds, strengths)
-    rotation = Rotation.of(features.float().cpu())
+    rotation = Eigenbasis.of(features.float().cpu())
     inputs, labels = rotation.rotate(features.float().to(device)), labels.to(device)
-    sweep = Sweep(inputs, labels, classes, rotation.variance, folds=folds, seed=seed)
+    sweep = PenaltySweep(inputs, labels, classes, rotation.variance, folds=folds, seed=seed)
     trials = sweep.run(strengths)
-    best = choose(trials) if trials else None
+    best = choose_penalty(trials) if trials else None
     strength = best.strength if best else (strengths or [FEW])[0]
     everything = (labels >= 0).unsqueeze(1)
-    whole = Problems(inputs, labels, everything, classes, rotation.variance)
+    whole = LogisticProblems(inputs, labels, everything, classes, rotation.variance)
     start = best.weights.mean(1, keepdim=True) if best else whole.start()
     end = minimise(whole, start, strength, tolerance=PROBE_TOLERANCE)
     if not end.converged:
@@ -330,7 +329,9 @@ def check(
         raise ValueError(f"strengths={strengths!r}: need some, all above 0")
 
 
-def finished(whole: Problems, weights: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+def finished(
+    whole: LogisticProblems, weights: Tensor, rotation: Eigenbasis
+) -> tuple[Tensor, Tensor]:
     """Weight and bias of the head; a class without an image is never the answer."""
     weight, bias = rotation.unfold(weights[:, 0])
     absent = whole.absent[0].cpu()

@@ -1,4 +1,4 @@
-"""A head to start from: the best linear one on the features of the pretrained network.
+"""LP-FT: initialises the head with a linear probe before fine-tuning.
 
 Source: Kumar et al., "Fine-Tuning can Distort Pretrained Features", section 3, arXiv:2202.10054.
 """
@@ -16,46 +16,47 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
 from vit.paths import user_cache
 from vit.training.collectives import agreed_signal, on_main
-from vit.training.feature_extraction import FeatureMaker, Features, extract, weights_digest
-from vit.training.finetuning import as_saved
+from vit.training.feature_extraction import FeatureExtractor, Features, extract, weights_digest
+from vit.training.finetuning import merged_state_dict
 from vit.training.linear_probe import Probe, fit_probe, knn_accuracy, probe_summary
 from vit.training.stop_signals import Interrupted
 from vit.training.training_loop import TrainingState
 from vit.training.training_progress import teller
 
-# Images that are enough to choose a head from which everything is trained further.
-ENOUGH = {"train": 20_000, "val": 5_000}
+# Enough images for a head that is trained further.
+MAX_PROBE_IMAGES = {"train": 20_000, "val": 5_000}
 BATCH_SIZES = {"cpu": 16}
 
 Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What the fit of a head to the training images came to.
+class ProbeFit:
+    """Training loss of a linear probe.
 
     Args:
-        loss: Mean cross-entropy on them, not smoothed.
-        images: How many they are.
+        loss: Mean cross-entropy, without smoothing.
+        images: Number of training images.
     """
 
     loss: float
     images: int
 
 
-def start_from_probe(run: TrainingState, splits: Splits) -> Probed:
-    """Fit a linear head to the features of a network, say how good it is, and make it the head.
+def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
+    """Fit a linear probe to the features of the network, report it, and copy it into the head.
 
     Args:
-        run: What is trained, before its first step; its head is replaced, and that of its average.
-        splits: The data.
+        run: Training state before the first step; the head of its network and of its average are
+            replaced.
+        splits: Training and validation images.
 
     Raises:
-        Interrupted: A signal came; the features made so far are kept.
+        Interrupted: A signal arrived; the features computed so far are kept.
     """
     config, notify = run.config, teller(run.accelerator)
     train, val = chosen(config, splits, notify)
-    features = Extraction(run, notify)
+    features = FeatureExtraction(run, notify)
     on_train, on_val = features(train), features(val)
 
     def fit() -> tuple[Probe, int, float]:
@@ -68,21 +69,21 @@ def start_from_probe(run: TrainingState, splits: Splits) -> Probed:
             knn_accuracy(on_train.values, on_train.labels, on_val.values, on_val.labels),
         )
 
-    # on one, and sent: other machines could round otherwise, and every process needs one head
+    # on one process, and broadcast: machines may round differently, and all need the same head
     probe, right, knn = on_main(run.accelerator, fit)
     for line in probe_summary(probe, correct=right, total=len(on_val.labels), knn=knn):
         notify(line)
     if config.finetune.method != "probe":
         notify(f"going on from that head with method={config.finetune.method}")
-    put_head(run, probe)
+    set_head(run, probe)
     run.failed |= {**on_train.failed, **on_val.failed}
     loss = F.cross_entropy(probe.logits(on_train.values), on_train.labels)
-    return Probed(float(loss), len(on_train.labels))
+    return ProbeFit(float(loss), len(on_train.labels))
 
 
 @torch.no_grad()
-def put_head(run: TrainingState, probe: Probe) -> None:
-    """Give the network, and its average, the head that a probe found."""
+def set_head(run: TrainingState, probe: Probe) -> None:
+    """Copy the probe into the head of the network and of its average."""
     assert isinstance(run.network.head, nn.Linear)
     averages = {} if run.average is None else dict(run.average.state_dict())
     for name, value in (("weight", probe.weight), ("bias", probe.bias)):
@@ -95,18 +96,18 @@ def put_head(run: TrainingState, probe: Probe) -> None:
 def chosen(
     config: Config, splits: Splits, notify: Notify = lambda _: None
 ) -> tuple[list[Sample], list[Sample]]:
-    """The images that a probe sees: all of them where it is all that is done."""
+    """Images of the probe: all with method=probe, else at most MAX_PROBE_IMAGES."""
     found = {"train": list(splits.train), "val": list(splits.val)}
     if config.finetune.method != "probe":
-        for split, most in ENOUGH.items():
+        for split, most in MAX_PROBE_IMAGES.items():
             if len(found[split]) > most:
                 notify(f"note: the probe sees {most:,} of {len(found[split]):,} {split} images")
-                found[split] = some_of(found[split], most, seed=config.training.seed)
+                found[split] = stratified_subset(found[split], most, seed=config.training.seed)
     return found["train"], found["val"]
 
 
-def some_of(samples: Sequence[Sample], most: int, *, seed: int) -> list[Sample]:
-    """About `most` of `samples`, in their order: the same share of each class, and at least one."""
+def stratified_subset(samples: Sequence[Sample], most: int, *, seed: int) -> list[Sample]:
+    """About `most` of `samples`, in order: the same share of each class, at least one image."""
     generator = torch.Generator().manual_seed(random_seed(seed, "probe", len(samples)))
     labels = torch.tensor([sample.label for sample in samples])
     shuffled = torch.randperm(len(samples), generator=generator)
@@ -118,31 +119,33 @@ def some_of(samples: Sequence[Sample], most: int, *, seed: int) -> list[Sample]:
 
 
 def feature_cache(config: Config) -> Path:
-    """The folder in which features are kept."""
-    chosen = config.finetune.feature_cache
-    return user_cache() / "features" if chosen is None else Path(chosen).expanduser()
+    """Folder of the feature cache."""
+    folder = config.finetune.feature_cache
+    return user_cache() / "features" if folder is None else Path(folder).expanduser()
 
 
-class Extraction:
-    """Makes features of images, or takes them from the cache.
+class FeatureExtraction:
+    """Extracts the features of images, through the cache.
 
     Args:
-        run: Whose network is asked.
-        say: Told, by the main process.
+        run: Training state with the network.
+        notify: Called with notes, in the main process.
     """
 
     def __init__(self, run: TrainingState, notify: Notify) -> None:
         self.run, self.notify = run, notify
-        self.key = weights_digest(as_saved(run.network.state_dict(), run.config), run.config.model)
+        self.key = weights_digest(
+            merged_state_dict(run.network.state_dict(), run.config), run.config.model
+        )
 
     def __call__(self, samples: Sequence[Sample]) -> Features:
         """Features of `samples`.
 
         Raises:
-            Interrupted: A signal came.
+            Interrupted: A signal arrived.
         """
         run, config = self.run, self.run.config
-        maker = FeatureMaker(
+        maker = FeatureExtractor(
             network=run.network,
             preprocessing=run.preprocessing,
             accelerator=run.accelerator,
@@ -167,5 +170,5 @@ class Extraction:
         return found
 
     def signal(self) -> int:
-        """The signal that a process had, or 0; the same on all of them."""
+        """Signal that any process received, or 0; the same in all."""
         return int(agreed_signal(self.run.accelerator, self.run.interruption.number))

@@ -1,9 +1,9 @@
-"""Multinomial logistic regression, several problems over the same images at once.
+"""Multinomial logistic regression by L-BFGS, several problems over the same images at once.
 
-    least over W, b:  mean over images of -log softmax(x W + b)[label]  +  strength/2 |W|^2
+    min over W, b:  mean over images of -log softmax(x W + b)[label]  +  penalty/2 |W|^2
 
-L-BFGS whose first guess of the curvature is Böhning's bound on the Hessian, diagonal in the
-eigenvectors of the features' covariance: ill-conditioned features cost few steps more.
+The initial Hessian approximation of L-BFGS is Böhning's bound, diagonal in the eigenvectors of the
+features' covariance: ill-conditioned features cost few more steps.
 
 Source: Nocedal and Wright, "Numerical Optimization", algorithm 7.4; Böhning, "Multinomial logistic
 regression algorithm", Annals of the Institute of Statistical Mathematics 44, 1992.
@@ -28,14 +28,14 @@ SMALL = 1e-2
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Eigenbasis:
     """An affine map from features to coordinates without correlation.
 
     Args:
         mean: Of the features, (dim,) float64.
         std: Of the features, 1 where they are constant, (dim,) float64.
         basis: Eigenvectors of the covariance of standardised features, (dim, rank) float64.
-        variance: Of the coordinates, (rank,) float64.
+        variance: Variance of the coordinates, (rank,) float64.
     """
 
     mean: Tensor
@@ -44,7 +44,7 @@ class Rotation:
     variance: Tensor
 
     @staticmethod
-    def of(features: Tensor) -> "Rotation":
+    def of(features: Tensor) -> "Eigenbasis":
         """The rotation of (images, dim) features on the CPU; what never varies is dropped."""
         dim, count = features.shape[1], len(features)
         mean, square = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
@@ -62,7 +62,7 @@ class Rotation:
             covariance.addmm_(scaled.T, scaled, alpha=1 / count)
         variance, basis = torch.linalg.eigh(covariance)
         kept = variance > 1e-10 * variance[-1].clamp(min=1e-300)
-        return Rotation(
+        return Eigenbasis(
             mean, std, (basis * ~constant.unsqueeze(1))[:, kept].contiguous(), variance[kept]
         )
 
@@ -89,25 +89,25 @@ class Rotation:
         return weight, solved[-1] - weight @ self.mean
 
 
-class Problems:
-    """The same images with several choices of those that count.
+class LogisticProblems:
+    """Several problems over subsets of the same images.
 
     Args:
         inputs: Coordinates and a column of ones, (images, rank + 1) float32.
         labels: Classes, (images,).
-        counted: Whether an image counts in a problem, (images, problems).
+        included: Whether an image is part of a problem, (images, problems).
         classes: Number of classes.
-        variance: Of the coordinates, (rank,).
+        variance: Variance of the coordinates, (rank,).
     """
 
     def __init__(
-        self, inputs: Tensor, labels: Tensor, counted: Tensor, classes: int, variance: Tensor
+        self, inputs: Tensor, labels: Tensor, included: Tensor, classes: int, variance: Tensor
     ) -> None:
         self.inputs, self.labels = inputs, labels.unsqueeze(1)
-        self.shape = inputs.shape[1], counted.shape[1], classes
-        self.shares = counted.float() / counted.sum(0)
+        self.shape = inputs.shape[1], included.shape[1], classes
+        self.shares = included.float() / included.sum(0)
         present = torch.stack(
-            [torch.bincount(labels[column], minlength=classes) for column in counted.T]
+            [torch.bincount(labels[column], minlength=classes) for column in included.T]
         )
         self.absent = present == 0
         """Classes that a problem has no image of, (problems, classes); they have no logit."""
@@ -164,7 +164,7 @@ class Minimum:
 
 
 def minimise(
-    problems: Problems, start: Tensor, strength: float, *, tolerance: float, most: int = 500
+    problems: LogisticProblems, start: Tensor, strength: float, *, tolerance: float, most: int = 500
 ) -> Minimum:
     """Solve all problems at one `strength`, each by steps of its own length.
 
@@ -185,7 +185,7 @@ def minimise(
     scale = torch.ones_like(loss)
     active = torch.ones_like(loss, dtype=torch.bool)
     for _ in range(most):
-        towards = direction(gradient, past, inverse, scale)
+        towards = lbfgs_direction(gradient, past, inverse, scale)
         slope = dot(gradient, towards)
         # before the first step the curvature is a bound, by which the gap looks smaller than it is
         active &= -slope / 2 > (tolerance * (loss + SMALL) if past else 0.0)
@@ -213,7 +213,7 @@ def minimise(
     return Minimum(weights, False)
 
 
-def direction(
+def lbfgs_direction(
     gradient: Tensor, past: deque[tuple[Tensor, Tensor, Tensor]], inverse: Tensor, scale: Tensor
 ) -> Tensor:
     """L-BFGS's step; `scale * inverse` is its first guess of the inverse Hessian."""

@@ -1,9 +1,9 @@
-"""LoRA: a frozen projection learns a difference of low rank.
+"""LoRA: low-rank adapters of frozen linear layers.
 
     y = x Wᵀ + b + (alpha / rank) (x Aᵀ) Bᵀ      A: (rank, in), B: (out, rank), B = 0 at first
 
-Source: Hu et al., "LoRA", section 4.1, arXiv:2106.09685. A is drawn as in its code, Kaiming-uniform
-with a = sqrt(5), which is uniform in +-1 / sqrt(in).
+Source: Hu et al., "LoRA", section 4.1, arXiv:2106.09685. A is initialised as in its code,
+Kaiming-uniform with a = sqrt(5), which is uniform in +-1 / sqrt(in).
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.freezing import HEAD, freeze_except, share_line
+from vit.training.freezing import HEAD, freeze_except, trainable_line
 
 A, B = "lora_a", "lora_b"
 
@@ -96,10 +96,10 @@ def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
 
 def lora_line(network: nn.Module, *, rank: int, targets: Sequence[str]) -> str:
     """What learns, for the user."""
-    return share_line(f"LoRA of rank {rank} on {', '.join(targets)}", network)
+    return trainable_line(f"LoRA of rank {rank} on {', '.join(targets)}", network)
 
 
-def merged(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Tensor]:
+def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Tensor]:
     """The weights of an ordinary network that computes the same.
 
         W + (alpha / rank) B A        summed in float64, returned in float32

@@ -1,7 +1,7 @@
-"""Cross-entropy with smoothed labels, over one label, a mixture of two, or any number of them.
+"""Cross-entropy and binary cross-entropy with label smoothing, for soft targets.
 
     loss = - sum_k q_k log softmax(logits)_k,   q = (1 - smoothing) * target + smoothing / classes
-    loss = - mean_k (q_k log p_k + (1 - q_k) log (1 - p_k)),       p = sigmoid(logits), each apart
+    loss = - mean_k (q_k log p_k + (1 - q_k) log (1 - p_k)),       p = sigmoid(logits)
 
 Source: Szegedy et al., "Rethinking the Inception Architecture", section 7, arXiv:1512.00567.
 """
@@ -26,12 +26,12 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float)
 
 
 def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
-    """Sum over the batch of the mean over the classes, each of which is a question of its own.
+    """Sum over the batch of the mean over the classes, for multi-label targets.
 
     Args:
         logits: (batch, classes).
         targets: Probability of each class, (batch, classes); they need not sum to 1.
-        smoothing: As for `smoothed_cross_entropy`: a share of what one class has, over all classes.
+        smoothing: As for `smoothed_cross_entropy`.
 
     Returns:
         A scalar, in float32 or wider.

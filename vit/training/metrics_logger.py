@@ -10,7 +10,7 @@ from vit.errors import BadImage, quoted
 from vit.training.checkpoint_metric import blindness, told, verdict
 from vit.training.collectives import on_main
 from vit.training.loader_autotune import waiting
-from vit.training.moe_losses import unevenness
+from vit.training.moe_losses import expert_imbalance
 from vit.training.run_folder import Metrics, clean_leftovers
 from vit.training.trackers import Tracking
 from vit.training.training_loop import Step, TrainingState
@@ -135,7 +135,7 @@ class MetricsLogger:
             self.tell(f"{len(failed)} of the images could not be read and were left out:")
         for path, reason in sorted(failed.items()):
             self.tell(f"  {BadImage(path, reason)}")
-        if (note := unevenness(routers)) is not None:
+        if (note := expert_imbalance(routers)) is not None:
             self.tell(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
         self.tell(f"best: {what}, {verdict(chosen)} of {images} images")

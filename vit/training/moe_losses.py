@@ -1,9 +1,9 @@
-"""What experts add to a training: two losses in each step, and how evenly they are used.
+"""Mixture-of-experts training: load-balancing loss, router z-loss, and expert usage.
 
     loss = cross-entropy + balance_loss * Σ E Σ f_e P_e + router_z_loss * Σ mean logsumexp²
 
-where the first sums are over the layers of experts. f, the share of each expert, is that of the
-whole micro-batch over all processes; P is linear in the tokens, so each process brings its own.
+where the outer sums are over the MoE layers. f, the share of each expert, is that of the whole
+micro-batch over all processes; P is linear in the tokens, so each process adds its own.
 
 Source: Fedus et al., equation 4, arXiv:2101.03961; Zoph et al., equation 6, arXiv:2202.08906; f
 over all processes: Qiu et al., "Demons in the Detail", section 3.1, arXiv:2501.11873.
@@ -26,16 +26,16 @@ LEAST_USED = 0.1
 """Share of an equal share that an expert may get unremarked."""
 
 
-def layers_of(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
+def moe_layers(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
     """The layers of experts by their block: its number, from 1; `decoder 1` in a decoder."""
     return {
-        block_of(name): module
+        block_index(name): module
         for name, module in network.named_modules()
         if isinstance(module, MixtureOfExperts)
     }
 
 
-def block_of(name: str) -> int | str:
+def block_index(name: str) -> int | str:
     """The block that a module called `name` is in."""
     *where, number = name.partition(".mlp")[0].split(".")
     block = int(number) + 1
@@ -65,7 +65,7 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
             own,
             totals[:, :-1],
             totals[:, -1].clamp(min=1),
-            [layer.top_k for layer in layers_of(network).values()],
+            [layer.top_k for layer in moe_layers(network).values()],
             strict=True,
         )
     ]
@@ -74,19 +74,19 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
 
 
 @contextmanager
-def watched(network: nn.Module) -> Iterator["Usage | None"]:
+def track_expert_usage(network: nn.Module) -> Iterator["ExpertUsage | None"]:
     """Inside the `with`, routers tell what they do; None for a network without experts."""
-    layers = layers_of(network)
+    layers = moe_layers(network)
     for layer in layers.values():
         layer.record_routing = True
     try:
-        yield Usage(layers) if layers else None
+        yield ExpertUsage(layers) if layers else None
     finally:
         for layer in layers.values():
             layer.record_routing, layer.routing = False, None
 
 
-class Usage:
+class ExpertUsage:
     """Adds up what routers did over forward passes.
 
     Args:
@@ -128,11 +128,11 @@ class Usage:
         return found
 
 
-def unevenness(routers: Sequence[Mapping[str, Any]]) -> str | None:
+def expert_imbalance(routers: Sequence[Mapping[str, Any]]) -> str | None:
     """A line to the user where experts drop many choices, or one is hardly used; None where not.
 
     Args:
-        routers: What `Usage.describe` gave.
+        routers: What `ExpertUsage.describe` gave.
     """
     parts = []
     worst = max(routers, key=lambda layer: layer["dropped"], default=None)

@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal by Newton-Schulz iterations, matrices of one size at a time.
+"""Muon optimiser: momentum orthogonalised by Newton-Schulz, matrices of equal shape batched.
 
     M <- momentum * M + (1 - momentum) * G
     W <- (1 - lr * weight_decay) * W - lr * scale * UV^T        where M = U S V^T

@@ -1,4 +1,4 @@
-"""Which parameters decay, how fast each layer learns, and the optimisers by name."""
+"""Parameter groups (weight decay, layer-wise learning rates) and optimisers by name."""
 
 import difflib
 import re

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.errors import ConfigError, WeightsError
-from vit.training.finetuning import DEFAULTS, NOT_OF_A_PROBE
-from vit.training.linear_probe_init import ENOUGH
+from vit.training.finetuning import DEFAULTS, UNUSED_BY_PROBE
+from vit.training.linear_probe_init import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
     FIXED_SECONDS,
     TINY_SIDE,
@@ -266,7 +266,7 @@ class Rules:
             return (str(self.given["method"]),)
         if not self.one_class:
             return ("full", "linear")
-        if self.given.get("probe_first") or set(self.given) & {*NOT_OF_A_PROBE} - {"time"}:
+        if self.given.get("probe_first") or set(self.given) & {*UNUSED_BY_PROBE} - {"time"}:
             return ("full",)
         return ("probe",) if self.facts.images <= PROBED_IMAGES else ("full", "probe")
 
@@ -288,7 +288,9 @@ class Rules:
         else:
             each = forward * (STEP_FLOPS[method] * facts.images + facts.validation)
             if self.one_class and self.given.get("probe_first") is not False:
-                probed = min(facts.images, ENOUGH["train"]) + min(facts.validation, ENOUGH["val"])
+                probed = min(facts.images, MAX_PROBE_IMAGES["train"]) + min(
+                    facts.validation, MAX_PROBE_IMAGES["val"]
+                )
                 room -= forward * probed
             passes = max(room, 0.0) / each
             fits = passes >= LEAST_PASSES

@@ -20,15 +20,15 @@ from vit.model.build import build_captioner, build_classifier
 from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.activation_checkpointing import recompute_blocks
-from vit.training.batch_norm_statistics import share_statistics
-from vit.training.caption_vocabulary import words_line
+from vit.training.batch_norm_statistics import sync_batch_norm
+from vit.training.caption_vocabulary import caption_summary
 from vit.training.captioning_task import Captioning
-from vit.training.class_balance import Balance, notes
+from vit.training.class_balance import ClassBalance, notes
 from vit.training.classification_task import Classification, Task
 from vit.training.devices import arithmetic
-from vit.training.ema import MovingAverage
-from vit.training.finetuning import choose_what_learns
-from vit.training.freezing import counted
+from vit.training.ema import ExponentialMovingAverage
+from vit.training.finetuning import apply_finetune_method
+from vit.training.freezing import format_parameters
 from vit.training.fsdp import is_sharded, require_shardable
 from vit.training.lr_schedule import learning_rate
 from vit.training.multilabel_task import MultiLabel
@@ -81,7 +81,7 @@ def make_network(
         words = words_of(source, config, tokenizer, notify)
         network.load_state_dict({**network.state_dict(), **state, **words})
     check_forward(network, config)
-    learns = choose_what_learns(network, config)
+    learns = apply_finetune_method(network, config)
     if learns is not None:
         notify(learns)
     return network
@@ -135,10 +135,10 @@ def make_training(
         expect_graphs(2 * len(config.model.training_patch_sizes) + 4)
         network.compile()
     optimizer = make_optimizer(network, training, depth=config.model.depth)
-    share_statistics(network, accelerator.num_processes)
+    sync_batch_norm(network, accelerator.num_processes)
     model, prepared = accelerator.prepare(network, optimizer)
     # of the parameters as they are now: sharding has replaced them
-    average = MovingAverage(network, training.ema) if training.ema else None
+    average = ExponentialMovingAverage(network, training.ema) if training.ema else None
     return TrainingState(
         config=config,
         accelerator=accelerator,
@@ -161,7 +161,7 @@ def make_task(config: Config, splits: Splits | None) -> Task:
     if not config.training.captions:
         if config.training.balance == "none" or splits is None:
             return Classification()
-        return Classification(Balance.of(config, splits.train))
+        return Classification(ClassBalance.of(config, splits.train))
     assert splits is not None, "captions are learned from data"
     assert splits.tokenizer is not None, "the data have no tokenizer"
     assert config.decoder.caption_tokens is not None, "the data completes it"
@@ -222,7 +222,7 @@ def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
 def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]:
     """What will be trained, on what, how."""
     accelerator, config = run.accelerator, run.config
-    size = counted(sum(parameter.numel() for parameter in run.network.parameters()))
+    size = format_parameters(sum(parameter.numel() for parameter in run.network.parameters()))
     kind = accelerator.device.type
     precision = arithmetic(config.run.precision, accelerator.device)
     sharded = " in pieces (FSDP)" if is_sharded(accelerator) else ""
@@ -231,7 +231,7 @@ def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]
     batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
     classes = f", {len(splits.classes)} classes" if splits.classes else ""
     classes += ", several an image" if config.training.multilabel else ""
-    words = [words_line(config, splits)] if config.training.captions else []
+    words = [caption_summary(config, splits)] if config.training.captions else []
     return [
         f"{len(splits.train):,} training and {len(splits.val):,} validation images{classes}",
         *words,

@@ -26,8 +26,8 @@ from vit.training.auto_batch_size import fit_memory
 from vit.training.collectives import on_main
 from vit.training.data_setup import check_channels, look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.finetuning import complete_for_weights, other_words
-from vit.training.linear_probe_init import start_from_probe
+from vit.training.finetuning import complete_for_weights, wants_other_vocabulary
+from vit.training.linear_probe_init import init_head_from_probe
 from vit.training.loader_autotune import measured_workers, with_cache
 from vit.training.lr_schedule import total_steps
 from vit.training.plan import with_chosen_weights
@@ -111,7 +111,7 @@ def train(
         run.failed, run.interruption = failed, signals
         run.workers = measured_workers(run, splits.train)
         on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
-        probed = start_from_probe(run, splits) if fresh and probes(config) else None
+        probed = init_head_from_probe(run, splits) if fresh and probes(config) else None
         session = Trainer(run, folder, splits, steps, budget, resumed_by=resumed_by, report=report)
         stack.callback(session.close)
         session.begin(resuming, probed)
@@ -147,7 +147,11 @@ def known_words(
     config: Config, source: Pretrained | None, given: Sequence[str]
 ) -> Tokenizer | None:
     """The tokenizer that comes with the weights, where nobody chose other words."""
-    if source is None or source.decoder is None or other_words(config, source.decoder, given):
+    if (
+        source is None
+        or source.decoder is None
+        or wants_other_vocabulary(config, source.decoder, given)
+    ):
         return None
     return source.decoder.tokenizer
 

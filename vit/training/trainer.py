@@ -20,7 +20,7 @@ from vit.training.dry_run import largest
 from vit.training.eta import Pace, steps_left
 from vit.training.final_report import end
 from vit.training.fsdp import pieces_like
-from vit.training.linear_probe_init import Probed
+from vit.training.linear_probe_init import ProbeFit
 from vit.training.lr_schedule import WarmupStableDecay, learning_rate, total_steps
 from vit.training.metrics_logger import MetricsLogger
 from vit.training.model_soup import make_soup
@@ -107,7 +107,7 @@ class Trainer:
     def total_steps(self) -> int:
         return total_steps(self.run.config, self.steps)
 
-    def begin(self, resuming: bool, probed: Probed | None = None) -> None:
+    def begin(self, resuming: bool, probed: ProbeFit | None = None) -> None:
         """Restore the newest checkpoint, if there is one, and say what is about to happen.
 
         Args:
@@ -139,7 +139,7 @@ class Trainer:
         elif run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
             self.measure_start()  # which a signal cut short
 
-    def take_head(self, probed: Probed) -> None:
+    def take_head(self, probed: ProbeFit) -> None:
         """Begin with the head that a probe found: as epoch 0, which may well remain the best."""
         self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
         if self.total_steps:

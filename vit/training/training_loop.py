@@ -23,7 +23,7 @@ from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.classification_task import Classification, Task
 from vit.training.collectives import everyones
-from vit.training.ema import MovingAverage
+from vit.training.ema import ExponentialMovingAverage
 from vit.training.fsdp import whole
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
@@ -44,7 +44,7 @@ class TrainingState:
     model: nn.Module
     """The same network as the devices run it: distributed, in mixed precision."""
     optimizer: Optimizer
-    average: MovingAverage | None
+    average: ExponentialMovingAverage | None
     preprocessing: Preprocessing
     lr_at: Callable[[int], float]
     task: Task = field(default_factory=Classification)

@@ -1,13 +1,13 @@
-"""`vit tune DATA --time T`: the plan as a starting point, then a search over what matters.
+"""Hyperparameter search by successive halving, started from the plan: `vit tune DATA --time T`.
 
-plan -> trials: the plan, and changes of it -> rungs of equal time a trial -> the best, for all the
-time that is left
+plan -> trials: the plan, and mutations of it -> rungs of equal time a trial -> the best, trained
+for the remaining time
 
-    rung r:  n / 3^r trials, 3^r times as long each; the best third goes on, and the plan with it
+    rung r:  n / 3^r trials, 3^r times as long each; the best third advances, and always the plan
 
-Half of the time searches. What a trial changes is a function of (seed, trial, setting), and its
-length is a number of optimiser steps that is settled before the first trial, so a tuning that was
-killed goes on with tune.json, and ends with what it would have ended with.
+Half of the time is for the search. A trial's mutations are a function of (seed, trial, setting),
+and its number of optimiser steps is fixed before the first trial, so a search that was killed
+resumes from tune.json and gives the same result.
 
 Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
 Optimization", arXiv:1502.07943 (successive halving); Li et al., "Hyperband", arXiv:1603.06560.
@@ -90,7 +90,7 @@ REFUSED = (*TIME_DECIDES, "patience")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
+class SearchDimension:
     """A setting that trials change.
 
     Args:
@@ -110,8 +110,8 @@ class Searched:
 
 # fallback_lr goes with lr; and lr, before its factor, with the batch as the plan has it
 SPACE = (
-    Searched(name="lr", kind="factor", values=(0.4, 2.5), chosen=("lr", "fallback_lr")),
-    Searched(
+    SearchDimension(name="lr", kind="factor", values=(0.4, 2.5), chosen=("lr", "fallback_lr")),
+    SearchDimension(
         name="network",
         kind="network",
         chosen=(
@@ -119,11 +119,13 @@ SPACE = (
             *("stem", "stem_depth", "stem_width", "stem_stride"),
         ),
     ),
-    Searched(name="batch_size", kind="times", values=(0.5, 2.0)),
-    Searched(name="min_crop", kind="choice", values=(0.2, 0.35, 0.6, 0.8), chosen=("random_crop",)),
-    Searched(name="drop_path", kind="choice", values=(0.0, 0.05, 0.1, 0.2)),
-    Searched(name="smoothing", kind="choice", values=(0.0, 0.05, 0.1, 0.2)),
-    Searched(name="weight_decay", kind="factor", values=(0.25, 4.0)),
+    SearchDimension(name="batch_size", kind="times", values=(0.5, 2.0)),
+    SearchDimension(
+        name="min_crop", kind="choice", values=(0.2, 0.35, 0.6, 0.8), chosen=("random_crop",)
+    ),
+    SearchDimension(name="drop_path", kind="choice", values=(0.0, 0.05, 0.1, 0.2)),
+    SearchDimension(name="smoothing", kind="choice", values=(0.0, 0.05, 0.1, 0.2)),
+    SearchDimension(name="weight_decay", kind="factor", values=(0.25, 4.0)),
 )
 
 
@@ -192,18 +194,18 @@ def tune(
         best = leaders(record)[0]["trial"]
         record["best"] = best
         if "time" not in record:
-            left = seconds - spent(record)
+            left = seconds - seconds_spent(record)
             record["time"] = f"{max(left, (1 - MOST_SEARCH) * seconds / 2):.1f}s"
         record = save(accelerator, folder, record)
         chosen = record["trials"][best]["settings"]
         config = make_config({**chosen, "time": record["time"]})
-        on_main(accelerator, partial(leave_search, folder, record, config))
+        on_main(accelerator, partial(write_search_settings, folder, record, config))
         words = f"trial {best} ({changes_in_words(record['trials'][best])})" if best else "the plan"
         tell(f"best: {words}; training it for {record['time']}, in {printable(folder / BEST_RUN)}")
         result = train_best(config, folder, [*values, "time"], resume=resume)
         record["result"] = {"epoch": result.epoch, "scores": result.scores}
         record = save(accelerator, folder, record)
-        on_main(accelerator, partial(leave_page, folder, record))
+        on_main(accelerator, partial(write_report, folder, record))
     tell(f"comparison of the trials: {printable(folder / PAGE_FILE)}")
     return TuneResult(
         folder=folder,
@@ -259,7 +261,7 @@ def before_plan(values: Mapping[str, Any]) -> Config:
     return make_config({name: values[name] for name in names if name in values})
 
 
-def is_chosen(one: Searched, values: Mapping[str, Any]) -> bool:
+def is_chosen(one: SearchDimension, values: Mapping[str, Any]) -> bool:
     """Whether somebody chose what `one` would change."""
     return bool({one.name, *one.chosen} & set(values))
 
@@ -374,7 +376,7 @@ def prepare(
     beginning = time.monotonic()
     given = [name for name in values if name != "time"]
     completed, splits, *_ = complete_settings(
-        of_steps(config, 1), given, accelerator, None, beginning
+        with_steps(config, 1), given, accelerator, None, beginning
     )
     start = largest(accelerator, time.monotonic() - beginning)
     made = make_trials(plan, values, int(values.get("seed", 0)), trials or max(NUMBERS))
@@ -383,7 +385,7 @@ def prepare(
     def room() -> float:
         return SEARCH_SHARE * seconds - largest(accelerator, time.monotonic() - began)
 
-    number = how_many(
+    number = count_trials(
         len(made), meter(made[0]), images=len(splits.train), start=start, room=room(), asked=trials
     )
     kept = made[:number]
@@ -494,16 +496,16 @@ def rounded(value: float) -> float:
 def values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are searched, the network in words."""
     names = [one.name for one in SPACE if one.kind != "network" and one.name in settings]
-    return {"network": network_of(settings), **{name: settings[name] for name in names}}
+    return {"network": network_key(settings), **{name: settings[name] for name in names}}
 
 
-def network_of(settings: Mapping[str, Any]) -> str:
+def network_key(settings: Mapping[str, Any]) -> str:
     """A network in a few signs: blocks x width, patches, size of images; differs where costs do."""
     size, patch = settings["image_size"], settings["patch_size"]
     return f"{settings['depth']} x {settings['dim']}, patches of {patch} at {size} px"
 
 
-def of_steps(config: Config, steps: int) -> Config:
+def with_steps(config: Config, steps: int) -> Config:
     """`config` of a training of so many steps, validated `VALIDATIONS` times."""
     epoch_steps = math.ceil(steps / VALIDATIONS)
     training = dataclasses.replace(
@@ -541,7 +543,7 @@ class CostMeter:
         model = dataclasses.replace(config.model, num_classes=self.completed.model.num_classes)
         data = dataclasses.replace(config.data, accumulate=self.completed.data.accumulate)
         config = dataclasses.replace(config, model=model, data=data)
-        name, batch = network_of(trial["settings"]), config.data.batch_size
+        name, batch = network_key(trial["settings"]), config.data.batch_size
         if name not in self.measured:
             if not self.measured:  # what it imports and compiles
                 costs_of(config, self.splits, self.accelerator, 0.0)
@@ -557,7 +559,7 @@ class CostMeter:
         )
 
 
-def halving(trials: int) -> list[int]:
+def rung_sizes(trials: int) -> list[int]:
     """Trials of each rung."""
     sizes = [trials]
     while sizes[-1] > LAST:
@@ -565,13 +567,13 @@ def halving(trials: int) -> list[int]:
     return sizes
 
 
-def unit(trials: int, room: float) -> float:
+def seconds_of_first_rung(trials: int, room: float) -> float:
     """Seconds of a trial of the first rung, where the whole search has `room` seconds."""
-    parts: int = sum(size * FACTOR**at for at, size in enumerate(halving(trials)))
+    parts: int = sum(size * FACTOR**at for at, size in enumerate(rung_sizes(trials)))
     return room / parts
 
 
-def how_many(
+def count_trials(
     most: int,
     plan: tuple[Config, Costs],
     *,
@@ -601,9 +603,11 @@ def how_many(
         )
     if asked:
         return asked
-    worth = images / config.data.batch_size * costs.full_step
-    worth += BEGINNINGS * (start + overhead(costs))
-    return next((n for n in NUMBERS if n <= most and unit(n, room) >= worth), LAST)
+    result_rank = images / config.data.batch_size * costs.full_step
+    result_rank += BEGINNINGS * (start + overhead(costs))
+    return next(
+        (n for n in NUMBERS if n <= most and seconds_of_first_rung(n, room) >= result_rank), LAST
+    )
 
 
 def overhead(costs: Costs) -> float:
@@ -632,12 +636,16 @@ def make_rungs(
         ConfigError: There is too little time.
     """
     number = len(costs)
-    least = start + max(cost.of(of_steps(one, LEAST_STEPS), 2, LEAST_STEPS) for one, cost in costs)
+    least = start + max(
+        cost.of(with_steps(one, LEAST_STEPS), 2, LEAST_STEPS) for one, cost in costs
+    )
     if not asked:
         least = max(least, BEGINNINGS / 2 * (start + overhead(costs[0][1])))
-    first = unit(number, room)
+    first = seconds_of_first_rung(number, room)
     if first < least:
-        enough = (SEARCH_SHARE * seconds - room + least / unit(number, 1.0)) / SEARCH_SHARE
+        enough = (
+            SEARCH_SHARE * seconds - room + least / seconds_of_first_rung(number, 1.0)
+        ) / SEARCH_SHARE
         other = "fewer --trials" if asked else "vit train, which makes one training of it"
         raise ConfigError(
             f"time={seconds:g}s: half of it searches, in which {number} trials have "
@@ -645,7 +653,7 @@ def make_rungs(
             f"{math.ceil(1.2 * enough)}s or more, or {other}"
         )
     rungs = []
-    for at, size in enumerate(halving(number)):
+    for at, size in enumerate(rung_sizes(number)):
         each = first * FACTOR**at
         steps = [steps_in(each - start, one, cost) for one, cost in costs]
         rungs.append({"trials": size, "seconds": round(each, 2), "steps": steps})
@@ -656,7 +664,7 @@ def steps_in(seconds: float, config: Config, costs: Costs) -> int:
     """Optimiser steps of a training that takes so many seconds."""
 
     def end(steps: int) -> float:
-        sized = of_steps(config, steps)
+        sized = with_steps(config, steps)
         return costs.of(sized, sized.training.epoch_steps or 1, steps)
 
     return max(count_that_fit(seconds, end), LEAST_STEPS)
@@ -674,9 +682,12 @@ def search(
     given = [name for name in record["settings"] if name != "time"]
     for rung, facts in enumerate(record["rungs"], 1):
         for place, trial in enumerate(entrants(record, rung), 1):
-            if found(record, rung, trial) is not None or record.get("stopped"):
+            if find_result(record, rung, trial) is not None or record.get("stopped"):
                 continue
-            if rung + place > 2 and spent(record) + facts["seconds"] > MOST_SEARCH * seconds:
+            if (
+                rung + place > 2
+                and seconds_spent(record) + facts["seconds"] > MOST_SEARCH * seconds
+            ):
                 record["stopped"] = (
                     f"the search ended in rung {rung}, before trial {trial}: trials took longer "
                     "than was measured"
@@ -690,7 +701,7 @@ def search(
             record["results"].append(result)
             save(accelerator, folder, record)
             tell(trial_line(record, rung, place, result))
-            where = place_of(folder, trial, rung)
+            where = trial_folder(folder, trial, rung)
             on_main(accelerator, partial(drop_weights, where))
 
 
@@ -709,9 +720,9 @@ def run_trial(
         VitError: The plan itself cannot be trained, or something that is no fault of the settings.
     """
     steps = record["rungs"][rung - 1]["steps"][trial]
-    config = of_steps(make_config(record["trials"][trial]["settings"]), steps)
+    config = with_steps(make_config(record["trials"][trial]["settings"]), steps)
     result: dict[str, Any] = {"rung": rung, "trial": trial, "steps": steps}
-    where = place_of(folder, trial, rung)
+    where = trial_folder(folder, trial, rung)
     begun = on_main(accelerator, lambda: (where / "config.yaml").is_file())
     try:
         with redirect_lines(notes):
@@ -767,7 +778,7 @@ def measure_of(event: Mapping[str, Any]) -> str:
     return str(event.get("chosen_by", "val_top1")).removeprefix("val_")
 
 
-def place_of(folder: Path, trial: int, rung: int) -> Path:
+def trial_folder(folder: Path, trial: int, rung: int) -> Path:
     """The run folder of a trial in a rung."""
     return folder / TRIALS / f"{trial:02d}-rung{rung}"
 
@@ -781,13 +792,13 @@ def drop_weights(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def found(record: Mapping[str, Any], rung: int, trial: int) -> dict[str, Any] | None:
+def find_result(record: Mapping[str, Any], rung: int, trial: int) -> dict[str, Any] | None:
     """The result of a trial in a rung, if it has one."""
     own = (one for one in record["results"] if (one["rung"], one["trial"]) == (rung, trial))
     return next(own, None)
 
 
-def worth(result: Mapping[str, Any]) -> tuple[float, float]:
+def result_rank(result: Mapping[str, Any]) -> tuple[float, float]:
     """What a better trial has more of; one that failed has least."""
     if "error" in result:
         return -math.inf, -math.inf
@@ -799,7 +810,7 @@ def worth(result: Mapping[str, Any]) -> tuple[float, float]:
 def ranked(record: Mapping[str, Any], rung: int) -> list[dict[str, Any]]:
     """Results of a rung, the best first, of equal ones the earlier trial."""
     results = [one for one in record["results"] if one["rung"] == rung]
-    return sorted(sorted(results, key=lambda one: one["trial"]), key=worth, reverse=True)
+    return sorted(sorted(results, key=lambda one: one["trial"]), key=result_rank, reverse=True)
 
 
 def entrants(record: Mapping[str, Any], rung: int) -> list[int]:
@@ -822,7 +833,7 @@ def leaders(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return ranked(record, 1)
 
 
-def spent(record: Mapping[str, Any]) -> float:
+def seconds_spent(record: Mapping[str, Any]) -> float:
     """Seconds that the tuning took so far."""
     return float(record["seconds"]) + math.fsum(one["seconds"] for one in record["results"])
 
@@ -836,11 +847,11 @@ def train_best(
     return train(config, where, resume=begun, given=given, resumed_by=(COMMAND, folder))
 
 
-def leave_search(folder: Path, record: Mapping[str, Any], config: Config) -> None:
+def write_search_settings(folder: Path, record: Mapping[str, Any], config: Config) -> None:
     """Write what is known before the best settings are trained: the recipe and the page."""
     path = folder / RECIPE_FILE
     atomic_write(path, lambda beside: write_settings(beside, config, RECIPE))
-    leave_page(folder, record)
+    write_report(folder, record)
 
 
 def save(accelerator: Accelerator, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
@@ -855,14 +866,14 @@ def save(accelerator: Accelerator, folder: Path, record: dict[str, Any]) -> dict
     return on_main(accelerator, write)
 
 
-def leave_page(folder: Path, record: Mapping[str, Any]) -> None:
+def write_report(folder: Path, record: Mapping[str, Any]) -> None:
     """Write FOLDER/tune.html."""
     best = leaders(record)[0]
-    plan = found(record, best["rung"], 0)
-    write_text(folder / PAGE_FILE, tune_page(record, standing(record), plan, folder))
+    plan = find_result(record, best["rung"], 0)
+    write_text(folder / PAGE_FILE, tune_page(record, leaderboard(record), plan, folder))
 
 
-def standing(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def leaderboard(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each trial's result in the last rung that it reached, the best first."""
     first = leaders(record)
     rungs = [first[0]["rung"], *range(len(record["rungs"]), 0, -1)]
@@ -873,10 +884,10 @@ def standing(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def result_lines(record: Mapping[str, Any], result: TrainingResult, folder: Path) -> Iterator[str]:
     """What the tuning came to."""
     best = leaders(record)[0]
-    yield from table_lines(record, standing(record))
+    yield from table_lines(record, leaderboard(record))
     if "stopped" in record:
         yield f"note: {record['stopped']}"
-    yield verdict(record, best, found(record, best["rung"], 0))
+    yield verdict(record, best, find_result(record, best["rung"], 0))
     score = percent(result.scores[best["measure"]])
     yield (
         f"trained for {record['time']}: validation {measure_name(best)} {score}, "

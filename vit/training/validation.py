@@ -11,8 +11,8 @@ from torch import Tensor
 from vit.data.dataloader import EvaluationLoader
 from vit.errors import BadImage, DataError, RunError
 from vit.training.collectives import agreed_signal
-from vit.training.ema import exchanged
-from vit.training.moe_losses import watched
+from vit.training.ema import swapped_weights
+from vit.training.moe_losses import track_expert_usage
 from vit.training.training_loop import TrainingState, leave_out, summed, widest
 
 
@@ -60,7 +60,7 @@ def validate(
     device, batches = run.accelerator.device, iter(loader)
     tally = run.task.tally(loader.samples)
     failed: list[BadImage] = []
-    with exchanged(run.network, weights), watched(run.network) as routers:
+    with swapped_weights(run.network, weights), track_expert_usage(run.network) as routers:
         # the same number of passes on all processes: they may exchange weights in each
         for _ in range(loader.max_batches):
             batch = next(batches, loader.empty_batch)
