@@ -9,15 +9,23 @@ import pytest
 from PIL import Image
 
 from vit.data.archives import relative
-from vit.data.captions.caption_dataset import open_captioned, open_captions
 from vit.data.dataset_types import NO_LABEL
-from vit.data.sources.open_dataset import open_splits
-from vit.errors import DataError
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
+from vit.data.sources.train_val_split import Fold
+from vit.errors import ConfigError, DataError
 
 
-def opened(data, **settings):
-    defaults = {"images": None, "val_share": 0.25, "seed": 0, "with_classes": False}
-    return open_captions(str(data), **defaults | settings)
+def opened(data, *, val_share=0.25, seed=0, with_classes=False, fold=None, **settings):
+    spec = DatasetSpec(str(data), captions=True, labels=with_classes, multilabel=False, **settings)
+    return open_splits(spec, val_share=val_share, seed=seed, fold=fold)
+
+
+def open_captioned(data, *, split, classes=(), held_out=(), images=None):
+    spec = DatasetSpec(
+        data, images, captions=True, labels=bool(classes), multilabel=False, split=split
+    )
+    return open_eval_split(spec, split=split, classes=classes, held_out=held_out)
 
 
 def noted(splits, text: str) -> bool:
@@ -173,7 +181,7 @@ def test_windows_wrote_the_list(tmp_path):
     assert all(os.path.isfile(sample.path) for sample in (*splits.train, *splits.val))
 
 
-def test_absolute_names_are_taken_only_without_images(tmp_path):
+def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(tmp_path):
     draw(tmp_path / "far", *(f"{n}.png" for n in range(4)))
     rows = [(f"{tmp_path}/far/./{n}.png", "x") for n in range(4)]
     path = table(tmp_path / "lists/list.csv", rows)
@@ -181,14 +189,20 @@ def test_absolute_names_are_taken_only_without_images(tmp_path):
     assert {s.path for s in (*splits.train, *splits.val)} == {
         f"{tmp_path}/far/{n}.png" for n in range(4)
     }
-    with pytest.raises(DataError, match=r"list.csv, line 2: .*0.png is absolute; expected a name"):
-        opened(path, images=str(tmp_path / "far"))
+    inside = opened(path, images=str(tmp_path / "far"))
+    assert {s.path for s in (*inside.train, *inside.val)} == {
+        f"{tmp_path}/far/{n}.png" for n in range(4)
+    }
+    with pytest.raises(DataError, match=r"list.csv, line 2: .*0.png lies outside of .*lists; say"):
+        opened(path, images=str(tmp_path / "lists"))
+    outside = opened(path, images=str(tmp_path / "lists"), allow_outside=True)
+    assert len(outside.train) + len(outside.val) == 4
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("../x.png", r"line 3: \.\./x.png leads out of the folder; give the folder that holds"),
+        ("../x.png", r"line 3: \.\./x.png leads out of the folder; say which folder holds"),
         ("a/../../x.png", "line 3: .* leads out of the folder"),
         ("..\\x.png", "line 3: .* leads out of the folder"),
         ("..", "line 3: .* leads out of the folder"),
@@ -384,7 +398,7 @@ def test_classes_are_a_column(flickr):
     with pytest.raises(DataError, match=r"line 14: 03.png has two labels, odd and even"):
         opened(flickr, with_classes=True)
     table(flickr / "captions.txt", [*rows[1:], ("00.png", "x", "")], ("image", "caption", "label"))
-    with pytest.raises(DataError, match=r"00.png: no label, but others have one"):
+    with pytest.raises(DataError, match=r"00.png .*txt, line 13\): no label, but others have one"):
         opened(flickr, with_classes=True)
     table(flickr / "captions.txt", [(*row[:2], "x") for row in rows], ("image", "caption", "label"))
     with pytest.raises(DataError, match="only one class"):
@@ -401,10 +415,10 @@ def test_evaluation_of_one_split(tmp_path):
         ("dog", 1),
         ("cat", 2),
     }
-    assert notes == (f"{root}/train has no images of class z",)
+    assert notes == (f"{root}/train/metadata.jsonl has no images of class z",)
     with pytest.raises(DataError, match="classes that the model does not have: dog"):
         open_captioned(str(root), split="val", classes=["cat"])
-    with pytest.raises(DataError, match="no captions for test; it has train, valid"):
+    with pytest.raises(DataError, match="no test list; it has train, valid"):
         open_captioned(str(root), split="test")
 
 
@@ -417,8 +431,79 @@ def test_evaluation_takes_what_training_held_out(flickr):
     samples, notes = open_captioned(str(flickr), split="val")
     assert len(samples) == 12
     assert "no validation list: took all 12 images" in notes
-    with pytest.raises(DataError, match="no captions for test; it has one list of all images"):
+    with pytest.raises(DataError, match="no test list; it has one list of all images"):
         open_captioned(str(flickr), split="test")
+
+
+def grouped_list(tmp_path):
+    """Twelve images of four patients; a folder and a table with more columns than captions."""
+    draw(tmp_path, *(f"{n:02d}.png" for n in range(12)))
+    rows = [(f"{n:02d}.png", f"image {n}", f"{n % 4}", f"{k}") for n in range(12) for k in "ab"]
+    return table(tmp_path / "list.csv", rows, ("photo", "caption", "patient", "id"))
+
+
+def patients(samples):
+    return {int(sample.path[-6:-4]) % 4 for sample in samples}
+
+
+def test_a_group_stays_on_one_side(tmp_path):
+    path = grouped_list(tmp_path)
+    splits = opened(path, image_column="photo", group="patient")
+    assert len(splits.val) == 3
+    assert not patients(splits.train) & patients(splits.val)
+    assert splits.train[0].captions[0].startswith("image ")
+    assert noted(splits, "held out 3 images (1 group), 25% of all")
+    assert noted(splits, "4 groups by the column patient")
+    expression = opened(path, image_column="photo", group=r"(\d)\.png")
+    assert noted(expression, "10 groups by the expression")
+
+
+@pytest.mark.parametrize("group", [None, "patient"])
+def test_each_image_is_validated_in_one_fold(tmp_path, group):
+    path = grouped_list(tmp_path)
+    folds = [
+        opened(path, image_column="photo", group=group, fold=Fold(number, 4))
+        for number in range(1, 5)
+    ]
+    held = [sample.path for splits in folds for sample in splits.val]
+    assert len(held) == len(set(held)) == 12
+    for splits in folds:
+        assert splits.made
+        assert len(splits.train) + len(splits.val) == 12
+        assert group is None or not patients(splits.train) & patients(splits.val)
+
+
+def test_a_fold_of_data_with_validation_images_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the data have validation images"):
+        opened(image_folder(tmp_path), fold=Fold(1, 2))
+
+
+def test_a_column_gives_the_split(tmp_path):
+    draw(tmp_path, *(f"{n}.png" for n in range(6)))
+    rows = [(f"{n}.png", "x", "train" if n < 4 else "val") for n in range(6)]
+    splits = opened(table(tmp_path / "list.csv", rows, ("image", "caption", "split")))
+    assert names(splits.val, tmp_path) == ["4.png", "5.png"]
+    assert not splits.made
+    samples, _ = open_captioned(str(tmp_path), split="val")
+    assert samples == splits.val
+    rows += [("0.png", "y", "val")]
+    with pytest.raises(
+        DataError, match=r"line 8: 0.png is in two splits, train \(line 2\) and val"
+    ):
+        opened(table(tmp_path / "list.csv", rows, ("image", "caption", "split")))
+
+
+def test_the_class_column_may_be_named(flickr):
+    rows = [(f"{n:02d}.png", "x", "odd" if n % 2 else "even") for n in range(12)]
+    table(flickr / "captions.txt", rows, ("image", "caption", "parity"))
+    splits = opened(flickr, with_classes=True, label_column="parity")
+    assert splits.classes == ("even", "odd")
+
+
+def test_a_line_names_each_image(flickr):
+    spec = DatasetSpec(str(flickr), captions=True, labels=False)
+    path = str(flickr / "Images/01.png")
+    assert locate_in_lists(spec, [path]) == {path: f"{flickr}/captions.txt, line 5"}
 
 
 def test_no_file_is_looked_at_for_each_line(flickr, monkeypatch):

@@ -205,7 +205,7 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ('{"image": 3, "label": "a"}', "line 21: image: expected a file name"),
+        ('{"image": 3, "label": "a"}', "line 21: image is a number; expected a file name"),
         ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
         ('{"image": "x.png", "label": 0.5}', "line 21: the label is a number"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),

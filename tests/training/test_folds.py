@@ -75,8 +75,6 @@ def test_finished_folds_are_left_out(config, tmp_path):
 def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
     with pytest.raises(ConfigError, match="time=5m: it would be that of each fold; give --epochs"):
         train_folds(config(time="5m"), tmp_path / "a", measure=measured)
-    with pytest.raises(ConfigError, match="not for captions"):
-        train_folds(config(task="caption", mixup=0.0, cutmix=0.0), tmp_path / "b", measure=measured)
     with pytest.raises(ConfigError, match="the data have validation images"):
         train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
     with pytest.raises(ConfigError, match="one training is of one fold"):

@@ -37,6 +37,8 @@ SCORES = {
     "top1": "top-1",
     "balanced_accuracy": "balanced accuracy",
     "map": "mAP",
+    "cider": "CIDEr",
+    "bleu4": "BLEU-4",
     "loss": "loss",
 }
 """What is printed of a cross-validation; folds.json has all."""

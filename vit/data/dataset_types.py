@@ -36,6 +36,7 @@ class ImageRecord(NamedTuple):
     """Class names: exactly one, unless the source is multi-label."""
     group: str = ""
     """Images of a group stay in one split; empty: the image is a group of its own."""
+    captions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

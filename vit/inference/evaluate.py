@@ -22,13 +22,11 @@ import torch
 
 from vit.config.parser import make_config, read_settings
 from vit.data.archives import relative
-from vit.data.captions.caption_dataset import open_captioned
 from vit.data.captions.caption_ids import CaptionIds
-from vit.data.captions.caption_lists import find_lists
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, resolve_folder
-from vit.data.sources.image_list import is_list
+from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.caption_metrics import caption_scores
@@ -130,20 +128,8 @@ def load_labeled_samples(
     Raises:
         ConfigError: The images are multi-label and the model is not.
     """
-
-    def held_out(root: Path, known: Collection[str]) -> list[str]:
-        ours = None if isinstance(model, LoadedRun) else run_folder_of(model)
-        return [] if ours is None else held_out_images(ours, spec.data, root, known)
-
-    full = with_training_settings(
-        spec, None if isinstance(model, LoadedRun) else run_folder_of(model)
-    )
-    full = dataclasses.replace(full, multilabel=None if thresholds is None else True)
-    samples, notes = open_eval_split(
-        full, split=spec.split or "val", classes=classes, held_out=held_out
-    )
-    for note in notes:
-        notify(note)
+    full = dataclasses.replace(spec, multilabel=None if thresholds is None else True)
+    samples = _load_split(model, full, classes, notify)
     check_label_kind(thresholds, samples, spec.data)
     return samples
 
@@ -157,18 +143,31 @@ def load_captioned_samples(
     """Open the captioned images of a split.
 
     Raises:
-        ConfigError: A setting applies to lists of labeled images only.
+        ConfigError: A class column is named, and the model has no classes.
     """
-    for name in ("image_column", "label_column", "allow_outside"):
-        if value := getattr(spec, name):
-            raise ConfigError(f"{name}={value!r}: not for lists of captions; leave it out")
-    data, images = spec.data, spec.images
-    held_out: list[str] = []
-    if not isinstance(model, LoadedRun) and (run_folder_of(model) / SPLIT_FILE).is_file():
-        root = find_lists(data).root if images is None else Path(images)
-        held_out = held_out_images(run_folder_of(model), data, root)
-    samples, notes = open_captioned(
-        data, split=spec.split or "val", images=images, held_out=held_out, classes=classes
+    if spec.label_column is not None and not classes:
+        raise ConfigError(
+            f"label_column={spec.label_column!r}: the model has no classes; leave it out"
+        )
+    full = dataclasses.replace(spec, multilabel=False, captions=True, labels=bool(classes))
+    return _load_split(model, full, classes, notify)
+
+
+def _load_split(
+    model: PathLike | LoadedRun,
+    spec: DatasetSpec,
+    classes: tuple[str, ...],
+    notify: Callable[[str], object],
+) -> tuple[Sample, ...]:
+    """The images of a split; if training held out images of the same data, only those."""
+    run = None if isinstance(model, LoadedRun) else run_folder_of(model)
+
+    def held_out(root: Path, known: Collection[str]) -> list[str]:
+        return [] if run is None else held_out_images(run, spec.data, root, known)
+
+    full = with_training_settings(spec, run)
+    samples, notes = open_eval_split(
+        full, split=full.split or "val", classes=classes, held_out=held_out
     )
     for note in notes:
         notify(note)

@@ -8,7 +8,6 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.data.captions.caption_dataset import open_captions
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import exclude_images, find_unreadable
 from vit.data.dataset_types import Splits
@@ -22,9 +21,6 @@ from vit.training.caption_vocabulary import prepare_captions
 from vit.training.collectives import on_main
 
 Notify = Callable[[str], None]
-
-OF_CLASSES = ("image_column", "label_column", "allow_outside", "group", "folds")
-"""Settings of data that captions do not take."""
 
 
 def look_at_data(
@@ -80,8 +76,26 @@ def list_data(config: Config) -> Listing:
         DataError: There is no such source, or it cannot be read.
         ConfigError: A setting is not for this kind of source.
     """
-    asked = DatasetSpec.from_config(config.data, multilabel=config.training.multilabel or None)
-    return Listing(asked, read_source(asked))
+    spec = dataset_spec(config)
+    return Listing(spec, read_source(spec))
+
+
+def dataset_spec(config: Config) -> DatasetSpec:
+    """The dataset specification of a training, with the captions and classes that it learns.
+
+    Raises:
+        ConfigError: A column of classes is named, and the training learns only captions.
+    """
+    data, training = config.data, config.training
+    if not training.captions:
+        return DatasetSpec.from_config(data, multilabel=training.multilabel or None)
+    if data.label_column is not None and not training.classifies:
+        raise ConfigError(
+            f"label_column={data.label_column!r}: task={training.task} learns no classes; leave it "
+            "out, or learn them too with --task classify,caption"
+        )
+    labels = training.classifies
+    return DatasetSpec.from_config(data, multilabel=False, captions=True, labels=labels)
 
 
 def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
@@ -97,28 +111,15 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
     """
     data, training = config.data, config.training
     check_channels(config.model.channels)
-    if not training.captions:
-        if data.folds is not None and data.fold is None:
-            raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
-        fold = None if data.folds is None else Fold(data.fold or 1, data.folds)
-        asked = DatasetSpec.from_config(data, multilabel=training.multilabel or None)
-        return open_splits(
-            asked,
-            val_share=data.val_share,
-            seed=training.seed,
-            fold=fold,
-            listing=listing,
-            compare=compare,
-        )
-    for name in OF_CLASSES:
-        if value := getattr(data, name):
-            raise ConfigError(f"{name}={value!r}: lists of captions have no such choice; omit it")
-    return open_captions(
-        data.data,
-        images=data.images,
+    if data.folds is not None and data.fold is None:
+        raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
+    return open_splits(
+        dataset_spec(config),
         val_share=data.val_share,
         seed=training.seed,
-        with_classes=training.classifies,
+        fold=None if data.folds is None else Fold(data.fold or 1, data.folds),
+        listing=listing,
+        compare=compare,
     )
 
 
@@ -205,10 +206,7 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
-        classes = not config.training.captions
-        where = (
-            locate_in_lists(DatasetSpec.from_config(config.data), [bad[0].path]) if classes else {}
-        )
+        where = locate_in_lists(dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         raise BadImage(
             bad[0].path,

@@ -14,7 +14,6 @@ import pytest
 from PIL import Image, ImageDraw
 from sklearn.datasets import load_digits
 
-from vit.data.captions.caption_dataset import open_captioned, open_captions
 from vit.data.sources import builtin_datasets
 from vit.data.sources.builtin_datasets import (
     COLOURS,
@@ -27,6 +26,7 @@ from vit.data.sources.builtin_datasets import (
     is_intact,
     shapes_folder,
 )
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_eval_split, open_splits
 from vit.errors import DataError
 
@@ -179,8 +179,9 @@ def test_a_damaged_shapes_folder_is_written_again(folder, tmp_path):
 
 
 def test_shapes_open_by_name_for_captions_and_for_classes(by_name):
-    splits = open_captions("shapes", images=None, val_share=0.1, seed=0, with_classes=False)
-    both = open_captions("shapes", images=None, val_share=0.1, seed=0, with_classes=True)
+    captions = DatasetSpec("shapes", captions=True, labels=False)
+    splits = open_splits(captions, val_share=0.1, seed=0)
+    both = open_splits(DatasetSpec("shapes", captions=True), val_share=0.1, seed=0)
     plain = open_splits("shapes", val_share=0.1, seed=0)
     assert splits.notes == both.notes == plain.notes == ()
     assert len(plain.classes) == 10
@@ -192,7 +193,8 @@ def test_shapes_open_by_name_for_captions_and_for_classes(by_name):
 
 
 def test_the_unseen_split_is_for_evaluation(by_name):
-    samples, notes = open_captioned("shapes", split="unseen")
+    captions = DatasetSpec("shapes", captions=True, labels=False)
+    samples, notes = open_eval_split(captions, split="unseen", classes=())
     assert len(samples) == 20
     assert notes == ()
     classes = open_splits("shapes", val_share=0.1, seed=0).classes

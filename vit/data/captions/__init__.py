@@ -1,1 +1,1 @@
-"""Captions of images: lists of them, and their words as numbers."""
+"""Tokenizers of captions, and captions as token ids."""

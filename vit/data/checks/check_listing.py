@@ -22,7 +22,8 @@ from vit.data.sources.dataset_spec import (
 )
 from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.image_folder import split_folders
-from vit.data.sources.image_list import is_list, lines_of
+from vit.data.sources.image_list import lines_of
+from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import is_folder_source, read_source
 from vit.data.sources.row_errors import Fault
 from vit.errors import DataError, printable

@@ -38,11 +38,22 @@ class DatasetSpec:
     """The only split to read; None: training and validation images."""
     all_splits: bool = False
     """Read every split; `split` is ignored then."""
+    captions: bool = False
+    """Whether the images have captions: then `data` is a list of them, or a folder with one."""
+    labels: bool = True
+    """Whether the images have classes."""
     faults: Faults = field(default=None, compare=False)
     """Collects errors of single rows or shards, which are skipped; None: the first one raises."""
 
     @classmethod
-    def from_config(cls, data: DataConfig, *, multilabel: bool | None = None) -> "DatasetSpec":
+    def from_config(
+        cls,
+        data: DataConfig,
+        *,
+        multilabel: bool | None = None,
+        captions: bool = False,
+        labels: bool = True,
+    ) -> "DatasetSpec":
         """The specification of a training run's data."""
         return cls(
             data.data,
@@ -52,6 +63,8 @@ class DatasetSpec:
             data.group,
             data.allow_outside,
             multilabel,
+            captions=captions,
+            labels=labels,
         )
 
     def select_splits(self, available: Collection[str]) -> list[str]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
-from vit.data.sources.image_list import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.image_list import images_in
 from vit.data.sources.input_hints import no_match_message
+from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.open_dataset import list_packed_images
 from vit.data.sources.remote_shards import is_remote
 from vit.errors import DataError, printable

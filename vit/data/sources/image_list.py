@@ -1,92 +1,105 @@
-"""Opens lists of images and their classes: finds the images' folder, and the splits.
-
-What a list says of each image, line by line, and what it may not say twice.
-Reads lists of images and their classes: CSV, TSV or lines of JSON.
+"""Reads lists of images with classes, captions, or both.
 
     image,label            {"image": "1.jpg", "label": "cat"}
     1.jpg,cat              {"image": "2.jpg", "labels": ["cat", "dog"]}
-    2.jpg,cat|dog
+    2.jpg,cat|dog          {"image": "3.jpg", "captions": ["a red bus", "a bus at a stop"]}
 
-One list, whose column `split` may tell training from validation images, or a folder with
-train.csv and val.csv. File names are relative to the folder of the images and stay inside.
+The data flow, the same for all:
+
+    1. list_files     DATA -> the lists, by the split in their names
+    2. list_formats   a list -> its format (table, JSON lines; for captions also COCO, token file)
+    3. table_reader   text -> cells or JSON values, with line numbers
+    4. list_formats   -> `Row`: named columns and their values
+    5. list_columns   the names -> `Columns`: which one is the image, captions, class, split, group
+    6. list_columns   a row's cells -> checked values
+    7. `ImageList`    the rows of each image -> one `Entry`; contradictions are errors
+    8. list_files     the names -> the folder of the images; names -> paths, `PlacedList`
+    9. `read_lists`   paths -> images by split: by the list's name, the column `split`, or a folder
+   10. open_dataset   images -> classes by name, held-out images, samples
 """
 
 import dataclasses
 import os
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from vit.config.parser import nearest
-from vit.data.captions.caption_files import IMAGE_COLUMNS
-from vit.data.captions.caption_lists import SPLIT, images_folder
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
-    SPLIT_COLUMN,
-    LabelColumns,
+    INSIDE,
+    Columns,
+    cell_captions,
     cell_group,
     cell_labels,
-    check_header,
+    cell_split,
     check_record,
     choose_columns,
+    clean_path,
     comma_notes,
-    common_folders,
     no_label,
-    split_cell,
-    tidy_name,
+    unused_notes,
+)
+from vit.data.sources.list_files import (
+    METADATA,
+    ListFiles,
+    common_folders,
+    find_lists,
+    images_folder,
     unlisted_notes,
-    usual,
 )
+from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.row_errors import Fault, Faults, leave, nothing_left
-from vit.data.sources.table_reader import (
-    OnWrong,
-    beginning,
-    fields,
-    json_records,
-    read_table,
-    stop,
-    wrong,
-)
+from vit.data.sources.table_reader import json_kind, wrong
 from vit.errors import DataError, printable
-from vit.paths import did_you_mean
 from vit.text import join_names, plural
 
 
 class Entry(NamedTuple):
-    """What a list says of an image."""
+    """An image of a list."""
 
     line: int
+    """The first that names it."""
     labels: tuple[str, ...]
     split: str
     group: str
 
 
 @dataclass
-class ReadList:
-    """One list, read."""
+class ImageList:
+    """The contents of one list."""
 
     path: str
     entries: dict[str, Entry] = field(default_factory=dict)
     """By name of the image, relative to the folder of the images or absolute."""
-    columns: LabelColumns | None = None
+    captions: dict[str, list[str]] | None = None
+    """Of each image, in the order of the list, without empty ones; None in a list of classes."""
+    empty_captions: int = 0
+    columns: Columns | None = None
+    """Of the first row."""
+    is_table: bool = False
     multilabel: int = 0
-    """The first line with several classes, 0 where there is none."""
-    empty: int = 0
+    """The first line with several classes, 0 if there is none."""
+    unlabelled: int = 0
     """The first line without a class."""
-    merging: tuple[str, Entry, Entry] | None = None
+    relabelled: tuple[str, Entry, Entry] | None = None
     """The first image that has another class in another line, and both lines."""
-    twice: int = 0
-    """Lines that say again what is known."""
+    repeats: int = 0
+    """Lines that repeat an earlier one."""
     faults: Faults = None
     """Lines that are wrong, with names of images as in `entries`; None: the first is raised."""
-    merged: list[tuple[str, Entry, Entry]] = field(default_factory=list)
-    """As `merging`, all of them, if all faults are wanted."""
+    all_relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
+    """As `relabelled`, all of them, if `faults` are collected."""
 
-    def add(self, name: str, entry: Entry) -> None:
-        """Take a line; an image may be named again where that is no contradiction."""
+    def add(self, name: str, entry: Entry, captions: Sequence[str] = ()) -> None:
+        """Add a row; an image may occur again if the rows do not contradict each other.
+
+        Raises:
+            DataError: Its rows have two splits or two groups.
+        """
+        if self.captions is not None:
+            self.captions.setdefault(name, []).extend(captions)
         known = self.entries.setdefault(name, entry)
         if known is entry:
             return
@@ -95,17 +108,20 @@ class ReadList:
             if one != other:
                 both = f"{printable(one) or 'none'} (line {known.line}) and {printable(other)}"
                 raise wrong(self.path, f"{name} is in two {what}s, {both}", entry.line)
-        if {*known.labels} == {*entry.labels}:
-            self._repeat(name, known, entry)
-            return
         labels = tuple(dict.fromkeys((*known.labels, *entry.labels)))
-        self.merging = self.merging or (name, known, entry)
-        if self.faults is not None:
-            self.merged.append((name, known, entry))
+        if {*known.labels} == {*entry.labels}:
+            if self.captions is None:
+                self._repeat(name, known, entry)
+            return
+        # each caption of an image has a line, and one of them may give its class
+        if self.captions is None or (known.labels and entry.labels):
+            self.relabelled = self.relabelled or (name, known, entry)
+            if self.faults is not None:
+                self.all_relabelled.append((name, known, entry))
         self.entries[name] = known._replace(labels=labels)
 
     def _repeat(self, name: str, known: Entry, entry: Entry) -> None:
-        self.twice += 1
+        self.repeats += 1
         if self.faults is not None:
             again = wrong(self.path, f"{name} again, as in line {known.line}", entry.line)
             self.faults.append(Fault("repeated_line", again, (name,)))
@@ -114,43 +130,43 @@ class ReadList:
         """Refuse what an image of exactly one class cannot have.
 
         Raises:
-            DataError: An image has several classes, or none.
+            DataError: An image has several classes, or, in a list of classes, none.
         """
         if self.multilabel:
-            raise self._multilabel(self.multilabel)
-        if self.merging is not None:
-            raise self._two(*self.merging)
-        if self.empty:
-            raise no_label(self.path, self.empty)
+            raise self._several_labels(self.multilabel)
+        if self.relabelled is not None:
+            raise self._two_labels(*self.relabelled)
+        if self.unlabelled and self.captions is None:
+            raise no_label(self.path, self.unlabelled)
 
-    def leave_unfit(self) -> None:
+    def drop_unfit(self) -> None:
         """Leave out all that `check_single` refuses; of two labels the first stays.
 
         Raises:
-            DataError: Not all faults are wanted.
+            DataError: Faults are not collected.
         """
         first: dict[str, Entry] = {}
-        for name, merged, entry in self.merged:
+        for name, merged, entry in self.all_relabelled:
             known = first.setdefault(name, merged)
             if name in self.entries:
                 self.entries[name] = known
             if {*known.labels} == {*entry.labels}:
                 self._repeat(name, known, entry)
             else:
-                leave(self.faults, "contradiction", self._two(name, known, entry), name)
+                leave(self.faults, "contradiction", self._two_labels(name, known, entry), name)
         for name, entry in [*self.entries.items()]:
             if not entry.labels:
                 leave(self.faults, "no_label", no_label(self.path, entry.line), name)
             elif len(entry.labels) > 1:
-                leave(self.faults, "several_labels", self._multilabel(entry.line), name)
+                leave(self.faults, "several_labels", self._several_labels(entry.line), name)
             if len(entry.labels) != 1:
                 del self.entries[name]
 
-    def _multilabel(self, line: int) -> DataError:
+    def _several_labels(self, line: int) -> DataError:
         advice = "--task multilabel learns several; a name that has a | or ; needs JSON lines"
         return wrong(self.path, f"several labels; {advice}", line)
 
-    def _two(self, name: str, known: Entry, entry: Entry) -> DataError:
+    def _two_labels(self, name: str, known: Entry, entry: Entry) -> DataError:
         both = " and ".join(printable("|".join(e.labels) or "none") for e in (known, entry))
         return wrong(
             self.path,
@@ -160,256 +176,272 @@ class ReadList:
         )
 
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
-DELIMITERS = ",\t;|"
-INSIDE = "say which folder holds the images with --images, or take it with --allow-outside"
-
-
-def is_list(data: str) -> bool:
-    """Whether `data` names a list of images, or a folder with one for each split."""
-    if os.path.isdir(data):
-        return bool(lists_in(data))
-    return data.lower().endswith(SUFFIXES) and os.path.lexists(data)
-
-
-def lists_in(folder: str) -> dict[str, str]:
-    """The lists of classes straight in `folder` by split; none without one for train.
-
-    None either where `train` is a folder of class folders: those are read then.
-    """
-    found: dict[str, str] = {}
-    for name in sorted(_listed(folder)):
-        stem, suffix = os.path.splitext(name.lower())
-        split, path = SPLIT.fullmatch(stem), os.path.join(folder, name)
-        if suffix not in SUFFIXES or not split or not has_classes(path):
-            continue
-        if split[1] in found:
-            both = join_names([printable(found[split[1]]), printable(path)])
-            raise DataError(f"several lists for {split[1]}, give one of them as DATA: {both}")
-        found[split[1]] = path
-    inside = os.path.join(folder, "train")
-    if "train" not in found or any(os.path.isdir(f"{inside}/{name}") for name in _listed(inside)):
-        return {}
-    return found
-
-
-def _listed(folder: str) -> list[str]:
-    """What is in a folder; nothing where that cannot be said, which its reader will tell."""
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def has_classes(path: str) -> bool:
-    """Whether the file begins like a list of images and classes."""
-    try:
-        header = next(_headers(path))
-        return bool(choose_columns(header, path, 1, DatasetSpec(path)))
-    except (DataError, StopIteration):
-        return False
-
-
-def _headers(path: str) -> Iterator[Sequence[str]]:
-    if _is_json(path):
-        yield from (tuple(record) for _, record in json_records(path))
-    else:
-        yield read_table(path, delimiter).names
-
-
-def _is_json(path: str) -> bool:
-    start = beginning(path).lstrip()[:1]
-    if start == "[":
-        raise wrong(path, "a list in JSON; write one object in each line (JSON lines)", 1)
-    return start == "{"
-
-
-def delimiter(header: str) -> str:
-    """What is between two cells: the mark that gives a column of images, or the most cells."""
-    known = [mark for mark in DELIMITERS if usual(fields(header, mark), IMAGE_COLUMNS)]
-    return max(known or DELIMITERS, key=lambda mark: len(fields(header, mark)))
-
-
-class Line(NamedTuple):
-    """A row of a table, or an object of JSON."""
-
-    line: int
-    """Where it begins."""
-    names: Sequence[str]
-    """Of the columns, or keys."""
-    header: int
-    """The line of the names."""
-    values: dict[str, Any]
-
-
-def rows(
-    path: str, asked: DatasetSpec, notes: list[str], on_wrong: OnWrong = stop
-) -> Iterator[Line]:
-    """The lines of a list; at its end `notes` receives how many were empty.
-
-    Args:
-        path: The list.
-        asked: Which columns are wanted.
-        notes: What to say of it.
-        on_wrong: Given a line that cannot be read.
-
-    Raises:
-        DataError: It is no list.
-    """
-    if _is_json(path):
-        for line, record in json_records(path, on_wrong):
-            yield Line(line, tuple(record), line, record)
-        return
-    table = read_table(path, delimiter, on_wrong)
-    check_header(table, path, asked)
-    named = Counter(name for name in table.names if name.strip())
-    doubled = [printable(name) for name, number in named.items() if number > 1]
-    if doubled:
-        raise wrong(path, f"two columns are called {join_names(doubled)}; rename one", table.line)
-    for line, cells in table.rows:
-        yield Line(line, table.names, table.line, dict(zip(table.names, cells, strict=True)))
-    notes += table.blank_notes(path)
-
-
-def read_list(path: str, asked: DatasetSpec, notes: list[str], *, labels: bool = True) -> ReadList:
-    """What one list says of each image; names are tidy, and not yet looked for in a folder.
+def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
+    """The contents of one list; names of images are not yet looked up in a folder.
 
     Raises:
         DataError: It is damaged or contradicts itself.
     """
-    read = ReadList(path, faults=None if asked.faults is None else [])
-    table = not _is_json(path)
-    first: Sequence[str] = ()
-    for row in rows(path, asked, notes, lambda error: leave(read.faults, "bad_line", error)):
-        if read.columns is None:
-            read.columns = choose_columns(row.names, path, row.header, asked, labels=labels)
-            first = row.names
-        _take(read, row, read.columns, asked, table=table, labels=labels, first=first)
-    if not read.entries and not read.faults:
-        raise wrong(path, "no images in it; expected a line for each")
-    if read.columns is not None and read.columns.unused and labels:
-        unused = join_names([printable(name) for name in read.columns.unused])
-        label = printable(read.columns.label)
-        notes.append(f"{printable(path)}: classes from {label}; not used: {unused}")
-    if table:
-        notes += comma_notes(path, (entry.labels for entry in read.entries.values()))
-    if read.twice and read.faults is None:
-        images = plural(read.twice, "line")
-        notes.append(f"{printable(path)}: left out {images} that name an image again")
-    return read
+    faults: Faults = None if spec.faults is None else []
+    contents = ImageList(path, captions={} if spec.captions else None, faults=faults)
+    columns: dict[tuple[str, ...], Columns] = {}
+    for row in read_rows(path, spec, notes, lambda error: leave(faults, "bad_line", error)):
+        if contents.columns is None:
+            contents.columns = choose_columns(row.names, path, row.header, spec)
+            contents.is_table = row.is_table
+            columns[tuple(row.names)] = contents.columns
+            notes += unused_notes(contents.columns, path, spec)
+        try:
+            chosen = _columns_of(row, contents, columns, spec)
+        except DataError as error:
+            leave(faults, "bad_line", error)
+        else:
+            _add_row(contents, row, chosen, spec)
+    if not contents.entries and not faults:
+        what = "no captions" if spec.captions else "no images"
+        raise wrong(path, f"{what} in it; expected a line for each")
+    if contents.is_table:
+        notes += comma_notes(path, (entry.labels for entry in contents.entries.values()))
+    if contents.repeats and faults is None:
+        lines = plural(contents.repeats, "line")
+        notes.append(f"{printable(path)}: left out {lines} that name an image again")
+    return contents
 
 
-def _take(
-    read: ReadList,
-    row: Line,
-    columns: LabelColumns,
-    asked: DatasetSpec,
-    *,
-    table: bool,
-    labels: bool,
-    first: Sequence[str],
-) -> None:
-    """Add what one line says to `read`, or leave it out as a fault."""
-    path, (line, names, _, values) = read.path, row
+def _columns_of(
+    row: Row, contents: ImageList, known: dict[tuple[str, ...], Columns], spec: DatasetSpec
+) -> Columns:
+    """The columns of a row; records of captions may have other keys than the first one.
+
+    Raises:
+        DataError: A key of the record would be ignored, or one is missing.
+    """
+    first = contents.columns
+    assert first is not None
+    if row.is_table:
+        return first
+    names = tuple(row.names)
+    if names not in known:
+        check_record(names, first, spec, contents.path, row.line)
+        known[names] = first
+        if spec.captions:
+            own = choose_columns(names, contents.path, row.line, spec)
+            known[names] = dataclasses.replace(own, split=first.split, group=first.group)
+    return known[names]
+
+
+def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec) -> None:
+    """Add a row to `contents`, or leave it out as a fault."""
+    path, line, values = contents.path, row.line, row.values
     kind, name = "bad_line", ""
     try:
-        if names != first:
-            check_record(names, columns, asked, path, line, labels=labels)
         written = values.get(columns.image)
         if not isinstance(written, str):
-            raise wrong(path, f"{columns.image}: expected a file name in each line", line)
+            kind_found = f"is {json_kind(written)}; expected a file name in each line"
+            raise wrong(path, f"{columns.image} {kind_found}", line)
         kind = "bad_path"
-        name = tidy_name(
-            written, path, line, absolute=True, outside=asked.allow_outside, remedy=INSIDE
-        )
+        name = clean_path(written, path, line, outside=spec.allow_outside)
         kind = "bad_line"
-        value = values.get(columns.label)
-        if table and isinstance(value, str):
-            value = split_cell(value)
-        found = cell_labels(value, path, line) if labels else ()
-        read.multilabel = read.multilabel or (line if len(found) > 1 else 0)
-        read.empty = read.empty or (line if not found else 0)
-        split = _split(values.get(columns.split), path, line) if columns.split else ""
+        captions: list[str] = []
+        for column in columns.captions:
+            value = values.get(column)
+            captions += cell_captions(value, column, path, line, is_table=row.is_table)
+        labels: tuple[str, ...] = ()
+        if spec.labels:
+            value = values.get(columns.label)
+            labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
+        contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
+        contents.unlabelled = contents.unlabelled or (line if not labels else 0)
+        split = cell_split(values.get(columns.split), path, line) if columns.split else ""
         group = cell_group(values.get(columns.group), path, line) if columns.group else ""
         kind = "contradiction"
-        read.add(name, Entry(line, found, split, group))
+        kept = [caption for caption in captions if caption]
+        contents.empty_captions += len(captions) - len(kept)
+        contents.add(name, Entry(line, labels, split, group), kept)
     except DataError as error:
-        leave(read.faults, kind, error, *filter(None, [name]))
+        leave(contents.faults, kind, error, *filter(None, [name]))
 
 
-def _split(value: object, path: str, line: int) -> str:
-    name = str("" if value is None else value).strip().lower()
-    if name not in SPLIT_NAMES:
-        hint = nearest(name, SPLIT_NAMES)
-        expected = ", ".join(SPLIT_NAMES)
-        said = f"{name!a}" if name else "nothing"
-        raise wrong(path, f"{SPLIT_COLUMN} is {said}; expected {expected}{hint}", line)
-    return name
+class PlacedList(NamedTuple):
+    """A list whose images have paths."""
 
-
-class _Opened(NamedTuple):
-    """A list whose images have their places."""
-
-    read: ReadList
+    split: str
+    """In the name of the list; empty if there is none."""
+    contents: ImageList
     base: str
     """Folder that its names are relative to."""
     entries: dict[str, Entry]
     """By path."""
 
 
-def read_lists(asked: DatasetSpec) -> DatasetIndex:
+def read_lists(spec: DatasetSpec) -> DatasetIndex:
     """The images of a list, or of the lists in a folder.
 
     Raises:
         DataError: A list is damaged, contradicts itself, or names an image outside of its folder.
     """
-    notes: list[str] = []
-    opened = _open(asked, notes)
-    reads = [one.read for one in opened.values()]
-    multilabel = asked.multilabel or (
-        asked.multilabel is None and any(read.multilabel for read in reads)
+    found = find_lists(spec)
+    notes = [*found.notes]
+    placed = _read_files(found, spec, notes)
+    lists = [one.contents for one in placed]
+    multilabel = spec.multilabel or (
+        spec.multilabel is None and any(contents.multilabel for contents in lists)
     )
-    named = {path for one in opened.values() for path in one.entries}
-    if asked.faults is not None:
-        opened = _without_faults(opened, asked.faults, notes, multilabel=bool(multilabel))
-        named |= {path for fault in asked.faults for path in fault.images}
+    named = {path for one in placed for path in one.entries}
+    if spec.faults is not None:
+        placed = _without_faults(placed, spec.faults, notes, multilabel=bool(multilabel))
+        named |= {path for fault in spec.faults for path in fault.images}
     elif not multilabel:
-        for read in reads:
-            read.check_single()
-    bases = {one.base for one in opened.values()}
-    root = Path(bases.pop() if len(bases) == 1 else asked.images or asked.data)
-    if asked.split is None:
+        for contents in lists:
+            contents.check_single()
+    bases = {one.base for one in placed}
+    root = found.root or Path(bases.pop() if len(bases) == 1 else spec.images or spec.data)
+    if spec.split is None:
         folders = [
-            folder
-            for one in opened.values()
-            for folder in common_folders(one.base, one.read.entries)
+            folder for one in placed for folder in common_folders(one.base, one.contents.entries)
         ]
         notes += unlisted_notes(named, folders, str(root))
-    splits: dict[str, list[ImageRecord]] = {}
-    where: dict[str, str] = {}
-    part = "list" if len(opened) > 1 else "split"
-    for name, one in opened.items():
+    grouped = [bool(contents.columns and contents.columns.group) for contents in lists]
+    if any(grouped) and not all(grouped):
+        raise DataError(f"group={printable(spec.group)}: a column of some lists, not of all")
+    if spec.captions:
+        splits, where = _captioned_splits(placed, found, spec, notes)
+        return DatasetIndex(root, splits, where, notes, False, all(grouped), "list")
+    splits = {}
+    where = {}
+    for one in placed:
         for path, entry in one.entries.items():
-            split = name or entry.split
+            split = one.split or entry.split
             splits.setdefault(split, []).append(ImageRecord(path, entry.labels, entry.group))
             if split not in where:
-                column = f" (split {split})" if entry.split and not name else ""
-                where[split] = printable(one.read.path) + column
-    grouped = [bool(read.columns and read.columns.group) for read in reads]
-    if any(grouped) and not all(grouped):
-        raise DataError(f"group={printable(asked.group)}: a column of some lists, not of all")
+                column = f" (split {split})" if entry.split and not one.split else ""
+                where[split] = printable(one.contents.path) + column
+    part = "list" if len(placed) > 1 else "split"
     return DatasetIndex(root, splits, where, notes, bool(multilabel), all(grouped), part)
 
 
-def lines_of(asked: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
-    """Where lists name these images: the list and the line of each that is in one.
+def _captioned_splits(
+    placed: Sequence[PlacedList], found: ListFiles, spec: DatasetSpec, notes: list[str]
+) -> tuple[dict[str, list[ImageRecord]], dict[str, str]]:
+    """The images with captions by split, and what a message calls each split.
 
-    They are read again: it is only asked for images that are missing.
+    A single list without a split is that of training.
+
+    Raises:
+        DataError: No image has a caption, or one has no class although classes are read.
+    """
+    by_split: dict[str, dict[str, ImageRecord]] = {}
+    texts: dict[tuple[str, str], list[str]] = {}
+    lines: dict[str, str] = {}
+    for one in placed:
+        contents = one.contents
+        for name, captions in (contents.captions or {}).items():
+            path = _path_of(name, one.base)
+            entry = one.entries[path]
+            split = one.split or entry.split or "train"
+            items = by_split.setdefault(split, {})
+            known = items.get(path)
+            labels = known.labels if known and known.labels else entry.labels
+            items[path] = ImageRecord(path, labels, entry.group)
+            texts.setdefault((split, path), []).extend(captions)
+            lines.setdefault(path, f"{contents.path}, line {entry.line}")
+    empty = sum(one.contents.empty_captions for one in placed)
+    _drop_uncaptioned(by_split, texts, empty, notes)
+    where = {
+        split: printable(files[0] if len(files) == 1 else os.path.join(str(found.root), split))
+        for split, files in found.files.items()
+        if split
+    }
+    metadata = all(os.path.basename(one.contents.path) in METADATA for one in placed)
+    bases = {one.split: one.base for one in placed}
+    if metadata and spec.images is None:
+        bases = {split: os.path.join(str(found.root), split).rstrip("/") for split in bases}
+    if "" in bases and [*by_split] == ["train"]:
+        base = bases["train"] = bases.pop("")
+        below = {path: _first_folder(path, base) for path in by_split["train"]}
+        folders = {*below.values()}
+        if {"train"} < folders <= {*SPLIT_NAMES}:
+            notes.append(f"the split is that of the folders: {join_names(sorted(folders))}")
+            items = by_split["train"]
+            by_split = {
+                name: {path: item for path, item in items.items() if below[path] == name}
+                for name in folders
+            }
+            bases = {name: os.path.join(base, name) for name in folders}
+            where = {name: printable(folder) for name, folder in bases.items()}
+    for split in by_split:
+        column = "" if [*by_split] == ["train"] else f" (split {split})"
+        where.setdefault(split, printable(placed[0].contents.path) + column)
+    if spec.labels:
+        for split, items in by_split.items():
+            base = bases.get(split, bases.get("", ""))
+            by_split[split] = _with_folder_labels(items, base, lines)
+    return {split: [items[p] for p in sorted(items)] for split, items in by_split.items()}, where
+
+
+def _drop_uncaptioned(
+    by_split: dict[str, dict[str, ImageRecord]],
+    texts: Mapping[tuple[str, str], Sequence[str]],
+    empty: int,
+    notes: list[str],
+) -> None:
+    """Give each image its captions, each once, and leave out images without any."""
+    repeats, silent = 0, []
+    for split, items in by_split.items():
+        for path, item in [*items.items()]:
+            captions = tuple(dict.fromkeys(texts[split, path]))
+            repeats += len(texts[split, path]) - len(captions)
+            items[path] = item._replace(captions=captions)
+            if not captions:
+                silent.append(path)
+                del items[path]
+    names = join_names([printable(path) for path in sorted(silent)])
+    if empty:
+        notes.append(f"left out {plural(empty, 'empty caption')}")
+    if repeats:
+        notes.append(f"left out {plural(repeats, 'caption')} that the same image has already")
+    if silent:
+        notes.append(f"left out {plural(len(silent), 'image')} without a caption: {names}")
+    if not all(by_split.values()):
+        raise DataError(f"{names}: no image has a caption")
+
+
+def _with_folder_labels(
+    items: Mapping[str, ImageRecord], base: str, lines: Mapping[str, str]
+) -> dict[str, ImageRecord]:
+    """The images of a split with classes: those of the list, or the folders in `base`.
+
+    Raises:
+        DataError: An image has no class.
+    """
+    labelled = any(item.labels for item in items.values())
+    found = {}
+    for path, item in items.items():
+        labels = item.labels if labelled else tuple(filter(None, [_first_folder(path, base)]))
+        if not labels:
+            lack = "no label, but others have one" if labelled else "no label and no class folder"
+            where = f"{printable(path)} ({printable(lines[path])})" if labelled else printable(path)
+            raise DataError(f"{where}: {lack}; expected a column label, or folders")
+        found[path] = item._replace(labels=labels)
+    return found
+
+
+def _first_folder(path: str, base: str) -> str:
+    """The folder directly in `base` that `path` lies in, empty if there is none."""
+    above = os.path.join(os.path.normpath(base), "")
+    folder, slash, _ = path.removeprefix(above).partition("/")
+    return folder if slash else ""
+
+
+def lines_of(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
+    """The list and the line of each of these images that a list names.
+
+    The lists are read again: only errors about images need this.
     """
     wanted = set(paths)
     return {
-        path: f"{one.read.path}, line {entry.line}"
-        for one in _open(asked, []).values()
+        path: f"{one.contents.path}, line {entry.line}" if entry.line else one.contents.path
+        for one in _read_files(find_lists(spec), spec, [])
         for path, entry in one.entries.items()
         if path in wanted
     }
@@ -425,49 +457,38 @@ def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     Raises:
         DataError: It is damaged, or no list of images.
     """
-    asked = DatasetSpec(path, allow_outside=True)
-    told = [] if notes is None else notes
-    read = read_list(path, asked, told, labels=False)
-    return [*_placed(read, asked, told).entries]
+    spec = DatasetSpec(path, allow_outside=True, labels=False)
+    collected = [] if notes is None else notes
+    contents = read_list(path, spec, collected)
+    return [*_placed("", contents, spec, collected).entries]
 
 
-def _open(asked: DatasetSpec, notes: list[str]) -> dict[str, _Opened]:
-    """The lists by split; a single one under the empty name."""
-    if asked.images is not None and not os.path.isdir(asked.images):
-        hint = did_you_mean(asked.images)
-        raise DataError(f"{printable(asked.images)}: no such folder of images{hint}")
-    if not os.path.isdir(asked.data):
-        read = read_list(asked.data, asked, notes)
-        return {"": _placed(read, asked, notes)}
-    files = lists_in(asked.data)
-    names = ", ".join(printable(os.path.basename(path)) for path in files.values())
-    notes.append(f"read the lists {names} of {printable(asked.data)}")
-    others = [
-        printable(name)
-        for name in sorted(os.listdir(asked.data))
-        if name.lower().endswith(SUFFIXES) and os.path.join(asked.data, name) not in files.values()
+def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[PlacedList]:
+    """The lists, read; of those with a split in their name only the ones that are needed."""
+    splits = [*found.files]
+    # all of them for training: images that none of them names are reported
+    if spec.split is not None and "" not in found.files:
+        splits = spec.select_splits(splits)
+    return [
+        _placed(split, read_list(path, spec, notes), spec, notes)
+        for split in splits
+        for path in found.files[split]
     ]
-    if others:
-        notes.append(
-            f"left out lists without a split in their name, or classes: {join_names(others)}"
-        )
-    # all of them where one trains: what none of them names is told
-    wanted = files if asked.split is None else asked.select_splits(files)
-    return {split: _placed(read_list(files[split], asked, notes), asked, notes) for split in wanted}
 
 
-def _placed(read: ReadList, asked: DatasetSpec, notes: list[str]) -> _Opened:
+def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
     """The images of a list by path.
 
     Raises:
-        DataError: One of them lies outside of the folder, and that was not asked for.
+        DataError: One of them lies outside of the folder, and `allow_outside` is not set.
     """
-    within = [name for name in read.entries if not os.path.isabs(name)]
-    base = images_folder(read.path, within, asked.images, notes)
-    if len(within) < len(read.entries):
-        read = _made_relative(read, os.path.abspath(base), outside=asked.allow_outside)
-    entries = {_path_of(name, base): entry for name, entry in read.entries.items()}
-    return _Opened(read, base, entries)
+    base = images_folder(contents.path, contents.entries, spec.images, notes)
+    # a list of captions may name images anywhere, unless their folder is given
+    outside = spec.allow_outside or (spec.captions and spec.images is None)
+    if any(os.path.isabs(name) for name in contents.entries):
+        contents = _relative_to(contents, os.path.abspath(base), outside=outside)
+    entries = {_path_of(name, base): entry for name, entry in contents.entries.items()}
+    return PlacedList(split, contents, base, entries)
 
 
 def _path_of(name: str, base: str) -> str:
@@ -475,54 +496,57 @@ def _path_of(name: str, base: str) -> str:
 
 
 def _without_faults(
-    opened: Mapping[str, _Opened], faults: list[Fault], notes: list[str], *, multilabel: bool
-) -> dict[str, _Opened]:
-    """The lists without lines that are wrong, which go to `faults`.
+    placed: Sequence[PlacedList], faults: list[Fault], notes: list[str], *, multilabel: bool
+) -> list[PlacedList]:
+    """The lists without lines that are wrong, which are added to `faults`.
 
     Raises:
         DataError: No line is left.
     """
-    kept: dict[str, _Opened] = {}
-    for split, one in opened.items():
-        read, base = one.read, one.base
+    kept: list[PlacedList] = []
+    for one in placed:
+        contents, base = one.contents, one.base
         if not multilabel:
-            read.leave_unfit()
-        elif read.multilabel:
+            contents.drop_unfit()
+        elif contents.multilabel:
             advice = "so an image may have several, or none, as --task multilabel learns them"
-            notes.append(
-                f"{printable(read.path)}, line {read.multilabel}: several labels, {advice}"
-            )
+            where = f"{printable(contents.path)}, line {contents.multilabel}"
+            notes.append(f"{where}: several labels, {advice}")
         faults += [
             fault._replace(images=tuple(_path_of(name, base) for name in fault.images))
-            for fault in read.faults or ()
+            for fault in contents.faults or ()
         ]
-        entries = {_path_of(name, base): entry for name, entry in read.entries.items()}
-        kept[split] = one._replace(entries=entries)
-    if not any(one.entries for one in kept.values()):
+        entries = {_path_of(name, base): entry for name, entry in contents.entries.items()}
+        kept.append(one._replace(entries=entries))
+    if not any(one.entries for one in kept):
         raise nothing_left(faults)
     return kept
 
 
-def _made_relative(read: ReadList, base: str, *, outside: bool) -> ReadList:
-    """`read` with absolute names that lie in `base` relative to it.
+def _relative_to(contents: ImageList, base: str, *, outside: bool) -> ImageList:
+    """`contents` with absolute names that lie in `base` relative to it.
 
     Raises:
         DataError: One lies elsewhere, and `outside` is not set.
     """
     above = os.path.join(base, "")
+    captions = contents.captions
     moved = dataclasses.replace(
-        read,
+        contents,
         entries={},
-        merged=[(name.removeprefix(above), one, other) for name, one, other in read.merged],
+        captions=None if captions is None else {},
+        all_relabelled=[
+            (name.removeprefix(above), one, other) for name, one, other in contents.all_relabelled
+        ],
     )
-    for name, entry in read.entries.items():
+    for name, entry in contents.entries.items():
         kind = "bad_path"
         try:
             if os.path.isabs(name) and not name.startswith(above) and not outside:
                 advice = f"lies outside of {base}; {INSIDE}"
-                raise wrong(read.path, f"{name} {advice}", entry.line)
+                raise wrong(contents.path, f"{name} {advice}", entry.line)
             kind = "contradiction"
-            moved.add(name.removeprefix(above), entry)
+            moved.add(name.removeprefix(above), entry, captions[name] if captions else ())
         except DataError as error:
             leave(moved.faults, kind, error, name)
     return moved

@@ -1,191 +1,155 @@
-"""Which columns of a list of images and classes are read, and what a cell of classes says.
+"""Columns of a list: which ones hold images, captions, classes, splits and groups; their cells.
 
-Names of images in lists that somebody else wrote: inside a folder, or refused.
+Lists come from anywhere, so every cell is checked: a file name stays inside the folder of the
+images, and text is valid Unicode.
 """
 
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vit.config.parser import nearest
-from vit.data.captions.caption_files import IMAGE_COLUMNS, find_columns
-from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.text import join_names
 
-DRIVE = re.compile("[A-Za-z]:/")
-
-
-def tidy_name(
-    written: str,
-    path: str,
-    line: int,
-    *,
-    absolute: bool,
-    outside: bool = False,
-    remedy: str = "give the folder that holds the images as images",
-) -> str:
-    """A file name with forward slashes and without detours.
-
-    Args:
-        written: The name as a list has it.
-        path: The list.
-        line: Its line there.
-        absolute: Whether the name may be absolute.
-        outside: Whether a relative name may lead out of the folder.
-        remedy: What to do about one that does.
-
-    Raises:
-        DataError: It is empty, a web address, or leads out of the folder.
-    """
-    name = written.strip()
-    if not name:
-        raise wrong(path, "no file name", line)
-    check_text(name, path, line)
-    if "\0" in name:
-        raise wrong(path, "a file name with a NUL character", line)
-    if "://" in name:
-        raise wrong(path, f"{name} is a web address; download the images first", line)
-    if os.path.isabs(name):
-        if absolute:
-            return os.path.normpath(name)
-        raise wrong(path, f"{name} is absolute; expected a name inside images", line)
-    tidy = posixpath.normpath(name.replace("\\", "/"))
-    if DRIVE.match(tidy) or tidy.startswith("/"):
-        raise wrong(path, f"{name} is a place on another computer; expected a file here", line)
-    if (tidy == ".." or tidy.startswith("../")) and not outside:
-        raise wrong(path, f"{name} leads out of the folder; {remedy}", line)
-    if tidy == ".":
-        raise wrong(path, f"{name} is a folder; expected an image", line)
-    return tidy
-
-
-def check_text(text: str, path: str, line: int) -> None:
-    """Refuse half of a character, which no file name and no word has."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise wrong(path, f"half a character (a lone surrogate) in {text[:40]!a}", line)
-
-
-def common_folders(base: str, names: Iterable[str]) -> list[str]:
-    """The deepest folder that holds all of the images, unless one has an absolute name."""
-    folders = {os.path.dirname(name) for name in names}
-    if any(os.path.isabs(folder) for folder in folders):
-        return []
-    common = os.path.commonpath(folders) if "" not in folders else ""
-    return [os.path.join(base, common) if common else base]
-
-
-def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) -> list[str]:
-    """How many images lie in `folders` beside those that are `named` by a list."""
-    walk = FolderWalker(root)
-    extra = []
-    for folder in dict.fromkeys(folders):
-        if os.path.isdir(folder):
-            found = walk.images(folder)
-            extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
-    if not extra:
-        return []
-    names = join_names([walk.relative_name(path) for path in extra], 3)
-    return [f"left out {plural(len(extra), 'image')} that no line of a list names: {names}"]
-
-
+IMAGE_COLUMNS = (
+    *("file_name", "filename", "image", "image_name", "image_path", "image_file"),
+    *("path", "filepath", "file_path", "file", "img"),
+)
+"""Names of the image column; the first that a list has is read."""
 CLASS_COLUMNS = (
     *("label", "labels", "class", "classes", "class_name", "category", "categories"),
     *("target", "targets", "tag", "tags"),
 )
-"""Names of the column of classes, the first one there is."""
+"""Names of the class column of a list of classes; the first that it has is read."""
+CAPTIONED_CLASS_COLUMNS = ("label", "class")
+"""Names of the class column of a list of captions, where `tags` and the like mean other things."""
+CAPTION_COLUMNS = ("caption", "text", "sentence", "comment", "description")
+"""Names of caption columns: all of the first kind that a list has, maybe with an s or a number."""
 SPLIT_COLUMN = "split"
 SEPARATORS = "|;"
 """Between the classes of one cell of a table: the first of these that is in it."""
+INSIDE = "say which folder holds the images with --images, or take it with --allow-outside"
+DRIVE = re.compile("[A-Za-z]:/")
 
 
 @dataclass(frozen=True)
-class LabelColumns:
-    """Names of the columns that are read; empty where there is none."""
+class Columns:
+    """Names of the columns that are read, as the list has them; empty if there is none."""
 
     image: str
+    captions: tuple[str, ...]
     label: str
     split: str
     group: str
     unused: tuple[str, ...]
 
 
-def usual(names: Sequence[str], expected: Sequence[str]) -> str:
-    """The first of `expected` that is in `names`, as it is written there."""
+def image_column(names: Sequence[str]) -> str:
+    """The image column by its usual names; empty if there is none."""
+    return match_name(names, IMAGE_COLUMNS)
+
+
+def caption_columns(names: Sequence[str]) -> tuple[str, ...]:
+    """The caption columns by their usual names."""
+    for kind in CAPTION_COLUMNS:
+        pattern = re.compile(rf"{kind}s?[ _-]?\d*")
+        if found := tuple(name for name in names if pattern.fullmatch(name.strip().lower())):
+            return found
+    return ()
+
+
+def match_name(names: Sequence[str], expected: Sequence[str]) -> str:
+    """The first of `expected` in `names`, as written there; ignores case and outer white space."""
     plain = {name.strip().lower(): name for name in reversed(names)}
     return next((plain[name] for name in expected if name in plain), "")
 
 
-def choose_columns(
-    names: Sequence[str], path: str, line: int, asked: DatasetSpec, *, labels: bool = True
-) -> LabelColumns:
-    """The columns of the list `path` whose header, or first record, is at `line`.
+def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
+    """The columns of a list.
 
     Args:
-        names: Those of the header, or of the record.
+        names: Of the header, or the keys of a record.
         path: The list.
-        line: Of the header.
-        asked: What the user said of columns.
-        labels: Whether a column of classes is needed.
+        line: Of the header or record.
+        spec: Columns that the user named; whether captions and classes are read.
 
     Raises:
-        DataError: There are none of images or of classes, or not the ones that were asked for.
+        DataError: A column that is needed, or that the user named, is missing.
     """
     has = join_names([printable(name.strip()) for name in names], 8) or "none"
 
     def named(setting: str, wanted: str) -> str:
-        found = usual(names, (wanted,)) or usual(names, (wanted.strip().lower(),))
+        found = match_name(names, (wanted,)) or match_name(names, (wanted.strip().lower(),))
         if not found:
             hint = nearest(wanted, [name.strip() for name in names])
             raise wrong(path, f"{setting}={wanted}: no such column among {has}{hint}", line)
         return found
 
-    image = named("image_column", asked.image_column) if asked.image_column else ""
-    image = image or usual(names, IMAGE_COLUMNS)
-    label = named("label_column", asked.label_column) if asked.label_column else ""
-    label = label or usual([name for name in names if name != image], CLASS_COLUMNS)
+    image = named("image_column", spec.image_column) if spec.image_column else image_column(names)
     if not image:
         expected = ", ".join(IMAGE_COLUMNS[:3])
         advice = f"expected {expected} in the first line, or say which with --image-column"
         raise wrong(path, f"no column of images among {has}; {advice}", line)
+    others = [name for name in names if name != image]
+    captions = caption_columns(others) if spec.captions else ()
+    if spec.captions and not captions:
+        expected = "caption, captions, text, or caption_0, caption_1"
+        raise wrong(path, f"no column of captions among {has}; expected {expected}", line)
+    if spec.label_column:
+        label = named("label_column", spec.label_column)
+    else:
+        label = match_name(others, CAPTIONED_CLASS_COLUMNS if spec.captions else CLASS_COLUMNS)
     if label == image:
         both = f"label_column={label.strip()}: the column of images too; choose another of"
         raise wrong(path, f"{both} {has}", line)
-    if labels and not label:
+    if spec.labels and not spec.captions and not label:
         expected = ", ".join(CLASS_COLUMNS[:3])
         advice = f"expected {expected}, or say which with --label-column"
-        if find_columns(names).captions:
+        if caption_columns(names):
             advice += "; for captions, --task caption"
         raise wrong(path, f"no column of classes among {has}; {advice}", line)
-    group = usual(names, (asked.group.strip().lower(),)) if asked.group else ""
-    split = usual(names, (SPLIT_COLUMN,))
-    used = {image, label, split, group}
-    others = [name.strip() or "one without a name" for name in names if name not in used]
-    unused = tuple(dict.fromkeys(others))
-    return LabelColumns(image, label, split, group, unused)
+    group = match_name(names, (spec.group.strip().lower(),)) if spec.group else ""
+    split = match_name(names, (SPLIT_COLUMN,))
+    used = {image, *captions, label, split, group}
+    unused = [name.strip() or "one without a name" for name in names if name not in used]
+    return Columns(image, captions, label, split, group, tuple(dict.fromkeys(unused)))
 
 
-def check_header(table: Table, path: str, asked: DatasetSpec) -> None:
-    """Refuse a table whose first line is an image already: its columns have no names.
+def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:
+    """Which columns of a list are not read."""
+    if not columns.unused or not (spec.labels or spec.captions):
+        return []
+    unused = join_names([printable(name) for name in columns.unused])
+    read = f"classes from {printable(columns.label)}"
+    if columns.captions:
+        read = f"captions from {join_names([printable(name.strip()) for name in columns.captions])}"
+    return [f"{printable(path)}: {read}; not used: {unused}"]
 
-    It is not read as it is: which column is the class, the split or the group would be a guess.
+
+def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
+    """Refuse a table without a header, whose first line is an image already.
+
+    Which column is the class, the split or the group would be a guess.
 
     Raises:
-        DataError: It is so.
+        DataError: The first line holds a file name of an image.
     """
     names = [name.strip() for name in table.names]
-    if usual(names, ((asked.image_column or "").strip().lower(),)):
+    if match_name(names, ((spec.image_column or "").strip().lower(),)):
         return
     at = next((place for place, name in enumerate(names) if is_image(name)), None)
     if at is None:
         return
-    labels = iter(("label", *(f"column{number}" for number in range(3, len(names) + 1))))
+    second = "caption" if spec.captions else "label"
+    labels = iter((second, *(f"column{number}" for number in range(3, len(names) + 1))))
     line = table.delimiter.join(
         "image" if place == at else next(labels) for place in range(len(names))
     )
@@ -197,62 +161,120 @@ def check_header(table: Table, path: str, asked: DatasetSpec) -> None:
     )
 
 
-def comma_notes(path: str, labels: Iterable[Sequence[str]]) -> list[str]:
-    """What to write where cells of classes have commas, as lists of tags have them.
-
-    Args:
-        path: The table.
-        labels: The classes that each line names.
-    """
-    commas = [name for names in labels for name in names if "," in name.strip(",")]
-    if len(commas) < 2:
-        return []
-    parts = [part.strip() for part in commas[0].split(",") if part.strip()]
-    return [
-        f"{printable(path)}: {len(commas):,} labels have a comma, and each is one class, such as "
-        f"{printable(commas[0])!r}; if these are several labels write {printable('|'.join(parts))} "
-        "(or a list in JSON lines)"
-    ]
-
-
 def check_record(
-    names: Sequence[str],
-    columns: LabelColumns,
-    asked: DatasetSpec,
-    path: str,
-    line: int,
-    *,
-    labels: bool,
+    names: Sequence[str], columns: Columns, spec: DatasetSpec, path: str, line: int
 ) -> None:
-    """Refuse a record of JSON that says under another key what `columns` of the first one say.
+    """Refuse a JSON record with a split, group or class under another key than the first one.
 
     Args:
-        names: Its keys.
-        columns: Those of the first record.
+        names: Keys of the record.
+        columns: Of the first record.
+        spec: Columns that the user named.
         path: The list.
         line: Of the record.
-        asked: What the user said of columns.
-        labels: Whether classes are read.
 
     Raises:
-        DataError: A key of it would be ignored.
+        DataError: A key would be ignored.
     """
     others = [name for name in names if name != columns.image]
-    classes = (asked.label_column.strip().lower(),) if asked.label_column else CLASS_COLUMNS
-    wanted: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
-    if asked.group:
-        wanted.append((columns.group, (asked.group.strip().lower(),)))
-    if labels:
-        wanted.append((columns.label, classes))
-    for column, expected in wanted:
-        if column not in names and (found := usual(others, expected)):
+    expected: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
+    if spec.group:
+        expected.append((columns.group, (spec.group.strip().lower(),)))
+    if spec.labels and not spec.captions:
+        classes = (spec.label_column.strip().lower(),) if spec.label_column else CLASS_COLUMNS
+        expected.append((columns.label, classes))
+    for column, usual in expected:
+        if column not in names and (found := match_name(others, usual)):
             there = f"the first one has {column!r}" if column else "the first one does not"
             advice = "give every record the same keys"
             raise wrong(path, f"this record has {found!r}, {there}; {advice}", line)
 
 
+def clean_path(written: str, path: str, line: int, *, outside: bool = False) -> str:
+    """A file name with forward slashes and without `.` and `..` inside.
+
+    Args:
+        written: The name as the list has it; it may be absolute.
+        path: The list.
+        line: Its line there.
+        outside: Whether a relative name may lead out of the folder.
+
+    Raises:
+        DataError: It is empty, a web address, or leads out of the folder.
+    """
+    name = written.strip()
+    if not name:
+        raise wrong(path, "no file name", line)
+    check_unicode(name, path, line)
+    if "\0" in name:
+        raise wrong(path, "a file name with a NUL character", line)
+    if "://" in name:
+        raise wrong(path, f"{name} is a web address; download the images first", line)
+    if os.path.isabs(name):
+        return os.path.normpath(name)
+    tidy = posixpath.normpath(name.replace("\\", "/"))
+    if DRIVE.match(tidy) or tidy.startswith("/"):
+        raise wrong(path, f"{name} is a place on another computer; expected a file here", line)
+    if (tidy == ".." or tidy.startswith("../")) and not outside:
+        raise wrong(path, f"{name} leads out of the folder; {INSIDE}", line)
+    if tidy == ".":
+        raise wrong(path, f"{name} is a folder; expected an image", line)
+    return tidy
+
+
+def check_unicode(text: str, path: str, line: int) -> None:
+    """Refuse lone surrogates, which neither file names nor text can have."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise wrong(path, f"half a character (a lone surrogate) in {text[:40]!a}", line)
+
+
+def cell_captions(value: Any, column: str, path: str, line: int, *, is_table: bool) -> list[str]:
+    """The captions in a cell of a table, or in a value of JSON; some may be empty.
+
+    A caption is in normalised Unicode (NFC), with single spaces and none at its ends.
+
+    Raises:
+        DataError: It is no text or list of texts.
+    """
+    if is_table and value.startswith(('["', "['")) and value.rstrip().endswith("]"):
+        advice = "give each caption its own column or row, or use JSON lines"
+        raise wrong(path, f"a list in a cell: {value[:40]!a}; {advice}", line)
+    captions = []
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str | None):
+            where = f"{column} {'holds' if isinstance(value, list) else 'is'}"
+            expected = "expected a text or a list of texts"
+            raise wrong(path, f"{where} {json_kind(text)}; {expected}", line)
+        captions.append(_clean_caption(text or "", path, line))
+    return captions
+
+
+def _clean_caption(text: str, path: str, line: int) -> str:
+    if not text.isascii():
+        check_unicode(text, path, line)
+        text = unicodedata.normalize("NFC", text)
+    if "\0" in text:
+        raise wrong(path, "a caption with a NUL character", line)
+    return " ".join(text.split())
+
+
+def cell_split(value: object, path: str, line: int) -> str:
+    """The split that a cell of a table, or a value of JSON, names.
+
+    Raises:
+        DataError: It is not the name of a split.
+    """
+    name = str("" if value is None else value).strip().lower()
+    if name not in SPLIT_NAMES:
+        hint = nearest(name, SPLIT_NAMES)
+        expected = ", ".join(SPLIT_NAMES)
+        found = f"{name!a}" if name else "nothing"
+        raise wrong(path, f"{SPLIT_COLUMN} is {found}; expected {expected}{hint}", line)
+    return name
+
+
 def cell_group(value: Any, path: str, line: int) -> str:
-    """The group that a cell of a table, or a value of JSON, names; empty where it names none.
+    """The group that a cell of a table, or a value of JSON, names; empty if it is empty.
 
     Raises:
         DataError: It is no name or number.
@@ -264,7 +286,7 @@ def cell_group(value: Any, path: str, line: int) -> str:
     return "" if value is None else str(value).strip()
 
 
-def cell_labels(value: Any, path: str, line: int) -> tuple[str, ...]:
+def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> tuple[str, ...]:
     """The classes that a cell of a table, or a value of JSON, names: none, one or several.
 
     A cell `a|b` or `a;b` names two. In JSON a list does, and a text is one class as it stands.
@@ -272,20 +294,22 @@ def cell_labels(value: Any, path: str, line: int) -> tuple[str, ...]:
     Raises:
         DataError: It is no name, number or list of them.
     """
+    if is_table:
+        value = split_cell(value)
     if isinstance(value, list):
-        return tuple(dict.fromkeys(_label(item, path, line) for item in value))
-    return (name,) if (name := _label(value, path, line, may_lack=True)) else ()
+        return tuple(dict.fromkeys(_class_name(item, path, line) for item in value))
+    return (name,) if (name := _class_name(value, path, line, may_lack=True)) else ()
 
 
 def split_cell(cell: str) -> list[str] | str:
-    """A cell of a table as a value of JSON would be: a list where it has a separator."""
+    """A cell of a table as JSON would have it: a list if it has a separator."""
     separator = next((mark for mark in SEPARATORS if mark in cell), None)
     if separator is None:
         return cell
     return [part.strip() for part in cell.split(separator) if part.strip()]
 
 
-def _label(value: Any, path: str, line: int, *, may_lack: bool = False) -> str:
+def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column with gaps is written so by pandas
     if isinstance(value, bool) or not isinstance(value, str | int | None):
@@ -300,6 +324,24 @@ def _label(value: Any, path: str, line: int, *, may_lack: bool = False) -> str:
 
 
 def no_label(path: str, line: int) -> DataError:
-    """The error for an image without a class, where each has one."""
+    """The error for an image without a class where each image needs one."""
     advice = "give it one, or remove the line; a set of several labels an image may have none"
     return wrong(path, f"no label; {advice} (--task multilabel)", line)
+
+
+def comma_notes(path: str, labels: Iterable[Sequence[str]]) -> list[str]:
+    """How to write cells of several classes where they have commas, as lists of tags have them.
+
+    Args:
+        path: The table.
+        labels: The classes of each line.
+    """
+    commas = [name for names in labels for name in names if "," in name.strip(",")]
+    if len(commas) < 2:
+        return []
+    parts = [part.strip() for part in commas[0].split(",") if part.strip()]
+    return [
+        f"{printable(path)}: {len(commas):,} labels have a comma, and each is one class, such as "
+        f"{printable(commas[0])!r}; if these are several labels write {printable('|'.join(parts))} "
+        "(or a list in JSON lines)"
+    ]

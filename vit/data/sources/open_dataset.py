@@ -25,7 +25,8 @@ from vit.data.sources import huggingface_datasets, torchvision_datasets
 from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
 from vit.data.sources.image_folder import read_folder
-from vit.data.sources.image_list import is_list, lines_of, read_lists
+from vit.data.sources.image_list import lines_of, read_lists
+from vit.data.sources.list_files import is_list
 from vit.data.sources.remote_shards import is_remote, list_remote_images, read_remote
 from vit.data.sources.row_errors import Faults
 from vit.data.sources.tar_shards import is_shards, list_shard_images, read_shards, shard_files
@@ -109,7 +110,7 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
         DataError: There is no such source, or it cannot be read.
         ConfigError: A setting does not apply to this kind of source.
     """
-    read = _find_reader(spec.data)
+    read = read_lists if spec.captions else _find_reader(spec.data)
     if spec.allow_outside and read is not read_lists:
         raise ConfigError(f"allow_outside: {printable(spec.data)} is not a list; leave it out")
     index = read(spec)
@@ -182,7 +183,8 @@ def open_splits(
         available = join_names([*index.locations]) or "nothing"
         raise DataError(f"{printable(spec.data)} has {available} but no images for train")
     classes = tuple(sorted({label for record in images for label in record.labels}))
-    _check_classes(index, classes)
+    if spec.labels:
+        _check_classes(index, classes)
     notes = [*index.notes]
     train, val, more = split_train_val(index, spec, val_share=val_share, seed=seed, fold=fold)
     held_out = all(name not in index.splits for name in VAL_NAMES) or fold is not None
@@ -196,17 +198,18 @@ def open_splits(
                 f"no val {index.split_kind}: validates on test, so keep other images for the end"
             )
     if not val:
-        reason = ": each class has only one" if held_out else ""
+        reason = ": each class has only one" if held_out and classes else ""
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
     total = len(train) if index.multilabel else None
-    notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
+    if classes:
+        notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
         notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root))
     return Splits(
         classes=classes,
-        train=_samples(train, classes, index),
-        val=_samples(val, classes, index),
-        notes=tuple(notes),
+        train=_samples(train, classes, index, spec),
+        val=_samples(val, classes, index, spec),
+        notes=tuple(dict.fromkeys(notes)),
         made=held_out,
         root=index.root,
         multilabel=index.multilabel,
@@ -246,8 +249,10 @@ def open_eval_split(
     use_held_out = name is None
     available = index.locations.keys() - {""}
     if name is None and (split != "val" or available - {"train", "test"}):
-        names = join_names([*index.locations]) if available else f"class {index.split_kind}s only"
-        hint = "" if available else "; leave the split out for held-out images"
+        others = available - {"train"} if spec.captions else available
+        single = "one list of all images" if spec.captions else f"class {index.split_kind}s only"
+        names = join_names([*index.locations]) if others else single
+        hint = "" if available or spec.captions else "; leave the split out for held-out images"
         raise DataError(
             f"{printable(index.root)}: no {printable(split)} {index.split_kind}; "
             f"it has {names}{hint}"
@@ -264,12 +269,12 @@ def open_eval_split(
     records, more = _relabel(records, tuple(classes), index, location, owner="the model")
     if not records:
         raise DataError(f"{location}: no images; {LAYOUT}")
-    return _samples(records, tuple(classes), index), tuple(notes + more)
+    return _samples(records, tuple(classes), index, spec), tuple(notes + more)
 
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> `LIST, line N`, for the images that a list names."""
-    return lines_of(spec, paths) if is_list(spec.data) else {}
+    return lines_of(spec, paths) if spec.captions or is_list(spec.data) else {}
 
 
 def match_class_names(
@@ -317,22 +322,6 @@ def match_class_names(
             f"{location} has classes that {owner} does not have: {listed}{hint}; {remedy}"
         )
     return targets, notes
-
-
-def match_classes(
-    images: ImagesByClass, classes: Sequence[str], *, location: str, owner: str
-) -> tuple[ImagesByClass, list[str]]:
-    """`images` by the names in `classes`, and notes; arguments as in `match_class_names`.
-
-    Raises:
-        DataError: A class with images has no match.
-    """
-    names = [name for name, paths in images.items() if paths]
-    targets, notes = match_class_names(names, classes, location=location, owner=owner)
-    matched: ImagesByClass = {name: [] for name in classes}
-    for name, target in targets.items():
-        matched[target] = matched[target] + images[name]
-    return matched, notes + _missing_class_notes(matched, location)
 
 
 def _missing_class_notes(images: ImagesByClass, location: str) -> list[str]:
@@ -428,13 +417,18 @@ def _by_labels(records: Iterable[ImageRecord]) -> ImagesByClass:
 
 
 def _samples(
-    records: Sequence[ImageRecord], classes: Sequence[str], index: DatasetIndex
+    records: Sequence[ImageRecord], classes: Sequence[str], index: DatasetIndex, spec: DatasetSpec
 ) -> tuple[Sample, ...]:
-    """Samples in order of class and name; multi-label samples in order of name.
+    """Samples in order of class and name; multi-label ones of name, captioned ones of path.
 
     The order does not depend on the source, so the same images give the same training.
     """
     class_index = {name: number for number, name in enumerate(classes)}
+    if spec.captions:
+        return tuple(
+            Sample(r.path, class_index[r.labels[0]] if classes else NO_LABEL, r.captions)
+            for r in sorted(records, key=lambda record: record.path)
+        )
     ordered = sorted(
         (
             NO_LABEL if index.multilabel else class_index[record.labels[0]],

@@ -259,19 +259,20 @@ def _split_share(
     seed: int,
 ) -> TrainValSplit:
     reason = f"no validation {index.split_kind}"
+    strata = "each class" if _labels(records) else "all"
     if spec.group is None and not index.multilabel:
         images: ImagesByClass = {}
         for record in sorted(records, key=lambda record: record.labels):
-            images.setdefault(record.labels[0], []).append(record.path)
+            images.setdefault(record.labels[0] if record.labels else "", []).append(record.path)
         _, val_images = hold_out(images, val_share=val_share, seed=seed, root=index.root)
         held_out = {path for paths in val_images.values() for path in paths}
         train, val = _partition(records, [record.path in held_out for record in records])
-        rounded = any(len(paths) * val_share < 0.5 for paths in images.values())
+        rounded = any(name and len(paths) * val_share < 0.5 for name, paths in images.items())
         notes = [
-            f"{reason}: held out {plural(len(held_out), 'image')}, {val_share:.0%} of each class"
+            f"{reason}: held out {plural(len(held_out), 'image')}, {val_share:.0%} of {strata}"
             + (", and one where that is none" if rounded else "")
         ]
-        single = [printable(name) for name, paths in val_images.items() if not paths]
+        single = [printable(name) for name, paths in val_images.items() if name and not paths]
         if single:
             notes.append(f"held out none of class {join_names(single)}, which has only one image")
         return train, val, notes
@@ -281,7 +282,7 @@ def _split_share(
     train, val = _partition_units(records, val_units)
     groups_note = f" ({plural(len(val_units), 'group')})" if groups is not None else ""
     images_note = plural(len(val), "image") + groups_note
-    notes = [f"{reason}: held out {images_note}, {val_share:.0%} of each class"]
+    notes = [f"{reason}: held out {images_note}, {val_share:.0%} of {strata}"]
     if groups is not None:
         notes += group_notes(groups, spec.group or "", column=index.has_groups)
     _check_learnable(train, val, spec)

@@ -6,8 +6,10 @@ import os
 
 import pytest
 
-from vit.data.captions.caption_files import format_of, is_list, read_rows
 from vit.data.sources import table_reader
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.image_list import Entry, read_list
+from vit.data.sources.list_formats import has_captions, list_format, read_rows
 from vit.errors import DataError
 
 COCO = {
@@ -32,11 +34,17 @@ def write(tmp_path):
 
 
 def rows(path, notes=None):
-    return list(read_rows(path, [] if notes is None else notes))
+    spec = DatasetSpec(path, captions=True)
+    return list(read_rows(path, spec, [] if notes is None else notes))
 
 
-def said(path):
-    return [(row.name, tuple(row.captions)) for row in rows(path)]
+def read(path, notes=None):
+    spec = DatasetSpec(path, captions=True)
+    return read_list(path, spec, [] if notes is None else notes)
+
+
+def captions_of(path):
+    return [(name, tuple(captions)) for name, captions in read(path).captions.items()]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +71,9 @@ def said(path):
 @pytest.mark.parametrize("name", ["list", "list.txt", "list.csv", "list.json"])
 def test_the_content_tells_the_format(write, content, kind, name):
     path = write(content, name)
-    assert format_of(path) == kind
-    assert is_list(path)
-    assert [(n.strip(), tuple(c.strip() for c in cs)) for n, cs in said(path)] == [
+    assert list_format(path, captions=True) == kind
+    assert has_captions(path)
+    assert [(n.strip(), tuple(c.strip() for c in cs)) for n, cs in captions_of(path)] == [
         ("a.jpg", ("one",))
     ]
 
@@ -73,17 +81,19 @@ def test_the_content_tells_the_format(write, content, kind, name):
 def test_columns_of_captions_and_labels(write):
     notes: list[str] = []
     path = write("id,caption_0,class,caption_1,image,text\n5,one,cat,two,a.jpg,no\n")
-    (row,) = rows(path, notes)
-    assert (row.line, row.name, row.captions, row.label) == (2, "a.jpg", ["one", "two"], "cat")
+    contents = read(path, notes)
+    assert contents.captions == {"a.jpg": ["one", "two"]}
+    assert contents.entries == {"a.jpg": Entry(2, ("cat",), "", "")}
     assert notes == [f"{path}: captions from caption_0, caption_1; not used: id, text"]
     path = write('{"file_name": "a.jpg", "text2": ["two", null], "text1": "one", "label": 3}\n')
-    (row,) = rows(path)
-    assert (row.captions, row.label) == (["two", "", "one"], "3")
+    contents = read(path)
+    assert (contents.captions, contents.empty_captions) == ({"a.jpg": ["two", "one"]}, 1)
+    assert contents.entries["a.jpg"].labels == ("3",)
 
 
 def test_quotes_commas_and_lines_in_a_cell(write):
     path = write('image,caption\r\na.jpg,"one, ""two""\r\nthree"\r\n\r\nb.jpg, "4, 5"\r\n')
-    assert said(path) == [("a.jpg", ('one, "two"\r\nthree',)), ("b.jpg", ("4, 5",))]
+    assert captions_of(path) == [("a.jpg", ('one, "two" three',)), ("b.jpg", ("4, 5",))]
     assert [row.line for row in rows(path)] == [2, 5]
 
 
@@ -92,7 +102,8 @@ def test_a_table_as_pythons_own_reader_reads_it(write):
         f'{n},"p{n}.jpg","a ""{n}"",{"x, " * n}\n\nend"\n' for n in range(30)
     )
     reference = list(csv.DictReader(text.splitlines(keepends=True)))
-    assert said(write(text)) == [(row["image"], (row["caption"],)) for row in reference]
+    found = [(row.values["image"], row.values["caption"]) for row in rows(write(text))]
+    assert found == [(row["image"], row["caption"]) for row in reference]
 
 
 def test_tokens_as_torchvision_reads_them(write, tmp_path):
@@ -102,7 +113,7 @@ def test_tokens_as_torchvision_reads_them(write, tmp_path):
     path = write("\n".join(lines) + "\n", "results_20130124.token")
     reference = Flickr30k(str(tmp_path), ann_file=path).annotations
     found: dict[str, list[str]] = {}
-    for name, captions in said(path):
+    for name, captions in captions_of(path):
         found.setdefault(name, []).extend(caption.strip() for caption in captions)
     assert found == {name: list(captions) for name, captions in reference.items()}
 
@@ -115,17 +126,17 @@ def test_coco_as_its_own_tools_read_it(write):
         image["file_name"]: [a["caption"] for a in reference.imgToAnns[number]]
         for number, image in reference.imgs.items()
     }
-    assert {name: list(captions) for name, captions in said(path)} == expected
+    assert {name: list(captions) for name, captions in captions_of(path)} == expected
 
 
 def test_coco_on_one_long_line(write, monkeypatch):
     monkeypatch.setattr(table_reader, "MAX_LINE", 100)
     monkeypatch.setattr(table_reader, "BEGINNING", 50)
     path = write(json.dumps(COCO, separators=(",", ":")))
-    assert said(path) == [("b.jpg", ("two",)), ("a.jpg", ("one", "three"))]
+    assert captions_of(path) == [("b.jpg", ("two",)), ("a.jpg", ("one", "three"))]
 
 
-def test_a_missing_bar_is_read_and_said(write):
+def test_a_missing_bar_of_flickr30k_is_repaired_with_a_note(write):
     notes: list[str] = []
     path = write(
         "image_name| comment_number| comment\n"
@@ -133,7 +144,7 @@ def test_a_missing_bar_is_read_and_said(write):
         "a.jpg| 4   A dog runs\n"
     )  # fmt: skip
     found = rows(path, notes)
-    assert [row.captions[0].strip() for row in found] == ["a | b", "A dog runs"]
+    assert [row.values["comment"].strip() for row in found] == ["a | b", "A dog runs"]
     assert any("no bar after the number in line 3" in note for note in notes)
 
 
@@ -198,7 +209,7 @@ WRONG = [
 def test_what_is_wrong_is_one_clear_line(write, content, message):
     path = write(content)
     with pytest.raises(DataError, match=message) as caught:
-        rows(path)
+        read(path)
     assert str(caught.value).startswith(path)
     assert "\n" not in str(caught.value)
 
@@ -206,7 +217,7 @@ def test_what_is_wrong_is_one_clear_line(write, content, message):
 def test_the_ending_tells_damaged_json_lines(write):
     path = write('{"file_name": \n{"file_name": "a", "text": "a"}\n', "metadata.jsonl")
     with pytest.raises(DataError, match=r"metadata.jsonl, line 1: not JSON"):
-        rows(path)
+        read(path)
 
 
 def test_what_is_no_file_or_too_long(write, tmp_path, monkeypatch):
@@ -217,18 +228,18 @@ def test_what_is_no_file_or_too_long(write, tmp_path, monkeypatch):
         "": "no regular",
     }.items():
         with pytest.raises(DataError, match=message):
-            rows(str(tmp_path / name))
+            read(str(tmp_path / name))
     path = write("image,caption\na.jpg," + "x" * 200)
     monkeypatch.setattr(table_reader, "MAX_LINE", 100)
     with pytest.raises(DataError, match="line 2: more than 100 bytes in one line"):
-        rows(path)
+        read(path)
     monkeypatch.setattr(table_reader, "MAX_BYTES", 150)
     with pytest.raises(DataError, match="more than the 0 GiB read here; split it"):
-        rows(path)
+        read(path)
     monkeypatch.setattr(table_reader, "MAX_BYTES", 2**30)
     monkeypatch.setattr(table_reader, "MAX_JSON_BYTES", 50)
     with pytest.raises(DataError, match="more than the 0 GiB"):
-        rows(write(json.dumps(COCO)))
+        read(write(json.dumps(COCO)))
 
 
 def test_the_real_limits():
@@ -241,16 +252,16 @@ def test_a_sparse_file_beyond_the_limit(tmp_path):
         file.write(b'{"images":[' + b" " * table_reader.BEGINNING)
         file.truncate(3 * 2**30)
     with pytest.raises(DataError, match=r"3.0 GiB, more than the 2 GiB read here"):
-        rows(str(path))
+        read(str(path))
 
 
 def test_other_files_are_no_lists(write):
     for content in ("# Title\n\ntext, caption\n", "image,label\n1,2\n", "[]", "{}", b"\xff\0", ""):
-        assert not is_list(write(content))
+        assert not has_captions(write(content))
 
 
 def test_control_characters_do_not_reach_the_terminal(write):
     with pytest.raises(DataError) as caught:
-        rows(write("\x1b[31mred\u202e\n"))
+        read(write("\x1b[31mred\u202e\n"))
     assert "\x1b" not in str(caught.value)
     assert "\u202e" not in str(caught.value)

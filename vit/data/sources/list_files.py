@@ -1,0 +1,311 @@
+"""Finds the lists of a data set, one or more per split, and the folder of their images.
+
+Lists of classes:
+
+    DATA.csv                                               one list, maybe with a column `split`
+    DATA/train.csv and DATA/val.csv                        one list per split
+
+Lists of captions:
+
+    DATA/train/metadata.jsonl and DATA/val/metadata.jsonl  Hugging Face's image folder
+    DATA/annotations/captions_train*.json and _val*.json   COCO
+    DATA/train.csv and DATA/val.csv                        any list, the split in its name
+    DATA/captions.txt, or that file itself                 one list
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, resolve_folder
+from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
+from vit.data.sources.list_columns import choose_columns
+from vit.data.sources.list_formats import has_captions, has_classes, read_rows
+from vit.errors import DataError, printable
+from vit.paths import did_you_mean
+from vit.text import join_names, plural
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+"""Of lists of classes."""
+CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json", ".token"))
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Names of lists that also count in deeper folders; file names in them are relative to theirs."""
+LAYOUT = (
+    "expected DATA/train/metadata.jsonl and DATA/val/metadata.jsonl, COCO's annotations/, "
+    "or one list of captions such as DATA/captions.csv"
+)
+COCO_NAME = re.compile(r"captions_(train|val|test)(\w*)\.json", re.IGNORECASE)
+SPLIT = re.compile(rf"(?:.*[^a-z])?({'|'.join(SPLIT_NAMES)})(?:[^a-z].*)?")
+SAMPLE = 100
+"""Images of a list that are looked for to find the folder of all."""
+
+
+@dataclass(frozen=True)
+class ListFiles:
+    """The lists of a data set."""
+
+    files: dict[str, list[str]]
+    """Paths by split; under the empty name if there is one list without a split in its name."""
+    notes: list[str]
+    root: Path | None = None
+    """Folder that names of images in a split are relative to; None: that of the images."""
+
+
+def is_list(data: str) -> bool:
+    """Whether `data` is a list of images and classes, or a folder with one per split."""
+    if os.path.isdir(data):
+        return bool(_class_lists(data))
+    return data.lower().endswith(SUFFIXES) and os.path.lexists(data)
+
+
+def find_lists(spec: DatasetSpec) -> ListFiles:
+    """The lists of classes or of captions in `spec.data`: a list, a folder or a built-in set.
+
+    Raises:
+        DataError: There is none, or several that may be meant.
+    """
+    if spec.images is not None and not os.path.isdir(spec.images):
+        hint = did_you_mean(spec.images)
+        raise DataError(f"{printable(spec.images)}: no such folder of images{hint}")
+    if spec.captions:
+        return _find_caption_lists(spec)
+    if not os.path.isdir(spec.data):
+        return ListFiles({"": [spec.data]}, [])
+    files = _class_lists(spec.data)
+    names = ", ".join(printable(os.path.basename(path)) for path in files.values())
+    notes = [f"read the lists {names} of {printable(spec.data)}"]
+    others = [
+        printable(name)
+        for name in sorted(os.listdir(spec.data))
+        if name.lower().endswith(SUFFIXES) and os.path.join(spec.data, name) not in files.values()
+    ]
+    if others:
+        names = join_names(others)
+        notes.append(f"left out lists without a split in their name, or classes: {names}")
+    return ListFiles({split: [path] for split, path in files.items()}, notes)
+
+
+def _class_lists(folder: str) -> dict[str, str]:
+    """The lists of classes directly in `folder` by split; none without one for train.
+
+    None either if `train` is a folder of class folders: those are read then.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(_listed(folder)):
+        stem, suffix = os.path.splitext(name.lower())
+        split, path = SPLIT.fullmatch(stem), os.path.join(folder, name)
+        if suffix not in SUFFIXES or not split or not has_classes(path):
+            continue
+        if split[1] in found:
+            both = join_names([printable(found[split[1]]), printable(path)])
+            raise DataError(f"several lists for {split[1]}, give one of them as DATA: {both}")
+        found[split[1]] = path
+    train = os.path.join(folder, "train")
+    if "train" not in found or any(os.path.isdir(f"{train}/{name}") for name in _listed(train)):
+        return {}
+    return found
+
+
+def _listed(folder: str) -> list[str]:
+    """The names in a folder; none if it cannot be listed, which its reader reports."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
+    data, images = spec.data, None if spec.images is None else Path(spec.images)
+    refuse_mistaken(data)
+    refuse_single_images(data)
+    if os.path.isfile(data):
+        return ListFiles({"": [str(Path(data))]}, [], images or Path(data).parent)
+    root, notes = resolve_folder(data)
+    folders = FolderWalker(str(root)).subfolders(str(root))
+    files = {name: _split_lists(root / name) for name in SPLIT_NAMES if name in folders}
+    files = {name: found for name, found in files.items() if found}
+    here = _candidates(root)
+    if not files:
+        files = _lists_by_name(root, here)
+    elif here:
+        raise _ambiguous([*here, *(path for found in files.values() for path in found)])
+    elif "train" not in files:
+        raise DataError(f"{printable(root)} has captions for {join_names([*files])}, not for train")
+    else:
+        beside = [name for name in folders if name not in files and name != "annotations"]
+        if beside:
+            names = join_names([printable(name) for name in beside])
+            notes.append(f"left out folders without a list of captions of a split: {names}")
+    if "" not in files and "train" not in files:
+        raise DataError(f"{printable(data)}: no captions for train; {LAYOUT}")
+    return ListFiles(files, notes, images or root)
+
+
+def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
+    """The lists of captions by the split in their name, if no split has a folder of its own."""
+    metadata = [path for path in here if os.path.basename(path) in METADATA]
+    if len(here) == len(metadata) < 2:
+        here = _metadata_under(root)
+        if here:
+            return {"": here}
+        raise _no_list(root)
+    if len(here) == 1:
+        return {"": here}
+    named = [(SPLIT.fullmatch(Path(path).stem.lower()), path) for path in here]
+    files = {found[1]: [path] for found, path in named if found}
+    if len(files) < len(here) or "train" not in files:
+        raise _ambiguous(here)
+    return files
+
+
+def _split_lists(folder: Path) -> list[str]:
+    """The lists of captions in the folder of one split."""
+    here = _candidates(folder)
+    metadata = [path for path in here if os.path.basename(path) in METADATA]
+    if len(here) > 1:
+        raise _ambiguous(here)
+    return here if len(here) > len(metadata) else _metadata_under(folder)
+
+
+def _candidates(folder: Path) -> list[str]:
+    """Lists of captions directly in `folder`, or in its annotations/, sorted.
+
+    A file that is named as metadata counts whatever it holds, so that its reader reports its fault.
+    """
+    paths: list[str] = []
+    for place in (folder, folder / "annotations"):
+        if place.is_dir():
+            paths += [
+                str(place / name)
+                for name in _visible(place)
+                if os.path.splitext(name)[1].lower() in CAPTION_SUFFIXES
+                and (place == folder or COCO_NAME.fullmatch(name))
+            ]
+    coco = [path for path in paths if COCO_NAME.fullmatch(os.path.basename(path))]
+    return [
+        path
+        for path in paths
+        if os.path.basename(path) in METADATA
+        # Beside captions, COCO has files of boxes and outlines, which begin alike.
+        or ((not coco or path in coco or not path.endswith(".json")) and has_captions(path))
+    ]
+
+
+def _visible(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+
+
+def _metadata_under(folder: Path) -> list[str]:
+    suffixes = frozenset(os.path.splitext(name)[1] for name in METADATA)
+    found = FolderWalker(str(folder), suffixes=suffixes).images(str(folder))
+    paths = [path for path in found if os.path.basename(path) in METADATA]
+    for one, other in pairwise(paths):
+        if os.path.dirname(one) == os.path.dirname(other):
+            raise _ambiguous([one, other])
+    return paths
+
+
+def _ambiguous(paths: Sequence[str]) -> DataError:
+    names = join_names([printable(path) for path in paths])
+    return DataError(f"several lists of captions, give one of them as DATA: {names}")
+
+
+def _no_list(root: Path) -> DataError:
+    tables = [name for name in _visible(root) if os.path.splitext(name)[1] in CAPTION_SUFFIXES]
+    if len(tables) == 1:
+        path = str(root / tables[0])
+        spec = DatasetSpec(path, captions=True)
+        for row in read_rows(path, spec, []):
+            choose_columns(row.names, path, row.header, spec)  # raises what is wrong with it
+            break
+    hint = f" (none of {join_names([printable(name) for name in tables])} is one)" if tables else ""
+    return DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
+
+
+def images_folder(path: str, names: Iterable[str], images: str | None, notes: list[str]) -> str:
+    """The folder that the file names in a list are relative to.
+
+    The first that has any of the images: a folder named like a list of COCO's, the list's own,
+    or the only one beside it.
+
+    Args:
+        path: The list.
+        names: The file names in it; absolute ones are ignored.
+        images: The folder that the user gave, if any.
+        notes: Receives which folder was taken, unless it is the one given or the list's own.
+
+    Raises:
+        DataError: Several folders beside the list have such images.
+    """
+    within = [name for name in names if not os.path.isabs(name)]
+    sample = within[:: max(len(within) // SAMPLE, 1)]
+    own = (os.path.dirname(path) or os.curdir) if images is None else images
+    above = os.path.dirname(own) if os.path.basename(own) == "annotations" else own
+    coco = COCO_NAME.fullmatch(os.path.basename(path))
+    tail = f"{coco[1]}{coco[2]}" if coco else ""
+    near = [os.path.join(above, "images", tail), os.path.join(above, tail)] if tail else []
+    for folder in (own, *near):
+        if _has_any(folder, sample):
+            return _taken(folder, own, path, notes)
+    if images is not None:
+        return images
+    parents = dict.fromkeys((own, above or os.curdir))
+    beside = [os.path.join(at, name) for at in parents for name in FolderWalker(at).subfolders(at)]
+    holding = [folder for folder in beside if _has_any(folder, sample)]
+    if len(holding) > 1:
+        folders = join_names([printable(folder) for folder in holding])
+        raise DataError(
+            f"{printable(path)}: its images are in several folders: {folders}; say which with "
+            f"images"
+        )
+    if holding:
+        return _taken(holding[0], own, path, notes)
+    if sample:
+        notes.append(
+            f"{printable(path)}: its images, such as {printable(sample[0])}, are neither beside "
+            f"it nor in a folder beside it; say where with images"
+        )
+    return own
+
+
+def _has_any(folder: str, names: Sequence[str]) -> bool:
+    """Whether any of these files exists in `folder`."""
+    return os.path.isdir(folder) and any(
+        os.path.lexists(os.path.join(folder, name)) for name in names
+    )
+
+
+def _taken(folder: str, own: str, path: str, notes: list[str]) -> str:
+    if folder != own:
+        notes.append(f"{printable(path)}: its images are taken from {printable(folder)}")
+    return folder
+
+
+def common_folders(base: str, names: Iterable[str]) -> list[str]:
+    """The deepest folder that holds all of the images, unless one has an absolute name."""
+    folders = {os.path.dirname(name) for name in names}
+    if any(os.path.isabs(folder) for folder in folders):
+        return []
+    common = os.path.commonpath(folders) if folders and "" not in folders else ""
+    return [os.path.join(base, common) if common else base]
+
+
+def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) -> list[str]:
+    """How many images lie in `folders` beside those that are `named` by a list."""
+    walk = FolderWalker(root)
+    extra = []
+    for folder in dict.fromkeys(folders):
+        if os.path.isdir(folder):
+            found = walk.images(folder)
+            extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
+    if not extra:
+        return []
+    names = join_names([walk.relative_name(path) for path in extra], 3)
+    return [f"left out {plural(len(extra), 'image')} that no line of a list names: {names}"]

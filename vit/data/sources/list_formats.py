@@ -1,0 +1,285 @@
+"""Formats of lists of images: each is read as rows with named columns.
+
+    table         CSV or TSV whose header names the columns
+    JSON lines    {"file_name": "1.jpg", "label": "cat"}, one object per line
+
+Lists of captions have three more formats:
+
+    token file    1.jpg#0<TAB>a caption (Flickr8k; Hodosh, Young and Hockenmaier, 2013)
+    bars          image_name| comment_number| comment (Flickr30k)
+    COCO          {"images": [...], "annotations": [...]} (Chen et al., 2015, arXiv:1504.00325)
+
+The content decides the format; the file extension only where the content is damaged.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.list_columns import (
+    caption_columns,
+    check_header,
+    choose_columns,
+    image_column,
+)
+from vit.data.sources.table_reader import (
+    OnWrong,
+    beginning,
+    below_separator,
+    check_width,
+    fields,
+    json_kind,
+    json_records,
+    parse_json,
+    read_table,
+    stop,
+    text_lines,
+    whole_text,
+    wrong,
+)
+from vit.errors import DataError, printable
+from vit.text import join_names
+
+EXPECTED = (
+    "expected a table (CSV, TSV) with a header such as `image,caption`, JSON lines such as "
+    '{"file_name": ..., "text": ...}, a token file, or captions of COCO'
+)
+DELIMITERS = ",\t;|"
+TOKEN = re.compile(r"([^\t]+)#\d+[ ]*\t(.*)", re.DOTALL)
+
+
+class Row(NamedTuple):
+    """A row of a table, a JSON object, or an image of COCO."""
+
+    line: int
+    """First line of the row, from 1; 0 where the file is not read by lines."""
+    names: Sequence[str]
+    """Of the columns, or keys."""
+    header: int
+    """The line of the names."""
+    values: dict[str, Any]
+    """By name: text in tables, any JSON value otherwise."""
+    is_table: bool = False
+    """Whether the values are cells of a table."""
+
+
+Reader = Callable[[str, DatasetSpec, list[str], OnWrong], Iterator[Row]]
+
+
+def read_rows(
+    path: str, spec: DatasetSpec, notes: list[str], on_wrong: OnWrong = stop
+) -> Iterator[Row]:
+    """The rows of a list.
+
+    Args:
+        path: The list.
+        spec: Which columns are read, and whether it is a list of captions.
+        notes: Receives, at the end, what was left out.
+        on_wrong: Receives the error of a line that cannot be read.
+
+    Raises:
+        DataError: It is no list, or damaged.
+    """
+    return READERS[list_format(path, captions=spec.captions)](path, spec, notes, on_wrong)
+
+
+def list_format(path: str, *, captions: bool) -> str:
+    """A key of `READERS`.
+
+    Args:
+        path: The list.
+        captions: Whether it is a list of captions, which has more formats.
+
+    Raises:
+        DataError: It starts like none of them.
+    """
+    if captions:
+        return _caption_format(path)
+    start = beginning(path).lstrip()[:1]
+    if start == "[":
+        raise wrong(path, "a list in JSON; write one object in each line (JSON lines)", 1)
+    return "JSON lines" if start == "{" else "table"
+
+
+def _caption_format(path: str) -> str:
+    separator, start = below_separator(beginning(path).lstrip())
+    if separator is not None:
+        return "table"
+    first, _, rest = start.partition("\n")
+    if first.startswith(("{", "[")):
+        return _json_format(path, first, single_line=not rest.strip())
+    if TOKEN.match(first):
+        return "token file"
+    delimiter = find_delimiter(first, captions=True)
+    names = fields(first, delimiter)
+    if not image_column(names) and not caption_columns(names):
+        start = first.strip()[:60] or "nothing"
+        raise wrong(path, f"no list of captions, it begins with {start!a}; {EXPECTED}")
+    return "bars" if delimiter == "|" else "table"
+
+
+def _json_format(path: str, first: str, *, single_line: bool) -> str:
+    """JSON lines, or COCO in one JSON value, which may be one line too."""
+    try:
+        value = json.loads(first)
+    except (ValueError, RecursionError):
+        is_lines = path.lower().endswith((".jsonl", ".ndjson"))
+        return "JSON lines" if is_lines else "COCO"
+    parts = {"images", "annotations"} & set(value if isinstance(value, dict) else ())
+    return "COCO" if single_line and (parts or isinstance(value, list)) else "JSON lines"
+
+
+def find_delimiter(header: str, *, captions: bool = False) -> str:
+    """The delimiter that yields the columns that a list needs, or else the most columns."""
+
+    def score(mark: str) -> tuple[int, int]:
+        names = fields(header, mark)
+        known = bool(image_column(names)) + (captions and bool(caption_columns(names)))
+        return known, len(names)
+
+    return max(DELIMITERS, key=score)
+
+
+def has_classes(path: str) -> bool:
+    """Whether the file starts like a list of images and classes."""
+    spec = DatasetSpec(path)
+    try:
+        if list_format(path, captions=False) == "JSON lines":
+            _, record = next(json_records(path))
+            names = [*record]
+        else:
+            names = read_table(path, find_delimiter).names
+        choose_columns(names, path, 1, spec)
+    except (DataError, StopIteration):
+        return False
+    return True
+
+
+def has_captions(path: str) -> bool:
+    """Whether the file starts like a list of captions."""
+    try:
+        kind, (separator, start) = _caption_format(path), below_separator(beginning(path).lstrip())
+    except DataError:
+        return False
+    first = start.lstrip().split("\n", 1)[0]
+    if kind == "COCO":
+        return bool(re.search(r'"(images|annotations)"\s*:', start))
+    if kind == "token file":
+        return True
+    if kind == "JSON lines":
+        headers = [_keys(first)]
+    else:
+        headers = [fields(first, mark) for mark in separator or DELIMITERS]
+    return any(image_column(names) and caption_columns(names) for names in headers)
+
+
+def _keys(line: str) -> list[str]:
+    """The keys of a JSON object; empty where it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return []
+    return list(record) if isinstance(record, dict) else []
+
+
+def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_wrong: OnWrong) -> Iterator[Row]:
+    table = read_table(path, lambda line: find_delimiter(line, captions=spec.captions), on_wrong)
+    check_header(table, path, spec)
+    counts = Counter(name for name in table.names if name.strip())
+    repeated = [printable(name) for name, number in counts.items() if number > 1]
+    if repeated:
+        raise wrong(path, f"two columns are called {join_names(repeated)}; rename one", table.line)
+    for line, cells in table.rows:
+        values = dict(zip(table.names, cells, strict=True))
+        yield Row(line, table.names, table.line, values, is_table=True)
+    notes += table.blank_notes(path)
+
+
+def _json_rows(path: str, _: DatasetSpec, __: list[str], on_wrong: OnWrong) -> Iterator[Row]:
+    for line, record in json_records(path, on_wrong):
+        yield Row(line, tuple(record), line, record)
+
+
+def _bar_rows(path: str, _: DatasetSpec, notes: list[str], __: OnWrong) -> Iterator[Row]:
+    names: list[str] = []
+    header, repaired = 0, []
+    for line, text in enumerate(text_lines(path), 1):
+        if not text.strip():
+            continue
+        if not names:
+            names, header = [cell.strip() for cell in text.split("|")], line
+            continue
+        cells = text.split("|", len(names) - 1)
+        if len(cells) == 2 and len(names) == 3:
+            # One line of Flickr30k's well-known file lacks its second bar.
+            cells = [cells[0], *re.split(r"(?<=\d)\s+", cells[1].lstrip(), maxsplit=1)]
+            repaired.append(f"{line}")
+        check_width(cells, len(names), path, line)
+        yield Row(line, names, header, dict(zip(names, cells, strict=True)), is_table=True)
+    if repaired:
+        lines = join_names(repaired)
+        notes.append(f"{printable(path)}: no bar after the number in line {lines}; read so")
+
+
+def _token_rows(path: str, _: DatasetSpec, __: list[str], ___: OnWrong) -> Iterator[Row]:
+    names = ("image", "caption")
+    for line, text in enumerate(text_lines(path), 1):
+        found = TOKEN.match(text)
+        if found:
+            yield Row(line, names, line, dict(zip(names, found.groups(), strict=True)))
+        elif text.strip():
+            raise wrong(path, f"{text.strip()[:60]!a}; expected IMAGE#NUMBER<TAB>CAPTION", line)
+
+
+def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnWrong) -> Iterator[Row]:
+    """The images of a COCO file of captions, each with all of its captions."""
+    data = parse_json(whole_text(path), path)
+    if not isinstance(data, dict):
+        raise wrong(path, f"{json_kind(data)}; {EXPECTED}")
+    for part in ("images", "annotations"):
+        if not isinstance(data.get(part), list):
+            has = ", ".join(printable(key) for key in [*data][:5]) or "nothing"
+            raise wrong(path, f"has {has}, but no list of {part}, so it is not COCO; {EXPECTED}")
+    names: dict[int | str, str] = {}
+    for index, image in enumerate(data["images"]):
+        number, name = _coco_entry(image, "id", "file_name", f"images[{index}]", path)
+        if names.setdefault(number, name) != name:
+            raise wrong(path, f"images[{index}] has the id {number!a} of another image")
+    captions: dict[int | str, list[str]] = {number: [] for number in names}
+    for index, annotation in enumerate(data["annotations"]):
+        where = f"annotations[{index}]"
+        number, caption = _coco_entry(annotation, "image_id", "caption", where, path)
+        if number not in captions:
+            raise wrong(path, f"{where} has image_id {number!a}, which is no image's id")
+        captions[number].append(caption)
+    columns = ("file_name", "captions")
+    for number, name in names.items():
+        yield Row(0, columns, 0, {"file_name": name, "captions": captions[number]})
+
+
+def _coco_entry(
+    record: object, key: str, text: str, where: str, path: str
+) -> tuple[int | str, str]:
+    """The number and the text of an image or annotation."""
+    if not isinstance(record, dict):
+        raise wrong(path, f"{where} is {json_kind(record)}; expected an object")
+    for name, kinds in ((key, (int, str)), (text, (str,))):
+        value = record.get(name)
+        if name not in record:
+            hint = "; expected captions, not boxes or outlines" if name == "caption" else ""
+            raise wrong(path, f"{where} has no {name}{hint}")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise wrong(path, f"{where}: {name} is {json_kind(value)}")
+    return record[key], record[text]
+
+
+READERS: dict[str, Reader] = {
+    "COCO": _coco_rows,
+    "JSON lines": _json_rows,
+    "bars": _bar_rows,
+    "table": _table_rows,
+    "token file": _token_rows,
+}
