@@ -1,4 +1,4 @@
-"""From a folder of images to a trusted Vision Transformer.
+"""Vision Transformers: training, evaluation, prediction and export.
 
 The public names are imported on first use, so `import vit` costs nothing.
 """

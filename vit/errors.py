@@ -1,4 +1,4 @@
-"""What a user can mend, as exceptions whose message says what, where and the remedy in one line."""
+"""Exceptions for errors the user can fix: one line with the value, the reason and the remedy."""
 
 import os
 import shlex
@@ -8,11 +8,11 @@ JOINERS = "\u200c\u200d"
 
 
 class VitError(Exception):
-    """Base of every error a user can mend; the command line prints it and exits with its code."""
+    """Base class for errors the user can fix; commands print it and exit with its code."""
 
     exit_code = 2
     everywhere = True
-    """Whether all processes of a distributed run meet it, so that one may speak for all."""
+    """Whether all processes of a distributed run raise it, so that only one prints it."""
 
 
 class ConfigError(VitError, ValueError):
@@ -20,23 +20,23 @@ class ConfigError(VitError, ValueError):
 
 
 class DataError(VitError, ValueError):
-    """A data set cannot be used as it is."""
+    """A dataset cannot be used as it is."""
 
 
 class WeightsError(VitError, ValueError):
-    """A file of weights is damaged, or does not fit the network."""
+    """A weight file is damaged, or does not fit the network."""
 
 
 class RunError(VitError):
-    """A run folder is missing, taken, or cannot be written or resumed."""
+    """A run folder is missing, already exists, or cannot be written or resumed."""
 
 
 class BadImage(VitError, ValueError):
     """One image cannot be read.
 
     Args:
-        path: The file.
-        reason: Why, in a few words, without the file's name.
+        path: The image file.
+        reason: The reason, in a few words, without the file name.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -49,18 +49,18 @@ class BadImage(VitError, ValueError):
 
 
 def printable(name: object) -> str:
-    """`name` on one line, safe on a terminal.
+    """`name` as one line that is safe to print on a terminal.
 
     Control characters, escape sequences, invisible and direction marks (Unicode category C), line
-    separators and undecodable bytes become backslash escapes; everything else stays as it is, also
-    the joiners that words of some scripts and emoji are made with.
+    separators and undecodable bytes become backslash escapes. Everything else is kept, including
+    the zero-width joiners of some scripts and emoji.
     """
     text = os.fsdecode(name) if isinstance(name, bytes | os.PathLike) else str(name)
     return "".join(_escape(character) for character in text)
 
 
 def quoted(path: object) -> str:
-    """`path` as a shell takes it, for a command that somebody may copy."""
+    """`path` quoted for a shell, for commands that users copy."""
     return shlex.quote(printable(path))
 
 

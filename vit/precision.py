@@ -1,4 +1,4 @@
-"""Where the network runs, and in which arithmetic: one rule for training and for prediction."""
+"""Device and precision of training and inference: resolving `auto`, and autocast."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,16 +14,16 @@ DTYPES: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-# as torch.cpu.get_capabilities and /proc/cpuinfo spell them: matrix units, then ARM
+# names in torch.cpu.get_capabilities and /proc/cpuinfo: matrix units (AMX), then ARM
 FAST_BF16 = frozenset({"amx_bf16", "bf16", "sve_bf16"})
 AMD = frozenset({"AMD", "AuthenticAMD"})
 
 
 def resolve_device(name: torch.device | str | None = None) -> torch.device:
-    """The device called `name`; without a name the best one here: CUDA, then MPS, then the CPU.
+    """The device called `name`; by default the best available: CUDA, then MPS, then CPU.
 
     Raises:
-        ConfigError: There is no such device, or it cannot be used on this machine.
+        ConfigError: The device does not exist or cannot be used on this machine.
     """
     here = usable_devices()
     if name is None:
@@ -40,17 +40,17 @@ def resolve_device(name: torch.device | str | None = None) -> torch.device:
 
 
 def usable_devices() -> list[str]:
-    """Names of the devices of this machine, the fastest kind first."""
+    """Available devices, the fastest type first."""
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     mps = ["mps"] if torch.backends.mps.is_available() else []
     return [*cuda, *mps, "cpu"]
 
 
 def resolve_precision(name: str, device: torch.device | str) -> Precision:
-    """The arithmetic that `name` means on `device`; `auto` is bf16 where the hardware has it.
+    """The precision of `name` on `device`; `auto` is bf16 if the hardware supports it, else fp32.
 
-    Emulated bf16 is slower than float32 and no more exact, so `auto` never picks it. A precision
-    asked for by its name is taken as it is.
+    Emulated bf16 is slower than float32 and less precise, so `auto` never chooses it. An explicit
+    precision is returned unchanged.
 
     Raises:
         ConfigError: `name` is none of auto, fp32, bf16, fp16.
@@ -64,22 +64,22 @@ def resolve_precision(name: str, device: torch.device | str) -> Precision:
 
 
 def should_benchmark_bf16(device: torch.device | str) -> bool:
-    """Whether bf16 on `device` may be faster than float32 or slower, which only a trial tells.
+    """Whether bf16 on `device` may be faster or slower than float32, so that it must be measured.
 
-    CPUs with AVX512-BF16 or matrix units: some compute it twice as fast, others half, and a virtual
-    machine may hide its units. A GPU that has bf16 is faster with it.
+    True for CPUs with AVX512-BF16 or AMX: on some bf16 is twice as fast, on others half, and a
+    virtual machine may hide AMX. A GPU with bf16 is always faster with it.
     """
     cpu = torch.device(device).type == "cpu"
     return cpu and has_onednn() and bool(cpu_features() & (FAST_BF16 | {"avx512_bf16"}))
 
 
 def has_onednn() -> bool:
-    """Whether torch has oneDNN, without which a CPU is not asked for its better instructions."""
+    """Whether torch has oneDNN, without which it does not use a CPU's bf16 instructions."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
-    """Run matrix products in `precision` inside the `with`; fp32 switches autocast off."""
+    """Context manager that runs matrix products in `precision`; fp32 disables autocast."""
     kind = torch.device(device).type
     if precision == "fp32":
         return torch.autocast(kind, enabled=False)
@@ -87,7 +87,7 @@ def autocast(precision: Precision, device: torch.device | str) -> AbstractContex
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether `device` multiplies bf16 matrices in hardware, and faster than float32 ones."""
+    """Whether `device` has bf16 matrix products in hardware that are faster than float32."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -102,7 +102,7 @@ def _cpu_has_fast_bf16() -> bool:
 
 
 def cpu_features() -> set[str]:
-    """Features and name of the CPU, as single words."""
+    """Feature flags and vendor name of the CPU."""
     if hasattr(torch.cpu, "get_capabilities"):
         found = torch.cpu.get_capabilities()
         features = {name for name, here in found.items() if here is True}

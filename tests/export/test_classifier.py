@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.model.test_model_build import MIXTURES, OPTIONS, SHORTER, SMALL, random_network
+from tests.model.test_build import MIXTURES, OPTIONS, SHORTER, SMALL, random_network
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError

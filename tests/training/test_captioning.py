@@ -419,7 +419,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
     ("changes", "said"),
     [
         ({"mixup": 0.2}, "captions cannot be mixed"),
-        ({"task": "classify"}, "decoder_depth=2: captions alone read it"),
+        ({"task": "classify"}, "decoder_depth=2: it only applies to captions"),
         ({"method": "probe", "weights": "x"}, "a probe fits classes"),
         ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
         ({"decoder_feedforward": "moe"}, "choose both"),

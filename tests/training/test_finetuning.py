@@ -226,9 +226,9 @@ def test_methods_need_weights():
             make_config({"method": method})
     with pytest.raises(ConfigError, match="needs pretrained weights"):
         make_config({"probe_first": True})
-    with pytest.raises(ConfigError, match="has a meaning with method=lora alone"):
+    with pytest.raises(ConfigError, match="only applies when method=lora"):
         make_config({"weights": "x", "lora_rank": 4})
-    with pytest.raises(ConfigError, match="method=probe is that already"):
+    with pytest.raises(ConfigError, match="method=probe does that already"):
         make_config({"method": "probe", "probe_first": True, "weights": "x"})
 
 

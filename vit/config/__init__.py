@@ -45,7 +45,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.training.soup and self.run.keep_best < 2:
             raise ConfigError(
-                f"keep_best={self.run.keep_best}: a soup is made of several epochs; say how many"
+                f"keep_best={self.run.keep_best}: a soup averages several epochs; set how many"
             )
         self._check_captions()
         self._check_balance()
@@ -70,14 +70,14 @@ class Config:
                 )
 
     def _check_captions(self) -> None:
-        """Refuse settings of captions where none are learned, and what captions do not bear."""
+        """Check that caption settings have a caption task, and a caption task no label mixing."""
         if not self.training.captions:
             for section, names in ONLY_CAPTIONS.items():
                 for name in names or [field.name for field in fields(SECTIONS[section])]:
                     chosen = getattr(getattr(self, section), name)
                     if chosen != getattr(SECTIONS[section], name):
                         raise ConfigError(
-                            f"{name}={chosen!r}: captions alone read it; add --task caption"
+                            f"{name}={chosen!r}: it only applies to captions; add --task caption"
                         )
             return
         if self.augment.mixes:
@@ -89,8 +89,8 @@ class Config:
         balance, task = self.training.balance, self.training.task
         if balance != "none" and task != "classify":
             raise ConfigError(
-                f"balance={balance}: task={task} has no one class an image to balance; leave it "
-                "out, or use --task classify"
+                f"balance={balance}: class balancing needs a single-label task, not task={task}; "
+                "leave it out, or use --task classify"
             )
 
     def _check_repeats(self) -> None:
@@ -107,7 +107,7 @@ class Config:
             )
 
     def _check_probe(self) -> None:
-        """Refuse the fit of a head to classes where no head, or another kind, is learned."""
+        """Check that a linear probe has a single-label task."""
         if self.training.task == "classify":
             return
         if self.finetune.method == "probe" or self.finetune.probe_first:
@@ -132,7 +132,7 @@ class Config:
             )
 
 
-# settings that mean nothing without captions; none named: all of the section
+# settings that only apply to captions; () is the whole section
 ONLY_CAPTIONS: dict[str, tuple[str, ...]] = {
     "decoder": (),
     "training": ("encoder_lr", "caption_samples"),

@@ -1,4 +1,4 @@
-"""What every group of settings has: aliases of its fields, and checks that name what is wrong."""
+"""Base class of the settings' dataclasses: aliases of fields, and checks of values."""
 
 from dataclasses import field
 from typing import Any
@@ -7,12 +7,12 @@ from vit.errors import ConfigError
 
 
 def setting(default: Any, *aliases: str) -> Any:
-    """A field with the other flags that people type for it, such as `-b` or `--img-size`."""
+    """A dataclass field with alternative flags, such as `-b` or `--img-size`."""
     return field(default=default, metadata={"aliases": aliases})
 
 
 class Section:
-    """A group of settings; its subclasses are frozen dataclasses."""
+    """A section of the settings; subclasses are frozen dataclasses."""
 
     def refuse(self, name: str, why: str) -> None:
         """Raise a ConfigError that names the setting and its value."""

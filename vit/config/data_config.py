@@ -1,4 +1,4 @@
-"""Settings of the images: which, how they are read and batched, how they are varied."""
+"""Settings of the data: dataset, loading, evaluation transform, augmentation."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Which images, and how they are read, batched and evaluated."""
+    """The dataset, its loading and batches, and the evaluation transform."""
 
     data: str = ""
     """A folder of images, a list (CSV, JSON lines), tar shards, or the name of a known set."""
@@ -93,7 +93,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Section):
-    """How training images are varied."""
+    """Augmentation of training images."""
 
     random_crop: Literal["resized", "simple"] = "resized"
     """A part of any size and aspect, resized; or all of the short side at a random place."""
@@ -142,13 +142,11 @@ class AugmentConfig(Section):
         if self.randaugment_magnitude > 30:
             self.refuse("randaugment_magnitude", "must be at most 30")
         if self.cutmix_share != AugmentConfig.cutmix_share and not (self.mixup and self.cutmix):
-            self.refuse(
-                "cutmix_share", "has a meaning where mixup and cutmix are both on: add both"
-            )
+            self.refuse("cutmix_share", "only applies when mixup and cutmix are both on: add both")
         if self.random_crop == "simple":
             for name in ("min_crop", "crop_ratio"):
                 if getattr(self, name) != getattr(AugmentConfig, name):
-                    self.refuse(name, "random_crop=simple has no use for it; leave it out")
+                    self.refuse(name, "does not apply to random_crop=simple; leave it out")
 
     @property
     def mixes(self) -> bool:

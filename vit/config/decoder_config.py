@@ -1,4 +1,4 @@
-"""Settings of the decoder that writes captions, and of its words."""
+"""Settings of the caption decoder and its tokenizer."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ TRAINED = ("bpe", "wordpiece")
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Section):
-    """What the decoder computes, and which words it has; read with --task caption alone."""
+    """The caption decoder and its tokenizer; only with --task caption."""
 
     decoder_dim: int | None = None
     """Width of a token; the encoder's when left empty."""
@@ -69,7 +69,7 @@ class DecoderConfig(Section):
             self.refuse("decoder_drop_path", "it is 0 at the first block, and there is no other")
 
     def check_with(self, encoder: ModelConfig) -> None:
-        """Refuse values that do not fit the encoder's, by the names that people gave.
+        """Check the settings against those of the encoder.
 
         Raises:
             ConfigError: It names the setting.
@@ -105,7 +105,7 @@ class DecoderConfig(Section):
         return encoder.num_heads if dim == encoder.dim else max(dim // 64, 1)
 
     def block_config(self, encoder: ModelConfig) -> ModelConfig:
-        """The decoder's blocks, in the words that an encoder's blocks are described in."""
+        """Model config of the decoder's blocks."""
         experts = self.decoder_feedforward == "moe"
         usual = encoder if experts else ModelConfig()
         return dataclasses.replace(

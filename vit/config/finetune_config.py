@@ -1,4 +1,4 @@
-"""Settings of fine-tuning: from which weights, and which part of them learns."""
+"""Settings of fine-tuning: pretrained weights, and which parameters are trained."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,12 +7,12 @@ from vit.config.config_section import Section, setting
 from vit.config.model_config import ModelConfig
 
 AUTO_WEIGHTS = "auto"
-"""As `weights`: chosen from a list by data, time and device."""
+"""Value of `weights`: choose them from a list by data, time and device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(Section):
-    """Pretrained weights, and how a training goes on from them."""
+    """Pretrained weights, and how they are fine-tuned."""
 
     weights: str | None = setting(None, "--pretrained")
     """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
@@ -37,13 +37,13 @@ class FinetuneConfig(Section):
         if self.method != "lora":
             for name in ("lora_rank", "lora_alpha", "lora_targets"):
                 if getattr(self, name) != getattr(FinetuneConfig, name):
-                    self.refuse(name, "has a meaning with method=lora alone")
+                    self.refuse(name, "only applies when method=lora")
         if self.weights is None and self.method not in (None, "full"):
             self.refuse("method", "needs pretrained weights: give --weights SOURCE")
         if self.weights is None and self.probe_first:
             self.refuse("probe_first", "needs pretrained weights: give --weights SOURCE")
         if self.probe_first and self.method == "probe":
-            self.refuse("probe_first", "method=probe is that already")
+            self.refuse("probe_first", "method=probe does that already")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -53,9 +53,9 @@ class FinetuneConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialModelConfig(ModelConfig):
-    """What somebody chose of a network whose other settings pretrained weights decide.
+    """Model settings given by the user, where pretrained weights decide the others.
 
-    Whether all of them fit together is known with those of the weights.
+    They are checked together once the settings of the weights are known.
     """
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Everything that decides what the network computes, and nothing else."""
+    """The architecture of the network."""
 
     image_size: int = setting(224, "--img-size")
     """Side of the square image the network sees, in pixels; a multiple of patch_size."""
@@ -71,7 +71,7 @@ class ModelConfig(Section):
     position: Literal[
         "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "relative", "none"
     ] = "learned"
-    """How tokens know their place in the image."""
+    """Position embedding."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
     """Which tokens before the patches have a position; auto: class token, none with registers."""
     rotary_grid: Literal["index", "centred"] = "index"
@@ -103,21 +103,21 @@ class ModelConfig(Section):
     feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
     """Feed-forward part; swiglu_packed: one matrix for gate and value; moe: experts."""
     num_experts: int = 8
-    """Experts: how many there are in a block."""
+    """Experts: number of experts in a block."""
     top_k: int = setting(2, "--experts-per-token")
-    """Experts: how many each token visits."""
+    """Experts: number of experts of each token."""
     moe_every: int = 2
     """Experts: in every n-th block, counted from 1; the others have an mlp."""
     capacity_factor: float = 0.0
-    """Experts: places in each, as a multiple of an equal share of an image's tokens; 0: no end."""
+    """Experts: capacity factor, relative to an equal share of tokens; 0 is no limit."""
     router_weights: Literal["auto", "softmax", "renormalised"] = "auto"
     """Experts: weights of their answers; auto: sum to one, or with top_k=1 the probability."""
     router_jitter: float = 0.0
     """Experts: in training the router's inputs are multiplied by up to 1 +- this."""
     router_priority: Literal["order", "score"] = "order"
-    """Experts, with a capacity: who is placed first; score: whom the router is surest of."""
+    """Experts, with a capacity: which tokens come first; score: the largest router scores."""
     shared_expert: bool = False
-    """Experts: one more, which every token visits."""
+    """Experts: one more, used by every token."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
     """Activation of the mlp."""
     layer_scale: float = setting(0.0, "--init-values")
@@ -140,7 +140,7 @@ class ModelConfig(Section):
         self.check_together()
 
     def check_each(self) -> None:
-        """Refuse values that are wrong in any network."""
+        """Check each value."""
         self.check_at_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
         self.check_at_least(1, "repeat_blocks", "stem_depth")
         self.check_at_least(1, "num_experts", "top_k", "moe_every")
@@ -154,7 +154,7 @@ class ModelConfig(Section):
                 self.check_at_least(1, name)
 
     def check_together(self) -> None:
-        """Refuse values that do not fit each other."""
+        """Check that the values fit each other."""
         if self.image_size % self.patch_size:
             down = max(self.image_size // self.patch_size, 1) * self.patch_size
             up = (self.image_size // self.patch_size + 1) * self.patch_size
@@ -189,7 +189,7 @@ class ModelConfig(Section):
         self._check_absent()
 
     def _check_absent(self) -> None:
-        """Refuse what belongs to a part that this network does not have."""
+        """Check that no setting belongs to a part that this network does not have."""
         for name, (part, kinds) in BELONGS_TO.items():
             default = self.__dataclass_fields__[name].default
             if getattr(self, name) != default and getattr(self, part) not in kinds:
@@ -309,7 +309,7 @@ class ModelConfig(Section):
 
     @property
     def num_positioned_prefix_tokens(self) -> int:
-        """Tokens in front of the patches that have a row in the table of positions."""
+        """Prefix tokens that have a row in the position table."""
         placed = self.prefix_positions
         if placed == "auto":
             placed = "none" if self.registers else "all"
@@ -317,7 +317,7 @@ class ModelConfig(Section):
 
     @property
     def is_rotary(self) -> bool:
-        """Whether queries and keys are turned by their places."""
+        """Whether the network has a rotary position embedding."""
         return self.position in ROTARY
 
     @property

@@ -1,7 +1,7 @@
-"""Settings as people write them: flat names in YAML files and flags, turned into a Config.
+"""Parses flat settings from YAML files and flags into a Config.
 
 A preset is applied first, then the file, then the flags. Every key is checked against the fields
-of vit/config/; nothing unknown, doubled or of another type passes.
+of vit/config/: unknown and repeated keys and values of another type raise errors.
 """
 
 import ast
@@ -24,7 +24,7 @@ from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError, printable
 from vit.paths import did_you_mean
 
-MOST_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
 
 
@@ -80,7 +80,7 @@ def names_by_alias() -> dict[str, str]:
 
 
 def nearest(word: str, words: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the word of `words` nearest to `word`, or nothing."""
+    """`; did you mean X?` for the most similar of `words`, or ""."""
     near = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -134,7 +134,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_unknown(key: Any, value: Any) -> str:
-    """What may have been meant by a key that no setting has."""
+    """A hint for an unknown key."""
     if key in FLAGS_ONLY:
         return f" of a file: give it as the flag --{key}"
     if isinstance(value, dict):
@@ -185,9 +185,9 @@ def convert(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
         return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
-    converted = PLAIN[kind](value)
+    converted = CONVERTERS[kind](value)
     if converted is None:
-        raise ConfigError(f"{name}={value!r} is not {WORDS[kind]}")
+        raise ConfigError(f"{name}={value!r} is not {TYPE_NAMES[kind]}")
     return converted
 
 
@@ -227,17 +227,17 @@ def _str(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-PLAIN: dict[type, typing.Callable[[Any], Any]] = {
+CONVERTERS: dict[type, typing.Callable[[Any], Any]] = {
     int: _int,
     float: _float,
     bool: _bool,
     str: _str,
 }
-WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
 def default_run_folder(data: str) -> Path:
-    """Where a run goes when nobody says: `runs/<name of the data>`."""
+    """The default run folder: `runs/<name of the data>`."""
     return Path("runs") / (Path(data).resolve().name or "run")
 
 
@@ -265,8 +265,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """
     try:
         raw = Path(path).read_bytes()
-        if len(raw) > MOST_BYTES:
-            raise ConfigError(f"is larger than {MOST_BYTES:,} bytes")
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(f"is larger than {MAX_BYTES:,} bytes")
         values = yaml.load(raw, _StrictLoader)
         if values is None:
             return {}

@@ -1,4 +1,4 @@
-"""Settings of a run: on which devices, in which arithmetic, what is kept on the way."""
+"""Settings of a run: device, precision, checkpoints, tracking."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from vit.config.config_section import Section, setting
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """Where it is computed, in which arithmetic, and what is kept on the way."""
+    """Device, precision, checkpoints and tracking."""
 
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""

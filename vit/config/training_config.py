@@ -1,4 +1,4 @@
-"""Settings of learning: for how long, by which optimiser, with which regularisation."""
+"""Settings of training: length, optimiser, learning rate, regularisation."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TIME_DECIDES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
-    """What is trained, for how long, and by which optimiser."""
+    """Task, length, optimiser and regularisation of training."""
 
     task: Literal["classify", "multilabel", "caption", "classify,caption"] = "classify"
     """What the network learns: one class an image, any number of them, captions, or two tasks."""

@@ -28,7 +28,7 @@ TABLES = {
     "stem_norm": build.STEM_NORMS,
 }
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
-# pooling=none is for networks without a head: those of captions (test_model_decoder.py)
+# pooling=none is for networks without a head: those of captions (test_decoder.py)
 CHOICES = [
     (field, name)
     for field, table in TABLES.items()

@@ -9,7 +9,7 @@ from vit.config import Config, ModelConfig
 from vit.config.parser import all_settings, flatten, make_config, read_settings, write_settings
 from vit.errors import ConfigError
 
-RECIPES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def test_numbers_may_be_typed_as_text():
@@ -79,7 +79,7 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"batch_size": "auto", "accumulate": 2}, "accumulate is given twice"),
         ({"batch_size": "many"}, "batch_size='many' is not a whole number"),
         ({"time": "soon"}, "time='soon': write a number and s, m or h"),
-        ({"soup": True}, "keep_best=1: a soup is made of several epochs"),
+        ({"soup": True}, "keep_best=1: a soup averages several epochs"),
         ({"keep_best": 0}, "keep_best=0: must be at least 1"),
         ({"patience": 0}, "patience=0: must be at least 1"),
         ({"checkpoint_steps": 0}, "checkpoint_steps=0: must be at least 1"),
