@@ -11,7 +11,7 @@ class VitError(Exception):
     """Base class for errors the user can fix; commands print it and exit with its code."""
 
     exit_code = 2
-    everywhere = True
+    on_all_processes = True
     """Whether all processes of a distributed run raise it, so that only one prints it."""
 
 

@@ -122,8 +122,8 @@ def test_three_augment_draws_from_torchs_generator_alone(pil_image):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"random_crop": "simple", "min_crop": 0.5}, "min_crop=0.5: random_crop=simple"),
-        ({"random_crop": "simple", "crop_ratio": 2}, "crop_ratio=2.0: random_crop=simple"),
+        ({"random_crop": "simple", "min_crop": 0.5}, "min_crop=0.5: does not apply"),
+        ({"random_crop": "simple", "crop_ratio": 2}, "crop_ratio=2.0: does not apply"),
         ({"cutmix_share": 0.3, "mixup": 0.2}, "cutmix_share=0.3: only applies"),
         ({"auto_augment": "augmax"}, "did you mean augmix"),
     ],

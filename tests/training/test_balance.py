@@ -165,9 +165,18 @@ def test_a_balanced_training_chooses_by_balanced_accuracy(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"task": "caption"}, "balance=loss: task=caption has no one class"),
-        ({"task": "classify,caption"}, "balance=loss: task=classify,caption has no one class"),
-        ({"task": "multilabel"}, "balance=loss: task=multilabel has no one class"),
+        (
+            {"task": "caption"},
+            "balance=loss: class balancing needs a single-label task, not task=caption",
+        ),
+        (
+            {"task": "classify,caption"},
+            "balance=loss: class balancing needs a single-label task, not task=classify,caption",
+        ),
+        (
+            {"task": "multilabel"},
+            "balance=loss: class balancing needs a single-label task, not task=multilabel",
+        ),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(settings, reason):

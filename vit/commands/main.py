@@ -117,7 +117,7 @@ def run_command(name: str, words: list[str]) -> int:
         return int(stop.code or 0)
     except VitError as error:
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or not error.everywhere:
+        if rank == "0" or not error.on_all_processes:
             where = "" if rank == "0" else f" (process {rank})"
             print(f"vit {name}{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code

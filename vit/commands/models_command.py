@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from vit.commands.command_options import choices_of, is_comma_separated
-from vit.config.parser import WORDS, Setting, all_settings, nearest
+from vit.config.parser import TYPE_NAMES, Setting, all_settings, nearest
 from vit.config.presets import PRESETS, preset
 from vit.errors import ConfigError, printable
 
@@ -81,7 +81,7 @@ def values_of(setting: Setting) -> str:
     default = shown(setting)
     if words := words_of(setting):
         return " ".join(f"[{word}]" if word == default else word for word in words)
-    plain = next(WORDS[kind] for kind in kinds_of(setting.kind) if kind in WORDS)
+    plain = next(TYPE_NAMES[kind] for kind in kinds_of(setting.kind) if kind in TYPE_NAMES)
     many = ", or several with commas" if is_comma_separated(setting.kind) else ""
     return f"{plain}{many} [{default}]"
 

@@ -162,7 +162,7 @@ class MicroBatchLoader:
                 "a loader process was killed, most likely for lack of memory or of shared memory "
                 "(/dev/shm); use fewer workers (-j) or a smaller batch_size"
             )
-            killed.everywhere = False
+            killed.on_all_processes = False
             raise killed from error
         except BaseException:
             self.stop_workers()

@@ -190,7 +190,9 @@ def look_at_weights(
     try:
         source = open_pretrained(where, model=model)
     except VitError as error:
-        error.everywhere = accelerator.is_main_process  # what the others alone meet, they tell
+        error.on_all_processes = (
+            accelerator.is_main_process
+        )  # what the others alone meet, they tell
         raise
     tell = teller(accelerator)
     for line in describe_source(where, source):
@@ -249,7 +251,7 @@ def mendable() -> Iterator[None]:
         if told is None:
             raise
         failure = RunError(told)
-        failure.everywhere = False
+        failure.on_all_processes = False
         raise failure from None
 
 

@@ -737,7 +737,7 @@ def run_trial(
     except (Interrupted, BadImage):
         raise
     except VitError as error:
-        alone = accelerator.num_processes > 1 and not error.everywhere
+        alone = accelerator.num_processes > 1 and not error.on_all_processes
         if trial == 0 or alone:
             raise
         return {**result, "error": printable(error)}
