@@ -14,7 +14,7 @@ from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import (
-    Counter,
+    AttemptCounter,
     Worker,
     from_text,
     pieces,
@@ -75,8 +75,8 @@ def test_workers_give_the_digits_of_one_predictor(tiny_run, input_images, bad_im
         "file:///no",
     ]
     settings = {"precision": "fp32", "batch_size": 4}
-    counter = Counter()
-    workers = [Worker(str(tiny_run), settings, 2, counter.began) for _ in range(2)]
+    counter = AttemptCounter()
+    workers = [Worker(str(tiny_run), settings, 2, counter.attempt) for _ in range(2)]
     answers = []
     for number, piece in enumerate(pieces(images, 4, 1)):
         table = workers[number % 2](piece)
@@ -94,7 +94,7 @@ def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, input_images)
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
     run = save_captioner(tmp_path / "run")
     settings = {"precision": "fp32", "batch_size": 4, "search": Search(temperature=2.0)}
-    worker = Worker(str(run), settings, 1, Counter().began)
+    worker = Worker(str(run), settings, 1, AttemptCounter().attempt)
     texts = [t for piece in pieces(input_images, 4, 2) for t in worker(piece)["answer"].to_pylist()]
     found = [
         from_text(image, text).caption for image, text in zip(input_images, texts, strict=True)
@@ -105,8 +105,8 @@ def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, input_images)
 @pytest.mark.auto_precision
 def test_a_piece_that_kills_is_given_up(tiny_run, input_images):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    counter = Counter()
-    worker = Worker(str(tiny_run), {"batch_size": 4}, 1, counter.began)
+    counter = AttemptCounter()
+    worker = Worker(str(tiny_run), {"batch_size": 4}, 1, counter.attempt)
     piece, other = pieces(input_images, 4, 1)[:2]
     for _ in range(3):
         assert all(

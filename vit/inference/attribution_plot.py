@@ -1,7 +1,6 @@
-"""Answers drawn: the image that the network saw, and where it looked at each word of a caption,
-or what spoke for the two best classes.
+"""Plots attribution maps: the image that the network saw, under the map of each class or word.
 
-Each image becomes a PNG and a JSON of the same name:
+Each image becomes a PNG and a JSON file of the same name:
 
     {"image", "caption", "words": [{"text", "weights": [[share of each patch]]}]}
     {"image", "seen", "classes": [{"label", "probability", "weights", "deletion"}]}
@@ -47,7 +46,7 @@ LONGEST_STEM = 40  # characters, of four bytes at most: file names end at 255 by
 
 
 def check_explainable(predictor: Predictor) -> None:
-    """Refuse a network whose looks cannot be drawn.
+    """Raise if the predictions of a network cannot be explained.
 
     Raises:
         ConfigError: It merges the patches on the way, or classifies whole images of any aspect,
@@ -94,7 +93,7 @@ def draw_explanations(
         images: Paths of images.
         folder: Made where it is missing; a drawing of the same name is replaced.
         top_k, threshold: As for `stream`.
-        say: Receives one line at the end: for how many images the map of the best class was
+        notify: Called with one line at the end: for how many images the map of the best class was
             better than chance. Captions have none.
 
     Raises:
@@ -138,7 +137,7 @@ def _write_caption(predictor: Predictor, answer: ImageOutput, path: Path) -> Non
 
 
 def _write_classes(predictor: Predictor, answer: ImageOutput, path: Path) -> Deletion:
-    """Draw and tell; returns what deleting says of the map of the best class."""
+    """Plot the maps of the classes; returns the deletion metric of the best class."""
     assert answer.pixels is not None, "an answer without an error has an image"
     seen = attribute_classes(predictor, answer)
     texts = [view_lines(predictor), *(one.lines for one in seen)]
@@ -159,7 +158,7 @@ def rounded(weights: Tensor) -> list[list[float]]:
 
 
 def looks(predictor: Predictor, answer: ImageOutput) -> list[WordAttribution]:
-    """Where the network looked at each word of the best caption of `answer`."""
+    """Attention map of each word of the best caption of `answer`."""
     assert predictor.caption_generator is not None, "an answer with captions is a captioner's"
     assert answer.memory is not None, "an answer with captions has a memory"
     assert answer.pixels is not None, "an answer with captions has an image"

@@ -1,9 +1,8 @@
-"""Whether a map of what mattered is right: its strongest patches are deleted first.
+"""Deletion metric: faithfulness of an attribution map, whose strongest patches are deleted first.
 
 A deleted patch has the mean colour of the preprocessing, which is zero in the network's input. The
-probability of the class is followed, and the area under it over the share of deleted patches is
-the score: from 0 to 1, and less is better, as the class is lost sooner. Random orders say what
-chance does, and the order reversed what is lost last.
+score is the area under the probability of the class over the share of deleted patches: from 0 to 1,
+lower is better. Random orders are the chance level; the reversed order is the upper reference.
 
 Source: Petsiuk et al., "RISE", arXiv:1806.07421 (the deletion metric).
 """
@@ -49,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Deletion:
-    """What deleting says of one map.
+    """Deletion metric of one map.
 
     Args:
         curve: The strongest patches first.
@@ -92,16 +91,16 @@ def deletions(
     seed: int,
     multilabel: bool = False,
 ) -> list[Deletion]:
-    """What deleting says of each of `maps`; the network is shown `passes` images.
+    """Deletion metric of each of `maps`; takes `passes` forward images.
 
     Args:
-        model: In evaluation.
+        model: In evaluation mode.
         image: Normalised, (channels, height, width).
         maps: How much each patch mattered, (maps, rows, cols); random among equals.
         classes: The class of each map.
         batch_size: Images in one pass.
         seed: Of the random orders, which all maps share.
-        several: Whether an image may have several classes.
+        multilabel: Whether classes have probabilities of their own.
     """
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)

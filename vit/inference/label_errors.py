@@ -1,7 +1,7 @@
-"""Suspected labels and further copies, by the features of a trained network.
+"""Label errors and near duplicates, found by the features of a trained network.
 
-A label is suspected where the images that look most alike mostly have another one, and so clearly
-as images of that other class usually do: the thresholds of confident learning, with out-of-sample
+A label is suspected if the nearest neighbours of the image mostly have another one, with at least
+the usual probability of that class: the thresholds of confident learning, with out-of-sample
 probabilities from nearest neighbours. Source: Northcutt et al., "Confident Learning", section 3,
 arXiv:1911.00068; neighbours: Wu et al., arXiv:1805.01978, section 3.4.
 """
@@ -60,13 +60,13 @@ def find_label_errors(
     device: str | None = None,
     notify: Callable[[str], object] = lambda _note: None,
 ) -> CheckReport:
-    """`report` with what the features of a network say too.
+    """Add suspected labels and near duplicates to `report`, by the features of a network.
 
     Args:
         report: Of the images.
         weights: Any source of weights; no head is needed.
         device: Where it computes; the best one here if None.
-        say: Told what the weights are.
+        notify: Called with notes about the weights.
 
     Raises:
         VitError: The weights cannot be used.

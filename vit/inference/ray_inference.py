@@ -1,10 +1,9 @@
-"""Predictions by the workers of a Ray cluster: the same Predictor in each, one file in the end.
+"""Distributed prediction with Ray: a Predictor in each worker, and one output file.
 
-The list is cut into pieces of whole batches. A worker answers one piece at a time and hands back
-its rows; one that dies is started again, and its unfinished pieces with it. Pieces come in their
-order, and each row has its number, which is checked.
-
-A Ray cluster for one prediction: found or started, kept quiet, and its errors told in a line.
+The list is cut into pieces of whole batches. A worker computes one piece at a time and returns its
+rows; a worker that dies is restarted, and repeats its unfinished pieces. Pieces come back in order,
+and the index of each row is checked. The cluster is a running one, that of RAY_ADDRESS, or a local
+one for as long as the prediction takes.
 """
 
 import json
@@ -25,33 +24,33 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class Counter:
+class AttemptCounter:
     """How often each piece was begun."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
 
-    def began(self, piece: int) -> int:
+    def attempt(self, piece: int) -> int:
         """Counts once more, and returns the count."""
         self.counts[piece] = self.counts.get(piece, 0) + 1
         return self.counts[piece]
 
 
-class Beginnings:
+class SharedAttemptCounter:
     """One Counter that all workers of a cluster ask; it takes no core."""
 
     def __init__(self) -> None:
         import ray
 
         self.counter = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(
-            Counter
+            AttemptCounter
         ).remote()
 
     def __call__(self, piece: int) -> int:
-        """As `began` of the Counter."""
+        """As `attempt` of the Counter."""
         import ray
 
-        return int(ray.get(self.counter.began.remote(piece)))
+        return int(ray.get(self.counter.attempt.remote(piece)))
 
 
 def shares(
@@ -106,8 +105,8 @@ def cluster(workers: int | None) -> Iterator[ModuleType]:
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
-    """Rows in order and nothing on the terminal; what was set before comes back."""
+def ordered_and_quiet() -> Iterator[None]:
+    """Set Ray Data to ordered rows and no terminal output; restores its settings on exit."""
     import ray.data
 
     context = ray.data.DataContext.get_current()
@@ -130,8 +129,8 @@ def in_order() -> Iterator[None]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """What goes wrong in a worker, in one line.
+def raise_worker_errors() -> Iterator[None]:
+    """Re-raise errors of workers as a VitError of one line.
 
     Raises:
         VitError: That of the worker, or that Ray gave up.
@@ -185,7 +184,7 @@ def predict_with_ray(
         top_k: Most probable classes to name.
         settings: Of the Predictor.
         workers: Each with one Predictor; one a GPU, or one a core, when left out.
-        say: Receives a line about what is used.
+        notify: Called with a line about what is used.
 
     Raises:
         VitError: Ray is not installed or gives up, or the model or a setting cannot be used.
@@ -193,10 +192,10 @@ def predict_with_ray(
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
     model = os.path.abspath(model) if os.path.exists(model) else model
-    with redirect_stdout(sys.stderr), cluster(workers) as ray, in_order():
+    with redirect_stdout(sys.stderr), cluster(workers) as ray, ordered_and_quiet():
         size, share = shares(ray.cluster_resources(), settings.get("device"), workers)
         settings = {"workers": min(share["num_cpus"], MOST_THREADS), **settings}
-        with told():
+        with raise_worker_errors():
             about = ray.get(ray.remote(**share)(_about).remote(model, settings))
         if about["several"]:
             raise ConfigError(
@@ -210,7 +209,7 @@ def predict_with_ray(
         layout = Layout(
             min(top_k, len(about["classes"])), about["classes"], images, about["n_best"]
         )
-        asked = (model, settings | about["settings"], max(layout.top_k, 1), Beginnings())
+        asked = (model, settings | about["settings"], max(layout.top_k, 1), SharedAttemptCounter())
         return _write(out, style, layout, _rows(tables, images, asked, size, share))
 
 
@@ -220,7 +219,7 @@ def _write(out: str, style: str, layout: Layout, rows: Iterator[Prediction]) -> 
 
     def counted() -> Iterator[Prediction]:
         nonlocal failed
-        with told():
+        with raise_worker_errors():
             for row in rows:
                 failed += row.error is not None
                 yield row
@@ -266,9 +265,9 @@ class Worker:
     """
 
     def __init__(
-        self, model: str, settings: dict[str, Any], top_k: int, began: Callable[[int], int]
+        self, model: str, settings: dict[str, Any], top_k: int, attempt: Callable[[int], int]
     ) -> None:
-        self.began = began
+        self.attempt = attempt
         self.predictor = _opened(model, settings)
         self.draws = getattr(settings.get("search"), "temperature", 0) > 0
         self.top_k = top_k
@@ -278,7 +277,7 @@ class Worker:
         import pyarrow as pa
 
         numbers = piece["number"].to_pylist()
-        if self.began(numbers[0]) > ATTEMPTS:
+        if self.attempt(numbers[0]) > ATTEMPTS:
             why = f"workers died {ATTEMPTS} times at this image, or at one of its piece"
             lost = to_text(Prediction("", error=f"{why} of {len(numbers)}"))
             return pa.table({"number": numbers, "answer": [lost] * len(numbers)})

@@ -1,6 +1,4 @@
-"""Files on this disk or anywhere that fsspec knows (s3://...): lists of images, the images
-themselves, and results as text or parquet.
-"""
+"""Local and remote files through fsspec (s3://...): image lists, images, and result files."""
 
 import csv
 import io
