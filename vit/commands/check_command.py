@@ -1,4 +1,4 @@
-"""`vit check`: what is wrong with a data set, before time is spent on it."""
+"""`vit check`: finds problems of a dataset before training."""
 
 import argparse
 from contextlib import ExitStack

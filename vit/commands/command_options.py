@@ -12,8 +12,8 @@ from vit.config.presets import preset
 SEARCH_NAMES = {"sample-top-k": "top_k"}
 VIEWS = ("flip", "crops")
 TTA_HELP = (
-    "answer by the mean over several views of an image: it and its mirror image, or those of its "
-    "centre and four corners, ten in all; of classes alone"
+    "test-time augmentation, classification only: average over an image and its mirror image "
+    "(flip), or over ten crops (crops: centre and corners, mirrored too)"
 )
 COMPILE_HELP = (
     "compile the network with torch.compile, which takes a minute and pays for many images"
@@ -21,12 +21,12 @@ COMPILE_HELP = (
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> Any:
-    """How a saved model is run: batch size, device, precision, threads, patches.
+    """Add flags of inference: batch size, device, precision, threads, patches.
 
     Returns:
-        The group, for more flags of one command.
+        The argument group, for further flags.
     """
-    # set first and suppressed below: the help then says in words what leaving them out means
+    # defaults are set here and suppressed below, so that the help can describe them in words
     parser.set_defaults(batch_size=None, device=None, workers=None)
     parser.set_defaults(merge_tokens=None, patch_size=None)
     group = parser.add_argument_group("how the network runs")
@@ -63,15 +63,15 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "--keep-aspect",
         action="store_true",
-        help="show the network whole images in their own aspect, with at most as many patches "
-        "as usual, instead of a square of each",
+        help="keep the aspect ratio of images, with at most as many patches as usual, instead of a "
+        "square crop",
     )
     add_patch_options(group)
     return group
 
 
 def add_patch_options(group: Any) -> None:
-    """Other patches than those of the training."""
+    """Add flags of the patches."""
     group.add_argument(
         "--merge-tokens",
         type=count,
@@ -90,27 +90,37 @@ def add_patch_options(group: Any) -> None:
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """How captions are looked for; `search_from_args` says what was typed."""
+    """Add flags of caption generation; see `search_from_args`."""
     group = parser.add_argument_group(
-        "how captions are written",
-        "Of a captioner alone; the likeliest word each time if not said.",
+        "caption generation",
+        "Captioning models only; greedy decoding by default.",
     )
     for flag, kind, metavar, text in (
-        ("beams", positive_int, "N", "sentences that are written side by side (default: 1)"),
-        ("n-best", positive_int, "K", "captions of each image, at most --beams (default: 1)"),
+        ("beams", positive_int, "N", "beams of beam search (default: 1)"),
+        ("n-best", positive_int, "K", "captions per image, at most --beams (default: 1)"),
         ("length-penalty", float, "P", "beams are compared by score / tokens^P (default: 1)"),
         (
             "temperature",
             float,
             "T",
-            "draw words from softmax(logits / T) (default: 0, drawing none)",
+            "sample from softmax(logits / T) (default: 0, no sampling)",
         ),
-        ("top-p", float, "P", "draw among the fewest words of probability P (default: 1)"),
-        ("sample-top-k", positive_int, "K", "draw among the K likeliest words (default: all)"),
-        ("repetition-penalty", float, "R", "makes words less likely that are there (default: 1)"),
+        (
+            "top-p",
+            float,
+            "P",
+            "nucleus sampling: tokens of total probability P (default: 1)",
+        ),
+        ("sample-top-k", positive_int, "K", "sample among the K likeliest tokens (default: all)"),
+        (
+            "repetition-penalty",
+            float,
+            "R",
+            "penalty of tokens generated already (default: 1)",
+        ),
         ("min-tokens", count, "N", "tokens before a caption may end (default: 1)"),
         ("max-tokens", positive_int, "N", "longest caption in tokens (default: as in training)"),
-        ("seed", count, "N", "decides what is drawn (default: 0)"),
+        ("seed", count, "N", "seed of sampling (default: 0)"),
     ):
         name = f"search.{SEARCH_NAMES.get(flag, flag.replace('-', '_'))}"
         group.add_argument(
@@ -119,7 +129,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def search_from_args(args: argparse.Namespace) -> Any:
-    """The Search that was typed, or None where none of its flags was.
+    """The Search of the given flags, or None without any.
 
     Raises:
         ConfigError: The flags contradict each other.
@@ -137,21 +147,21 @@ def search_from_args(args: argparse.Namespace) -> Any:
 
 
 def count(word: str) -> int:
-    """A number of at least 0, typed as a flag."""
+    """Parse an integer of at least 0."""
     if not word.isdecimal():
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 0")
     return int(word)
 
 
 def positive_int(word: str) -> int:
-    """A number of at least 1, typed as a flag."""
+    """Parse an integer of at least 1."""
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
     return int(word)
 
 
 def probability(word: str) -> float:
-    """A number above 0 and at most 1, typed as a flag."""
+    """Parse a number in (0, 1]."""
     try:
         number = float(word)
     except ValueError:
@@ -162,7 +172,7 @@ def probability(word: str) -> float:
 
 
 def add_setting(group: Any, setting: Setting) -> None:
-    """One flag: its text is checked with the settings of a file, so errors are the same."""
+    """Add the flag of a setting; its value stays text and is checked like one from a file."""
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
     commas = " Separated by commas." if is_comma_separated(setting.kind) else ""
@@ -180,7 +190,7 @@ def add_setting(group: Any, setting: Setting) -> None:
 
 
 def default_text(setting: Setting) -> str:
-    """What --help says of the value where the flag is not given."""
+    """The default of a setting as --help shows it."""
     if setting.name == "num_classes":
         return ""
     if setting.name in preset(str(all_settings()["model"].default)):
@@ -192,7 +202,7 @@ def default_text(setting: Setting) -> str:
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The words that a flag of this type takes; none where it takes any."""
+    """The choices of a Literal type; none for other types."""
     for option in (kind, *typing.get_args(kind)):
         if typing.get_origin(option) is Literal:
             return typing.get_args(option)
@@ -200,7 +210,7 @@ def choices_of(kind: Any) -> tuple[str, ...]:
 
 
 def value_count(kind: Any) -> int:
-    """How many values a flag of this type takes; 0 for the ordinary one, and one with commas."""
+    """Number of values of a fixed-length tuple; 0 for other types."""
     for option in (kind, *typing.get_args(kind)):
         if typing.get_origin(option) is tuple and Ellipsis not in typing.get_args(option):
             return len(typing.get_args(option))
@@ -208,7 +218,7 @@ def value_count(kind: Any) -> int:
 
 
 def is_comma_separated(kind: Any) -> bool:
-    """Whether a flag of this type takes any number of values, in one word."""
+    """Whether the type is a tuple of any length, given as one comma-separated word."""
     return any(
         typing.get_origin(option) is tuple and Ellipsis in typing.get_args(option)
         for option in (kind, *typing.get_args(kind))
@@ -216,14 +226,14 @@ def is_comma_separated(kind: Any) -> bool:
 
 
 def settings_from_args(args: argparse.Namespace) -> dict[str, Any]:
-    """What was typed for flags of `add_setting`, by the settings' names, not yet checked."""
+    """Values of the flags of `add_setting` by setting name, not yet checked."""
     return {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
 
 
 def add_list_options(
     parser: argparse.ArgumentParser, usual: str = "found by its usual names"
 ) -> None:
-    """How a list or a table is read; `usual` is what is done about columns that nobody names."""
+    """Add flags of image lists; `usual` describes the default of the column flags."""
     parser.set_defaults(images=None, image_column=None, label_column=None)
     parser.add_argument(
         "--images",
@@ -241,5 +251,5 @@ def add_list_options(
     parser.add_argument(
         "--allow-outside",
         action="store_true",
-        help="take images of a list that lie outside of its folder, or of --images",
+        help="allow a list to name images outside of its folder, or of --images",
     )

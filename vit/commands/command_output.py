@@ -1,4 +1,4 @@
-"""Where a command writes: results to standard output or a file, everything else to stderr."""
+"""Output of commands: results to standard output or a file, everything else to stderr."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How far a long work is: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of long commands: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 import sys
 import time
@@ -12,15 +12,15 @@ LONG = 100  # more images than these get a line at the end
 
 
 class Progress:
-    """Counts images; use it in a `with`.
+    """Counts processed images; use it in a `with`.
 
     Args:
-        total: Images of the whole work.
-        done: Of an earlier, interrupted one.
-        results_on_terminal: Whether rows scroll there, among which a bar would stand.
-        share: Whose images these are, where they are not all.
-        quiet: Say nothing: another process does.
-        command: Whose work it is.
+        total: Images in all.
+        done: Images done by an earlier, interrupted run.
+        results_on_terminal: Whether rows are printed on the same terminal, so that a bar is hidden.
+        share: Suffix for a part of the images.
+        quiet: Print nothing: another process does.
+        command: Name of the command.
     """
 
     def __init__(

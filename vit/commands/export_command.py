@@ -7,11 +7,11 @@ from vit.commands.command_options import positive_int
 from vit.commands.command_output import check_output, notify, open_output
 from vit.errors import VitError, printable
 
-# the flags that are passed on as they are named
-PASSED = ("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop")
+# flags that are passed to export() under their own name
+EXPORT_OPTIONS = ("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop")
 
 
-ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2"}
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,14 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="NAME.onnx|.xml|.pt2",
-        help="the file to write; with a captioner NAME.decoder.onnx, which writes the words, comes "
-        "beside it",
+        help="the file to write; with a captioner NAME.decoder.onnx, the text decoder, is "
+        "written beside it",
     )
     add(
         "--to",
-        choices=[*ENDINGS],
+        choices=[*SUFFIXES],
         default=argparse.SUPPRESS,
-        help="what runs it: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2 (default: "
+        help="format: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2 (default: "
         "by the ending of --out)",
     )
     add(
@@ -38,10 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="weights and arithmetic of the network",
     )
-    add("--tokens", action="store_true", help="also give tokens, embedding and attention")
+    add("--tokens", action="store_true", help="add the outputs tokens, embedding and attention")
     add("--opset", type=positive_int, metavar="N", help="version of ONNX's operators (default: 20)")
-    add("--calibration", metavar="DATA", help="whose training images int8 is calibrated with")
-    add("--samples", type=positive_int, metavar="N", help="how many of them (default: 200)")
+    add("--calibration", metavar="DATA", help="dataset whose training images calibrate int8")
+    add(
+        "--samples",
+        type=positive_int,
+        metavar="N",
+        help="calibration images (default: 200)",
+    )
     add("--dynamic", action="store_true", help="int8 without calibration")
     add(
         "--validation",
@@ -55,25 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="write no file that loses more of top-1, or of mAP, than this (default: 0.01)",
     )
-    add("--json", metavar="FILE", help="where all that was measured is written as well")
+    add("--json", metavar="FILE", help="file for all measurements")
     add("--overwrite", action="store_true", help="replace files that exist")
 
 
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
-    if args.to is None:
-        wanted = [to for to, ending in ENDINGS.items() if args.out.lower().endswith(ending)]
-        args.to = wanted[0] if wanted else "onnx"
+    by_suffix = (to for to, suffix in SUFFIXES.items() if args.out.lower().endswith(suffix))
+    to = args.to or next(by_suffix, "onnx")
 
     from vit.export.export_formats import export
     from vit.export.verification import verify
 
-    options = {name: getattr(args, name) for name in PASSED}
+    options = {name: getattr(args, name) for name in EXPORT_OPTIONS}
     exported = export(
         args.run,
         args.out,
-        to=args.to,
+        to=to,
         precision=args.precision,
         overwrite=args.overwrite,
         notify=notify,
@@ -82,26 +86,26 @@ def run(args: argparse.Namespace) -> int:
     notify(f"same as torch up to {exported.difference:.1e} of the largest value, on random inputs")
     for path, size in exported.files:
         print(f"written: {printable(path)} ({size / 1e6:,.1f} MB)")
-    report = verify(args.run, args.out) if args.to != "torch" else None
+    report = verify(args.run, args.out) if to != "torch" else None
     for line in () if report is None else (*report.lines(), *report.complaints()):
         notify(line)
     if args.json is not None:
         from vit.output.prediction_results import to_json
 
         with open_output(args.json) as out:
-            out.write(to_json(measured(args, exported, report), indent=2) + "\n")
+            out.write(to_json(export_record(args, to, exported, report), indent=2) + "\n")
     if report is not None and not report.agrees:
         raise VitError(f"{printable(args.out)} does not agree with the run: do not use it")
     return 0
 
 
-def measured(args: argparse.Namespace, exported: Any, report: Any) -> dict[str, Any]:
-    """All numbers of an export, as plain values."""
+def export_record(args: argparse.Namespace, to: str, exported: Any, report: Any) -> dict[str, Any]:
+    """The JSON record of an export."""
     from dataclasses import asdict
 
     return {
         "run": args.run,
-        "to": args.to,
+        "to": to,
         "precision": args.precision,
         "files": [{"path": str(path), "bytes": size} for path, size in exported.files],
         "difference": exported.difference,

@@ -1,4 +1,4 @@
-"""Which images a command was given: files, folders, patterns, and a list on standard input."""
+"""Expands image arguments: files, folders, glob patterns, and a list on standard input."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def find_images(
     With `lists`, a .parquet, .jsonl or .csv file is replaced by its column `image`.
 
     Raises:
-        DataError: There is not one image.
+        DataError: There are no images.
     """
     images: list[str] = []
     notes: list[str] = []
@@ -38,7 +38,7 @@ def find_images(
 
 
 def is_list(word: str) -> bool:
-    """Whether it is a file that Ray's workers read names from."""
+    """Whether it is a list file that Ray's workers read."""
     from vit.inference.remote_files import LISTS
 
     return word.lower().endswith(LISTS)

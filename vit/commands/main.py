@@ -1,4 +1,4 @@
-"""`vit COMMAND ...`: finds the command, and turns errors a user can mend into one line."""
+"""`vit COMMAND ...`: runs a command, and prints errors that users can fix as one line."""
 
 import argparse
 import importlib
@@ -17,7 +17,7 @@ COMMANDS = {
     "tune": "search the settings that matter, from the plan on, and train the best of them",
     "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images, or on images with captions",
-    "check": "find what is wrong with a data set: broken files, copies, leaks, odd labels",
+    "check": "find problems of a dataset: broken files, duplicates, leaks, suspicious labels",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained network into an ONNX file, which runs without torch",
     "verify": "compare an exported file and the predictor with the network, on the same images",
@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line; an unknown flag is answered with the nearest known one."""
+    """Prints errors as one line, and suggests the nearest flag for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -40,10 +40,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The arguments in `words`; what is unknown ends the program with code 2."""
+        """Parse `words`; unknown arguments exit with code 2."""
         # argparse takes an optional list of words for complete before a flag, even if it is empty
-        multilabel = any(one.nargs == "*" and not one.option_strings for one in self._actions)
-        parse = self.parse_known_intermixed_args if multilabel else self.parse_known_args
+        has_list = any(one.nargs == "*" and not one.option_strings for one in self._actions)
+        parse = self.parse_known_intermixed_args if has_list else self.parse_known_args
         found, unknown = parse(words)
         if unknown:
             data = self._data_of(found)
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _data_of(self, found: argparse.Namespace) -> str | None:
-        """What was given as DATA, None where the command takes none."""
+        """The value of DATA; None for commands without it."""
         places = (one for one in self._actions if one.metavar == "DATA" and not one.option_strings)
         return next((getattr(found, one.dest) for one in places), None)
 
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code of the contract."""
+    """Run one command; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
@@ -101,13 +101,13 @@ def console(*first: str) -> None:
 
 
 def _discard_stdout() -> int:
-    """Nothing is left to say to the reader of our output; Python must not try when it ends."""
+    """Redirect stdout after a broken pipe, so that Python's final flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def run_command(name: str, words: list[str]) -> int:
-    """Parse the words of one command and run it."""
+    """Parse the arguments of one command and run it."""
     command = importlib.import_module(f"vit.commands.{name}_command")
     parser = Parser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
@@ -135,7 +135,7 @@ def sentence(line: str) -> str:
 
 
 def usage() -> str:
-    """The first screen: every command with its line."""
+    """The help of `vit`: every command with its description."""
     rows = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
     return (
         "usage: vit COMMAND [arguments]\n\n"

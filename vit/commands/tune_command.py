@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many settings are tried, the plan among them; as many as are worth their time "
         "if left out",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the tuning in --out, which was stopped"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue the tuning in --out")
     parser.add_argument(
         "--overwrite", action="store_true", help="delete the tuning that is in --out first"
     )

@@ -1,4 +1,4 @@
-"""`vit verify`: is the exported file, and the predictor, the model that was evaluated?"""
+"""`vit verify`: compares the exported file and the predictor with the evaluated network."""
 
 import argparse
 import os
