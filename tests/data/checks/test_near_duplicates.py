@@ -1,4 +1,4 @@
-"""Which images `vit check` calls nearly the same."""
+"""Near duplicates: which copies are found, and which different images are not."""
 
 import io
 import random
@@ -38,7 +38,7 @@ def variants(image: Image.Image, draw: random.Random) -> dict[str, Image.Image]:
     }
 
 
-def look(image: Image.Image) -> bytes:
+def thumbnail(image: Image.Image) -> bytes:
     return encode_thumbnail(np.asarray(downscaled(image), dtype=np.int16))
 
 
@@ -47,7 +47,7 @@ def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():
     images = [scene(seed) for seed in range(30)]
     changed = [variants(image, draw) for image in images]
     for kind in changed[0]:
-        shown = [look(image) for image in images] + [look(one[kind]) for one in changed]
+        shown = [thumbnail(image) for image in images] + [thumbnail(one[kind]) for one in changed]
         pairs = {pair[:2] for pair in find_near_duplicates(shown, [72] * 60)}
         wanted = {(at, at + 30) for at in range(30)}
         assert pairs <= wanted
@@ -68,22 +68,22 @@ def drawn(seed: int, side: int) -> Image.Image:
 @pytest.mark.parametrize("side", [64, 32])
 def test_drawings_that_are_alike_are_no_copies(side):
     discs = [drawn(seed, side) for seed in range(30)]
-    assert find_near_duplicates([look(disc) for disc in discs], [side] * 30) == []
+    assert find_near_duplicates([thumbnail(disc) for disc in discs], [side] * 30) == []
     buffer = io.BytesIO()
     discs[3].save(buffer, "JPEG", quality=80)
-    find_duplicates = [look(disc) for disc in [*discs, Image.open(buffer).convert("RGB")]]
+    find_duplicates = [thumbnail(disc) for disc in [*discs, Image.open(buffer).convert("RGB")]]
     assert [pair[:2] for pair in find_near_duplicates(find_duplicates, [side] * 31)] == [(3, 30)]
 
 
 def test_images_without_details_have_no_copies():
     """Digits of 8 pixels are alike without being copies."""
-    small = [look(scene(1, 8, 8)), look(scene(1, 9, 9))]
+    small = [thumbnail(scene(1, 8, 8)), thumbnail(scene(1, 9, 9))]
     assert find_near_duplicates(small, [8, 9]) == []
 
 
 def test_a_crowd_of_alike_images_is_bounded_and_its_nearest_are_found(monkeypatch):
     tables = [torch.nn.functional.normalize(torch.randn(64, 5) * 0.1 + 1, dim=1)]
-    row, column, window = near_duplicates._block(tables, 0, 64)
+    row, column, window = near_duplicates._search_rows(tables, 0, 64)
     similar = tables[0] @ tables[0].T
     similar.fill_diagonal_(-2)
     wanted = similar.topk(near_duplicates.NEAREST, dim=1).indices.sort(dim=1).values
@@ -95,12 +95,12 @@ def test_a_crowd_of_alike_images_is_bounded_and_its_nearest_are_found(monkeypatc
 def test_few_similar_images_are_found_one_by_one():
     tables = [torch.nn.functional.normalize(torch.randn(64, 40), dim=1) for _ in range(2)]
     tables[1][9] = tables[0][40]
-    row, column, window = near_duplicates._block(tables, 0, 64)
+    row, column, window = near_duplicates._search_rows(tables, 0, 64)
     assert (row.tolist(), column.tolist(), window.tolist()) == ([40], [9], [1])
 
 
 def test_no_pair_comes_from_flat_or_missing_images():
-    flat = look(Image.new("RGB", (40, 40), "red"))
+    flat = thumbnail(Image.new("RGB", (40, 40), "red"))
     assert find_near_duplicates([flat, flat], [40, 40]) == []
     assert find_near_duplicates([], []) == []
-    assert find_near_duplicates([look(scene(1))], [72]) == []
+    assert find_near_duplicates([thumbnail(scene(1))], [72]) == []
