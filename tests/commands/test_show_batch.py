@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.contact_sheet import MARGIN, TILE, contact_sheet, wrapped
+from vit.data.contact_sheet import MARGIN, TILE, contact_sheet, wrap
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.training.show_batch import class_lines
@@ -113,11 +113,11 @@ def test_captions_stand_below_the_images(show, colours, tmp_path):
 
 
 def test_lines_end_between_words():
-    assert wrapped("a small green circle left of it", 120) == ["a small green", "circle left of it"]
-    long = wrapped("x" * 60, 100)
+    assert wrap("a small green circle left of it", 120) == ["a small green", "circle left of it"]
+    long = wrap("x" * 60, 100)
     assert len(long) > 2
     assert "".join(long) == "x" * 60
-    assert wrapped("", 100) == [""]
+    assert wrap("", 100) == [""]
 
 
 def test_classes_with_their_shares():

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from tests.inference.captioners import save_captioner
 from vit.data import text_rendering
-from vit.data.text_rendering import draw_line, lines_of, spelled
+from vit.data.text_rendering import break_lines, draw_centred, escape_missing
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
 from vit.inference.attribution import WordAttribution, relevance
@@ -183,18 +183,18 @@ def test_no_word_breaks_a_drawing(word):
 def test_words_are_written_without_boxes(monkeypatch):
     pillow = ImageFont.load_default(15)
     monkeypatch.setattr(text_rendering, "fonts", lambda: (pillow,))
-    assert [spelled(word) for word in ("cat", "猫", "a猫")] == ["cat", "\\u732b", "a\\u732b"]
+    assert [escape_missing(word) for word in ("cat", "猫", "a猫")] == ["cat", "\\u732b", "a\\u732b"]
     assert sizes("猫") == sizes("cat")
     bitmap = ImageFont.load_default_imagefont()
     monkeypatch.setattr(text_rendering, "fonts", lambda: (bitmap,))
-    assert spelled("aé猫") == "a\\xe9\\u732b"
+    assert escape_missing("aé猫") == "a\\xe9\\u732b"
     for word in NASTY:
         sizes(word)
 
 
 def test_long_words_take_more_lines_and_lose_nothing():
     text = "a-very-long-word" * 20
-    lines = lines_of(text, 200)
+    lines = break_lines(text, 200)
     assert "".join(lines) == text
     assert len(lines) > 5
     for line in lines:
@@ -204,7 +204,7 @@ def test_long_words_take_more_lines_and_lose_nothing():
 
 def test_the_line_is_drawn_in_the_middle():
     image = Image.new("RGB", (200, 30), "white")
-    draw_line(ImageDraw.Draw(image), "minimum", (100, 2))
+    draw_centred(ImageDraw.Draw(image), "minimum", (100, 2))
     _, ink = np.nonzero(np.asarray(image.convert("L")) < 128)
     assert abs((ink.min() + ink.max()) / 2 - 100) < 3
 

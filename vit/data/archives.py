@@ -1,16 +1,12 @@
-"""Images inside files: a member of a shard, or a row of a table, has an address like a path.
+"""Images inside archives: members of tar shards and rows of Arrow tables, addressed like files.
 
     shards/0001.tar/cat/3.jpg              a member of an uncompressed tar
     cache/train.arrow/image/17/cat/3.jpg   a column and a row of a table, then the row's name
 
-No file lies below another file, so such an address is never that of a file. Any image is read by
-itself, in any order, so shuffling and resuming are those of files. A process keeps the indexes of
-shards that it has read, and forked ones inherit them.
-
-Images in rows of Arrow tables, as the library `datasets` keeps them: read where they lie.
-
-A table is a stream of record batches in a file that is mapped into memory, so any row is read
-without reading others, and all processes share one copy.
+No file can be below another file, so such an address is never the path of a file. Any image is read
+directly, in any order, so shuffling and resuming work as for files. A process keeps the indexes of
+the shards that it has read, and forked processes inherit them. Tables (of the library `datasets`)
+are memory-mapped, and shared by all processes.
 """
 
 import filecmp
@@ -22,93 +18,33 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vit.data.tar_index import Index, read_index
+from vit.data.tar_index import TarIndex, read_index
 from vit.errors import BadImage, DataError, printable
-
-_TABLES: dict[tuple[int, str], Any] = {}
-"""By process: each opens for itself what it reads."""
-
-
-def open_arrow_table(file: str) -> Any:
-    """The pyarrow.Table in `file`, mapped into memory.
-
-    Raises:
-        DataError: It cannot be read, or pyarrow is missing.
-    """
-    key = os.getpid(), file
-    if key not in _TABLES:
-        try:
-            import pyarrow as pa
-        except ImportError:
-            raise DataError(
-                f'{printable(file)}: reading it needs pyarrow; pip install "vit-toolkit[datasets]"'
-            ) from None
-        try:
-            _TABLES[key] = pa.ipc.open_stream(pa.memory_map(file)).read_all()
-        except (OSError, pa.ArrowException) as error:
-            words = " ".join(str(error).split())
-            raise DataError(f"{printable(file)}: no Arrow table ({printable(words)})") from None
-    return _TABLES[key]
-
-
-def read_arrow_row(path: str, file: str, member: str) -> bytes:
-    """The bytes of the image `COLUMN/ROW/NAME` in the table `file`.
-
-    Args:
-        path: The whole address, for messages.
-        file: The table.
-        member: The rest of the address.
-
-    Raises:
-        BadImage: There is none.
-    """
-    column, _, rest = member.partition("/")
-    row = rest.split("/")[0]
-    try:
-        found = open_arrow_table(file)
-    except DataError as error:
-        raise BadImage(path, str(error)) from None
-    if column not in found.column_names or not row.isdecimal() or int(row) >= len(found):
-        raise BadImage(path, "no such row in the table")
-    value = _value(found.column(column), int(row))
-    content = value.get("bytes") if isinstance(value, dict) else value
-    if not isinstance(content, bytes):
-        raise BadImage(path, "the row has no image")
-    return content
-
-
-def _value(column: Any, row: int) -> object:
-    ends = np.cumsum([len(chunk) for chunk in column.chunks])
-    at = int(np.searchsorted(ends, row, side="right"))
-    first = int(ends[at - 1]) if at else 0
-    value: object = column.chunk(at)[row - first].as_py()
-    return value
-
 
 SHARD, TABLE = ".tar", ".arrow"
 MAX_BYTES = 2**28
-"""Of an image; the limit of files too."""
-MOST_OPEN = 128
-"""Shards that a process keeps open."""
+"""Of one image, in an archive or a file."""
+MAX_OPEN_SHARDS = 128
+"""Per process."""
 
 Identity = tuple[int, int, int, int]
 
 
 def open_binary(path: str) -> BinaryIO:
-    """The bytes of an image, be it a file or inside of one.
+    """Open an image, in a file or an archive.
 
     Raises:
-        BadImage: It is said to be inside of a file, and cannot be read.
+        BadImage: It is inside an archive, and cannot be read.
         OSError: It is a file that cannot be read.
     """
     return open_member(path) if is_inside(path) else open(path, "rb")
 
 
 def open_member(path: str) -> BinaryIO:
-    """The bytes of the image that `path` names inside of a file.
+    """Open an image inside an archive.
 
     Raises:
-        BadImage: There is no such file, or nothing of that name in it, or too much.
+        BadImage: There is no such archive or member, or it is empty or too large.
     """
     found = split_address(path)
     if found is None:
@@ -126,11 +62,11 @@ def open_member(path: str) -> BinaryIO:
 
 
 def size_of(path: str) -> int:
-    """Bytes of an image, be it a file or inside of one.
+    """Size in bytes of an image, in a file or an archive.
 
     Raises:
-        BadImage: It is said to be inside of a file, and is not there.
-        OSError: There is no such file.
+        BadImage: It is inside an archive, and does not exist.
+        OSError: The file does not exist.
     """
     found = split_address(path)
     if found is None:
@@ -145,7 +81,7 @@ def size_of(path: str) -> int:
 
 
 def copy_out(path: str, target: str) -> None:
-    """Copy an image, be it a file or inside of one, over the file `target`.
+    """Copy an image, in a file or an archive, to the file `target`.
 
     Raises:
         BadImage: As in `open_binary`.
@@ -160,7 +96,7 @@ def copy_out(path: str, target: str) -> None:
 
 
 def same_bytes(path: str, file: Path) -> bool:
-    """Whether an image, be it a file or inside of one, has the bytes of `file`."""
+    """Whether an image, in a file or an archive, has the same content as `file`."""
     if not is_inside(path):
         return filecmp.cmp(path, file, shallow=False)
     with open_binary(path) as source:
@@ -168,12 +104,12 @@ def same_bytes(path: str, file: Path) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether `path` names something inside of a shard or a table."""
+    """Whether `path` is an address inside a shard or a table."""
     return split_address(path) is not None
 
 
 def split_address(path: str) -> tuple[str, str] | None:
-    """The file in an address, and the name inside of it; None for the path of a file."""
+    """Split an address into the archive and the name inside it; None for the path of a file."""
     lower = path.lower()
     for end in (SHARD, TABLE):
         at = lower.find(end + "/")
@@ -186,10 +122,10 @@ def split_address(path: str) -> tuple[str, str] | None:
 
 
 def relative(path: str, root: Path) -> str:
-    """`path` inside the data set `root`, with forward slashes, as a split is recorded.
+    """`path` relative to the dataset `root`, with forward slashes, as splits are recorded.
 
-    Of what is inside a file it is the name there, so that shards and folders of the same images
-    have the same names. A root that is a folder has the names of its shards in front.
+    For an image in an archive it is its name there, so that shards and folders of the same images
+    have the same names; if `root` is a folder of shards, the shard's name comes first.
     """
     found = split_address(path)
     if found is not None:
@@ -201,17 +137,17 @@ def relative(path: str, root: Path) -> str:
             return member.removeprefix(inside)
     above = f"{root}{os.sep}"
     if path.startswith(above) and os.sep == "/":
-        below = path[len(above) :]  # what relpath gives, in a tenth of its time
+        below = path[len(above) :]  # as relpath, in a tenth of its time
         if not below.startswith((".", "/")) and "/." not in below and "//" not in below:
             return below
     return PurePath(os.path.relpath(path, root)).as_posix()
 
 
-def index_of(file: str) -> Index:
-    """The index of a shard, read once unless the file changes.
+def index_of(file: str) -> TarIndex:
+    """The index of a shard, cached while the file is unchanged.
 
     Raises:
-        DataError: It is no tar that can be read.
+        DataError: It is not a readable tar file.
     """
     try:
         identity = _identity(os.stat(file))
@@ -225,7 +161,7 @@ def index_of(file: str) -> Index:
 
 
 def read_bytes(file: str, name: str) -> bytes:
-    """All bytes of a member that is no image, such as a label.
+    """Read a member of a shard that is not an image, such as a label.
 
     Raises:
         DataError: It cannot be read.
@@ -240,7 +176,7 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _index(path: str, file: str) -> Index:
+def _index(path: str, file: str) -> TarIndex:
     try:
         return index_of(file)
     except DataError as error:
@@ -270,38 +206,100 @@ def _pread(file: str, offset: int, size: int) -> bytes:
             return stream.read(size)
     opened = _opened(file)
     parts: list[bytes] = []
-    while size and (part := os.pread(opened.number, size, offset)):
+    while size and (part := os.pread(opened.descriptor, size, offset)):
         parts.append(part)
         offset, size = offset + len(part), size - len(part)
     return b"".join(parts)
 
 
-class _Open:
-    """A shard that stays open while anybody reads from it.
+class _OpenShard:
+    """A file descriptor that is closed with its last reference.
 
-    It is read at given offsets only, so threads and forked processes may share it.
+    It is only read at given offsets, so threads and forked processes may share it.
     """
 
     def __init__(self, file: str) -> None:
-        self.number = -1
-        self.number = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.descriptor = -1
+        self.descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
 
     def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
-def _opened(file: str) -> _Open:
+def _opened(file: str) -> _OpenShard:
     found = _OPEN.get(file)
     if found is None:
-        found = _Open(file)
-        for oldest in list(_OPEN)[: max(len(_OPEN) + 1 - MOST_OPEN, 0)]:
+        found = _OpenShard(file)
+        for oldest in list(_OPEN)[: max(len(_OPEN) + 1 - MAX_OPEN_SHARDS, 0)]:
             _OPEN.pop(oldest, None)
         _OPEN[file] = found
     return found
 
 
-# No locks: a dict's own operations are whole, and two threads that read an index twice lose time
-# and nothing else. A lock could be held for ever in a process that was forked meanwhile.
-_INDEXES: dict[str, tuple[Identity, Index]] = {}
-_OPEN: dict[str, _Open] = {}
+# No locks: operations of a dict are atomic, and two threads that read one index only lose time.
+# A lock could stay locked forever in a process that is forked meanwhile.
+_INDEXES: dict[str, tuple[Identity, TarIndex]] = {}
+_OPEN: dict[str, _OpenShard] = {}
+
+
+# --- Arrow tables --------------------------------------------------------------------------------
+
+_TABLES: dict[tuple[int, str], Any] = {}
+"""By process id and file: a forked process opens its tables itself."""
+
+
+def open_arrow_table(file: str) -> Any:
+    """Open a pyarrow.Table, memory-mapped.
+
+    Raises:
+        DataError: It cannot be read, or pyarrow is missing.
+    """
+    key = os.getpid(), file
+    if key not in _TABLES:
+        try:
+            import pyarrow as pa
+        except ImportError:
+            raise DataError(
+                f'{printable(file)}: reading it needs pyarrow; pip install "vit-toolkit[datasets]"'
+            ) from None
+        try:
+            _TABLES[key] = pa.ipc.open_stream(pa.memory_map(file)).read_all()
+        except (OSError, pa.ArrowException) as error:
+            words = " ".join(str(error).split())
+            raise DataError(f"{printable(file)}: no Arrow table ({printable(words)})") from None
+    return _TABLES[key]
+
+
+def read_arrow_row(path: str, file: str, member: str) -> bytes:
+    """Read the image `COLUMN/ROW/NAME` of the table `file`.
+
+    Args:
+        path: The address, for errors.
+        file: The table.
+        member: The part of the address inside the table.
+
+    Raises:
+        BadImage: There is no such image.
+    """
+    column, _, rest = member.partition("/")
+    row = rest.split("/")[0]
+    try:
+        found = open_arrow_table(file)
+    except DataError as error:
+        raise BadImage(path, str(error)) from None
+    if column not in found.column_names or not row.isdecimal() or int(row) >= len(found):
+        raise BadImage(path, "no such row in the table")
+    value = _value(found.column(column), int(row))
+    content = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(content, bytes):
+        raise BadImage(path, "the row has no image")
+    return content
+
+
+def _value(column: Any, row: int) -> object:
+    ends = np.cumsum([len(chunk) for chunk in column.chunks])
+    at = int(np.searchsorted(ends, row, side="right"))
+    first = int(ends[at - 1]) if at else 0
+    value: object = column.chunk(at)[row - first].as_py()
+    return value

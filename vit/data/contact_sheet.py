@@ -1,4 +1,4 @@
-"""Images beside each other in one image, with words below each, as on a contact sheet."""
+"""Contact sheet: a grid of images in one image, with text below each."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,25 +9,24 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.data.text_rendering import LINE, draw_line, lines_of
+from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError, printable
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 TILE = 176
-"""Pixels of the longer side of an image on the sheet; small ones are enlarged, dot by dot."""
+"""Longer side of an image on the sheet, in pixels; small images are enlarged by whole factors."""
 MARGIN = 8
-MOST = 64
-"""Images on a sheet."""
+MAX_IMAGES = 64
 COLS = 8
-LONGEST = 160
-"""Characters below an image; longer words end in an ellipsis."""
+MAX_TEXT = 160
+"""Characters below an image; longer text ends in an ellipsis."""
 
 
 def sheet_format(path: str | Path) -> str:
-    """Pillow's name of the format of a sheet that is called `path`.
+    """Pillow's name of the image format of `path`.
 
     Raises:
-        ConfigError: The name ends otherwise.
+        ConfigError: The suffix is not supported.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
@@ -39,19 +38,19 @@ def contact_sheet(images: Tensor, texts: Sequence[Sequence[str]]) -> Image.Image
     """At most 64 images in rows of 8, each with its texts below.
 
     Args:
-        images: Bytes, (images, 3, height, width), at least one.
-        texts: Of each image: what begins on a line of its own.
+        images: (images, 3, height, width) uint8, at least one.
+        texts: Paragraphs of each image.
     """
-    tiles = [tile(image) for image in images[:MOST]]
+    tiles = [tile(image) for image in images[:MAX_IMAGES]]
     width, height = tiles[0].size
     cell = max(width, TILE // 2)
     lines = [
-        [row for text in some for row in wrapped(clipped(printable(text)), cell)]
-        for some in texts[:MOST]
+        [row for text in some for row in wrap(truncate(printable(text)), cell)]
+        for some in texts[:MAX_IMAGES]
     ]
     cols = min(len(tiles), COLS)
     rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
-    tall = [height + LINE * max(len(lines[i]) for i in row) + MARGIN for row in rows]
+    tall = [height + LINE_HEIGHT * max(len(lines[i]) for i in row) + MARGIN for row in rows]
     sheet = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(tall)), "white")
     draw, top = ImageDraw.Draw(sheet), MARGIN
     for row, down in zip(rows, tall, strict=True):
@@ -59,13 +58,13 @@ def contact_sheet(images: Tensor, texts: Sequence[Sequence[str]]) -> Image.Image
             left = MARGIN + col * (cell + MARGIN)
             sheet.paste(tiles[index], (left + (cell - width) // 2, top))
             for number, line in enumerate(lines[index]):
-                draw_line(draw, line, (left + cell // 2, top + height + LINE * number))
+                draw_centred(draw, line, (left + cell // 2, top + height + LINE_HEIGHT * number))
         top += down
     return sheet
 
 
 def tile(image: Tensor) -> Image.Image:
-    """Bytes (3, height, width) -> an image as large as it is on a sheet."""
+    """(3, height, width) uint8 -> an image at its size on the sheet."""
     plain = Image.fromarray(np.ascontiguousarray(rearrange(image, "rgb h w -> h w rgb").numpy()))
     longer = max(plain.size)
     if longer <= TILE:
@@ -75,20 +74,20 @@ def tile(image: Tensor) -> Image.Image:
     return plain.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def clipped(text: str) -> str:
-    """`text`, or as much of it as fits below an image."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+def truncate(text: str) -> str:
+    """Truncate `text` to MAX_TEXT characters."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """`text` as lines of at most `width` pixels that end between words where they can."""
+def wrap(text: str, width: int) -> list[str]:
+    """Wrap `text` to lines of at most `width` pixels, between words if possible."""
     lines = [""]
     for word in text.split(" "):
-        longer = lines_of(f"{lines[-1]} {word}".lstrip(), width)
+        longer = break_lines(f"{lines[-1]} {word}".lstrip(), width)
         if len(longer) == 1:
             lines[-1] = longer[0]
         else:
-            lines += lines_of(word, width)
+            lines += break_lines(word, width)
     return [line for line in lines if line] or [""]
 
 

@@ -1,7 +1,6 @@
-"""Images with several classes, or none: the numbers of their classes, and rows of 0 and 1.
+"""Multi-label targets: sparse class indices of all images, dense multi-hot rows per batch.
 
-Numbers are kept and not rows: 1,000,000 images with 3 of 1,000 classes take 20 MB, and 1 GB as a
-table of bytes. Rows are made of a micro-batch at a time.
+1,000,000 images with 3 of 1,000 classes take 20 MB as indices, and 1 GB as a table of uint8.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,14 +14,14 @@ from vit.data.dataset_types import NO_LABEL, Sample, Splits
 
 
 class MultiHot:
-    """Classes of many images, from which rows of 0 and 1 are made.
+    """Sparse multi-label targets; indexing returns dense multi-hot rows.
 
     Args:
-        rows: Numbers of the classes of each image.
-        classes: How many classes there are.
+        rows: Class indices of each image.
+        classes: Number of classes.
 
     Raises:
-        ValueError: A number is that of no class.
+        ValueError: An index is not in [0, classes).
     """
 
     def __init__(self, rows: Iterable[Sequence[int]], classes: int) -> None:
@@ -37,7 +36,7 @@ class MultiHot:
         return len(self.ends) - 1
 
     def __getitem__(self, indices: Tensor) -> Tensor:
-        """Rows of the images `indices`, (batch,): uint8 (batch, classes)."""
+        """Multi-hot rows of the images `indices`, (batch,) -> (batch, classes) uint8."""
         chosen = indices.numpy()
         counts = self.ends[chosen + 1] - self.ends[chosen]
         parts = [self.flat[self.ends[at] : self.ends[at + 1]] for at in chosen]
@@ -48,17 +47,17 @@ class MultiHot:
 
 
 def labels_of(sample: Sample) -> tuple[int, ...]:
-    """Numbers of the classes of an image: its one, several, or none."""
+    """Class indices of an image, whether single-label or multi-label."""
     return sample.labels if sample.label == NO_LABEL else (sample.label,)
 
 
 def has_multilabel(samples: Sequence[Sample]) -> bool:
-    """Whether these are images that may have several classes, or none."""
+    """Whether the samples are multi-label."""
     return any(sample.label == NO_LABEL for sample in samples)
 
 
 def to_multilabel(splits: Splits) -> Splits:
-    """`splits` as one whose images may have several classes, where each has one."""
+    """Convert a single-label dataset to a multi-label one."""
     if splits.multilabel:
         return splits
     train, val = (

@@ -1,7 +1,7 @@
-"""Words of any script in a drawing, in the fonts of the machine.
+"""Text in any script in an image, with the fonts installed on the machine.
 
-A font draws a box for a sign that it lacks, so each word takes the first font that has all of its
-signs. Signs that none has are written by their numbers, as in Python: \\u732b.
+A font draws a box for a character that it lacks, so each line uses the first font that has all of
+its characters. Characters that no font has are escaped as in Python: \\u732b.
 """
 
 from functools import cache
@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL import ImageDraw, ImageFont
 
-SIZE = 15
-LINE = 20
-# after Pillow's own, which has Latin letters: those of Linux, Windows and macOS, the wide ones last
+FONT_SIZE = 15
+LINE_HEIGHT = 20
+# tried after Pillow's own, which has Latin letters; those with the most scripts last
 FONTS = (
     *("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "FreeSans.ttf"),
     *("arial.ttf", "segoeui.ttf", "Arial Unicode.ttf", "Arial Unicode MS.ttf"),
@@ -20,45 +20,50 @@ FONTS = (
     *("NotoSansArabic-Regular.ttf", "NotoSansDevanagari-Regular.ttf", "Nirmala.ttf"),
     *("NotoSansThai-Regular.ttf", "leelawui.ttf", "NotoEmoji-Regular.ttf", "seguiemj.ttf"),
 )
-NOWHERE = "\U0010ffff"
-"""A sign that is none, for which a font draws what it draws for all that it lacks."""
+NO_CHARACTER = "\U0010ffff"
+"""Not a character: a font draws it as it draws every character that it lacks."""
 
 
-def lines_of(text: str, width: int) -> list[str]:
-    """`text` as lines of at most `width` pixels, where a single sign is not wider.
+def break_lines(text: str, width: int) -> list[str]:
+    """Break `text` into lines of at most `width` pixels, between any two characters.
 
     Args:
         text: Printable.
         width: In pixels.
     """
     lines = [""]
-    for sign in spelled(text):
-        longer = lines[-1] + sign
+    for character in escape_missing(text):
+        longer = lines[-1] + character
         if lines[-1] and font_of(longer).getlength(longer) > width:
-            lines.append(sign)
+            lines.append(character)
         else:
             lines[-1] = longer
     return lines
 
 
-def draw_line(draw: ImageDraw.ImageDraw, text: str, place: tuple[int, int]) -> None:
-    """Draw one of `lines_of`; `place` is the middle of its upper edge, in pixels."""
+def draw_centred(draw: ImageDraw.ImageDraw, text: str, position: tuple[int, int]) -> None:
+    """Draw one line; `position` is the middle of its upper edge, in pixels."""
     font = font_of(text)
-    left = place[0] - font.getlength(text) / 2
-    draw.text((left, place[1]), text, fill="black", font=font)
+    left = position[0] - font.getlength(text) / 2
+    draw.text((left, position[1]), text, fill="black", font=font)
 
 
-def spelled(text: str) -> str:
-    """`text`, with the numbers of the signs that no font of this machine has."""
-    spelt = "".join(sign if any(has(f, sign) for f in fonts()) else _escape(sign) for sign in text)
-    if any(has_all(font, spelt) for font in fonts()):
-        return spelt
-    # several scripts in one word, and no font for all of them
-    return "".join(sign if has(fonts()[0], sign) else _escape(sign) for sign in text)
+def escape_missing(text: str) -> str:
+    """Escape the characters of `text` that no font of this machine has."""
+    escaped = "".join(
+        character if any(has_glyph(f, character) for f in fonts()) else _escape(character)
+        for character in text
+    )
+    if any(has_all(font, escaped) for font in fonts()):
+        return escaped
+    # characters of several scripts, and no font that has all of them
+    return "".join(
+        character if has_glyph(fonts()[0], character) else _escape(character) for character in text
+    )
 
 
 def font_of(text: str) -> Any:
-    """The first font that has all signs of `text`; the first of all where none has."""
+    """The first font that has all characters of `text`; else the first font."""
     return next((font for font in fonts() if has_all(font, text)), fonts()[0])
 
 
@@ -66,36 +71,36 @@ def font_of(text: str) -> Any:
 def fonts() -> tuple[Any, ...]:
     """Pillow's own font, and those of `FONTS` that this machine has."""
     found = [_opened(name) for name in FONTS]
-    return (ImageFont.load_default(SIZE), *(font for font in found if font is not None))
+    return (ImageFont.load_default(FONT_SIZE), *(font for font in found if font is not None))
 
 
 def has_all(font: Any, text: str) -> bool:
-    """Whether `font` has every sign of `text`."""
-    return all(has(font, sign) for sign in set(text))
+    """Whether `font` has every character of `text`."""
+    return all(has_glyph(font, character) for character in set(text))
 
 
 def _opened(name: str) -> Any:
     try:
-        return ImageFont.truetype(name, SIZE)
+        return ImageFont.truetype(name, FONT_SIZE)
     except (OSError, ImportError):  # not here, damaged, or Pillow was built without FreeType
         return None
 
 
 @cache
-def has(font: Any, sign: str) -> bool:
-    """Whether `font` draws something of its own for `sign`."""
-    if sign.isspace():
+def has_glyph(font: Any, character: str) -> bool:
+    """Whether `font` has a glyph for `character`."""
+    if character.isspace():
         return True
     try:
-        return _drawn(font, sign) != _drawn(font, NOWHERE)
-    except (UnicodeError, OSError):  # a font of bitmaps knows Latin-1 alone
-        return sign.isascii()
+        return _drawn(font, character) != _drawn(font, NO_CHARACTER)
+    except (UnicodeError, OSError):  # a bitmap font has only Latin-1
+        return character.isascii()
 
 
-def _drawn(font: Any, sign: str) -> tuple[tuple[int, int], bytes]:
-    mask = font.getmask(sign)
+def _drawn(font: Any, character: str) -> tuple[tuple[int, int], bytes]:
+    mask = font.getmask(character)
     return mask.size, bytes(mask)
 
 
-def _escape(sign: str) -> str:
-    return sign.encode("unicode_escape").decode("ascii")
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

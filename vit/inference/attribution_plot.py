@@ -18,7 +18,7 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.data.text_rendering import LINE, draw_line, lines_of
+from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError, RunError, printable
 from vit.inference.attribution import (
     WordAttribution,
@@ -207,10 +207,12 @@ def laid_out(
     plain = plain.resize((width, height), Image.Resampling.BICUBIC)
     tiles = [plain, *(overlay(plain, shares) for shares in weights)]
     cell = max(width, TILE // 2)  # narrow images leave room for their words
-    lines = [[row for text in some for row in lines_of(printable(text), cell)] for some in texts]
+    lines = [[row for text in some for row in break_lines(printable(text), cell)] for some in texts]
     cols = min(len(tiles), MOST_COLS)
     rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
-    heights = [height + LINE * max(1, *(len(lines[i]) for i in row)) + MARGIN for row in rows]
+    heights = [
+        height + LINE_HEIGHT * max(1, *(len(lines[i]) for i in row)) + MARGIN for row in rows
+    ]
     whole = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(heights)), "white")
     draw = ImageDraw.Draw(whole)
     top = MARGIN
@@ -219,7 +221,7 @@ def laid_out(
             left = MARGIN + col * (cell + MARGIN)
             whole.paste(tiles[index], (left + (cell - width) // 2, top))
             for line, text in enumerate(lines[index]):
-                draw_line(draw, text, (left + cell // 2, top + height + LINE * line))
+                draw_centred(draw, text, (left + cell // 2, top + height + LINE_HEIGHT * line))
         top += tall
     return whole
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.config.parser import changed_settings
-from vit.data.contact_sheet import MOST, contact_sheet, save_sheet, sheet_format
+from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError, printable
@@ -66,7 +66,7 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
         images, texts = first_batch(run, splits)
         sheet = contact_sheet(images, texts)
         atomic_write(Path(path), lambda beside: save_sheet(sheet, beside, kind))
-        shown = min(len(images), MOST)
+        shown = min(len(images), MAX_IMAGES)
         of = "" if shown == len(images) else f" of {len(images)}"
         size = "x".join(map(str, images.shape[:1:-1]))
         return f"{plural(shown, 'image')}{of} of the first batch, {size} pixels"

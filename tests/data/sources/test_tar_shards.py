@@ -150,7 +150,7 @@ def test_an_address_is_read_like_a_file(pair):
 
 
 def test_a_shard_is_read_by_many_threads_and_processes(pair, monkeypatch):
-    monkeypatch.setattr(archives, "MOST_OPEN", 2)
+    monkeypatch.setattr(archives, "MAX_OPEN_SHARDS", 2)
     paths = [sample.path for sample in open_data(pair[1]).train] * 20
     expected = [open_member(path).read() for path in paths]
     with ThreadPoolExecutor(8) as pool:
@@ -512,7 +512,7 @@ def test_a_shard_index_is_small_in_memory(tmp_path):
     """A million names in a dict would be copied into every loader process."""
     path = pack(tmp_path / "x.tar", {f"a/{number:06d}.jpg": b"" for number in range(500)})
     index = read_index(str(path))
-    held = index.keys.nbytes + index.order.nbytes + index.places.nbytes + index.ends.nbytes
+    held = index.keys.nbytes + index.order.nbytes + index.positions.nbytes + index.ends.nbytes
     assert held + len(index.blob) < 60 * 500
     assert json.dumps([*index])[:10] == '["a/000000'
 

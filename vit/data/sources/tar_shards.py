@@ -28,7 +28,7 @@ from vit.data.sources.dataset_spec import SPLIT_NAMES
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.row_errors import Faults, leave, nothing_left
 from vit.data.sources.table_reader import whole_text
-from vit.data.tar_index import BadShard, Index
+from vit.data.tar_index import BadShard, TarIndex
 from vit.errors import DataError, printable
 from vit.text import join_names, plural
 
@@ -325,7 +325,7 @@ def _list_members(
     return images, sidecars, _ignored_notes(ignored_suffixes, special, hidden_names)
 
 
-def _read_index(file: str, faults: Faults) -> Index | None:
+def _read_index(file: str, faults: Faults) -> TarIndex | None:
     try:
         return index_of(file)
     except DataError as error:
