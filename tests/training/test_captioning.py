@@ -338,7 +338,7 @@ def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_
     said = []
     classifier = from_pretrained(run, num_classes=5, notify=said.append)
     assert classifier(images).shape == (2, 5)
-    assert "left out: the decoder, since classes were asked for" in said
+    assert "left out: the decoder, since classes were given" in said
 
 
 def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_config, tmp_path):

@@ -1,4 +1,4 @@
-"""Weights at another size, patch, colour or set of classes equal what timm makes of them."""
+"""Weights adapted to another size, patch, channel count or set of classes equal timm's."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
     return model.eval()
 
 
-def test_what_fits_is_taken_as_it_is(pretrained):
+def test_matching_tensors_are_reused(pretrained):
     source = pretrained()
     state, report = adapt_weights(
         source, changed(source, drop_path=0.2, patch_dropout=0.5, merge_tokens=1)
@@ -214,7 +214,7 @@ def test_whole_models_equal_timms_own_loading(
     torch.testing.assert_close(adapted(images), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_everything_that_changes_is_told(pretrained):
+def test_report_lists_every_change(pretrained):
     source = pretrained()
     settings = {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10}
     state, report = adapt_weights(source, changed(source, **settings))
@@ -272,7 +272,7 @@ def rows(state: dict[str, Tensor], source: Pretrained, places: list[int | None])
         (None, None, [0, 1, 2, 3, 4], ["head: all 5 classes kept"]),
     ],
 )
-def test_the_head_keeps_the_classes_it_knows(pretrained, known, classes, places, told):
+def test_head_rows_are_kept_by_class_name(pretrained, known, classes, places, told):
     source = pretrained(classes=known)
     config = changed(source, num_classes=len(places))
     state, report = adapt_weights(source, config, classes=classes)
@@ -284,7 +284,7 @@ def test_the_head_keeps_the_classes_it_knows(pretrained, known, classes, places,
 
 
 @pytest.mark.parametrize("classes", [None, ("x", "y")])
-def test_a_source_without_a_head_gets_one(pretrained, classes):
+def test_a_headless_source_gets_a_head(pretrained, classes):
     source = pretrained(num_classes=0, classes=None, pooling="class_token_mean")
     state, report = adapt_weights(source, changed(source, num_classes=2), classes=classes)
     assert state["head.weight"].shape == (2, 96)
@@ -354,14 +354,14 @@ def test_new_zeros_are_not_shared(pretrained):
     ],
     ids=str,
 )
-def test_another_network_is_refused(pretrained, change, message):
+def test_incompatible_settings_raise(pretrained, change, message):
     source = pretrained()
     with pytest.raises(WeightsError, match=message) as error:
         adapt_weights(source, changed(source, **change))
     assert "\n" not in str(error.value)
 
 
-def test_a_setting_in_other_words_is_the_same_network(pretrained):
+def test_equivalent_settings_are_compatible(pretrained):
     source = pretrained()
     words = {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"}
     state, report = adapt_weights(source, changed(source, **words))
@@ -375,7 +375,7 @@ def test_a_setting_in_other_words_is_the_same_network(pretrained):
         (("a", "a\x1b", "a\x1b"), r"two classes have the same name, a\\x1b: rename one"),
     ],
 )
-def test_names_that_are_not_the_outputs_are_refused(pretrained, classes, message):
+def test_invalid_class_names_raise(pretrained, classes, message):
     source = pretrained()
     with pytest.raises(WeightsError, match=message):
         adapt_weights(source, changed(source, num_classes=3), classes=classes)
@@ -390,7 +390,7 @@ def test_names_that_are_not_the_outputs_are_refused(pretrained, classes, message
         (lambda s: s["pos_embed"].fill_(torch.nan), "not finite: pos_embed"),
     ],
 )
-def test_weights_that_are_not_what_they_say_are_refused(pretrained, change, message):
+def test_weights_that_do_not_match_their_settings_raise(pretrained, change, message):
     source = pretrained()
     change(source.state)
     with pytest.raises(WeightsError, match=message):

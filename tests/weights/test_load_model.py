@@ -1,4 +1,4 @@
-"""`vit.from_pretrained(SOURCE)`: from what people have on their disks to a network that answers."""
+"""`vit.from_pretrained(SOURCE)` and `load_model` for every kind of source."""
 
 import json
 import pickle
@@ -71,7 +71,7 @@ def test_a_folder_of_timm(theirs, timm_folder, capsys):
     assert open_pretrained(timm_folder).classes == tuple(NAMES)
 
 
-def test_a_bare_file_of_tensors_says_what_it_assumed(theirs, tmp_path, capsys):
+def test_assumptions_for_a_bare_file_are_printed(theirs, tmp_path, capsys):
     torch.save(theirs.state_dict(), tmp_path / "weights.pth")
     require_equal(vit.from_pretrained(tmp_path / "weights.pth"), theirs)
     assert "num_heads=1" in capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_other_architectures_are_refused_by_name(tmp_path):
     assert "ResPostBlock" in message
 
 
-def test_what_is_nowhere_lists_the_places_and_the_command(monkeypatch):
+def test_missing_weights_list_searched_locations_and_the_command(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = refusal("timm/vit_tiny_patch16_224.augreg_in21k")
     assert "HF_HUB_OFFLINE" in message

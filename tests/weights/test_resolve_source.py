@@ -1,4 +1,4 @@
-"""What a user calls weights is found, or the error says where it was looked for and what to do."""
+"""Sources are resolved to files; errors list the searched locations and the remedy."""
 
 import json
 import os
@@ -166,17 +166,17 @@ def test_only_the_companions_of_weights_are_passed_over():
     assert not any(TRAINING_STATE_FILES.fullmatch(name) for name in PREFERRED_FILES)
 
 
-def test_nothing_is_guessed_between_two_files(tmp_path):
+def test_two_candidate_files_raise(tmp_path):
     line = refusal(make(tmp_path, names=["a.safetensors", "b.safetensors"]))
     assert "several files of weights: a.safetensors, b.safetensors; give one" in line
 
 
-def test_a_file_passed_over_is_told(tmp_path):
+def test_skipped_files_are_noted(tmp_path):
     folder = make(tmp_path, TIMM, names=["model.safetensors", "pytorch_model.bin"])
     assert locate_weights(folder).notes == ("took model.safetensors, not pytorch_model.bin",)
 
 
-def test_what_is_needed_of_a_repository():
+def test_required_files_of_a_repository():
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     small = ["README.md", "config.json", "preprocessor_config.json"]
     old = ["pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "runs/model.safetensors"]
@@ -207,7 +207,7 @@ def test_what_is_needed_of_a_repository():
         ("", None),
     ],
 )
-def test_the_licence_of_a_card(tmp_path, card, terms):
+def test_license_of_a_model_card(tmp_path, card, terms):
     (tmp_path / "README.md").write_text(card, newline="")
     assert card_license(tmp_path / "README.md") == terms
 
@@ -215,7 +215,7 @@ def test_the_licence_of_a_card(tmp_path, card, terms):
 # ----------------------------------------------------------------------------- refused paths
 
 
-def test_onnx_is_not_fine_tuned(tmp_path):
+def test_onnx_files_raise(tmp_path):
     (tmp_path / "w.onnx").write_bytes(b"anything")
     assert "exported for prediction already" in refusal(tmp_path / "w.onnx")
     assert "w.onnx is an ONNX file" in refusal(tmp_path)
@@ -229,11 +229,11 @@ def test_onnx_is_not_fine_tuned(tmp_path):
         ([], "no JSON object"),
     ],
 )
-def test_a_config_of_nobody(tmp_path, config, word):
+def test_an_unknown_config_json_raises(tmp_path, config, word):
     assert word in refusal(make(tmp_path, config))
 
 
-def test_settings_are_no_weights(tmp_path):
+def test_a_config_file_is_not_a_weight_file(tmp_path):
     make(tmp_path, TIMM)
     assert "give its folder" in refusal(tmp_path / "config.json")
 
@@ -245,7 +245,7 @@ def test_a_folder_without_weights(tmp_path):
     assert "it has no files" in refusal(tmp_path / "empty")
 
 
-def test_a_near_miss_has_the_nearest_names(tmp_path, monkeypatch):
+def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(Path("weights"), names=["vit_small.safetensors"])
     assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
@@ -256,7 +256,7 @@ def test_a_near_miss_has_the_nearest_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["", " ", "a\0b", "x" * 5000, ".", "..", "a//b", "a/../b"])
-def test_names_that_are_nothing(tmp_path, monkeypatch, source):
+def test_invalid_names_raise(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     refusal(source, offline=True)
 
@@ -322,7 +322,7 @@ def test_a_revision_of_the_cache(cache):
 def test_the_registry_of_timm_names_the_repository(cache, source):
     put(cache, f"timm/{SMALL}", files(TIMM))
     found = locate_weights(source)
-    assert (found.kind, found.name) == ("timm", SMALL)  # as asked for, whatever config.json says
+    assert (found.kind, found.name) == ("timm", SMALL)  # as requested, whatever config.json says
     assert found.license == "apache-2.0"
 
 
@@ -358,14 +358,14 @@ def test_a_cache_without_weights_is_told(cache):
 
 
 @pytest.mark.parametrize("reference", ["../../../../secret", "..", "", "a b"])
-def test_a_reference_does_not_leave_the_cache(cache, reference):
+def test_a_reference_cannot_escape_the_cache(cache, reference):
     put(cache, "o/n", files(VIT))
     (cache / "models--o--n" / "refs" / "main").write_text(reference)
     make(cache.parent / "secret", VIT)
     refusal("o/n")
 
 
-def test_offline_has_every_place_and_the_command(cache):
+def test_offline_errors_list_searched_locations_and_the_command(cache):
     line = refusal("timm/vit_small_patch16_224")
     for part in (
         "HF_HUB_OFFLINE is set",
@@ -529,7 +529,7 @@ def test_timm_is_fetched_by_its_short_name(server):
         (403, "", "fetching failed"),
     ],
 )
-def test_a_closed_door_has_a_reason_and_a_way(server, cache, status, code, word):
+def test_gated_and_private_repositories_raise_with_a_remedy(server, cache, status, code, word):
     server.refused["o/n"] = (status, code)
     line = refusal("o/n@v1")
     assert word in line
@@ -551,7 +551,7 @@ def test_a_hub_that_fails_leaves_the_cache(server, cache):
     assert found.notes[0].startswith("o/cached is from the cache: the hub has no such repository")
 
 
-def test_no_hub_is_noticed_at_once(cache, monkeypatch):
+def test_an_unreachable_hub_is_detected_without_retries(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it tries again and again"))

@@ -1,4 +1,4 @@
-"""Run folders: what is saved comes back, and damage never passes."""
+"""A saved model is loaded unchanged, and any damage is detected."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def save(folder: Path, model: torch.nn.Module, **changes) -> None:
     save_model(folder, model, **{**arguments, **changes})
 
 
-def test_everything_comes_back(run, randomise):
+def test_a_saved_model_is_loaded_unchanged(run, randomise):
     loaded = load_run(run)
     assert loaded.classes == CLASSES
     assert loaded.preprocessing == PREPROCESSING
@@ -81,7 +81,7 @@ def test_saving_again_replaces_only_the_weights(run):
         ({"config": Config(model=ModelConfig(**{**vars(MODEL), "depth": 2}))}, "missing: blocks.1"),
     ],
 )
-def test_refuses_to_save_what_does_not_belong_together(tmp_path, changes, message):
+def test_saving_mismatched_arguments_raises(tmp_path, changes, message):
     with pytest.raises(WeightsError, match=message):
         save(tmp_path, build_classifier(MODEL), **changes)
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +175,7 @@ def forge(run: Path, change) -> None:
         (lambda c: c["vit"].update(preprocessing=None), "preprocessing"),
     ],
 )
-def test_a_well_signed_but_wrong_config_is_refused(run, change, message):
+def test_an_invalid_config_with_a_valid_digest_raises(run, change, message):
     forge(run, change)
     with pytest.raises(WeightsError, match=message) as error:
         load_run(run)

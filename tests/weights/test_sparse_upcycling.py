@@ -1,4 +1,4 @@
-"""Sparse upcycling: a network whose MLPs became experts answers as the dense one did."""
+"""Sparse upcycling: a network with copied experts gives the outputs of the dense one."""
 
 import dataclasses
 
@@ -228,7 +228,7 @@ LESS = "sum to less than one, so copies of the mlp of run dense would answer les
     ],
     ids=str,
 )
-def test_what_would_answer_otherwise_is_refused(pretrained, options, settings, message):
+def test_router_weights_below_one_raise(pretrained, options, settings, message):
     source = pretrained(**options)
     with pytest.raises(WeightsError, match=message) as error:
         adapt_weights(source, experts(source, **settings))
@@ -257,7 +257,7 @@ def save(folder, **options) -> VisionTransformer:
 
 
 @pytest.mark.parametrize("wanted", ["mlp", "swiglu"])
-def test_experts_become_nothing_else(tmp_path, wanted):
+def test_experts_cannot_become_mlps(tmp_path, wanted):
     save(tmp_path, feedforward="moe", num_experts=4)
     message = f"feedforward={wanted}: run .* has feedforward=moe, and one part cannot do what many"
     with pytest.raises(WeightsError, match=message) as error:
@@ -308,7 +308,7 @@ def test_from_a_network_of_timm(tmp_path, randomise):
     )
 
 
-def test_experts_part_when_they_learn(pretrained):
+def test_experts_diverge_in_training(pretrained):
     """The first step leaves the router where it is: equal answers give its choices no gradient."""
     source = pretrained()
     config = experts(source, num_experts=4, moe_every=1)
@@ -328,7 +328,7 @@ def test_experts_part_when_they_learn(pretrained):
     assert all((first - other).abs().max() > 1e-6 for other in others)
 
 
-def test_wrong_words_are_refused_as_ever(tmp_path):
+def test_unknown_settings_raise(tmp_path):
     save(tmp_path)
     with pytest.raises(VitError, match="feedforward='mao': choose one of"):
         vit.from_pretrained(tmp_path, feedforward="mao")

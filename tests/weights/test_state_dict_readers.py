@@ -1,4 +1,4 @@
-"""Weights of any writer are read; what could run, swell or lie is refused in one line."""
+"""State dicts of any writer are read; files that could run code, exhaust memory or are damaged raise."""
 
 import argparse
 import contextlib
@@ -54,7 +54,7 @@ def save(path: Path, state=STATE, *, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
 @pytest.mark.parametrize("name", ["model.safetensors", "x.pth", "x.pt", "a.bin", "a.pth.tar", "b"])
-def test_the_content_decides_and_not_the_name(tmp_path, kind, name):
+def test_the_format_is_detected_by_content(tmp_path, kind, name):
     found = read_state(save(tmp_path / name, kind=kind))
     assert same(found.tensors)
     assert (found.integers, found.key, found.notes) == ({}, None, ())
@@ -70,7 +70,7 @@ def test_every_float_becomes_float32(tmp_path, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy"])
-def test_whole_numbers_are_kept_aside(tmp_path, kind):
+def test_integer_tensors_are_kept_separately(tmp_path, kind):
     whole = {"index": torch.arange(4), "mask": torch.tensor([True, False])}
     found = read_state(save(tmp_path / "w", {**STATE, **whole}, kind=kind))
     assert same(found.tensors)
@@ -78,7 +78,7 @@ def test_whole_numbers_are_kept_aside(tmp_path, kind):
     assert found.integers["index"].dtype == torch.int64
 
 
-def test_what_is_no_tensor_is_named(tmp_path):
+def test_other_entries_are_listed_in_notes(tmp_path):
     torch.save({**STATE, "epoch": 3, "arch": "vit"}, tmp_path / "w.pth")
     found = read_state(tmp_path / "w.pth")
     assert same(found.tensors)
@@ -95,7 +95,7 @@ def test_what_is_no_tensor_is_named(tmp_path):
         (["module", "optimizer"], "module"),
     ],
 )
-def test_a_checkpoint_is_opened_in_the_order_of_timm(tmp_path, keys, taken):
+def test_checkpoint_keys_have_timms_order(tmp_path, keys, taken):
     states = {key: {"w": torch.full((2,), float(number))} for number, key in enumerate(keys)}
     torch.save({**states, "epoch": 4, "args": argparse.Namespace(lr=0.1)}, tmp_path / "c.pth")
     found = read_state(tmp_path / "c.pth")
@@ -105,12 +105,12 @@ def test_a_checkpoint_is_opened_in_the_order_of_timm(tmp_path, keys, taken):
 
 
 @pytest.mark.parametrize("other", [None, "vit_base", {"epoch": 3}])
-def test_an_entry_without_tensors_is_passed_over(tmp_path, other):
+def test_a_checkpoint_key_without_tensors_is_skipped(tmp_path, other):
     torch.save({"state_dict_ema": other, "model": STATE}, tmp_path / "c.pth")
     assert read_state(tmp_path / "c.pth").key == "model"
 
 
-def test_a_namespace_is_allowed_here_and_nowhere_else(tmp_path):
+def test_argparse_namespace_is_allowed_only_while_loading(tmp_path):
     before = set(torch.serialization.get_safe_globals())
     torch.save({"state_dict": STATE, "args": argparse.Namespace(lr=0.1)}, tmp_path / "c.pth")
     assert same(read_state(tmp_path / "c.pth").tensors)
@@ -121,7 +121,7 @@ def test_a_namespace_is_allowed_here_and_nowhere_else(tmp_path):
 @pytest.mark.parametrize(
     "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
 )
-def test_a_wrapper_of_all_names_is_taken_off(tmp_path, prefix):
+def test_a_prefix_of_all_names_is_removed(tmp_path, prefix):
     state = {f"{prefix}{name}": tensor for name, tensor in STATE.items()}
     # torchvision's average counts its updates beside the wrapped network
     torch.save({**state, "n_averaged": torch.tensor(7)}, tmp_path / "w.pth")
@@ -130,7 +130,7 @@ def test_a_wrapper_of_all_names_is_taken_off(tmp_path, prefix):
     assert found.integers["n_averaged"] == 7
 
 
-def test_a_wrapper_of_some_names_is_a_name(tmp_path):
+def test_a_prefix_of_some_names_is_kept(tmp_path):
     state = {"module.a": WEIGHT, "b": WEIGHT}
     torch.save(state, tmp_path / "w.pth")
     assert same(read_state(tmp_path / "w.pth").tensors, state)
@@ -251,7 +251,7 @@ def test_no_code_is_run(tmp_path, monkeypatch, wrap, name):
     assert not canary.exists()
 
 
-def test_the_payload_is_alive(tmp_path):
+def test_the_payload_runs_with_plain_pickle(tmp_path):
     pickle.loads(pickle.dumps(Payload(tmp_path / "CANARY")))
     assert (tmp_path / "CANARY").exists()
 
@@ -301,7 +301,7 @@ def test_a_pickle_cannot_ask_for_memory(tmp_path, wrap):
 
 
 @pytest.mark.parametrize("wrap", [zipped, legacy])
-def test_a_pickle_is_not_read_for_ever(tmp_path, monkeypatch, wrap):
+def test_pickle_opcodes_are_limited(tmp_path, monkeypatch, wrap):
     monkeypatch.setattr(state_dict_readers, "MAX_OPCODES", 1000)
     (tmp_path / "w.pth").write_bytes(wrap(b"\x80\x02" + b"N0" * 1000 + b"}."))
     assert "too long" in refusal(tmp_path / "w.pth")
@@ -314,7 +314,7 @@ def test_a_deep_pickle_is_refused(tmp_path, wrap):
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy"])
-def test_a_repeated_byte_is_not_copied_out(tmp_path, kind):
+def test_tensors_with_zero_strides_raise(tmp_path, kind):
     endless = torch.zeros(1).expand(1 << 40)
     torch.save({"w": endless}, tmp_path / "w.pth", _use_new_zipfile_serialization=kind == "zip")
     assert "no honest file" in refusal(tmp_path / "w.pth")
@@ -380,7 +380,7 @@ TWICE = b'{"w": %b, "w": %b}' % ((json.dumps(entry(0, 16)).encode(),) * 2)
         (b"{", 0),
     ],
 )
-def test_a_broken_safetensors_file(tmp_path, header, data):
+def test_a_damaged_safetensors_header_raises(tmp_path, header, data):
     refusal(put_safetensors(tmp_path / "w.safetensors", header, bytes(data)))
 
 
@@ -462,7 +462,7 @@ def test_tensors_that_are_no_plain_numbers(tmp_path, tensor):
 
 
 @pytest.mark.parametrize("content", [{}, [], 3, "text", {"a": {"b": STATE}}, WEIGHT, {3: WEIGHT}])
-def test_what_has_no_named_tensors(tmp_path, content):
+def test_a_file_without_a_state_dict_raises(tmp_path, content):
     torch.save(content, tmp_path / "w.pth")
     refusal(tmp_path / "w.pth")
 
@@ -491,12 +491,12 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 346284
         (bytes(257) + b"ustar" + bytes(100), "tar archive"),
     ],
 )
-def test_another_kind_of_file_is_called_by_its_name(tmp_path, name, content, word):
+def test_foreign_file_formats_are_named(tmp_path, name, content, word):
     (tmp_path / name).write_bytes(content)
     assert word in refusal(tmp_path / name)
 
 
-def test_random_bytes_are_nothing_known(tmp_path):
+def test_random_bytes_are_an_unknown_format(tmp_path):
     (tmp_path / "w.pth").write_bytes(bytes((i * 73 + 11) % 256 for i in range(4096)))
     assert "nothing known here (4,096 bytes)" in refusal(tmp_path / "w.pth")
 

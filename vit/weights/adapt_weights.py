@@ -148,17 +148,17 @@ def adapt_head(
     state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Adapt the head in place; return added parts, dropped parts and a line about kept classes."""
-    had, wanted = pretrained.config.num_classes, config.num_classes
+    old_count, new_count = pretrained.config.num_classes, config.num_classes
     if classes is not None:
-        _check_class_names(classes, pretrained.classes, wanted)
-    if not wanted:
+        _check_class_names(classes, pretrained.classes, new_count)
+    if not new_count:
         gone = [state.pop(name) for name in HEAD if name in state]
-        return (), (f"head ({had} classes)",) if gone else (), ""
-    rows = _head_rows(pretrained, wanted, classes)
+        return (), (f"head ({old_count} classes)",) if gone else (), ""
+    rows = _head_rows(pretrained, new_count, classes)
     kept = sum(row is not None for row in rows)
     by_name = "" if classes is None else " by name"
-    if kept and rows == list(range(had)):
-        return (), (), f"all {wanted} classes kept{by_name}"
+    if kept and rows == list(range(old_count)):
+        return (), (), f"all {new_count} classes kept{by_name}"
     like = meta_model(config).state_dict()
     for name in HEAD:
         tensor = torch.zeros(like[name].shape)
@@ -167,27 +167,27 @@ def adapt_head(
                 tensor[new] = state[name][old]
         state[name] = tensor
     if not kept:
-        left_out = (f"head ({_dropped_head(pretrained, classes)})",) if had else ()
-        return (f"head ({wanted} classes, zeros)",), left_out, ""
-    left_out = (f"head ({had - kept} of {had} classes)",) if kept < had else ()
-    if kept == wanted:
-        return (), left_out, f"all {wanted} classes kept by name"
+        left_out = (f"head ({_dropped_head(pretrained, classes)})",) if old_count else ()
+        return (f"head ({new_count} classes, zeros)",), left_out, ""
+    left_out = (f"head ({old_count - kept} of {old_count} classes)",) if kept < old_count else ()
+    if kept == new_count:
+        return (), left_out, f"all {new_count} classes kept by name"
     assert classes is not None
     new_names = list_names(
         (c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES
     )
-    return (), left_out, f"{kept} of {wanted} classes kept by name; new: {new_names}"
+    return (), left_out, f"{kept} of {new_count} classes kept by name; new: {new_names}"
 
 
-def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, wanted: int) -> None:
-    """Check that there are `wanted` distinct class names.
+def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_count: int) -> None:
+    """Check that there are `new_count` distinct class names.
 
     Raises:
         WeightsError: There are too many or too few, or two are equal.
     """
-    if len(classes) != wanted:
+    if len(classes) != new_count:
         raise WeightsError(
-            f"{len(classes)} class names for num_classes={wanted}: give one for each class"
+            f"{len(classes)} class names for num_classes={new_count}: give one for each class"
         )
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice and tuple(classes) != known:
@@ -195,12 +195,12 @@ def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, want
 
 
 def _head_rows(
-    pretrained: Pretrained, wanted: int, classes: Sequence[str] | None
+    pretrained: Pretrained, new_count: int, classes: Sequence[str] | None
 ) -> list[int | None]:
     """Row of the source's head for each new class; None where it has none."""
-    had, known = pretrained.config.num_classes, pretrained.classes
-    if classes is None or (had and tuple(classes) == known):
-        return list(range(had)) if had == wanted else [None] * wanted
+    old_count, known = pretrained.config.num_classes, pretrained.classes
+    if classes is None or (old_count and tuple(classes) == known):
+        return list(range(old_count)) if old_count == new_count else [None] * new_count
     # a name of two classes in the source is ambiguous
     names = Counter(known or ())
     rows = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
@@ -209,10 +209,10 @@ def _head_rows(
 
 def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
     """Describe the dropped head, with the reason why no row was kept."""
-    had = f"{pretrained.config.num_classes} classes"
+    old_count = f"{pretrained.config.num_classes} classes"
     if classes is None:
-        return had
-    return f"{had}, {'names unknown' if pretrained.classes is None else 'none of these'}"
+        return old_count
+    return f"{old_count}, {'names unknown' if pretrained.classes is None else 'none of these'}"
 
 
 POSITION_TABLE = "pos_embed"
@@ -451,7 +451,7 @@ def change_patches(
     if not changed:
         return run
     _check_patch_size(config, changed.get("patch_size", config.patch_size))
-    wanted = changed_config(config, changed)
+    target = changed_config(config, changed)
     encoder, words = split_decoder(run.model.state_dict())
     pretrained = Pretrained(
         state=encoder,
@@ -462,10 +462,10 @@ def change_patches(
         origin="the network",
         linear_offsets=run.linear_offsets,
     )
-    state, _ = adapt_weights(pretrained, wanted)
-    model = meta_model(wanted, run.decoder)
+    state, _ = adapt_weights(pretrained, target)
+    model = meta_model(target, run.decoder)
     model.load_state_dict({**state, **words}, assign=True)
-    return dataclasses.replace(run, model=model.eval(), config=wanted)
+    return dataclasses.replace(run, model=model.eval(), config=target)
 
 
 def _check_patch_size(config: ModelConfig, size: int) -> None:

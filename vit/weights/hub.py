@@ -216,7 +216,7 @@ def push_to_hub(folder: Path, name: str, *, private: bool = False) -> str:
             address = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by vit")
         except errors.LocalTokenNotFoundError:
-            reason = "nobody is logged in: `hf auth login` first"
+            reason = "there is no login: run `hf auth login` first"
         except Exception as error:  # network, rights and quota, in the kinds of several libraries
             reason = _first_line(error.__cause__ or error)
         else:

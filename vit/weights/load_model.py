@@ -157,7 +157,7 @@ def _with_notes(pretrained: Pretrained, file: StateFile) -> Pretrained:
 
 def describe_source(source: Source, pretrained: Pretrained) -> list[str]:
     """Origin, license and notes of the weights, as lines for the user."""
-    terms = printable(pretrained.license) if pretrained.license else "not said; ask who made them"
+    terms = printable(pretrained.license) if pretrained.license else "unknown; ask the authors"
     lines = [f"weights: {printable(source)} ({pretrained.origin}), license: {terms}"]
     return lines + [f"note: {note}" for note in pretrained.notes]
 
@@ -194,7 +194,7 @@ def from_pretrained(
     decoder = pretrained.decoder
     lines = [*describe_source(source, pretrained), *report.lines()]
     if decoder is not None and (num_classes or classes):
-        lines.append("left out: the decoder, since classes were asked for")
+        lines.append("left out: the decoder, since classes were given")
         decoder = None
     if notify is not None:
         for line in lines:

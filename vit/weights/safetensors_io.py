@@ -133,8 +133,8 @@ def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         if full:
             left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB"
-            wanted = f" ({left} are left, and it needs {needed / 1e6:,.1f})" if needed else ""
-            reason = f"the disk is full{wanted}: free some space"
+            space = f" ({left} are left, and it needs {needed / 1e6:,.1f})" if needed else ""
+            reason = f"the disk is full{space}: free some space"
         raise RunError(f"{printable(path)} could not be written: {reason}") from None
 
 

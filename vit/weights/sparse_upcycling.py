@@ -34,22 +34,22 @@ def is_upcycled(source: ModelConfig, config: ModelConfig) -> bool:
     return source.feedforward == "mlp" and config.feedforward == "moe"
 
 
-def check_feedforward(source: Pretrained, wanted: str) -> None:
+def check_feedforward(source: Pretrained, feedforward: str) -> None:
     """Check that experts are made from MLPs only, and that experts stay experts.
 
     Raises:
         WeightsError: With the value, the reason and the remedy.
     """
     has = source.config.feedforward
-    if wanted == has or "moe" not in (wanted, has) or has == "mlp":
+    if feedforward == has or "moe" not in (feedforward, has) or has == "mlp":
         return
     why = (
         "experts are made of an mlp alone"
-        if wanted == "moe"
+        if feedforward == "moe"
         else "one part cannot do what many did"
     )
     raise WeightsError(
-        f"feedforward={wanted}: {printable(source.origin)} has feedforward={has}, and {why}; "
+        f"feedforward={feedforward}: {printable(source.origin)} has feedforward={has}, and {why}; "
         "leave it out, or start without its weights"
     )
 

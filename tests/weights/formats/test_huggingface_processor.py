@@ -1,4 +1,4 @@
-"""Images are prepared as transformers prepares them, in both directions."""
+"""Preprocessing equals that of transformers, in both directions."""
 
 import json
 import math
@@ -226,14 +226,14 @@ VIT = {"image_processor_type": "ViTImageProcessor"}
         ({**VIT, "image_mean": [0.5, 0.5, float("nan")]}, "finite"),
     ],
 )
-def test_what_cannot_be_expressed_is_left_open_with_the_reason(content, reason):
+def test_unsupported_processors_give_a_note(content, reason):
     found, (note,) = read_processor(content, 224)
     assert found is None
     assert reason in note
     assert "preprocessor_config.json" in note
 
 
-def test_a_missing_processor_and_another_size_are_said():
+def test_a_missing_processor_or_another_size_gives_a_note():
     assert read_processor(None, 224)[0] is None
     assert "no preprocessor_config.json" in read_processor(None, 224)[1][0]
     found, (note,) = read_processor(BIT, 518)

@@ -1,4 +1,4 @@
-"""What transformers saves is read, and gives the same answers; what it cannot be is refused."""
+"""Models saved by transformers give the same outputs here; unsupported ones raise."""
 
 import json
 from collections.abc import Callable
@@ -238,7 +238,7 @@ def test_answers_as_transformers_does(name, randomise, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_names_inside_transformers_are_read_too(name, randomise, tmp_path):
+def test_names_in_memory_are_read(name, randomise, tmp_path):
     theirs = CASES[name][0]()
     save(theirs, randomise, tmp_path)
     file, memory = read(tmp_path), read(tmp_path, inside=theirs)
@@ -305,7 +305,7 @@ def saved(randomise, tmp_path) -> Callable[[str], tuple[dict, dict[str, Tensor]]
         ("siglip classifier", ["a pooling that its classifier does not use"]),
     ],
 )
-def test_what_is_left_out_is_said(name, left_out, saved):
+def test_dropped_tensors_are_noted(name, left_out, saved):
     config, state = saved(name)
     found = read_huggingface(config, None, state, "a folder")
     for part in left_out:
@@ -351,7 +351,7 @@ def test_names_of_classes(labels, classes, said, saved):
     assert said in " ".join(found.notes)
 
 
-def test_another_use_of_the_outputs_is_said(saved):
+def test_the_problem_type_is_noted(saved):
     config, state = saved(CLASSIFIER)
     config["problem_type"] = "multi_label_classification"
     assert any("multi_label" in note for note in read_huggingface(config, None, state, "x").notes)
@@ -405,7 +405,7 @@ def test_half_precision_becomes_float32(saved):
         ("siglip", {"vision_config": {}}, "do not fit"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_name(name, changes, message, saved):
+def test_unsupported_settings_raise(name, changes, message, saved):
     config, state = saved(name)
     with pytest.raises(WeightsError, match=rf"^a\\x1bb: .*{message}") as caught:
         read_huggingface({**config, **changes}, None, state, "a\x1bb")

@@ -1,4 +1,4 @@
-"""Our network as a folder of transformers: the same logits, the same answers for photographs."""
+"""Our network written for transformers gives the same logits and predictions there."""
 
 import json
 from pathlib import Path
@@ -181,7 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_no_class_computes_is_refused_by_name(reason):
+def test_unsupported_networks_raise(reason):
     config = ModelConfig(**{**SMALL, **REFUSED[reason]})
     refusal = huggingface_incompatibility(config)
     assert refusal is not None
@@ -191,7 +191,7 @@ def test_what_no_class_computes_is_refused_by_name(reason):
         write_huggingface({}, config, CLASSES, PLAIN)
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_mismatched_arguments_raise():
     config = ModelConfig(**SMALL)
     with pytest.raises(WeightsError, match="2 class names for 3 outputs"):
         write_huggingface({}, config, CLASSES[:2], PLAIN)

@@ -1,4 +1,4 @@
-"""Files in the names of the JAX code: timm's reader and ours make the same network of them."""
+""".npz files of the JAX code give the network that timm reads from them."""
 
 import numpy as np
 import pytest
@@ -163,7 +163,7 @@ def truncated(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.float32))
 
 
-def test_what_is_told():
+def test_notes_of_jax_weights():
     found = read_jax(first(), "x")
     assert (found.config.num_heads, found.config.num_classes) == (HEADS, CLASSES)
     assert found.classes is None

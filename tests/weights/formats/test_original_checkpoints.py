@@ -1,4 +1,4 @@
-"""Files as their makers published them, and files without a word about their network."""
+"""Checkpoints of the original repositories, and state dicts without metadata."""
 
 import re
 
@@ -61,7 +61,7 @@ def renamed(state: State, *table: tuple[str, str]) -> State:
     ],
     ids=str,
 )
-def test_shapes_tell_the_network(name, args, build):
+def test_settings_are_inferred_from_shapes(name, args, build):
     model, state = build(name, **args)
     assert looks_like_timm(state)
     found = read_timm(state, architecture=None, where="x.pth")
@@ -71,7 +71,7 @@ def test_shapes_tell_the_network(name, args, build):
     assert any("norm_eps=1e-0" in note for note in found.notes)
 
 
-def test_a_name_tells_what_shapes_do_not(build):
+def test_a_model_name_resolves_ambiguous_shapes(build):
     model, state = build("vit_tiny_patch16_224", embed_dim=96, depth=12, num_heads=3, img_size=32)
     with pytest.raises(WeightsError, match=r"x: 96 channels do not split .*model=NAME"):
         read_timm(state, architecture=None, where="x")
@@ -120,7 +120,7 @@ SIZES = {"embed_dim": 192, "depth": 12, "num_heads": 3, "patch_size": 16}
         ),
     ],
 )
-def test_what_shapes_do_not_settle_is_refused(change, message, build):
+def test_ambiguous_shapes_raise(change, message, build):
     _, state = build("vit_small_patch16_224")
     state = {name: tensor.clone() for name, tensor in state.items()}
     change(state)
@@ -129,7 +129,7 @@ def test_what_shapes_do_not_settle_is_refused(change, message, build):
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "model.module._orig_mod."])
-def test_wrappers_are_taken_off(wrapper, build):
+def test_wrapper_prefixes_are_removed(wrapper, build):
     model, state = build("vit_small_patch16_224")
     found = read_timm(
         {f"{wrapper}{name}": t for name, t in state.items()}, architecture=None, where="x"

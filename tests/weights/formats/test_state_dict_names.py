@@ -1,4 +1,4 @@
-"""Weights that are not what they should be are refused by name."""
+"""Renaming tables, qkv fusion and the check of a state dict against a network."""
 
 import re
 
@@ -31,7 +31,7 @@ def state() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(t.shape) for name, t in meta_model(CONFIG).state_dict().items()}
 
 
-def test_a_fitting_state_is_taken(state):
+def test_a_matching_state_dict_passes(state):
     check_fit(state, meta_model(CONFIG))
 
 
@@ -46,7 +46,7 @@ def test_a_fitting_state_is_taken(state):
         (lambda s: s.clear(), "missing: cls_token, pos_embed, patch_embed.proj.weight and 17 more"),
     ],
 )
-def test_what_does_not_fit_is_named(state, change, message):
+def test_mismatched_tensors_are_named(state, change, message):
     change(state)
     with pytest.raises(WeightsError, match=message):
         check_fit(state, meta_model(CONFIG))
@@ -77,7 +77,7 @@ def test_two_spellings_of_one_tensor_are_refused():
         rename({"last.bias": ONE, "final.bias": ONE}, TABLE, "Theirs")
 
 
-def test_names_of_classes_are_told_apart():
+def test_duplicate_class_names_get_an_index():
     assert deduplicate_names(["cat", "dog"]) == (("cat", "dog"), ())
     names, (note,) = deduplicate_names(["crane", "owl", "crane", "crane (0)"])
     assert names == ("crane (0)", "owl", "crane (2)", "crane (0) (3)")

@@ -191,7 +191,7 @@ def test_timm_refuses_what_it_cannot_build(options, reason, tmp_path):
 
 
 @pytest.mark.parametrize("options", OPENS, ids=str)
-def test_what_timm_gets_comes_back(options, randomise):
+def test_to_timm_and_back_is_the_identity(options, randomise):
     settings = ModelConfig(**{**SMALL, **options})
     assert timm_incompatibility(settings) is None
     state = randomise(meta_model(settings).state_dict())

@@ -1,4 +1,4 @@
-"""timm and transformers open networks with a convolutional stem, once vit is imported."""
+"""timm and transformers open networks with a convolutional stem when vit is imported."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def test_timm_opens_a_run(tmp_path, options):
 
 
 @torch.no_grad()
-def test_timm_changes_it_as_its_own(tmp_path):
+def test_timm_adapts_the_image_size_and_head(tmp_path):
     run, model, images = network(tmp_path)
     source = f"local-dir:{run}"
     other = timm.create_model(source, pretrained=True, num_classes=5, in_chans=1).eval()
@@ -181,7 +181,7 @@ OPENING = {
         pytest.param("theirs", "huggingface", marks=pytest.mark.slow),
     ],
 )
-def test_either_may_be_imported_first(tmp_path, library, first):
+def test_vit_and_the_library_may_be_imported_in_any_order(tmp_path, library, first):
     run, model, images = network(tmp_path)
     convert(run, "huggingface", tmp_path / "out")
     torch.save({"images": images, "logits": model(images).detach()}, tmp_path / "pair.pt")
@@ -203,6 +203,6 @@ with torch.no_grad():
     assert float(done.stdout.split()[-1]) < 1e-5
 
 
-def test_a_library_that_does_not_fit_is_imported_all_the_same():
+def test_an_incompatible_library_is_still_imported():
     with pytest.warns(UserWarning, match="no_such_plugin is not registered"):
         library_registration.import_plugin("no_such_plugin")

@@ -1,4 +1,4 @@
-"""Every network of timm gives here the logits that it gives there, or is refused by name."""
+"""Every network of timm gives the same logits here, or raises by name."""
 
 from dataclasses import replace
 
@@ -166,7 +166,7 @@ def test_spread_offsets_equal_timms(new):
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 4), (2, 5), (3, 20), (5, 3)])
-def test_near_offsets_keep_their_numbers_and_far_ones_come_to_the_border(old, new):
+def test_near_offsets_are_unchanged_and_far_ones_reach_the_border(old, new):
     line = torch.arange(1 - old, old, dtype=torch.float64)
     spread = geometric_interpolation(old, new) @ line
     assert spread.shape == (2 * new - 1,)
@@ -223,7 +223,7 @@ def read(state, **options):
     return read_timm(state, **options, where="x")
 
 
-def test_images_are_as_large_as_their_places():
+def test_the_image_size_follows_from_the_position_table():
     args = {**SMALL, "img_size": 48, "patch_size": 14}
     state = timm.create_model("vit_tiny_patch16_224", **args, num_classes=3).state_dict()
     found = read(state, model_args=args)
@@ -250,7 +250,7 @@ def test_images_are_as_large_as_their_places():
         ({"architecture": None}, "model_args need the architecture"),
     ],
 )
-def test_what_cannot_be_built_is_refused(state, options, message):
+def test_unbuildable_timm_networks_raise(state, options, message):
     with pytest.raises(WeightsError, match=f"^x: .*{message}"):
         read(state, **options)
 
@@ -261,7 +261,7 @@ def test_a_table_of_another_network_is_refused(state):
         read(state)
 
 
-def test_bare_is_the_same_reader(state):
+def test_a_bare_state_dict_is_read(state):
     found = read_timm(state, architecture=None, where="x")
     assert looks_like_timm(state)
     assert found.config == replace(read(state).config, num_heads=1)
@@ -281,7 +281,7 @@ def test_a_bare_file_of_beit_is_read_too(randomise):
     compare(ours(found), model, found.config)
 
 
-def test_tables_of_biases_say_how_large_images_are(randomise):
+def test_the_image_size_follows_from_bias_tables(randomise):
     args = {**SMALL, "num_classes": 7}
     model = theirs("beit_base_patch16_224", randomise, **args)
     found = read_timm(
@@ -339,7 +339,7 @@ def test_blocks_that_shared_a_table_have_one_each(randomise):
         ("vit_small_patch16_rope_224", {"gated_attn": True}, "takes no argument gated_attn"),
     ],
 )
-def test_refusals_say_what_is_missing(name, args, missing):
+def test_errors_name_the_unsupported_part(name, args, missing):
     args = {**SMALL, **args}
     known = {key: value for key, value in args.items() if key != "gated_attn"}
     with torch.device("meta"):

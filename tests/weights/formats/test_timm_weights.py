@@ -1,14 +1,20 @@
-"""What timm's config.json says beside the network is taken, and nothing else is guessed."""
+"""timm's weights give the same logits here, and config.json's metadata is read."""
 
 from dataclasses import replace
 
 import pytest
 import timm
 import torch
+from torch import Tensor, nn
 
+from vit.config import ModelConfig
+from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.weights.formats.timm_weights import read_timm, read_timm_config
+from vit.model.vision_transformer import VisionTransformer
+from vit.weights.formats.state_dict_names import check_fit
+from vit.weights.formats.timm_weights import from_timm, read_timm, read_timm_config, to_timm
+from vit.weights.saved_model import meta_model
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 ABOUT = {
@@ -35,7 +41,7 @@ def read(state, **options):
     return read_timm(state, **options, where="x")
 
 
-def test_what_is_beside_the_weights(state):
+def test_metadata_of_config_json_is_read(state):
     found = read(state, pretrained_cfg=ABOUT, label_names=["a", "b", "c"])
     assert found.classes == ("a", "b", "c")
     assert found.license == "apache-2.0"
@@ -53,7 +59,7 @@ def test_what_is_beside_the_weights(state):
     assert found.notes == ()
 
 
-def test_nothing_beside_the_weights_is_guessed(state):
+def test_missing_metadata_is_none(state):
     found = read(state)
     assert (found.classes, found.preprocessing, found.license) == (None, None, None)
 
@@ -68,7 +74,7 @@ def test_nothing_beside_the_weights_is_guessed(state):
         ({"mean": None}, "not iterable"),
     ],
 )
-def test_preprocessing_that_is_not_ours_is_said(state, change, reason):
+def test_unsupported_preprocessing_gives_a_note(state, change, reason):
     found = read(state, pretrained_cfg={**ABOUT, **change})
     assert found.preprocessing is None
     assert any("preprocessing is not known" in note and reason in note for note in found.notes)
@@ -84,7 +90,7 @@ def test_preprocessing_that_is_not_ours_is_said(state, change, reason):
         ({"0": "a", "2": "c"}, "2 names for 3 outputs"),
     ],
 )
-def test_names_that_do_not_fit_are_said(state, names, reason):
+def test_invalid_class_names_give_a_note(state, names, reason):
     found = read(state, label_names=names)
     assert found.classes is None
     assert any(reason in note for note in found.notes)
@@ -128,3 +134,68 @@ def test_imagenet_is_known_by_the_tag():
     assert read(state).classes is None
     assert read(state, pretrained_cfg={"tag": "my_in1k"}).classes is None
     assert read(small_state(999), architecture=name).classes is None
+
+
+TOLERANCE = 1e-4
+SMALL_VIT = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4}
+
+
+def load(state: dict[str, Tensor], **settings) -> VisionTransformer:
+    model = meta_model(ModelConfig(**settings))
+    check_fit(state, model)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def compare(ours: nn.Module, theirs: nn.Module, image_size: int, *, batch: int = 1) -> None:
+    images = torch.randn(batch, 3, image_size, image_size)
+    mine, other = ours(images), theirs.eval()(images)
+    assert mine.std() > 0.1, "logits without any spread show nothing"
+    torch.testing.assert_close(mine, other, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "vit_small_patch16_224",
+        pytest.param("vit_base_patch16_224", marks=pytest.mark.slow),
+        pytest.param("vit_large_patch16_224", marks=pytest.mark.slow),
+        "vit_base_patch32_224",
+        "vit_small_patch16_384",
+    ],
+)
+def test_equals_timm(name, randomise):
+    with torch.device("meta"):
+        theirs = timm.create_model(name)
+    state = randomise(theirs.state_dict())
+    theirs.load_state_dict(state, assign=True)
+    settings = preset(name)
+    compare(load(from_timm(state), **settings), theirs, settings["image_size"])
+
+
+@pytest.mark.parametrize("size", [24, 48])
+def test_other_image_sizes_equal_timm(randomise, size):
+    theirs = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=48,
+        depth=2,
+        num_heads=4,
+        num_classes=5,
+        dynamic_img_size=True,
+    )
+    state = randomise(theirs.state_dict())
+    theirs.load_state_dict(state)
+    compare(load(from_timm(state), **SMALL_VIT, num_classes=5), theirs, size, batch=3)
+
+
+def test_to_timm_is_the_inverse_of_from_timm(randomise):
+    config = ModelConfig(**SMALL_VIT, channels=4)
+    state = randomise(meta_model(config).state_dict())
+    theirs = to_timm(state, config)
+    assert theirs["patch_embed.proj.weight"].shape == (48, 4, 8, 8)
+    back = from_timm(theirs)
+    assert all(torch.equal(back[name], state[name]) for name in state)

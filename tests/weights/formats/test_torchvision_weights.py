@@ -71,7 +71,7 @@ def test_sizes_follow_from_shapes(name):
 
 
 @pytest.mark.parametrize("kind", ["own", "linear", "sequential", "none"])
-def test_heads_that_people_put_there(kind, randomise):
+def test_replaced_heads_are_read(kind, randomise):
     theirs = VisionTransformer(**SMALL)
     linear = nn.Linear(768, 3)
     heads = {"linear": linear, "sequential": nn.Sequential(linear), "none": nn.Identity()}
@@ -125,7 +125,7 @@ STEM = [ConvStemConfig(8, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(32, 3,
         ({}, {"module.class_token": torch.zeros(1)}, r"has no module\.class_token"),
     ],
 )
-def test_anything_else_is_refused_by_name(settings, change, message):
+def test_unsupported_torchvision_networks_raise(settings, change, message):
     with torch.random.fork_rng():
         state = VisionTransformer(**{**SMALL, **settings}).state_dict()
     with pytest.raises(WeightsError, match=rf"^a\\x1bb: .*{message}"):

@@ -97,7 +97,7 @@ def _read(given: Mapping[str, Any]) -> Preprocessing:
     for key in ("do_resize", "do_rescale"):
         if values[key] is not True:
             raise _InexpressibleError(f"{key}={values[key]!r}, here this is always done")
-    if not _near(values["rescale_factor"], BYTE):
+    if not _is_close(values["rescale_factor"], BYTE):
         raise _InexpressibleError(f"rescale_factor={values['rescale_factor']!r} is not 1 / 255")
     for key in values.keys() - {*PROCESSORS[match[1]], "do_convert_rgb"}:
         if str(key).startswith("do_") and values[key]:
@@ -165,8 +165,8 @@ def _number(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def _near(value: object, wanted: float) -> bool:
-    return isinstance(value, int | float) and abs(value - wanted) < 1e-9
+def _is_close(value: object, expected: float) -> bool:
+    return isinstance(value, int | float) and abs(value - expected) < 1e-9
 
 
 def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, Any]:

@@ -352,12 +352,12 @@ def _positions(state: State, config: ModelConfig, family: str) -> State:
     rows, cols = config.grid
     table = state.get("pos_embed", torch.zeros(1, rows * cols, config.dim))
     placed = config.num_positioned_prefix_tokens if "pos_embed" in state else 0
-    wanted = {"deit": 2, "siglip": 0, "siglip_vision_model": 0}.get(family, 1)
+    prefix_rows = {"deit": 2, "siglip": 0, "siglip_vision_model": 0}.get(family, 1)
     changed: State = {}
-    if placed > wanted:
-        changed["reg_token"] = state["reg_token"] + table[:, wanted:placed]
-        table = torch.cat([table[:, :wanted], table[:, placed:]], dim=1)
-    missing = max(wanted - placed, 0)
+    if placed > prefix_rows:
+        changed["reg_token"] = state["reg_token"] + table[:, prefix_rows:placed]
+        table = torch.cat([table[:, :prefix_rows], table[:, placed:]], dim=1)
+    missing = max(prefix_rows - placed, 0)
     return {**changed, "pos_embed": F.pad(table, (0, 0, missing, 0)) if missing else table}
 
 

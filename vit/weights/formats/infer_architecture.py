@@ -16,7 +16,7 @@ from vit.errors import WeightsError
 from vit.weights.formats.original_checkpoints import PERIODS
 from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, bias_table_side
 
-REMEDY = "say which network it is: model=NAME, one of timm's"
+REMEDY = "name the network: model=NAME, one of timm's"
 HEAD_DIM = 64
 USUAL_SIDE = 224
 OPENAI = "input_resolution"  # a number that only OpenAI's own CLIP files contain
@@ -199,5 +199,7 @@ def _rest(
         assumed.append(f"pooling={settings['pooling']}")
     if settings["norm_pre"] and not openai:
         notes.append("OpenAI's own weights of CLIP use activation=quick_gelu")
-    notes.append(f"{', '.join(assumed)} assumed: the tensors do not tell; model=NAME would")
+    notes.append(
+        f"{', '.join(assumed)} assumed, since tensors do not determine them; model=NAME does"
+    )
     return rest

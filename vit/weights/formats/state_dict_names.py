@@ -144,15 +144,15 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
     Raises:
         WeightsError: With the first few missing, unknown, misshapen or non-finite tensors.
     """
-    wanted = model.state_dict()
+    expected = model.state_dict()
     shapes = [
         f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
         if name in state and state[name].shape != tensor.shape
     ]
     faults = {
-        "missing": [name for name in wanted if name not in state],
-        "unknown": [name for name in state if name not in wanted],
+        "missing": [name for name in expected if name not in state],
+        "unknown": [name for name in state if name not in expected],
         "of another shape": shapes,
         "not finite": [name for name, tensor in state.items() if not _finite(tensor)],
     }
