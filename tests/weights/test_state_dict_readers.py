@@ -1,4 +1,4 @@
-"""State dicts of any writer are read; files that could run code, exhaust memory or are damaged raise."""
+"""State dicts of any writer are read; files that could run code or exhaust memory raise."""
 
 import argparse
 import contextlib

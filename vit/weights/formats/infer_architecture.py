@@ -199,7 +199,5 @@ def _rest(
         assumed.append(f"pooling={settings['pooling']}")
     if settings["norm_pre"] and not openai:
         notes.append("OpenAI's own weights of CLIP use activation=quick_gelu")
-    notes.append(
-        f"{', '.join(assumed)} assumed, since tensors do not determine them; model=NAME does"
-    )
+    notes.append(f"{', '.join(assumed)} assumed: tensors do not determine them; model=NAME does")
     return rest
