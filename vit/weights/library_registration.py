@@ -60,9 +60,12 @@ class PluginFinder(MetaPathFinder):
         plugin = self.pending.pop(fullname, None)  # avoids recursion in find_spec
         if plugin is None:
             return None
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
+        try:
+            spec = find_spec(fullname)
+        finally:
+            # kept: transformers only checks whether timm is installed, and loads it later or never
             self.pending[fullname] = plugin
+        if spec is None or spec.loader is None:
             return None
         spec.loader = PluginLoader(spec.loader, plugin)
         return spec

@@ -206,3 +206,12 @@ with torch.no_grad():
 def test_an_incompatible_library_is_still_imported():
     with pytest.warns(UserWarning, match="no_such_plugin is not registered"):
         library_registration.import_plugin("no_such_plugin")
+
+
+def test_a_check_whether_the_library_is_installed_keeps_the_plugin_pending():
+    finder = library_registration.PluginFinder()
+    finder.pending = {"this": "a_plugin"}
+    for _ in range(2):
+        spec = finder.find_spec("this")
+        assert spec is not None
+        assert isinstance(spec.loader, library_registration.PluginLoader)
