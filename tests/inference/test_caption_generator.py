@@ -236,5 +236,5 @@ def test_one_memory_that_is_no_number_spoils_no_other(run, input_images):
     expected = predictor(input_images[:3])
     assert (first[0].text, last[0].text) == (expected[0].caption, expected[2].caption)
     errors: dict[int, str] = {}
-    assert predictor._captions(memories, [0, 1, 2], 0, errors).keys() == {0, 2}
+    assert predictor._generate_captions(memories, [0, 1, 2], 0, errors).keys() == {0, 2}
     assert "not numbers" in errors[1]
