@@ -64,7 +64,7 @@ def main() -> None:
 
         def after_step(self: Trainer, _: object) -> None:
             self.save()
-            self.keeper.wait()
+            self.checkpoints.wait()
             raise Stop
 
         with mock.patch.object(Trainer, "after_step", after_step), contextlib.suppress(Stop):

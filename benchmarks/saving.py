@@ -46,7 +46,7 @@ def seconds(config: Config, *, saving: bool) -> tuple[float, float]:
     patches = [
         mock.patch.object(Trainer, "run_all", timed_run),
         mock.patch("vit.training.checkpoint_manager.take_snapshot", timed_copy),
-        mock.patch("vit.training.trainer.leave_report"),
+        mock.patch("vit.training.trainer.finish_run"),
     ]
     if not saving:
         patches.append(mock.patch.object(checkpoint_manager.CheckpointManager, "save"))

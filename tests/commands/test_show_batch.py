@@ -138,4 +138,4 @@ def test_a_sheet_of_many_or_large_images_stays_small():
 def test_folds_without_a_fold_are_refused(show, colours):
     code, said = show(colours, "--folds", "2", "--show-batch", "batch.png")
     assert code == 2
-    assert "folds=2: one training is of one fold: give --fold" in said
+    assert "folds=2: a run trains one fold; set --fold (1..N)" in said

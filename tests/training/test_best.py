@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from vit.errors import WeightsError
-from vit.training.best_checkpoints import BestEpochs, stopped_early
+from vit.training.best_checkpoints import BestEpochs, average_best_epochs, average_weights
 from vit.training.final_report import read_events
-from vit.training.model_soup import average, make_soup
 from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 from vit.training.validation import Validation
@@ -27,10 +26,10 @@ def event(epoch: int, top1: float, loss: float = 1.0) -> dict:
 
 def test_the_best_are_kept_in_order(tmp_path):
     best = BestEpochs(tmp_path, 2)
-    taken = [best.offer(e) for e in (event(1, 0.5), event(2, 0.4), event(3, 0.4), event(4, 0.6))]
+    taken = [best.add(e) for e in (event(1, 0.5), event(2, 0.4), event(3, 0.4), event(4, 0.6))]
     assert taken == [True, True, False, True]  # of equal ones the earlier
     assert [e["epoch"] for e in best.events] == [4, 1]
-    assert best.offer(event(5, 0.6, loss=0.5))
+    assert best.add(event(5, 0.6, loss=0.5))
     assert [e["epoch"] for e in best.events] == [5, 4]
 
 
@@ -69,8 +68,8 @@ def test_the_soup_is_the_greedy_one(tmp_path, seed):
     best = BestEpochs(tmp_path, 5)
     for index, point in enumerate(points):
         best.save(index + 1, {"w": point})
-        best.offer(event(index + 1, score(point)))
-    made = make_soup(best, lambda weights: measured(score(weights["w"])))
+        best.add(event(index + 1, score(point)))
+    made = average_best_epochs(best, lambda weights: measured(score(weights["w"])))
     found, weights = made
     members = greedy(points, score)
     assert found["epochs"] == [index + 1 for index in members]
@@ -87,8 +86,8 @@ def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[d
     best = BestEpochs(tmp_path, len(scores))
     for epoch, top1 in enumerate(scores, 1):
         best.save(epoch, {"w": torch.tensor([float(epoch)])})
-        best.offer(event(epoch, top1))
-    found, weights = make_soup(best, lambda w: measured(soups[float(w["w"])]))
+        best.add(event(epoch, top1))
+    found, weights = average_best_epochs(best, lambda w: measured(soups[float(w["w"])]))
     return found, float(weights["w"])
 
 
@@ -112,9 +111,9 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path):
     best = BestEpochs(tmp_path, 2)
     for epoch in (1, 2):
         best.save(epoch, {"w": torch.zeros(epoch)})
-        best.offer(event(epoch, 1 - epoch / 10))
+        best.add(event(epoch, 1 - epoch / 10))
     with pytest.raises(WeightsError, match=r"epoch-0002.*w has shape \(2,\) instead of \(1,\)"):
-        make_soup(best, lambda _: measured(0.5))
+        average_best_epochs(best, lambda _: measured(0.5))
 
 
 def test_damaged_weights_cost_the_soup_and_not_the_run(tiny_config, tmp_path, capsys):
@@ -148,18 +147,12 @@ def test_a_resumed_run_keeps_what_the_checkpoint_it_came_from_needs(tiny_config,
 
 def test_an_average_keeps_the_type_and_sums_in_float64():
     parts = [{"w": torch.full((2,), value, dtype=torch.bfloat16)} for value in (1.0, 256.0, 1.0)]
-    mean = average(parts)["w"]
+    mean = average_weights(parts)["w"]
     assert mean.dtype == torch.bfloat16
     assert torch.equal(mean, torch.full((2,), 86.0, dtype=torch.bfloat16))
 
 
-def test_stopping_early():
-    stops = [stopped_early(3, epoch, 2) for epoch in range(3, 7)]
-    assert stops == [False, False, True, True]
-    assert not stopped_early(3, 300, None)
-
-
-def test_a_run_keeps_its_best_epochs_and_cooks_them(tiny_config, tmp_path, capsys):
+def test_a_run_keeps_its_best_epochs_and_averages_them(tiny_config, tmp_path, capsys):
     config = tiny_config(epochs=6, keep_best=3, soup=True)
     result = train(config, tmp_path / "run")
     *_, last = events = read_events(tmp_path / "run")
@@ -171,8 +164,8 @@ def test_a_run_keeps_its_best_epochs_and_cooks_them(tiny_config, tmp_path, capsy
     expected = sorted(epochs, key=lambda e: (-e["val_top1"], e["val_loss"]))[:3]
     names = {f"epoch-{event['epoch']:04d}.safetensors" for event in expected}
     assert names <= {path.name for path in (tmp_path / "run/best").iterdir()}
-    winner = average([read_tensors(tmp_path / "run/best" / f"epoch-{epoch:04d}.safetensors")[0]
-                      for epoch in last["epochs"]])  # fmt: skip
+    paths = [tmp_path / "run/best" / f"epoch-{epoch:04d}.safetensors" for epoch in last["epochs"]]
+    winner = average_weights([read_tensors(path)[0] for path in paths])
     if not last["better"]:
         path = tmp_path / "run/best" / f"epoch-{expected[0]['epoch']:04d}.safetensors"
         winner = read_tensors(path)[0]

@@ -14,7 +14,7 @@ from vit.errors import ConfigError
 from vit.training import time_budget
 from vit.training.data_setup import look_at_data
 from vit.training.devices import make_accelerator
-from vit.training.eta import Pace, steps_left
+from vit.training.eta import TimeRemaining, steps_left
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.training_loop import Step
@@ -233,7 +233,7 @@ def test_saving_and_ending_count():
     assert costs.between(config, 10, 10, 11) == 2 + 3 + 4
 
 
-def lines(pace: Pace, clock: Clock, seconds: list[float]) -> list[str | None]:
+def lines(pace: TimeRemaining, clock: Clock, seconds: list[float]) -> list[str | None]:
     said = []
     for each in seconds:
         clock.now += each
@@ -243,7 +243,7 @@ def lines(pace: Pace, clock: Clock, seconds: list[float]) -> list[str | None]:
 
 def test_pace_speaks_once_after_its_first_steps():
     clock = Clock()
-    pace = Pace(steps=1000, validations=10, validation_share=3, clock=clock)
+    pace = TimeRemaining(steps=1000, validations=10, validation_share=3, clock=clock)
     said = lines(pace, clock, [30.0, 5.0, *[0.2] * 20])  # the first two compile
     assert said.index("about 3 min to go (0.2 s a step)") == 11  # 988 x 0.2 + 10 x 0.2
     assert sum(line is not None for line in said) == 1
@@ -251,7 +251,7 @@ def test_pace_speaks_once_after_its_first_steps():
 
 def test_pace_does_not_wait_for_ten_slow_steps():
     clock = Clock()
-    pace = Pace(steps=1000, validations=0, validation_share=0, clock=clock)
+    pace = TimeRemaining(steps=1000, validations=0, validation_share=0, clock=clock)
     said = lines(pace, clock, [6.0] * 8)
     assert [line for line in said if line] == ["about 100 min to go (6 s a step)"]
     assert said[3]
@@ -263,7 +263,7 @@ def test_pace_does_not_wait_for_ten_slow_steps():
 )
 def test_pace_takes_a_validation_by_its_own_time(took, minutes):
     clock = Clock()
-    pace = Pace(steps=100, validations=10, validation_share=300, clock=clock)
+    pace = TimeRemaining(steps=100, validations=10, validation_share=300, clock=clock)
     said = lines(pace, clock, [1.0] * 6)
     clock.now += took
     pace.validated()
@@ -273,7 +273,7 @@ def test_pace_takes_a_validation_by_its_own_time(took, minutes):
 
 def test_a_run_that_ends_soon_says_nothing():
     clock = Clock()
-    pace = Pace(steps=40, validations=1, validation_share=1, clock=clock)
+    pace = TimeRemaining(steps=40, validations=1, validation_share=1, clock=clock)
     assert not any(lines(pace, clock, [0.3] * 40))
 
 

@@ -29,9 +29,9 @@ from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
 from vit.training.captioning_task import is_chosen
 from vit.training.checkpoint import find_checkpoints
-from vit.training.checkpoint_metric import blindness, rank
+from vit.training.checkpoint_metric import ignored_images_note, rank
 from vit.training.data_setup import open_data
-from vit.training.setup import words_of
+from vit.training.setup import decoder_weights
 from vit.training.train import train as train_here
 from vit.weights.convert import convert
 from vit.weights.load_model import from_pretrained, open_pretrained
@@ -287,12 +287,12 @@ def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
 ):
     first = train_here(caption_config(epochs=2), tmp_path / "first").folder
     train_here(caption_config(epochs=1, warmup_epochs=0, weights=str(first)), tmp_path / "more")
-    assert "the decoder goes on from its weights" in capsys.readouterr().err
+    assert "decoder initialised from the pretrained weights" in capsys.readouterr().err
     tokenizers = [(tmp_path / n / "tokenizer.json").read_bytes() for n in ("first", "more")]
     assert tokenizers[0] == tokenizers[1]
     other = caption_config(epochs=1, warmup_epochs=0, weights=str(first), tokenizer="wordpiece")
     train_here(other, tmp_path / "other", given=["tokenizer", "epochs", "warmup_epochs", "weights"])
-    assert "the decoder starts anew" in capsys.readouterr().err
+    assert "decoder reinitialised" in capsys.readouterr().err
     classify = caption_config(
         task="classify",
         epochs=1,
@@ -361,9 +361,9 @@ def test_weights_of_a_decoder_are_not_taken_for_other_words(caption_config, tmp_
     assert other.size == source.decoder.tokenizer.size
     config = dataclasses.replace(caption_config(**given), decoder=source.decoder.config)
     said: list[str] = []
-    assert words_of(source, config, other, said.append) == {}
-    assert "the decoder starts anew" in said[0]
-    kept = words_of(source, config, source.decoder.tokenizer, said.append)
+    assert decoder_weights(source, config, other, said.append) == {}
+    assert "decoder reinitialised" in said[0]
+    kept = decoder_weights(source, config, source.decoder.tokenizer, said.append)
     assert len(kept) == len(source.decoder.state) > 20
 
 
@@ -423,7 +423,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
         ({"method": "probe", "weights": "x"}, "a probe fits classes"),
         ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
         ({"decoder_feedforward": "moe"}, "choose both"),
-        ({"pooling": "mean"}, "captions look at all tokens"),
+        ({"pooling": "mean"}, "the decoder attends to all tokens"),
         ({"vocab_size": 100}, "vocab_size=100"),
         ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],
@@ -522,12 +522,12 @@ def test_a_list_of_the_wrong_shape_is_one_line(caption_config, list_of, tmp_path
 
 def test_a_decoder_that_does_not_look_is_named():
     seeing = {"val_loss": 1.0, "val_loss_shuffled": 1.5}
-    assert blindness({"val_loss": 1.0}) is None
-    assert blindness(seeing) is None
-    assert "does not look at the images" in blindness({**seeing, "val_loss_shuffled": 1.005})
-    assert blindness({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
+    assert ignored_images_note({"val_loss": 1.0}) is None
+    assert ignored_images_note(seeing) is None
+    assert "ignores the images" in ignored_images_note({**seeing, "val_loss_shuffled": 1.005})
+    assert ignored_images_note({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
     both = {"val_loss": 3.0, "val_caption_loss": 1.0, "val_loss_shuffled": 1.5}
-    assert blindness(both) is None
+    assert ignored_images_note(both) is None
 
 
 def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():

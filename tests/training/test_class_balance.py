@@ -15,7 +15,7 @@ from vit.config.parser import flatten, make_config
 from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
 from vit.inference.evaluate import evaluate
-from vit.training.checkpoint_metric import rank, told
+from vit.training.checkpoint_metric import format_scores, rank
 from vit.training.class_balance import (
     ClassBalance,
     logit_adjusted_cross_entropy,
@@ -107,7 +107,7 @@ def test_the_sampler_leaves_the_loss_alone(batch):
         ("logit-adjust", "often (12 images) is 1.39 ahead of rare (3 images) in the logits"),
     ],
 )
-def test_what_a_user_is_told(kind, said):
+def test_what_a_user_is_format_scores(kind, said):
     (note,) = ClassBalance(kind, COUNTS).notes(["often", "rare", "none\n", "other"])
     assert note.startswith(f"note: balance={kind}: ")
     assert said in note
@@ -137,8 +137,8 @@ def test_an_event_says_by_what_the_best_epoch_is_chosen():
     event = {"val_loss": 1.0, "val_top1": 0.9, "val_balanced_accuracy": 0.6}
     assert rank(event) == (0.9, -1.0)
     assert rank({**event, "chosen_by": "val_balanced_accuracy"}) == (0.6, -1.0)
-    assert told(event) == "val top-1 90.00%  balanced 60.00%"
-    assert told({**event, "val_balanced_accuracy": 0.89}) == "val top-1 90.00%"
+    assert format_scores(event) == "val top-1 90.00%  balanced 60.00%"
+    assert format_scores({**event, "val_balanced_accuracy": 0.89}) == "val top-1 90.00%"
 
 
 @pytest.mark.auto_precision

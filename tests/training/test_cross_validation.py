@@ -77,7 +77,7 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
         train_folds(config(time="5m"), tmp_path / "a", measure=measured)
     with pytest.raises(ConfigError, match="the data have validation images"):
         train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
-    with pytest.raises(ConfigError, match="one training is of one fold"):
+    with pytest.raises(ConfigError, match="a run trains one fold"):
         train(config(), tmp_path / "d")
     with pytest.raises(ConfigError, match=r"val_share=0\.3: folds=3 hold out a part each"):
         tiny_config(**SETTINGS, val_share=0.3)

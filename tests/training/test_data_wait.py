@@ -11,7 +11,7 @@ from vit.config import DataConfig
 from vit.errors import ConfigError
 from vit.training import final_report, loader_autotune, training_loaders, training_loop
 from vit.training.devices import make_accelerator
-from vit.training.loader_autotune import waiting
+from vit.training.loader_autotune import data_wait_note
 from vit.training.setup import make_training
 from vit.training.stop_signals import Interrupted
 from vit.training.train import train
@@ -71,7 +71,7 @@ def test_a_cache_that_nothing_reads_is_refused(tiny_config, tmp_path):
 
 
 def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loader_autotune, "time_reading", lambda *_: (0.003, 0.001))
+    monkeypatch.setattr(loader_autotune, "time_loading", lambda *_: (0.003, 0.001))
     monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 1)
     monkeypatch.setattr(loader_autotune, "time_network", lambda _run: 0.0)
     counts, original = [], final_report.EvaluationLoader
@@ -84,7 +84,7 @@ def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monk
     train(tiny_config(epochs=2, workers=None), tmp_path / "run")
     assert counts == [4]  # the report is made with as many
     told = capsys.readouterr().err
-    assert "loading: 4.0 ms an image, 75% of it for its file to come: 4 loader processes" in told
+    assert "loading: 4.0 ms an image, 75% of it to read its file: 4 loader processes" in told
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monk
 def test_loading_has_no_more_processes_than_it_needs(
     tiny_config, tmp_path, capsys, monkeypatch, network, cache, workers
 ):
-    monkeypatch.setattr(loader_autotune, "time_reading", lambda *_: (0.0001, 0.0004))
+    monkeypatch.setattr(loader_autotune, "time_loading", lambda *_: (0.0001, 0.0004))
     monkeypatch.setattr(loader_autotune, "time_network", lambda _run: network)
     monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 2)
     counts, original = [], training_loaders.TrainingLoader
@@ -130,19 +130,19 @@ def event(share: float, seconds: float) -> dict[str, float]:
 
 
 def test_waiting_has_advice_that_fits_the_settings():
-    assert waiting(event(0.1, 100), DataConfig()) is None
-    assert waiting(event(0.9, 1), DataConfig()) is None
-    told = waiting(event(0.4, 100), DataConfig())
+    assert data_wait_note(event(0.1, 100), DataConfig()) is None
+    assert data_wait_note(event(0.9, 1), DataConfig()) is None
+    told = data_wait_note(event(0.4, 100), DataConfig())
     assert told is not None
     assert told.startswith("note: 40% of the epoch was spent waiting for images: --cache ram")
     for kind in ("disk", "ram"):
-        told = waiting(event(0.4, 100), DataConfig(cache=kind))
+        told = data_wait_note(event(0.4, 100), DataConfig(cache=kind))
         assert told is not None
         assert "--cache disk" not in told
 
 
 def test_the_advice_comes_once(tiny_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loader_autotune, "MUCH", -1.0)
-    monkeypatch.setattr(loader_autotune, "LEAST_SECONDS", -1.0)
+    monkeypatch.setattr(loader_autotune, "MAX_WAIT_SHARE", -1.0)
+    monkeypatch.setattr(loader_autotune, "MIN_WAIT_SECONDS", -1.0)
     train(tiny_config(epochs=2), tmp_path / "run")
     assert capsys.readouterr().err.count("waiting for images") == 1

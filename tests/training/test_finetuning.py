@@ -157,7 +157,7 @@ def test_an_interrupted_run_goes_on_without_the_weights_it_began_from(
     def interrupted(self, *arguments):
         finish(self, *arguments)
         if self.epoch == 1:
-            self.keeper.wait()
+            self.checkpoints.wait()
             raise Interrupted("stopped", 15)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted):

@@ -149,8 +149,8 @@ def gpu_for(monkeypatch):
                 raise full()
 
         properties = SimpleNamespace(total_memory=24 * GIB)
-        replaced = {"rehearse": rehearsed, "unlink": id, "largest": lambda _, number: number}
-        replaced["limited"] = lambda _: contextlib.nullcontext(22 * GIB)
+        replaced = {"rehearse": rehearsed, "forget": id, "largest": lambda _, number: number}
+        replaced["limit_gpu_memory"] = lambda _: contextlib.nullcontext(22 * GIB)
         for name, value in replaced.items():
             monkeypatch.setattr(f"vit.training.auto_batch_size.{name}", value)
         monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", id)

@@ -19,7 +19,7 @@ from vit.config import RunConfig
 from vit.errors import ConfigError
 from vit.training import trackers
 from vit.training.run_folder import Metrics
-from vit.training.trackers import NAMES, QUIET, TRACKERS, Record, Tracking, require_tracker
+from vit.training.trackers import NAMES, TELEMETRY_OFF, TRACKERS, Record, Tracking, require_tracker
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.99], "soup": False, "patience": None}
 PER_EPOCH = 4
@@ -29,7 +29,7 @@ PER_EPOCH = 4
 def quick(monkeypatch):
     """Threads that look often; accelerate's trackers ask which process they are in."""
     PartialState(cpu=True)
-    monkeypatch.setattr(trackers, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(trackers, "POLL_SECONDS", 0.005)
 
 
 def step_event(step: int) -> dict:
@@ -174,7 +174,10 @@ def test_what_one_process_could_not_send_the_next_one_does(tmp_path, fake, capsy
     follow(tmp_path, 0)
     told = capsys.readouterr().err
     assert told.count("\n") == 1
-    assert "wandb gets no more, and the run goes on without it: the network is gone" in told
+    assert (
+        "wandb receives no more events, and the run continues without it: the network is gone"
+        in told
+    )
     assert fake.seen() == expected(5)
     fake.fails_at = None
     train(tmp_path, 10, 12)
@@ -201,13 +204,13 @@ def test_a_first_start_that_fails_is_an_error_and_a_later_one_is_not(tmp_path, f
 def test_a_tracker_that_hangs_does_not_keep_the_run_from_ending(
     tmp_path, fake, monkeypatch, capsys
 ):
-    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     free = threading.Event()
     monkeypatch.setattr(fake, "finish", free.wait)
     train(tmp_path, 1, 3)
     record = Tracking("wandb", tmp_path, SETTINGS, step=0)
     record.close()
-    assert "it has taken nothing for" in capsys.readouterr().err
+    assert "it has accepted nothing for" in capsys.readouterr().err
     free.set()
     record.thread.join()
 
@@ -292,7 +295,7 @@ def test_accelerate_is_asked_for_the_same_record(
 
 
 def test_makers_hear_nothing_that_nobody_asked_for(tmp_path, fake, monkeypatch):
-    variable, value = QUIET["wandb"]
+    variable, value = TELEMETRY_OFF["wandb"]
     monkeypatch.delenv(variable, raising=False)
     follow(tmp_path_with_metrics(tmp_path), 0)
     assert trackers.os.environ[variable] == value

@@ -108,14 +108,14 @@ def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monk
     train(whole, tmp_path / "whole")
     batches = []
 
-    def judged(logits, labels):
+    def loss_and_correct(logits, labels):
         batches.append(labels)
         if len(batches) == 8:  # the second of six in the second epoch
             os.kill(os.getpid(), signal.SIGINT)
         return original(logits, labels)
 
-    original = classification_task.judged
-    monkeypatch.setattr("vit.training.classification_task.judged", judged)
+    original = classification_task.loss_and_correct
+    monkeypatch.setattr("vit.training.classification_task.loss_and_correct", loss_and_correct)
     with pytest.raises(Interrupted) as stopped:
         train(whole, tmp_path / "parts")
     assert stopped.value.exit_code == 130
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
         seen["run"] = run
         return logits.sum().view(1) * (float("nan") if run.step == 4 else 1.0)
 
-    monkeypatch.setattr("vit.training.training_loop.losses_of", poison)
+    monkeypatch.setattr("vit.training.training_loop.forward_losses", poison)
     with pytest.raises(RunError, match="the loss became nan at step 4"):
         train(tiny_config(), tmp_path / "run")
     for name, parameter in seen["run"].network.named_parameters():
@@ -316,12 +316,12 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
 ):
     drawn = []
 
-    def accumulate(run, *others):
+    def forward_losses(run, *others, **named):
         drawn.append(run.network.patch_embed.current_patch_size)
-        return original(run, *others)
+        return original(run, *others, **named)
 
-    original = training_loop.accumulate
-    monkeypatch.setattr("vit.training.training_loop.accumulate", accumulate)
+    original = training_loop.forward_losses
+    monkeypatch.setattr("vit.training.training_loop.forward_losses", forward_losses)
     run = train(tiny_config(patch_sizes=(2, 4)), tmp_path / "run").folder
     assert len(drawn) == 9
     assert set(drawn) == {2, 4, 8}
@@ -375,10 +375,16 @@ def test_a_newer_damaged_checkpoint_does_not_crowd_out_good_ones(tiny_config, tm
     ]
 
 
+def state_at(step: int) -> checkpoint.CheckpointState:
+    return checkpoint.CheckpointState(
+        step=step, epoch=0, part={}, failed={}, data={}, scaler=None, metrics_bytes=0, best=[]
+    )
+
+
 def test_a_damaged_checkpoint_is_none_of_the_two_that_are_kept(tmp_path):
     snapshot = checkpoint.Snapshot({"model/a": torch.zeros(1)}, {}, [])
-    paths = [checkpoint.write_checkpoint(tmp_path, snapshot, {"step": step}) for step in (1, 2)]
-    newest = checkpoint.write_checkpoint(tmp_path, snapshot, {"step": 3}, damaged=[paths[1]])
+    paths = [checkpoint.write_checkpoint(tmp_path, snapshot, state_at(step)) for step in (1, 2)]
+    newest = checkpoint.write_checkpoint(tmp_path, snapshot, state_at(3), damaged=[paths[1]])
     assert find_checkpoints(tmp_path) == [newest, paths[0]]
 
 
@@ -438,7 +444,7 @@ def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("vit.training.training_loop.losses_of", full)
+    monkeypatch.setattr("vit.training.training_loop.forward_losses", full)
     with pytest.raises(RunError, match="out of memory: -b auto"):
         train(tiny_config(), tmp_path / "run")
 
@@ -486,7 +492,7 @@ def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
     written = []
 
     def note(folder, snapshot, state, damaged):
-        written.append(state["step"])
+        written.append(state.step)
         return original(folder, snapshot, state, damaged)
 
     original = checkpoint.write_checkpoint

@@ -81,7 +81,7 @@ def test_a_cut_run_goes_on_exactly_without_the_dense_one(fine, dense, tmp_path, 
     def interrupted(self, *arguments):
         finish(self, *arguments)
         if self.epoch == 1:
-            self.keeper.wait()
+            self.checkpoints.wait()
             raise Interrupted("stopped", 15)
 
     with monkeypatch.context() as patched, pytest.raises(Interrupted):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block keeps its input alone, and the backward pass computes the rest.
+"""Activation checkpointing: only block inputs are stored; the backward pass recomputes the rest.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4, arXiv:1604.06174.
 """
@@ -13,23 +13,22 @@ from vit.model.vision_transformer import VisionTransformer
 
 
 def recompute_blocks(network: VisionTransformer) -> None:
-    """Make each block of `network` compute its inside again when its gradient is needed.
+    """Recompute the activations of each block of `network` in the backward pass.
 
-    Dropout and DropPath draw the same numbers again, so gradients stay as they are, and so do the
-    names of parameters, since nothing is wrapped. Call it before the network is compiled or given
-    to the devices.
+    Dropout and DropPath draw the same numbers again, so gradients are unchanged. Nothing is
+    wrapped, so parameter names are unchanged. Call it before the network is compiled or prepared.
     """
     for block in network.blocks:
         # use_reentrant=False: gradients through the block's own parameters, DDP and compilation
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if any(isinstance(module, MixtureOfExperts) for module in network.modules()):
-        _let_experts_tell()
+        _allow_router_side_effects()
 
 
-def _let_experts_tell() -> None:
-    """Let a compiled block of experts leave what it did, which it does the first time alone.
+def _allow_router_side_effects() -> None:
+    """Allow a compiled MoE block to record its routing in the first forward pass only.
 
-    Without this, as in older torch, compilation stops at every block and goes on after it.
+    Without this, as in older torch, every block is a graph break.
     """
     import torch._dynamo.config
 

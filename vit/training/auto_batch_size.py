@@ -1,7 +1,7 @@
-"""`batch_size: auto`: how many images a GPU takes at once.
+"""`batch_size: auto`: finds the largest micro-batch that fits into the memory of a GPU.
 
-The batch of an optimiser step stays as it is; it is split into as few micro-batches as fit. What
-fits is tried: the network, its optimiser and its average are built, and take steps at full size.
+The batch of an optimiser step is unchanged; it is split into as few micro-batches as fit. Sizes are
+tried: network, optimiser and moving average are built, and make steps at full size.
 """
 
 import contextlib
@@ -22,31 +22,31 @@ from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.training.batch_norm_statistics import local_batch_norm
 from vit.training.dry_run import forget, largest, rehearse
-from vit.training.training_loaders import rows_of
-from vit.training.training_loop import TrainingState, clip, losses_of, objective
+from vit.training.training_loaders import label_width
+from vit.training.training_loop import TrainingState, clip_gradients, forward_losses, objective
 
 Notify = Callable[[str], None]
 
-# Share of the free memory that a trial may not use: sizes of images that change leave gaps, and
-# libraries beside torch (NCCL, cuDNN) take some as well.
-HEAD_ROOM = 0.08
-# The first step makes the optimiser's state; the second has it from its beginning.
+# Share of the free memory that a trial may not use: changing image sizes fragment it, and libraries
+# beside torch (NCCL, cuDNN) need some.
+HEADROOM = 0.08
+# The first step allocates the optimiser's state; the second one has it from its start.
 STEPS = 2
-# fp16 skips steps while it looks for its scale
-MOST_STEPS = 12
+# fp16 skips steps until its loss scale fits
+MAX_STEPS = 12
 GIB = 2**30
 
 
 def fit_memory(
     config: Config, accelerator: Accelerator, notify: Notify, splits: Splits | None = None
 ) -> Config:
-    """`config` with `accumulate` as a number, found out where it is None.
+    """Set `accumulate` to a number; it is measured if it is None.
 
     Args:
-        config: Settings; the batch is one that the training images fill.
+        config: Settings; `batch_size` is at most the number of training images.
         accelerator: The devices.
-        say: Told in one line what was found.
-        splits: The data, which know the words of captions; not needed for classes.
+        notify: Receives the result as one line.
+        splits: The data, with the tokenizer of captions; not needed for classification.
 
     Raises:
         RunError: Not even the smallest micro-batch fits.
@@ -59,20 +59,20 @@ def fit_memory(
             f"note: -b auto tries what fits into a GPU; device={device.type} does not say when its "
             f"memory is full, so accumulate=1: {data.batch_size} images a step, all at once"
         )
-        return accumulating(config, 1)
+        return with_micro_batches(config, 1)
     share, rest = divmod(data.batch_size, accelerator.num_processes)
     if rest:
-        return accumulating(config, 1)  # which the schedule refuses, with the reason
+        return with_micro_batches(config, 1)  # the schedule raises the error
 
     def trial(size: int) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         parts = share // size
-        fitted = accumulating(config, parts)
+        fitted = with_micro_batches(config, parts)
         rehearse(fitted, accelerator, lambda run: take_steps(run, size), splits)
         return torch.cuda.max_memory_reserved(device)
 
     sizes = micro_batch_sizes(share, pairs=config.augment.mixes)
-    with limited(accelerator) as room:
+    with limit_gpu_memory(accelerator) as room:
         found = largest_that_fits(sizes, trial, accelerator)
     if found is None:
         raise RunError(too_large(config, sizes[-1], room))
@@ -83,21 +83,21 @@ def fit_memory(
         f"note: batch_size={data.batch_size} in {parts} {batches} of {size} a device "
         f"({peak / GIB:.1f} of {total / GIB:.1f} GiB)"
     )
-    return accumulating(config, parts)
+    return with_micro_batches(config, parts)
 
 
-def accumulating(config: Config, micro_batches: int) -> Config:
-    """`config` with this number of micro-batches a step."""
+def with_micro_batches(config: Config, micro_batches: int) -> Config:
+    """`config` with this number of micro-batches per step."""
     data = dataclasses.replace(config.data, accumulate=micro_batches)
     return dataclasses.replace(config, data=data)
 
 
 def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:
-    """Sizes of micro-batches that split the images of a device evenly, the largest first.
+    """Micro-batch sizes that divide the images of a device, the largest first.
 
     Args:
         share: Images of a device in one step.
-        pairs: Never part neighbours.
+        pairs: Whether sizes must be even, since neighbouring images are mixed.
     """
     sizes = [share // parts for parts in range(1, share + 1) if share % parts == 0]
     return [size for size in sizes if size == share or not (pairs and size % 2)]
@@ -109,13 +109,13 @@ def largest_that_fits(
     """The first of `sizes` that fits on every process.
 
     Args:
-        sizes: What to try, in this order.
-        trial: Answers with the memory that a size needs, or runs out of it, which torch says by an
-            OutOfMemoryError. It waits for no other process, which may have run out earlier.
+        sizes: Sizes to try, in this order.
+        trial: Returns the memory that a size needs, or raises torch.OutOfMemoryError. It must not
+            wait for other processes, which may have run out of memory earlier.
         accelerator: The devices.
 
     Returns:
-        The size and the most memory that a process needs; None where none fits.
+        The size and the largest memory that a process needs; None if none fits.
     """
     smaller = iter(sizes[1:])
 
@@ -126,7 +126,7 @@ def largest_that_fits(
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
-        forget(accelerator)  # only now: the traceback held what had been built
+        forget(accelerator)  # after the except block, whose traceback referred to the training
         most = largest(accelerator, needed)
         if most == math.inf:
             raise torch.OutOfMemoryError(f"{size} images: out of memory.")
@@ -143,17 +143,17 @@ def largest_that_fits(
 
 
 @contextlib.contextmanager
-def limited(accelerator: Accelerator) -> Iterator[float]:
-    """Inside the `with`, torch takes at most this many bytes of the GPU, the same on all processes.
+def limit_gpu_memory(accelerator: Accelerator) -> Iterator[float]:
+    """Limit torch to the same number of bytes of the GPU on all processes, and yield that limit.
 
-    So processes whose steps wait for each other run out of memory together.
+    Processes whose steps wait for each other then run out of memory together.
     """
     device = accelerator.device
     if device.index is None:  # that of a single process
         device = torch.device("cuda", torch.cuda.current_device())
-    before = fraction(device)
+    before = memory_fraction(device)
     free, total = torch.cuda.mem_get_info(device)
-    mine = (1 - HEAD_ROOM) * (free + torch.cuda.memory_reserved(device))
+    mine = (1 - HEADROOM) * (free + torch.cuda.memory_reserved(device))
     room = -largest(accelerator, -mine)
     torch.cuda.set_per_process_memory_fraction(min(room / total, before), device)
     try:
@@ -162,43 +162,45 @@ def limited(accelerator: Accelerator) -> Iterator[float]:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def fraction(device: torch.device) -> float:
-    """The share of the GPU's memory that torch may take; older versions cannot tell."""
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if ask is None else float(ask(device))
+def memory_fraction(device: torch.device) -> float:
+    """Fraction of the GPU's memory that torch may use; older versions have no getter."""
+    getter = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if getter is None else float(getter(device))
 
 
 def take_steps(run: TrainingState, size: int) -> None:
-    """Make steps as the run will, on random images, `size` at once."""
+    """Make training steps on random micro-batches of `size` images."""
     run.model.train()
     patches = run.network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
-        patches.current_patch_size = min(patches.resize_matrices)  # which makes the most tokens
-    # with a second micro-batch, gradients are there while it is computed
+        patches.current_patch_size = min(patches.resize_matrices)  # the most tokens
+    # during a second micro-batch, gradients exist already
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0
-    for _ in range(MOST_STEPS):
-        with local_batch_norm(run.network) if alone(run) else contextlib.nullcontext():
-            step_alone(run, batches)
+    for _ in range(MAX_STEPS):
+        with local_batch_norm(run.network) if steps_locally(run) else contextlib.nullcontext():
+            trial_step(run, batches)
         done += not run.accelerator.optimizer_step_was_skipped
         if done == STEPS:
             return
 
 
-def alone(run: TrainingState) -> bool:
-    """Whether a step may be made without the other processes, which have the whole network too."""
+def steps_locally(run: TrainingState) -> bool:
+    """Whether a process can make a step without the others: each has a full copy of the network."""
     return isinstance(run.model, DistributedDataParallel)
 
 
-def step_alone(run: TrainingState, batches: Sequence[Batch]) -> None:
-    """One update; processes that have the whole network each do not wait for the others."""
-    by_itself = alone(run)
+def trial_step(run: TrainingState, batches: Sequence[Batch]) -> None:
+    """One update; without communication if each process has a full copy of the network."""
+    no_communication = steps_locally(run)
     for index, batch in enumerate(batches):
-        apart = by_itself or index < len(batches) - 1
-        with run.accelerator.no_sync(run.model) if apart else contextlib.nullcontext():
-            losses = losses_of(run, batch, 0, micro_batch=index, alone=by_itself)
+        local = no_communication or index < len(batches) - 1
+        with run.accelerator.no_sync(run.model) if local else contextlib.nullcontext():
+            losses = forward_losses(
+                run, batch, 0, micro_batch=index, reduce_routers=not no_communication
+            )
             run.accelerator.backward(objective(run, losses) / run.config.data.batch_size)
-    clip(run)
+    clip_gradients(run)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average is not None:
@@ -209,14 +211,14 @@ def random_batch(config: Config, size: int) -> Batch:
     """Noise of the full size, (size, channels, image_size, image_size)."""
     model, words = config.model, config.decoder
     shape = (size, model.channels, model.image_size, model.image_size)
-    places = torch.arange(size)
-    wide = rows_of(config)
+    indices = torch.arange(size)
+    width = label_width(config)
     one = torch.randint(0, max(model.num_classes, 1), (size,))
     return Batch(
         images=torch.randint(0, 256, shape, dtype=torch.uint8),
-        labels=one if wide is None else torch.randint(0, 2, (size, wide), dtype=torch.uint8),
-        indices=places,
-        positions=places,
+        labels=one if width is None else torch.randint(0, 2, (size, width), dtype=torch.uint8),
+        indices=indices,
+        positions=indices,
         failed=[],
         words=torch.randint(0, words.vocab_size, (size, words.caption_tokens))
         if words.vocab_size and words.caption_tokens
@@ -225,7 +227,7 @@ def random_batch(config: Config, size: int) -> Batch:
 
 
 def too_large(config: Config, size: int, room: float) -> str:
-    """Why nothing fits, and what can be done."""
+    """The error message if no size fits."""
     recompute = "" if config.run.checkpoint_activations else "--checkpoint-activations, "
     images = "an image" if size == 1 else f"{size} images"
     return (

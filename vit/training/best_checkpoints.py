@@ -1,27 +1,30 @@
-"""The best epochs of a run: which they are, their weights, and when to stop looking for better.
+"""The best epochs of a run, their weights on the disk, and the average of them (model soup).
 
     RUN/best/epoch-0012.safetensors     weights of one of the best `keep_best` epochs
 
-Which epochs are kept follows from their events alone, so a run that was killed keeps the same.
+The choice depends only on the epochs' events, so a resumed run keeps the same files.
+
+    soup <- {best epoch};  for each other, the better first:
+        soup <- soup + {it}   if the average is not worse on the validation images
+
+Source: Wortsman et al., "Model soups", recipe 1, arXiv:2203.05482; of epochs instead of runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from vit.training.checkpoint import require_same
 from vit.training.checkpoint_metric import rank
+from vit.training.run_folder import BEST
+from vit.training.validation import Validation
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
-BEST = "best"
-
 Event = dict[str, Any]
-
-
-def stopped_early(best_epoch: int, epoch: int, patience: int | None) -> bool:
-    """Whether `patience` epochs since the best one brought nothing better, by epoch `epoch`."""
-    return patience is not None and epoch - best_epoch >= patience
+Evaluate = Callable[[Mapping[str, Tensor]], Validation | None]
 
 
 class BestEpochs:
@@ -29,7 +32,7 @@ class BestEpochs:
 
     Args:
         folder: The run folder.
-        keep: How many of them keep their weights; the best one's are in model.safetensors anyhow.
+        keep: Number of epochs whose weights are kept; the best one's are in model.safetensors too.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -42,25 +45,21 @@ class BestEpochs:
         """The best epoch."""
         return self.events[0]
 
-    def offer(self, event: Event) -> bool:
-        """Take in the event of an epoch; whether it is among the best, of equals the earlier."""
+    def add(self, event: Event) -> bool:
+        """Add the event of an epoch; returns whether it is among the best (ties: the earlier)."""
         self.events = sorted([*self.events, event], key=rank, reverse=True)[: self.keep]
         return any(each is event for each in self.events)
 
-    def state(self) -> list[Event]:
-        """What a checkpoint keeps of it."""
-        return list(self.events)
-
     def restore(self, state: Sequence[Event]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Set the events that a checkpoint stored."""
         self.events = list(state)
 
     def path(self, epoch: int) -> Path:
-        """Where the weights of `epoch` are, counted from 1."""
+        """File with the weights of `epoch`, from 1."""
         return self.folder / f"epoch-{epoch:04d}.safetensors"
 
     def save(self, epoch: int, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights of `epoch`, where more than the best one's are kept.
+        """Write the weights of `epoch`, if more than the best epoch is kept.
 
         Raises:
             RunError: They cannot be written.
@@ -80,13 +79,58 @@ class BestEpochs:
         return read_tensors(self.path(epoch))[0]
 
     def prune(self, *needed: Sequence[Event]) -> None:
-        """Delete weights of epochs in none of `needed`.
+        """Delete the weights of epochs that none of `needed` contains.
 
         Args:
-            needed: States of the checkpoints that a run may go back to.
+            needed: Best epochs of each checkpoint that the run may resume from.
         """
         kept = {self.path(event["epoch"]) for state in needed for event in state}
         with explain_write_errors(self.folder):
             for path in self.folder.glob("epoch-*.safetensors"):
                 if path not in kept:
                     path.unlink(missing_ok=True)
+
+
+def average_best_epochs(
+    best: BestEpochs, evaluate: Evaluate
+) -> tuple[Event, dict[str, Tensor]] | None:
+    """Greedily average the weights of the best epochs.
+
+    Every process reads the same files, so all of them return the same average.
+
+    Args:
+        best: At least one epoch, with weights on the disk.
+        evaluate: Validates weights; returns None if a signal was received.
+
+    Returns:
+        The event of the average, and the weights to save: the average if it is better than the
+        best epoch (`event["better"]`), else the best epoch's. None if a signal was received.
+
+    Raises:
+        WeightsError: Weights of an epoch are missing, damaged or of another network.
+    """
+    members, chosen = [best.first["epoch"]], best.load(best.first["epoch"])
+    event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}
+    for candidate in best.events[1:]:
+        tried = [*members, candidate["epoch"]]
+        parts = [best.load(epoch) for epoch in tried]
+        require_same(best.path(candidate["epoch"]), "the best epoch", parts[-1], parts[0])
+        weights = average_weights(parts)
+        measured = evaluate(weights)
+        if measured is None:
+            return None
+        scores = measured.scores
+        if rank(scores) >= rank(event):
+            members, chosen, event = tried, weights, scores
+    better = len(members) > 1 and rank(event) > rank(best.first)
+    if not better:
+        chosen = best.load(best.first["epoch"])
+    return {"event": "soup", "epochs": sorted(members), **event, "better": better}, chosen
+
+
+def average_weights(weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Mean of each tensor over `weights`, computed in float64 and cast to its dtype."""
+    return {
+        name: torch.stack([each[name].double() for each in weights]).mean(dim=0).to(tensor.dtype)
+        for name, tensor in weights[0].items()
+    }

@@ -1,12 +1,12 @@
-"""Learning to write captions, alone or beside classes, from one encoder.
+"""Captioning: next-token cross-entropy, optionally with classification from the same encoder.
 
-    loss = Σ cross-entropy of each next word / mean words of a caption
-    val_loss           mean over all words of the validation captions
-    val_loss_shuffled  the same captions, each against another image
+    loss = Σ cross-entropy of each next token / mean tokens of a caption
+    val_loss           mean over all tokens of the validation captions
+    val_loss_shuffled  the same captions, each with another image
 
-Dividing by a constant of the data, and not by the words of a batch, keeps the loss a sum over
-images: every word counts the same, on any number of processes and micro-batches. A decoder that
-does not look at the image has two validation losses that are equal.
+The divisor is a constant of the data instead of the tokens of a batch, so the loss is a sum over
+images, and every token has the same weight with any number of processes and micro-batches. The two
+validation losses are equal for a decoder that ignores the image.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,12 @@ from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.captioner import Captioner, CaptionerOutput
 from vit.training.batch_norm_statistics import frozen_running_stats
-from vit.training.classification_task import balanced_accuracy, classes_of, judged, judged_by_class
+from vit.training.classification_task import (
+    balanced_accuracy,
+    correct_per_class,
+    count_classes,
+    loss_and_correct,
+)
 from vit.training.collectives import everyones, on_main
 from vit.training.losses import smoothed_cross_entropy
 
@@ -37,12 +42,12 @@ SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
 
 
 class Captioning:
-    """Captions, and classes too where the network has a head for them.
+    """Captioning, optionally with classification.
 
     Args:
-        tokenizer: Of the captions.
-        mean_tokens: Mean number of words of a training caption, the end included.
-        classifies: Whether classes are learned too; both losses then count the same.
+        tokenizer: Tokenizer of the captions.
+        mean_tokens: Mean number of tokens of a training caption, including the end token.
+        classifies: Whether to add the classification loss, with the same weight.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, mean_tokens: float, classifies: bool) -> None:
@@ -73,28 +78,28 @@ class Captioning:
         return loss.view(1)
 
     def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
-        """Begins a validation on `samples`."""
+        """Start a validation on `samples`."""
         return CaptionTally(self, samples)
 
 
 class CaptionTally:
-    """Losses with right and with shuffled images, and the captions that were written.
+    """Losses with matching and with shuffled images, and generated captions.
 
     Args:
-        task: What is learned.
-        samples: Those that are measured, over all processes.
+        task: The task.
+        samples: The validation images, over all processes.
     """
 
     def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
         self.task, self.samples = task, samples
-        self.classes = classes_of(samples) if task.classifies else 0
-        # losses and words with the right image and with another, class loss, right answers, right
-        # answers and images of each class, count
+        self.classes = count_classes(samples) if task.classifies else 0
+        # losses and tokens with the matching image and with another one, class loss, correct
+        # predictions, correct predictions and images of each class, count
         self.sums = torch.zeros(7 + 2 * self.classes, dtype=torch.float64)
         self.written: list[tuple[int, str]] = []
 
     def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
-        """Count one batch."""
+        """Add one batch."""
         network, task = run.network, self.task
         assert isinstance(network, Captioner)
         if not len(images):
@@ -109,18 +114,18 @@ class CaptionTally:
             losses = matched_and_shuffled_losses(
                 network.decoder, memory, words, others, task.tokenizer.pad
             )
-        judgement = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
+        class_sums = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
             logits = classes.to(run.dtype).cpu()
-            judgement[:2] = judged(logits, batch.labels)[:2]
-            judgement[2:-1] = judged_by_class(logits, batch.labels, self.classes)
-        judgement[-1] = len(images)
-        self.sums += torch.cat([losses.sum(dim=1), judgement])
+            class_sums[:2] = loss_and_correct(logits, batch.labels)[:2]
+            class_sums[2:-1] = correct_per_class(logits, batch.labels, self.classes)
+        class_sums[-1] = len(images)
+        self.sums += torch.cat([losses.sum(dim=1), class_sums])
         texts = [best[0].text for best in sentences]
         self.written += zip(batch.indices[few].tolist(), texts, strict=True)
 
     def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
-        """Mean losses of a word, and the captions' scores against all references."""
+        """Mean losses per token, and caption metrics against all references."""
         right, words, wrong, others, class_loss, correct, *each, count = totals
         found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
         if self.task.classifies:
@@ -142,12 +147,12 @@ class CaptionTally:
 
 
 def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:
-    """Which of `count` images get a caption: `most` of them, evenly spread, or all; bool."""
+    """Mask of the images that are captioned: at most `most` of `count`, evenly spread; bool."""
     return indices * min(most, count) % count < min(most, count)
 
 
 def target_words(batch: Batch, device: torch.device) -> Tensor:
-    """The captions of a batch on their device, (batch, tokens)."""
+    """Caption ids of a batch on `device`, (batch, tokens)."""
     assert batch.caption_ids is not None, "the loader was given no captions"
     return batch.caption_ids.to(device, non_blocking=True)
 

@@ -1,17 +1,18 @@
-"""What a training needs to continue: one file a checkpoint, safetensors, nothing pickled.
+"""Checkpoints: everything that resuming a run needs, in one safetensors file without pickles.
 
     checkpoints/step-00001234.safetensors
         model/<name>, ema/<name>, optimizer/<name>/<moment>      tensors
         state                                                    JSON in the metadata
 
-The newest whole file is the one that resumes; a damaged one is passed over, and said. Old ones are
-deleted only after a newer one is whole.
+`CheckpointState` lists what the JSON holds. Loading takes the newest intact file and reports
+damaged ones; old files are deleted only after a newer one is on the disk.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vit.errors import RunError, WeightsError, printable
+from vit.errors import DataError, RunError, WeightsError, printable
 from vit.training.ema import ExponentialMovingAverage
-from vit.training.fsdp import copies, forget_gathered, pieces_like
+from vit.training.fsdp import full_copies, reshard, shard_like
+from vit.training.training_loop import TrainingState
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
@@ -32,20 +34,95 @@ FILE = re.compile(r"step-(\d+)\.safetensors")
 Notify = Callable[[str], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointState:
+    """State of a run beside its tensors; the fields are the keys of the JSON in the file."""
+
+    step: int
+    """Optimiser steps made."""
+    epoch: int
+    """Epochs recorded in metrics.jsonl."""
+    part: dict[str, Any]
+    """`images` and `loss_sum` of the steps since the last recorded epoch."""
+    failed: dict[str, str]
+    """Images that were left out, with the reason."""
+    data: dict[str, Any]
+    """Fingerprint of the dataset."""
+    scaler: dict[str, Any] | None
+    """State of the fp16 loss scaler."""
+    metrics_bytes: int
+    """Size of metrics.jsonl."""
+    best: list[dict[str, Any]]
+    """Events of the best epochs, the best one first."""
+    damaged: list[Path] = field(default_factory=list)
+    """Newer checkpoints that could not be read; not stored."""
+
+    @classmethod
+    def capture(
+        cls,
+        run: TrainingState,
+        *,
+        epoch: int,
+        part: Mapping[str, Any],
+        data: dict[str, Any],
+        metrics_bytes: int,
+        best: Sequence[dict[str, Any]],
+    ) -> "CheckpointState":
+        """Copy the state of `run`; later steps do not change the copy."""
+        scaler = run.accelerator.scaler
+        return cls(
+            step=run.step,
+            epoch=epoch,
+            part=dict(part),
+            failed=dict(run.failed),
+            data=data,
+            scaler=None if scaler is None else scaler.state_dict(),
+            metrics_bytes=metrics_bytes,
+            best=list(best),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are stored."""
+        names = (each.name for each in dataclasses.fields(self) if each.name != "damaged")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, run: TrainingState) -> None:
+        """Set the step, the unreadable images and the loss scale of `run`."""
+        run.step = self.step
+        run.failed |= self.failed
+        if (scaler := run.accelerator.scaler) is not None:
+            scaler.load_state_dict(self.scaler)
+
+    def require_same_data(self, now: Mapping[str, Any]) -> None:
+        """Refuse a dataset whose fingerprint `now` differs from the stored one.
+
+        Raises:
+            DataError: The message has the number of images then and now.
+        """
+        then = self.data
+        if then != now:
+            raise DataError(
+                f"the data set changed since this run began ({then['train']} training and "
+                f"{then['val']} validation images then, {now['train']} and {now['val']} now; "
+                "some added, removed, renamed or relabelled): restore it, or start a new run with "
+                "another --out"
+            )
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """What training has learnt by one moment; nothing changes it afterwards."""
+    """An immutable copy of the tensors of network, average and optimiser."""
 
     tensors: dict[str, Tensor]
-    """By part and name, as in the file; whole, on the CPU."""
+    """By part and name, as in the file; not sharded, on the CPU."""
     optimizer: dict[str, Any]
-    """Plain numbers of the optimiser's state, by parameter and name."""
+    """Numbers in the optimiser's state that are not tensors, by parameter and name."""
     groups: list[dict[str, Any]]
-    """Settings of the optimiser's groups."""
+    """Settings of the optimiser's parameter groups."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are validated: the average where one is kept, and what has none."""
-        parts = split(self.tensors)
+        """The weights that are evaluated: averaged where an average exists."""
+        parts = split_parts(self.tensors)
         return {**parts["model"], **parts["ema"]}
 
 
@@ -56,33 +133,36 @@ def take_snapshot(
     *,
     keep: bool = True,
 ) -> Snapshot:
-    """Copy everything that a checkpoint holds, so that training may go on while it is written.
+    """Copy the tensors of a checkpoint, so that training continues while they are written.
 
     Args:
-        model: The network; where it is in pieces, every process must take part.
-        optimizer: Of its parameters.
-        average: Of its parameters.
-        keep: False on processes that only give their pieces.
+        model: The network; if it is sharded, every process must make this call.
+        optimizer: The optimiser of its parameters.
+        average: The moving average of its parameters, if any.
+        keep: False on processes that only contribute their shards.
     """
-    forget_gathered(model)
+    reshard(model)
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     if average is not None:
         tensors |= {f"ema/{name}": value for name, value in average.state_dict().items()}
     moments, numbers = _optimizer_state(optimizer)
     tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
-    return Snapshot(copies(tensors, keep=keep), numbers, _group_settings(optimizer))
+    return Snapshot(full_copies(tensors, keep=keep), numbers, _group_settings(optimizer))
 
 
 def write_checkpoint(
-    folder: Path, snapshot: Snapshot, state: Mapping[str, Any], damaged: Collection[Path] = ()
+    folder: Path,
+    snapshot: Snapshot,
+    state: CheckpointState,
+    damaged: Collection[Path] = (),
 ) -> Path:
-    """Write a checkpoint of step `state["step"]`, then delete all but the newest two.
+    """Write a checkpoint of step `state.step`, then delete all but the newest two.
 
     Args:
-        folder: That of the checkpoints.
+        folder: The folder of the checkpoints.
         snapshot: The tensors.
-        state: What the checkpoint says beside them.
-        damaged: Checkpoints that count for nothing.
+        state: The state beside the tensors.
+        damaged: Checkpoints that cannot be read, which are deleted too.
 
     Raises:
         RunError: It cannot be written; the earlier ones are untouched.
@@ -91,14 +171,14 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
         {
-            **state,
+            **state.to_json(),
             "version": VERSION,
             "optimizer": snapshot.optimizer,
             "groups": snapshot.groups,
         },
         sort_keys=True,
     )
-    path = folder / f"step-{state['step']:08d}.safetensors"
+    path = folder / f"step-{state.step:08d}.safetensors"
     write_tensors(path, snapshot.tensors, {"state": text})
     found = find_checkpoints(folder)
     kept = [each for each in found if each <= path and (each == path or each not in damaged)][:KEEP]
@@ -116,17 +196,17 @@ def load_checkpoint(
     optimizer: Optimizer,
     average: ExponentialMovingAverage | None,
     notify: Notify,
-) -> dict[str, Any] | None:
-    """Restore the newest whole checkpoint of `folder`.
+) -> CheckpointState | None:
+    """Load the newest intact checkpoint of `folder` into network, optimiser and average.
 
     Returns:
-        Its state, and the `damaged` ones that were passed over; None where there is no checkpoint.
+        The state beside the tensors, for the caller to restore; None without a checkpoint.
 
     Raises:
-        RunError: There are checkpoints, and every one is damaged.
-        WeightsError: The checkpoint is of another network or optimiser.
+        RunError: Every checkpoint is damaged.
+        WeightsError: The checkpoint is of another network, optimiser or version.
     """
-    paths, damaged = find_checkpoints(folder), []
+    paths, damaged = find_checkpoints(folder), list[Path]()
     for path in paths:
         try:
             tensors, metadata = read_tensors(path)
@@ -142,23 +222,23 @@ def load_checkpoint(
             )
         numbers, groups = state.pop("optimizer"), state.pop("groups")
         require_same_groups(path, groups, optimizer)
-        _restore(path, split(tensors), numbers, model, optimizer, average)
+        _restore(path, split_parts(tensors), numbers, model, optimizer, average)
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({k: _from_plain(value, group.get(k)) for k, value in saved.items()})
-        return {**state, "damaged": damaged}
+        return CheckpointState(**state, damaged=damaged)
     if paths:
         raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
     return None
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in `folder`, the newest first."""
+    """Paths of the checkpoints in `folder`, the newest first."""
     found = [path for path in folder.glob("step-*.safetensors") if FILE.fullmatch(path.name)]
     return sorted(found, reverse=True)
 
 
-def split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of a checkpoint by part, then by name."""
+def split_parts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Group the tensors of a checkpoint by part: model, ema or optimizer."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
     for name, tensor in tensors.items():
         part, rest = name.split("/", 1)
@@ -178,19 +258,19 @@ def _restore(
     expected_average = {} if average is None else average.state_dict()
     require_same(path, "the moving average", parts["ema"], expected_average)
     present = model.state_dict()
-    model.load_state_dict({n: pieces_like(t, present[n]) for n, t in parts["model"].items()})
+    model.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["model"].items()})
     if average is not None:
-        average.load_state_dict({n: pieces_like(t, present[n]) for n, t in parts["ema"].items()})
+        average.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["ema"].items()})
     _load_optimizer_state(path, optimizer, parts["optimizer"], numbers)
 
 
 def require_same(
     path: Path, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    """Refuse tensors that are missing, extra, or of another shape, by name.
+    """Refuse tensors with missing or unexpected names or other shapes.
 
     Raises:
-        WeightsError: The message has the first few names.
+        WeightsError: The message has the first three names.
     """
     faults = [f"{name} is missing" for name in expected.keys() - found.keys()]
     faults += [f"{name} is not expected" for name in found.keys() - expected.keys()]
@@ -209,12 +289,12 @@ def require_same(
 def require_same_groups(
     path: Path, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer
 ) -> None:
-    """Refuse the groups of another optimiser, or of other settings that make groups.
+    """Refuse the parameter groups of another optimiser.
 
-    A group with more settings, or with fewer, is that of another version of torch, and is taken.
+    A group with additional or fewer settings is accepted: versions of torch differ in them.
 
     Raises:
-        WeightsError: The number of groups differs, or each has settings that the other lacks.
+        WeightsError: The number of groups differs, or both have settings that the other lacks.
     """
     mine = _group_settings(optimizer)
     fault = ""
@@ -251,7 +331,7 @@ def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What each group carries beside its parameters; some optimisers count their steps there."""
+    """Settings of each group besides its parameters; some optimisers count steps in them."""
     left_out = ("params", "names", "lr")
     return [
         {key: _to_plain(value) for key, value in group.items() if key not in left_out}
@@ -284,7 +364,7 @@ def _load_optimizer_state(
         if parameter not in names:
             raise WeightsError(f"{printable(path)}: optimiser state of {parameter}, which is gone")
         index = names.index(parameter)
-        piece = pieces_like(value, parameters[index]) if isinstance(value, Tensor) else value
+        piece = shard_like(value, parameters[index]) if isinstance(value, Tensor) else value
         state.setdefault(index, {})[key] = piece
     stateful = bool(state)
     missing = [name for index, name in enumerate(names) if stateful and index not in state]

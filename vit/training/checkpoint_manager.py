@@ -1,25 +1,15 @@
-"""What a run keeps on the disk while it goes on: checkpoints, and the weights of its best epochs.
+"""Checkpoint manager: writes checkpoints and the weights of the best epochs in the background.
 
-    at a step     copy weights, average and optimiser state
-    meanwhile     best weights -> metrics flushed -> checkpoint -> old files deleted
+    at a step      copy weights, average and optimiser state
+    in a thread    best weights -> metrics flushed -> checkpoint -> old files deleted
 
-In this order a run that is killed at any moment finds, beside its newest whole checkpoint, all the
-files that this checkpoint speaks of.
-
-The best epochs of a run: which they are, their weights, and when to stop looking for better.
-
-    RUN/best/epoch-0012.safetensors     weights of one of the best `keep_best` epochs
-
-Which epochs are kept follows from their events alone, so a run that was killed keeps the same.
-Files written while training goes on, one after the other, in the order they were asked for.
-
-What is written is bytes already: a computation of torch in this thread would leave OpenMP with a
-second team of threads, and with more threads than cores it makes every later step wait differently:
-25 % slower ones were measured, long after the file was written.
+With this order, every file that a checkpoint refers to is on the disk before it, whenever a run is
+killed. The thread writes bytes that are already serialised: a torch computation in it would start
+a second OpenMP thread pool, and steps after that were measured 25 % slower.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +18,13 @@ from torch import Tensor
 
 from vit.errors import RunError, printable
 from vit.training.best_checkpoints import BestEpochs, Event
-from vit.training.checkpoint import CHECKPOINTS, Snapshot, take_snapshot, write_checkpoint
+from vit.training.checkpoint import (
+    CHECKPOINTS,
+    CheckpointState,
+    Snapshot,
+    take_snapshot,
+    write_checkpoint,
+)
 from vit.training.finetuning import merged_state_dict
 from vit.training.fsdp import is_sharded
 from vit.training.run_folder import WEIGHTS, Metrics
@@ -37,10 +33,10 @@ from vit.weights.saved_model import SerializedModel, serialize_model
 
 
 class Writer:
-    """One thread that writes; at most one piece of work waits for it.
+    """A thread that writes files, with at most one pending job.
 
-    So a run holds one copy of its weights for the disk, and a disk that is slower than the training
-    holds it up instead of filling the memory.
+    At most one copy of the weights is therefore in memory; a disk slower than the training delays
+    it.
     """
 
     def __init__(self) -> None:
@@ -48,21 +44,21 @@ class Writer:
         self.pending: Future[None] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Let `work` be done once what was asked for earlier is.
+        """Run `work` in the thread, after waiting for the previous job.
 
         Raises:
-            VitError: The earlier work failed.
+            VitError: The previous job failed.
         """
         self.wait()
         self.pending = self.thread.submit(work)
 
     def check(self) -> None:
-        """Raise what finished work failed with; waits for nothing."""
+        """Raise the error of a finished job, without waiting."""
         if self.pending is not None and self.pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when everything is on the disk.
+        """Wait until everything is on the disk.
 
         Raises:
             VitError: It could not be written.
@@ -72,7 +68,7 @@ class Writer:
             pending.result()
 
     def close(self) -> None:
-        """Let the work in hand end; what it fails with is not said, an error is on its way."""
+        """Wait for the pending job and ignore its error, since another one is being raised."""
         self.thread.shutdown(wait=True)
 
 
@@ -80,11 +76,11 @@ class CheckpointManager:
     """Writes checkpoints and the weights of the best epochs.
 
     Args:
-        run: What is trained.
+        run: The training.
         folder: The run folder.
         classes: Names of the classes.
         best: The best epochs so far.
-        metrics: Of the main process; None elsewhere.
+        metrics: metrics.jsonl on the main process; None on the others.
     """
 
     def __init__(
@@ -100,30 +96,49 @@ class CheckpointManager:
         self.classes = classes
         self.best = best
         self.metrics = metrics
-        self.before: Sequence[Event] = ()  # best epochs of the checkpoint before
-        self.damaged: Sequence[Path] = ()  # checkpoints that count for nothing
+        self.previous_best: Sequence[Event] = ()  # of the previous checkpoint
+        self.damaged: Collection[Path] = ()  # checkpoints that cannot be read
         self.writer = Writer()
         self.saved = time.monotonic()
 
     def due(self) -> bool:
-        """Whether the last checkpoint is too old, by the main process's clock.
+        """Whether `checkpoint_minutes` have passed on the main process since the last checkpoint.
 
         Raises:
-            RunError: The last one could not be written.
+            RunError: The last checkpoint could not be written.
         """
         self.writer.check()
         minutes = (time.monotonic() - self.saved) / 60
         return self.metrics is not None and minutes >= self.run.config.run.checkpoint_minutes
 
-    def save(self, state: Mapping[str, Any], *, epoch: int | None = None) -> None:
-        """Copy what a checkpoint holds, and let it be written.
-
-        Args:
-            state: What the checkpoint says beside its tensors.
-            epoch: An epoch that has just become one of the best, from 1.
+    def resume(self, state: CheckpointState) -> None:
+        """Continue from a checkpoint that was loaded.
 
         Raises:
-            RunError: The checkpoint before could not be written.
+            RunError: model.safetensors, with the best weights so far, is missing.
+        """
+        self.best.restore(state.best)
+        self.previous_best, self.damaged = state.best, state.damaged
+        if self.best.events and not (self.folder / WEIGHTS).is_file():
+            raise RunError(
+                f"{printable(self.folder / WEIGHTS)} is missing, and epoch "
+                f"{self.best.first['epoch']}, whose weights it had, is over: restore it, or start "
+                "anew with --overwrite"
+            )
+
+    def save(
+        self, *, epoch: int, part: Mapping[str, Any], data: dict[str, Any], kept: bool = False
+    ) -> None:
+        """Copy the state of the run, and write it as a checkpoint in the background.
+
+        Args:
+            epoch: Epochs recorded so far.
+            part: `images` and `loss_sum` of the steps since then.
+            data: Fingerprint of the dataset.
+            kept: Whether the epoch that has just ended is among the best.
+
+        Raises:
+            RunError: The previous checkpoint could not be written.
         """
         run = self.run
         self.saved = time.monotonic()
@@ -134,34 +149,42 @@ class CheckpointManager:
         )
         if self.metrics is None:
             return
-        state = {**state, "metrics_bytes": self.metrics.size(), "best": self.best.state()}
-        is_best = epoch is not None and self.best.first["epoch"] == epoch
+        state = CheckpointState.capture(
+            run,
+            epoch=epoch,
+            part=part,
+            data=data,
+            metrics_bytes=self.metrics.size(),
+            best=self.best.events,
+        )
+        is_best = kept and self.best.first["epoch"] == epoch
         packed = self.serialize_model(snapshot.weights()) if is_best else None
-        self.writer.submit(lambda: self._write(snapshot, state, epoch, packed))
+        self.writer.submit(lambda: self._write(snapshot, state, packed, kept=kept))
 
     def _write(
         self,
         snapshot: Snapshot,
-        state: Mapping[str, Any],
-        epoch: int | None,
+        state: CheckpointState,
         packed: SerializedModel | None,
+        *,
+        kept: bool,
     ) -> None:
         assert self.metrics is not None
-        if epoch is not None:
-            self.best.save(epoch, snapshot.weights())
+        if kept:
+            self.best.save(state.epoch, snapshot.weights())
         if packed is not None:
             packed.write(self.folder)
         self.metrics.flush()
         write_checkpoint(self.folder / CHECKPOINTS, snapshot, state, self.damaged)
-        self.best.prune(state["best"], self.before)
-        self.before = state["best"]
+        self.best.prune(state.best, self.previous_best)
+        self.previous_best = state.best
 
     def save_model(self, weights: Mapping[str, Tensor]) -> None:
-        """Make `weights` those that the run answers with."""
+        """Write `weights` as the run's model.safetensors, with its config.json."""
         self.serialize_model(weights).write(self.folder)
 
     def serialize_model(self, weights: Mapping[str, Tensor]) -> SerializedModel:
-        """`weights` with what predicting needs beside them."""
+        """Serialise `weights` with the metadata that inference needs."""
         run = self.run
         return serialize_model(
             merged_state_dict(weights, run.config),
@@ -172,21 +195,8 @@ class CheckpointManager:
             tokenizer=run.tokenizer,
         )
 
-    def require_model(self) -> None:
-        """Refuse to go on where the best weights so far are gone.
-
-        Raises:
-            RunError: model.safetensors is missing.
-        """
-        if self.best.events and not (self.folder / WEIGHTS).is_file():
-            raise RunError(
-                f"{printable(self.folder / WEIGHTS)} is missing, and epoch "
-                f"{self.best.first['epoch']}, whose weights it had, is over: restore it, or start "
-                "anew with --overwrite"
-            )
-
     def wait(self) -> None:
-        """Return when everything is on the disk.
+        """Wait until everything is on the disk.
 
         Raises:
             RunError: It could not be written.
@@ -194,5 +204,5 @@ class CheckpointManager:
         self.writer.wait()
 
     def close(self) -> None:
-        """Let the writing in hand end."""
+        """Wait for the pending job, then stop the thread."""
         self.writer.close()

@@ -1,6 +1,6 @@
-"""What a network learns: the loss of a micro-batch, and what validation counts.
+"""Training tasks: the protocol of loss and validation metrics, and single-label classification.
 
-The loop, checkpoints and processes know nothing of it: they ask `TrainingState.task`.
+Loop, checkpoints and processes are independent of the task and use `TrainingState.task`.
 """
 
 import math
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 
 class Tally(Protocol):
-    """Adds up what validation sees, on one process.
+    """Accumulates validation metrics on one process.
 
     Args:
-        sums: Whatever is summed over batches and processes, float64; the last entry is the number
+        sums: Sums over batches, to be summed over processes, float64; the last entry is the number
             of images.
     """
 
     sums: Tensor
 
     def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
-        """Count one batch, whose normalised `images` are on the device."""
+        """Add one batch, whose normalised `images` are on the device."""
 
     def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
-        """What an epoch's event says; `totals` are the sums over all processes, which call this."""
+        """Scores for the epoch's event, from the sums over all processes; all make this call."""
 
 
 class Task(Protocol):
-    """What a network learns."""
+    """A training task."""
 
     def loss(self, run: "TrainingState", batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,), whose normalised `images` are on the device.
 
-        All processes must take part in the pass that it makes, also with an empty batch.
+        Runs the forward pass, so all processes must make this call, also with an empty batch.
         """
 
     def tally(self, samples: Sequence[Sample]) -> Tally:
-        """Begins a validation on `samples`, of which each process sees some."""
+        """Start a validation on `samples`, over all processes."""
 
 
 class Classification:
-    """Classes, maybe of mixed images: cross-entropy with smoothed labels.
+    """Single-label classification: cross-entropy with label smoothing, MixUp and CutMix.
 
     Args:
-        balance: How unequal classes are treated; as they are where left out.
+        balance: Treatment of class imbalance; none if omitted.
     """
 
     def __init__(self, balance: ClassBalance | None = None) -> None:
@@ -73,15 +73,15 @@ class Classification:
         return loss(logits, targets, smoothing=config.training.smoothing).view(1)
 
     def tally(self, samples: Sequence[Sample]) -> Tally:
-        """Begins a validation."""
-        return ClassTally(classes_of(samples))
+        """Start a validation."""
+        return ClassTally(count_classes(samples))
 
 
 class ClassTally:
-    """Loss, right answers and images; right answers and images of each class.
+    """Loss, accuracy and balanced accuracy.
 
     Args:
-        classes: Number of the classes.
+        classes: Number of classes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -89,14 +89,14 @@ class ClassTally:
         self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
-        """Count one batch."""
+        """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
-        loss, correct, count = judged(logits, batch.labels).unsqueeze(1)
-        each = judged_by_class(logits, batch.labels, self.classes)
+        loss, correct, count = loss_and_correct(logits, batch.labels).unsqueeze(1)
+        each = correct_per_class(logits, batch.labels, self.classes)
         self.sums += torch.cat([loss, correct, each, count])
 
     def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
-        """Mean loss, share of right answers, and its mean over classes that have images."""
+        """Mean loss, accuracy, and balanced accuracy over classes that have images."""
         loss, correct, *each, count = totals
         found: dict[str, Any] = {
             "val_loss": loss / count,
@@ -111,14 +111,14 @@ class ClassTally:
 def mixed(
     run: "TrainingState", batch: Batch, images: Tensor, targets: Tensor, epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """Normalised `images` and their `targets` after MixUp and CutMix, as the step of `run` has it.
+    """Apply the MixUp and CutMix of the current step to normalised `images` and `targets`.
 
     Args:
-        run: What is trained.
+        run: The training.
         batch: The micro-batch.
-        images: Its images.
-        targets: Shares of the classes, (batch, classes).
-        epoch: Number of the epoch, from 0.
+        images: Its images, (batch, channels, height, width).
+        targets: Class distributions, (batch, classes).
+        epoch: The epoch, from 0.
     """
     plan = sample_mix_plan(
         run.config.augment,
@@ -130,36 +130,37 @@ def mixed(
     return mix(images, targets, batch.positions, plan)
 
 
-def judged(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed loss, number of right answers and number of images, float64, (3,)."""
+def loss_and_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed loss, number of correct predictions and number of images, float64, (3,)."""
     loss = F.cross_entropy(logits, labels, reduction="sum")
     correct = (logits.argmax(dim=1) == labels).sum()
     return torch.stack([loss.double(), correct.double(), torch.tensor(len(logits)).double()])
 
 
-def classes_of(samples: Sequence[Sample]) -> int:
-    """Number of the classes up to the last that one of `samples` has."""
+def count_classes(samples: Sequence[Sample]) -> int:
+    """One more than the largest label in `samples`."""
     return 1 + max((sample.label for sample in samples), default=-1)
 
 
-def judged_by_class(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Right answers of each class, then images of each, float64, (2 * classes,)."""
+def correct_per_class(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Correct predictions of each class, then images of each, float64, (2 * classes,)."""
     right = labels[logits.argmax(dim=1) == labels]
     counts = [torch.bincount(some, minlength=classes) for some in (right, labels)]
     return torch.cat(counts).double()
 
 
 def balanced_accuracy(each: Sequence[float]) -> float:
-    """Mean share of right answers of the classes that have images, from `judged_by_class`."""
+    """Mean recall of the classes that have images, from `correct_per_class`."""
     half = len(each) // 2
     recalls = [right / seen for right, seen in zip(each[:half], each[half:], strict=True) if seen]
     return math.fsum(recalls) / len(recalls)
 
 
 def forward(run: "TrainingState", images: Tensor) -> Tensor:
-    """Logits of normalised `images`, of which there may be none.
+    """Logits of normalised `images`; with an empty batch, of one blank image that is dropped.
 
-    All processes must take part in each pass, and some attention kernels refuse an empty batch.
+    All processes must take part in each forward pass, and some attention kernels refuse an empty
+    batch.
     """
     if len(images):
         logits: Tensor = run.model(images)

@@ -1,4 +1,4 @@
-"""What several processes must agree on, so that none waits for one that has given up."""
+"""Collective operations of a distributed training: broadcast, gather and common decisions."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
-    """Let the main process `act`; all get its answer, or raise its error.
+    """Call `act` on the main process; every process returns its result or raises its error.
 
     Args:
-        accelerator: Knows the processes.
-        act: What to do; answers with something that can be sent.
+        accelerator: The devices.
+        act: Returns an object that can be pickled.
 
     Raises:
-        VitError: What `act` raised.
+        VitError: Raised by `act`.
     """
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
@@ -29,7 +29,7 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
         except VitError as error:
             outcome[1] = error
         except Exception as error:
-            outcome[1] = RunError(f"{type(error).__name__}: {error}")  # for the others, who wait
+            outcome[1] = RunError(f"{type(error).__name__}: {error}")  # for the waiting processes
             broadcast_object_list(outcome)
             raise
     broadcast_object_list(outcome)
@@ -40,22 +40,22 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
 
 
 def everyones(mine: list[T]) -> list[T]:
-    """The items of the lists of all processes, on each of them."""
+    """Concatenate the lists of all processes, on each of them."""
     found: list[T] = gather_object(mine)
     return found
 
 
 def agreed_signal(accelerator: Accelerator, number: int) -> int:
-    """The signal that any process has received, or 0; the same answer on all of them."""
+    """The signal that any process has received, or 0; equal on all processes."""
     mine = torch.tensor([number], device=accelerator.device)
     return int(accelerator.gather(mine).max())
 
 
 def require_same_step(accelerator: Accelerator, step: int) -> None:
-    """Refuse to start processes at different steps.
+    """Check that all processes resume at the same step.
 
     Raises:
-        RunError: They do not see the same run folder.
+        RunError: They do not; the run folder is not on a shared disk.
     """
     mine = torch.tensor([step], device=accelerator.device)
     steps = accelerator.gather(mine).tolist()

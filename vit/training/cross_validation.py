@@ -24,7 +24,7 @@ from vit.errors import ConfigError, RunError, printable
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
 from vit.training.plan import with_chosen_weights
-from vit.training.run_folder import FREE, WEIGHTS
+from vit.training.run_folder import RESUMABLE_CHANGES, WEIGHTS
 from vit.training.train import train
 from vit.training.training_progress import teller
 from vit.weights.safetensors_io import explain_write_errors, write_text
@@ -73,7 +73,7 @@ def train_folds(
     config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
     record = {"folds": number, "settings": {name: flat[name] for name in given}}
-    settings: dict[str, Any] = {name: flat[name] for name in given if name not in FREE}
+    settings: dict[str, Any] = {name: flat[name] for name in given if name not in RESUMABLE_CHANGES}
     look = partial(finished, folder, settings, resume=resume, overwrite=overwrite)
     done = on_main(accelerator, look)
     write(accelerator, folder, {**record, "scores": done})
@@ -145,7 +145,7 @@ def finished(
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        before = {n: v for n, v in record["settings"].items() if n not in FREE}
+        before = {n: v for n, v in record["settings"].items() if n not in RESUMABLE_CHANGES}
         scores = dict(record["scores"])
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What the data say before anything is built: images, classes, words, and what follows."""
+"""Opens the dataset, and completes the settings that it decides, before anything is built."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -32,23 +32,26 @@ def look_at_data(
     known: Tokenizer | None = None,
     listing: Listing | None = None,
 ) -> tuple[Config, Splits, dict[str, str]]:
-    """The settings of a run completed with what its images say, the images, and the bad ones.
+    """Open the data, and complete the settings that they decide.
 
     Args:
-        config: Settings as asked for.
-        given: Names of those that somebody chose.
+        config: Settings as requested.
+        given: Names of the settings that the user chose.
         accelerator: The devices.
-        say: Receives lines for the user.
-        begun: Folder of the run that is resumed.
-        known: The tokenizer of the weights that are trained on.
-        listing: What `list_data` returned, where the data were listed before.
+        notify: Receives log lines.
+        begun: Folder of the run to resume.
+        known: The tokenizer of pretrained captioning weights.
+        listing: What `list_data` returned, if the data were listed before.
+
+    Returns:
+        Settings, the images, and the unreadable images with the reason.
 
     Raises:
         DataError: The data cannot be trained on.
         ConfigError: A setting does not fit the data.
-        BadImage: An image cannot be read, and `on_bad_image` is stop.
+        BadImage: An image cannot be read and `on_bad_image` is stop.
     """
-    config, splits = settle_task(config, open_data(config, listing), given, notify)
+    config, splits = resolve_task(config, open_data(config, listing), given, notify)
     config = complete(config, splits, given)
     bad = find_bad_images(splits, config, accelerator)
     splits = exclude_images(splits, bad)
@@ -59,7 +62,7 @@ def look_at_data(
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
     config = count_epochs(config, len(splits.train), given)
     batch_size, images = config.data.batch_size, len(splits.train)
-    probing = config.finetune.method == "probe"  # which sees all of them, once
+    probing = config.finetune.method == "probe"  # which uses each image once
     once = config.augment.repeats == 1 and config.training.balance != "sampler"
     if once and not probing and (lost := images % batch_size / images) > 0.1:
         notify(
@@ -70,11 +73,11 @@ def look_at_data(
 
 
 def list_data(config: Config) -> Listing:
-    """What the source of a classifier's images holds, for `open_data`.
+    """List the files of a classification dataset, for `open_data`.
 
     Raises:
-        DataError: There is no such source, or it cannot be read.
-        ConfigError: A setting is not for this kind of source.
+        DataError: The dataset does not exist or cannot be read.
+        ConfigError: A setting does not apply to this kind of dataset.
     """
     spec = dataset_spec(config)
     return Listing(spec, read_source(spec))
@@ -99,20 +102,20 @@ def dataset_spec(config: Config) -> DatasetSpec:
 
 
 def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
-    """The images, with their classes, captions, or both.
+    """Open the images, with their classes, captions, or both.
 
     Args:
         config: Settings.
-        listing: What `list_data` returned; without it, or with other settings, data are listed.
-        compare: Whether the notes are to name equal files, for which many files are read.
+        listing: What `list_data` returned; ignored if it has other settings.
+        compare: Whether to look for equal files, which reads many files.
 
     Raises:
-        DataError: They cannot be trained on.
+        DataError: The data cannot be trained on.
     """
     data, training = config.data, config.training
     check_channels(config.model.channels)
     if data.folds is not None and data.fold is None:
-        raise ConfigError(f"folds={data.folds}: one training is of one fold: give --fold")
+        raise ConfigError(f"folds={data.folds}: a run trains one fold; set --fold (1..N)")
     return open_splits(
         dataset_spec(config),
         val_share=data.val_share,
@@ -124,10 +127,10 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
 
 
 def check_channels(channels: int) -> None:
-    """Refuse a network of other images than those that are read.
+    """Refuse a network whose input is not RGB.
 
     Raises:
-        ConfigError: It does not take three channels.
+        ConfigError: The number of channels is not three.
     """
     if channels != 3:
         raise ConfigError(
@@ -136,13 +139,13 @@ def check_channels(channels: int) -> None:
         )
 
 
-def settle_task(
+def resolve_task(
     config: Config, splits: Splits, given: Sequence[str], notify: Notify
 ) -> tuple[Config, Splits]:
-    """One class an image, or any number, as the data have it where nobody chose.
+    """Switch to the multi-label task for such data, unless the user chose a task.
 
     Raises:
-        ConfigError: The task that was chosen is not for images with several classes.
+        ConfigError: The chosen task needs one class an image, and the data are multi-label.
     """
     training, finetune = config.training, config.finetune
     if training.multilabel:
@@ -163,15 +166,15 @@ def settle_task(
 
 
 def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
-    """`config` with what the data says: the number of classes; without any, there is no head.
+    """Set the number of classes; without a classification task, remove the head.
 
     Args:
-        config: Settings as asked for.
+        config: Settings as requested.
         splits: The data.
-        given: Names of the settings that somebody chose.
+        given: Names of the settings that the user chose.
 
     Raises:
-        ConfigError: num_classes was chosen, and the data has another number.
+        ConfigError: A chosen `num_classes`, `pooling` or `final_norm` does not fit the data.
     """
     found = len(splits.classes)
     if "num_classes" in given and config.model.num_classes != found:
@@ -182,8 +185,8 @@ def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
     if not config.training.classifies:
         if "pooling" in given and config.model.pooling != "none":
             raise ConfigError(
-                f"pooling={config.model.pooling}: captions look at all tokens, and there is no "
-                "head to pool for; leave it out"
+                f"pooling={config.model.pooling}: the decoder attends to all tokens, and there "
+                "is no head to pool for; leave it out"
             )
         for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
             if name in given and (value := getattr(config.model, name)) not in usual:
@@ -197,10 +200,10 @@ def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
 
 
 def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) -> list[BadImage]:
-    """Images whose headers cannot be read, looked at by one process for all.
+    """Find images whose headers cannot be read; the main process reads them.
 
     Raises:
-        BadImage: There are some, and `on_bad_image` is stop.
+        BadImage: There are some and `on_bad_image` is stop.
     """
     bad = on_main(accelerator, lambda: find_unreadable([*splits.train, *splits.val]))
     if bad and config.data.on_bad_image == "stop":
@@ -218,10 +221,10 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
 
 
 def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
-    """`config` with as many epochs as its `steps` make, where they are given.
+    """Set `epochs` from `steps`, if that is given.
 
     Raises:
-        ConfigError: Another number of epochs was chosen.
+        ConfigError: The user chose another number of epochs.
     """
     training = config.training
     if training.steps is None:
@@ -237,15 +240,15 @@ def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
 
 
 def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) -> Config:
-    """`config` with a batch that the training images fill.
+    """Reduce `batch_size` to at most the number of training images.
 
     Raises:
         DataError: There are fewer images than micro-batches in a step.
-        ConfigError: The batch does not split into whole pairs, and pairs are to be mixed.
+        ConfigError: MixUp and CutMix mix pairs, and a micro-batch has an odd size.
     """
     data, parts = config.data, processes * config.data.micro_batches
     unit = 2 * parts if parts > 1 and config.augment.mixes else parts
-    # what is too large shrinks to whole parts that also hold whole repetitions
+    # a reduced batch is a multiple of the micro-batches and of repeated augmentation
     batch_size = fitting_batch_size(images, data.batch_size, lcm(unit, config.augment.repeats))
     if batch_size % unit and not batch_size % parts:
         raise ConfigError(
@@ -255,6 +258,6 @@ def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) 
     if batch_size != data.batch_size:
         notify(
             f"note: only {images} training images, fewer than batch_size={data.batch_size}: "
-            f"going on with batch_size={batch_size}"
+            f"using batch_size={batch_size}"
         )
     return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))

@@ -1,4 +1,4 @@
-"""The devices of a run and the arithmetic on them."""
+"""Devices of a run, and their floating-point precision."""
 
 import atexit
 import datetime
@@ -13,25 +13,25 @@ from vit.errors import ConfigError, RunError
 from vit.precision import Precision, resolve_device, resolve_precision
 from vit.training.fsdp import shard_on_cpus
 
-# accelerate's names; what is not mixed is set up in `set_arithmetic`
+# accelerate's mixed precisions; the others are configured by `configure_precision`
 MIXED = {"bf16": "bf16", "fp16": "fp16"}
-# one process looks at a large data set while the others wait for it
-PATIENCE = datetime.timedelta(hours=1)
+# processes wait while one of them reads a large dataset
+PROCESS_TIMEOUT = datetime.timedelta(hours=1)
 AMPERE = (8, 0)
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
-    """The devices of this process, in the arithmetic that they are good at.
+    """Create the accelerator: the devices of this process, in their precision.
 
     Raises:
         ConfigError: The device is unknown or absent, or cannot compute in that precision.
-        RunError: Several processes were started, and they cannot meet.
+        RunError: Several processes were started, and cannot communicate.
     """
     chosen = None if config.device == "auto" else config.device
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if chosen and ":" in chosen and started > 1:
         raise ConfigError(
-            f"device={chosen!r}: {started} processes take a device each; say --device cuda or cpu"
+            f"device={chosen!r}: {started} processes use a device each; give --device cuda or cpu"
         )
     if started > 1 and chosen == "cuda" and torch.cuda.is_available():
         # not the first GPU for all: each would hold some of its memory
@@ -39,22 +39,21 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     device = resolve_device(chosen)
     if chosen and device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    # What launchers say stands in the environment; accelerate joins processes on CPUs only where
-    # it is told that they are CPUs.
+    # accelerate connects processes on CPUs only with cpu=True, whatever the environment says
     on_cpu = device.type == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     precision = arithmetic(config.precision, torch.device("cpu") if on_cpu else device)
-    set_arithmetic(precision, deterministic=config.deterministic)
-    meet_again("gloo" if on_cpu else "nccl")
+    configure_precision(precision, deterministic=config.deterministic)
+    reconnect("gloo" if on_cpu else "nccl")
     # an earlier training in this Python process may have had another device or precision
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=MIXED.get(precision, "no"),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)],
     )
     if on_cpu and accelerator.num_processes > 1:
-        atexit.unregister(leave)
-        atexit.register(leave)
+        atexit.unregister(leave_process_group)
+        atexit.register(leave_process_group)
     shard_on_cpus(accelerator, asked=os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true")
     if accelerator.num_processes != started:
         raise RunError(
@@ -64,21 +63,21 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def leave() -> None:
-    """Part from the other processes before Python ends.
+def leave_process_group() -> None:
+    """Destroy the process group before Python exits.
 
-    Threads of gloo that run on until the C++ part of the process is taken down abort it, now and
-    then, after everything was done (torch 2.15: one exit in six of an empty program).
+    Otherwise threads of gloo sometimes abort the process during its C++ shutdown (torch 2.15: one
+    exit in six of an empty program).
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def meet_again(backend: str) -> None:
-    """Join the other processes where torch's launcher has started all of them anew.
+def reconnect(backend: str) -> None:
+    """Create the process group after torch's launcher has restarted the processes.
 
-    It hands the new ones the store of the old ones, in which the addresses of the dead still stand
-    (torch 2.15): those of each attempt get a prefix of their own.
+    The launcher reuses its store, which still has the addresses of the old processes (torch 2.15):
+    each attempt gets a prefix of its own.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not attempt or torch.distributed.is_initialized():
@@ -87,26 +86,26 @@ def meet_again(backend: str) -> None:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
+        store = TCPStore(address, port, is_master=False, timeout=PROCESS_TIMEOUT)
         torch.distributed.init_process_group(
             backend,
             store=PrefixStore(f"attempt {attempt}", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=PATIENCE,
+            timeout=PROCESS_TIMEOUT,
         )
 
 
 def arithmetic(name: str, device: torch.device) -> str:
-    """What `--precision name` trains in on `device`: fp32, tf32, bf16, fp16 or fp64.
+    """Resolve `--precision name` on `device` to fp32, tf32, bf16, fp16 or fp64.
 
     Raises:
-        ConfigError: The device cannot.
+        ConfigError: The device does not support it.
     """
     if name == "tf32":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
             raise ConfigError(
-                "precision='tf32': is for NVIDIA GPUs of compute capability 8 or more; use fp32"
+                "precision='tf32': needs an NVIDIA GPU of compute capability 8 or more; use fp32"
             )
         return name
     if name == "fp64":
@@ -119,19 +118,19 @@ def arithmetic(name: str, device: torch.device) -> str:
     return precision
 
 
-def set_arithmetic(precision: str, *, deterministic: bool) -> None:
-    """Switch this process to `precision`, and to kernels that repeat themselves bit by bit."""
+def configure_precision(precision: str, *, deterministic: bool) -> None:
+    """Configure torch for `precision`, and for reproducible kernels if `deterministic`."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if deterministic:
-        # read when cuBLAS starts; PyTorch's documentation on reproducibility asks for it
+        # read when cuBLAS starts; required by PyTorch's notes on reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # their backward passes add in an order that changes from run to run
+    # the order of sums in their backward passes is not deterministic
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
 
 
 def inference_precision(name: str, device: torch.device) -> Precision:
-    """The arithmetic of prediction that is nearest to that of a training in `name`."""
+    """The precision of inference that is closest to training in `name`."""
     return "fp32" if name in ("tf32", "fp64") else resolve_precision(name, device)

@@ -1,4 +1,4 @@
-"""A training that is thrown away: to see what fits and how long it takes, before the real one."""
+"""Dry runs: a training that is discarded, to measure its memory and time beforehand."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +13,7 @@ from vit.training.training_loop import TrainingState, widest
 
 T = TypeVar("T")
 
-# Epochs that never end, and steps of a schedule that is far from leaving its warm-up.
+# Epochs and steps that a dry run never reaches, so its schedule stays in the warm-up.
 LONG = 10**6
 STEPS = 10**12
 
@@ -24,19 +24,19 @@ def rehearse(
     act: Callable[[TrainingState], T],
     splits: Splits | None = None,
 ) -> T:
-    """Let `act` use a training of `config`, and leave nothing of it behind.
+    """Call `act` with a training of `config`, then discard the training.
 
-    Random state, loss scale and what accelerate remembers are as before. After an error the
-    training's memory is free as soon as nobody holds the exception and `forget` is called.
+    Random state, loss scale and the state of accelerate are restored. After an error, memory is
+    free once the exception is released and `forget` was called.
 
     Args:
-        config: Settings; `accumulate` is known.
+        config: Settings with a number for `accumulate`.
         accelerator: The devices.
-        act: What to do with the training.
-        splits: The data, which know the words of captions; not needed for classes.
+        act: Uses the training.
+        splits: The data, with the tokenizer of captions; not needed for classification.
 
     Returns:
-        What `act` returns; it must hold nothing of the training.
+        The result of `act`, which must not refer to the training.
     """
     scaler = accelerator.scaler
     scale = None if scaler is None else scaler.state_dict()
@@ -47,21 +47,21 @@ def rehearse(
     finally:
         if scaler is not None:
             scaler.load_state_dict(scale)
-            scaler._per_optimizer_states.clear()  # of a step that ran out of memory half-way
+            scaler._per_optimizer_states.clear()  # left by a step that ran out of memory
         if config.run.compile:
-            torch.compiler.reset()  # or the real run is compiled for sizes that it never sees
+            torch.compiler.reset()  # else the real run compiles for sizes it never uses
         forget(accelerator)
 
 
 def forget(accelerator: Accelerator) -> None:
-    """Free the memory of trainings that nobody uses any more."""
+    """Free the memory of discarded trainings."""
     accelerator.free_memory()
 
 
 def largest(accelerator: Accelerator, number: float) -> float:
-    """The largest of the numbers of all processes, the same on each of them.
+    """Maximum of `number` over all processes, on each of them.
 
-    The device has then finished what it was asked to do before.
+    Waits until the device has finished earlier work.
     """
     device = accelerator.device
     mine = torch.tensor([number], dtype=widest(device), device=device)

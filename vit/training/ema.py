@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.training.batch_norm_statistics import running_stats
-from vit.training.fsdp import forget_gathered
+from vit.training.fsdp import reshard
 
 
 class ExponentialMovingAverage:
@@ -78,7 +78,7 @@ def swapped_weights(model: nn.Module, others: Mapping[str, Tensor] | None) -> It
 @torch.no_grad()
 def _swap(model: nn.Module, others: Mapping[str, Tensor]) -> None:
     if others:
-        forget_gathered(model)
+        reshard(model)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, other in others.items():
         kept = own[name].detach().clone()

@@ -1,4 +1,4 @@
-"""How long a run still takes, from its first steps."""
+"""Estimates how long a run still takes, from its first steps."""
 
 import time
 from collections.abc import Callable
@@ -7,26 +7,27 @@ from vit.config import Config
 from vit.text import format_duration
 from vit.training.lr_schedule import image_side, total_steps
 
-# Steps before the clock starts: the first ones start loaders, compile, and warm up.
+# Steps that are not timed: they start loaders, compile and warm up.
 WARM_UP = 2
-STEPS = 10
-SECONDS = 10.0
-# A run that ends sooner says nothing.
-LEAST_TO_GO = 10.0
-# What an image costs in validation, as a share of its cost in training: the forward pass alone.
+# Steps or seconds that are timed before the estimate.
+TIMED_STEPS = 10
+TIMED_SECONDS = 10.0
+# Shortest remaining time that is reported, in seconds.
+MIN_REMAINING = 10.0
+# Cost of an image in validation relative to training: the forward pass only.
 VALIDATION_SHARE = 1 / 3
 
 
-class Pace:
-    """Says once, after the first steps of a session, about how long the rest takes.
+class TimeRemaining:
+    """Estimates the remaining time of a run once, after the first steps of the process.
 
     Args:
         steps: Optimiser steps left, as `steps_left` counts them.
         validations: Validations left.
         validation_share: Images of one validation, as a share of those of one step.
-        growing: Whether images grow on the way; what a step costs besides them does not, so the
-            time is then an upper bound.
-        clock: Seconds since some moment.
+        growing: Whether the image size increases during training. The cost of a step is taken to
+            be proportional to it, so the estimate is then an upper bound.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -45,45 +46,47 @@ class Pace:
         self.validation: float | None = None
         self.done, self.timed, self.seconds = 0, 0, 0.0
         self.last = clock()
-        self.said = False
+        self.reported = False
 
     def step(self) -> str | None:
-        """Call after each optimiser step; returns the line when there is enough to say it."""
+        """Call after each optimiser step; returns the estimate as a line when it is ready."""
         now = self.clock()
         self.done += 1
         if self.done > WARM_UP:
             self.timed += 1
             self.seconds += now - self.last
         self.last = now
-        ready = self.timed == STEPS or self.seconds >= SECONDS
-        if self.said or not ready:
+        ready = self.timed == TIMED_STEPS or self.seconds >= TIMED_SECONDS
+        if self.reported or not ready:
             return None
-        self.said = True
+        self.reported = True
         return self.line()
 
     def validated(self) -> None:
-        """Call when a validation and its records are done, which are then no part of a step."""
+        """Call after a validation and its records, whose time then counts for no step."""
         now = self.clock()
         self.validation, self.last = now - self.last, now
         self.validations_left -= 1
 
     def line(self) -> str | None:
-        """The time left at the pace so far; None where it is not worth a line."""
+        """The remaining time; None if it is below `MIN_REMAINING`."""
         step = self.seconds / self.timed
-        training = self.validation_share * step  # as long as training on its images would take
+        training = self.validation_share * step  # the time to train on as many images
         validation = VALIDATION_SHARE * training
         if self.validation is not None:
-            validation = min(self.validation, training)  # the first one starts its loaders, too
+            validation = min(
+                self.validation, training
+            )  # the first one includes the start of its loaders
         left = (self.steps_left - self.done) * step + self.validations_left * validation
-        if left < LEAST_TO_GO:
+        if left < MIN_REMAINING:
             return None
         return f"{self.about} {format_duration(left)} to go ({step:.2g} s a step)"
 
 
 def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
-    """Optimiser steps from `step` to the end of the run, in steps of the size of the next one.
+    """Remaining optimiser steps of the run, in units of the cost of the next step.
 
-    A step at a larger image counts for more, by the number of patches. A probe makes none.
+    A step counts in proportion to its number of patches. A linear probe has none.
     """
     if not steps_per_epoch:
         return 0.0

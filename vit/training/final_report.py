@@ -1,10 +1,7 @@
-"""After the last epoch: the best weights are measured once more, and the report is written.
+"""After the last epoch: evaluates the best weights once more and writes report.html.
 
-Only the main process does this, on all validation images, or on `caption_samples` of
-them where captions are written; nothing that it does can cost a run that is already complete.
-
-What the best weights of a run say of images, for its report and its thresholds.
-What the best weights of a captioner say of the validation images, for its report.
+Only the main process does this, on all validation images, or on `caption_samples` of them for
+captions. The run is complete before: an error here is logged, and does not fail the run.
 """
 
 import contextlib
@@ -41,7 +38,7 @@ from vit.text import join_names
 from vit.training.captioning_task import Captioning, is_chosen, target_words
 from vit.training.devices import inference_precision
 from vit.training.stop_signals import Interrupted
-from vit.training.training_loaders import micro_batch_size, rows_of, words_of, workers_of
+from vit.training.training_loaders import caption_ids_of, label_width, micro_batch_size, num_workers
 from vit.training.training_loop import TrainingState
 from vit.training.training_progress import notify
 from vit.weights.saved_model import LoadedRun, load_run, set_thresholds
@@ -50,18 +47,18 @@ from vit.weights.saved_model import LoadedRun, load_run, set_thresholds
 def measure(
     run: TrainingState, loaded: LoadedRun, splits: Splits, folder: Path
 ) -> tuple[Outcomes, list[str], dict[str, str]]:
-    """Answers of the best weights to every validation image, as the training measured them.
+    """Predictions of the best weights for every validation image.
 
     Returns:
-        Outcomes, the files they belong to, and the files that cannot be read with the reason.
+        Outcomes, their files, and the unreadable files with the reason.
 
     Raises:
-        DataError: None can be read.
+        DataError: No image can be read.
     """
     failed: dict[str, str] = {}
     parts = [
         (batch.indices, Outcomes.of(logits.softmax(dim=1), batch.labels))
-        for batch, logits in answered(run, loaded, splits.val, folder, failed)
+        for batch, logits in predict_batches(run, loaded, splits.val, folder, failed)
     ]
     paths = [splits.val[index].path for indices, _ in parts for index in indices.tolist()]
     return Outcomes.cat([outcomes for _, outcomes in parts]), paths, failed
@@ -70,24 +67,25 @@ def measure(
 def measure_multilabel(
     run: TrainingState, loaded: LoadedRun, splits: Splits, folder: Path
 ) -> tuple[Tensor, Tensor, dict[str, str]]:
-    """Sigmoids of the best weights for every validation image, float64 (images, classes).
+    """Multi-label probabilities of the best weights for every validation image.
 
     Returns:
-        They, which images they belong to, (images,), and the files that cannot be read.
+        Probabilities, float64 (images, classes); their images' indices, (images,); and the
+        unreadable files with the reason.
 
     Raises:
-        DataError: None can be read.
+        DataError: No image can be read.
     """
     failed: dict[str, str] = {}
     parts = [
         (logits.sigmoid(), batch.indices)
-        for batch, logits in answered(run, loaded, splits.val, folder, failed)
+        for batch, logits in predict_batches(run, loaded, splits.val, folder, failed)
     ]
     probabilities, indices = (torch.cat(part) for part in zip(*parts, strict=True))
     return probabilities, indices, failed
 
 
-def answered(
+def predict_batches(
     run: TrainingState,
     loaded: LoadedRun,
     samples: Sequence[Sample],
@@ -96,7 +94,7 @@ def answered(
 ) -> Generator[tuple[Batch, Tensor], None, None]:
     """Batches of `samples` and the logits of the best weights, float64 (images, classes).
 
-    Arguments and errors are those of `seen`.
+    Takes the arguments of `evaluation_batches`, and raises its errors.
 
     Raises:
         DataError: No image can be read.
@@ -104,7 +102,7 @@ def answered(
     device = run.accelerator.device
     precision = inference_precision(run.config.run.precision, device)
     found = False
-    with contextlib.closing(seen(run, loaded, samples, folder, failed)) as batches:
+    with contextlib.closing(evaluation_batches(run, loaded, samples, folder, failed)) as batches:
         for batch, images in batches:
             with torch.inference_mode(), autocast(precision, device):
                 logits = loaded.model(images)
@@ -114,7 +112,7 @@ def answered(
         raise DataError("not one validation image can be read")
 
 
-def seen(
+def evaluation_batches(
     run: TrainingState,
     loaded: LoadedRun,
     samples: Sequence[Sample],
@@ -124,14 +122,14 @@ def seen(
     """Batches of `samples` with their normalised images, and the best weights on their device.
 
     Args:
-        run: The finished training.
+        run: The finished run.
         loaded: Its best weights.
         samples: The images.
         folder: The run folder.
         failed: Receives the files that cannot be read, with the reason.
 
     Raises:
-        Interrupted: A signal came.
+        Interrupted: A signal was received.
     """
     device = run.accelerator.device
     loaded.model.to(device)
@@ -139,10 +137,10 @@ def seen(
         samples,
         loaded.preprocessing,
         batch_size=micro_batch_size(run),
-        workers=workers_of(run),
+        workers=num_workers(run),
         pin_memory=device.type == "cuda",
-        caption_ids=words_of(run, samples),
-        classes=rows_of(run.config),
+        caption_ids=caption_ids_of(run, samples),
+        classes=label_width(run.config),
     )
     try:
         for batch in loader:
@@ -167,16 +165,16 @@ def measure_captions(
     batches: Iterator[tuple[Batch, Tensor]],
     samples: Sequence[Sample],
 ) -> tuple[CaptionOutcomes, Outcomes | None]:
-    """Captions of the best weights, their losses, and answers where there is a head for classes.
+    """Captions by the best weights, their losses, and class predictions if there is a head.
 
     Args:
-        run: The finished training.
+        run: The finished run.
         loaded: Its best weights, on its device.
-        batches: Of `samples`, with their normalised images on the device.
-        samples: Those that are measured.
+        batches: Batches of `samples`, with normalised images on the device.
+        samples: The images to evaluate.
 
     Raises:
-        DataError: Not one image can be read.
+        DataError: No image can be read.
     """
     model, tokenizer, device = loaded.model, loaded.tokenizer, run.accelerator.device
     assert isinstance(model, Captioner)
@@ -196,11 +194,13 @@ def measure_captions(
             )
         sums += losses.sum(dim=1)
         means = (losses[0] / losses[1]).tolist()
-        told = zip(batch.indices.tolist(), written, means, strict=True)
-        input_images += [captioned(samples[index], best, loss) for index, (best, *_), loss in told]
+        rows = zip(batch.indices.tolist(), written, means, strict=True)
+        input_images += [
+            captioned_image(samples[index], best, loss) for index, (best, *_), loss in rows
+        ]
         if loaded.classes:
-            chances = classes.float().cpu().double().softmax(dim=1)
-            answers.append(Outcomes.of(chances, batch.labels))
+            probabilities = classes.float().cpu().double().softmax(dim=1)
+            answers.append(Outcomes.of(probabilities, batch.labels))
     if not input_images:
         raise DataError("not one validation image can be read")
     summed, count, other_summed, other_count = sums.tolist()
@@ -210,8 +210,8 @@ def measure_captions(
     return outcomes, Outcomes.cat(answers) if answers else None
 
 
-def captioned(sample: Sample, caption: Caption, loss: float) -> Captioned:
-    """What the report shows of an image."""
+def captioned_image(sample: Sample, caption: Caption, loss: float) -> Captioned:
+    """The caption of one image, as the report shows it."""
     return Captioned(
         path=sample.path,
         caption=caption.text,
@@ -223,7 +223,7 @@ def captioned(sample: Sample, caption: Caption, loss: float) -> Captioned:
 
 
 def word_facts(run: TrainingState, splits: Splits) -> WordFacts:
-    """What the report tells of the words."""
+    """Statistics of the captions, for the report."""
     task = run.task
     assert isinstance(task, Captioning)
     return WordFacts(
@@ -234,31 +234,31 @@ def word_facts(run: TrainingState, splits: Splits) -> WordFacts:
     )
 
 
-def end(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) -> None:
-    """Choose thresholds, where an image may have several classes; then report.
+def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) -> None:
+    """Choose thresholds for a multi-label task, then write the report.
 
     Args:
-        run, folder, splits, epoch: As for `leave_report`.
+        run, folder, splits, epoch: As for `try_report`.
 
     Raises:
-        VitError: As `settle_thresholds`.
+        VitError: As `save_thresholds`.
     """
     if run.config.training.multilabel:
-        settle_thresholds(run, folder, splits)
-    leave_report(run, folder, splits, epoch=epoch)
+        save_thresholds(run, folder, splits)
+    try_report(run, folder, splits, epoch=epoch)
 
 
-def leave_report(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) -> None:
-    """Write report.html, or say in one line why there is none.
+def try_report(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) -> None:
+    """Write report.html, or log why it could not be written.
 
     Args:
-        run: The finished training.
+        run: The finished run.
         folder: The run folder.
         splits: The data.
         epoch: The best epoch, from 1.
 
     Raises:
-        Interrupted: A signal came; the run itself is complete.
+        Interrupted: A signal was received; the run itself is complete.
     """
     try:
         loaded = load_run(folder)
@@ -268,15 +268,15 @@ def leave_report(run: TrainingState, folder: Path, splits: Splits, *, epoch: int
         raise
     except (VitError, OSError, RuntimeError, ValueError, MemoryError) as error:
         notify(f"note: no {REPORT_FILE}, but the run is complete: {printable(error)}")
-    except Exception as error:  # a fault of ours: the run is as complete as with any other
-        said = f"{type(error).__name__}: {printable(error)}"
-        notify(f"note: no {REPORT_FILE}, but the run is complete: {said}")
+    except Exception as error:  # a bug in the report does not make the run incomplete
+        reason = f"{type(error).__name__}: {printable(error)}"
+        notify(f"note: no {REPORT_FILE}, but the run is complete: {reason}")
     else:
         notify(f"report: {printable(folder / REPORT_FILE)}")
 
 
 def report_of(loaded: LoadedRun) -> Callable[[TrainingState, LoadedRun, Path, Splits, int], None]:
-    """What writes the report of a network."""
+    """The function that writes the report of a network's task."""
     if loaded.tokenizer is not None:
         return report_captions
     return report_classes if loaded.thresholds is None else report_multilabel
@@ -285,7 +285,7 @@ def report_of(loaded: LoadedRun) -> Callable[[TrainingState, LoadedRun, Path, Sp
 def report_multilabel(
     run: TrainingState, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
 ) -> None:
-    """Write the report of a network that says several classes; otherwise as `leave_report`."""
+    """Write the report of a multi-label classifier; arguments as for `try_report`."""
     probabilities, indices, failed = measure_multilabel(run, loaded, splits, folder)
     events = read_events(folder)
     facts = run_facts(run, loaded, splits, events, epoch=epoch, failed=failed)
@@ -303,12 +303,12 @@ def report_multilabel(
     )
 
 
-def settle_thresholds(run: TrainingState, folder: Path, splits: Splits) -> None:
-    """Choose thresholds of classes on the validation images, and keep them in the run.
+def save_thresholds(run: TrainingState, folder: Path, splits: Splits) -> None:
+    """Choose thresholds of the classes on the validation images, and write them to the run.
 
     Raises:
         VitError: The run cannot be read or written.
-        Interrupted: A signal came; the run is as it was.
+        Interrupted: A signal was received; the run is unchanged.
     """
     probabilities, indices, _ = measure_multilabel(run, load_run(folder), splits, folder)
     targets = MultiHot(map(labels_of, splits.val), len(splits.classes))[indices]
@@ -329,7 +329,7 @@ def settle_thresholds(run: TrainingState, folder: Path, splits: Splits) -> None:
 def report_classes(
     run: TrainingState, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
 ) -> None:
-    """Write the report of a classifier; arguments and errors are those of `leave_report`."""
+    """Write the report of a classifier; arguments as for `try_report`."""
     outcomes, paths, failed = measure(run, loaded, splits, folder)
     events = read_events(folder)
     facts = run_facts(run, loaded, splits, events, epoch=epoch, failed=failed)
@@ -339,13 +339,13 @@ def report_classes(
 def report_captions(
     run: TrainingState, loaded: LoadedRun, folder: Path, splits: Splits, epoch: int
 ) -> None:
-    """Write the report of a captioner; arguments and errors are those of `leave_report`."""
+    """Write the report of a captioner; arguments as for `try_report`."""
     chosen = is_chosen(
         torch.arange(len(splits.val)), len(splits.val), run.config.training.caption_samples
     )
     samples = tuple(one for one, taken in zip(splits.val, chosen.tolist(), strict=True) if taken)
     failed: dict[str, str] = {}
-    with contextlib.closing(seen(run, loaded, samples, folder, failed)) as batches:
+    with contextlib.closing(evaluation_batches(run, loaded, samples, folder, failed)) as batches:
         outcomes, answers = measure_captions(run, loaded, batches, samples)
     events = read_events(folder)
     write_caption_report(
@@ -367,7 +367,7 @@ def run_facts(
     epoch: int,
     failed: Mapping[str, str],
 ) -> RunFacts:
-    """What both reports tell of the run."""
+    """Facts about the run that every report shows."""
     soups = [event["epochs"] for event in events if event["event"] == "soup" and event["better"]]
     return RunFacts(
         config=run.config,
@@ -391,6 +391,6 @@ def machine(run: TrainingState) -> str:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl tells of the run."""
+    """Read the events of metrics.jsonl."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]

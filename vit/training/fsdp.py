@@ -1,6 +1,6 @@
-"""Weights and optimiser state in pieces over the processes: torch's FSDP, through accelerate.
+"""FSDP: weights and optimiser state sharded over the processes, through accelerate.
 
-What is saved is always whole, so a checkpoint knows nothing of how many processes wrote it.
+Files hold full tensors, so a checkpoint does not depend on the number of processes.
 
 Source: Zhao et al., "PyTorch FSDP", arXiv:2304.11277; Rajbhandari et al., "ZeRO", arXiv:1910.02054.
 """
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from vit.config import Config
 from vit.errors import ConfigError
 
-# their update of a piece is the piece of their update
+# element-wise optimisers: updating a shard equals a shard of the update
 OPTIMIZERS = ("adamw",)
 PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether each process holds a piece of the network only."""
+    """Whether each process holds only a shard of the network."""
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
 def require_shardable(accelerator: Accelerator, config: Config) -> None:
-    """Refuse what accelerate was configured for and cannot be kept exact here.
+    """Refuse distributed configurations of accelerate that are not supported.
 
     Raises:
-        ConfigError: DeepSpeed and the like, FSDP of the first version, or FSDP with a setting that
-            does not go with it.
+        ConfigError: DeepSpeed or Megatron-LM, FSDP version 1, or FSDP with a setting that it does
+            not support.
     """
     kind = accelerator.distributed_type
     if not is_sharded(accelerator):
@@ -48,7 +48,7 @@ def require_shardable(accelerator: Accelerator, config: Config) -> None:
         )
     if config.training.captions:
         raise ConfigError(
-            "captions are written by whole networks: under FSDP use --task classify, or train "
+            "captions cannot be generated under FSDP: use --task classify, or train "
             "captions without FSDP"
         )
     if config.finetune.method == "probe" or config.finetune.probe_first:
@@ -61,9 +61,9 @@ def require_shardable(accelerator: Accelerator, config: Config) -> None:
 
 
 def shard_on_cpus(accelerator: Accelerator, *, asked: bool) -> None:
-    """Take FSDP's configuration on CPUs too, where accelerate passes over it without a word.
+    """Apply FSDP's configuration on CPUs, where accelerate silently ignores it.
 
-    torch shards there as well, so a run on GPUs can be tried, and tested, without any.
+    torch shards there as well, so a run for GPUs can be tested without them.
     """
     if asked and accelerator.distributed_type == DistributedType.MULTI_CPU:
         plugin = FullyShardedDataParallelPlugin()
@@ -74,14 +74,14 @@ def shard_on_cpus(accelerator: Accelerator, *, asked: bool) -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`; where it is in pieces, every process must ask for it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor; if it is sharded, every process must make this call."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
-def pieces_like(tensor: Tensor, reference: Tensor) -> Tensor:
-    """This process's piece of the whole `tensor`, cut as `reference` is."""
+def shard_like(tensor: Tensor, reference: Tensor) -> Tensor:
+    """This process's shard of the full `tensor`, sharded like `reference`."""
     if not hasattr(reference, "full_tensor") or tensor.shape != reference.shape:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -91,25 +91,25 @@ def pieces_like(tensor: Tensor, reference: Tensor) -> Tensor:
     return distribute_tensor(local, reference.device_mesh, reference.placements)
 
 
-def copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Whole copies on the CPU, which training goes on without touching.
+def full_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Copy full tensors to the CPU; later steps do not change the copies.
 
     Args:
-        tensors: In pieces or not.
-        keep: False on processes that only help to put the pieces together.
+        tensors: Tensors, sharded or not.
+        keep: False on processes that only contribute their shards.
     """
     found = {}
     for name, tensor in tensors.items():
-        full = whole(tensor.detach())
+        full = full_tensor(tensor.detach())
         if keep:
             here = full.clone() if full.device.type == "cpu" else full.cpu()
             found[name] = here.contiguous()
     return found
 
 
-def forget_gathered(model: nn.Module) -> None:
-    """Leave pieces only: FSDP keeps some weights whole after a pass without a backward one."""
+def reshard(model: nn.Module) -> None:
+    """Reshard the weights: FSDP keeps some gathered after a forward pass without a backward."""
     for module in model.modules():
-        reshard: Any = getattr(module, "reshard", None)
-        if reshard is not None:
-            reshard()
+        reshard_module: Any = getattr(module, "reshard", None)
+        if reshard_module is not None:
+            reshard_module()

@@ -1,4 +1,4 @@
-"""How the training images come to the device in time: a cache, processes, and what is said."""
+"""Tunes data loading: the image cache, and the number of loader processes by measurement."""
 
 import contextlib
 import dataclasses
@@ -28,29 +28,29 @@ from vit.training.training_loaders import TransformFor
 from vit.training.training_loop import TrainingState
 from vit.training.training_progress import teller
 
-PROBED = 32
-"""Images that are enough to see how they are read."""
-PROBE_SECONDS = 1.0
-MOST_TIMES = 4
-"""Loader processes of a core at most, however long files take to come."""
-LITTLE = 0.05
-"""Share of the network's time for an image below which loading it needs no process."""
-AMPLE = 2
-"""Times the pace of the network on a CPU at which loading can never be what a step waits for."""
-MUCH = 0.15
-"""Share of an epoch spent waiting for data above which there is advice."""
-LEAST_SECONDS = 2.0
-MOST_SHARED = 2
-"""Caches in memory that trainings one after the other share: each has a part of what is free."""
+TIMED_IMAGES = 32
+"""Images whose loading is timed."""
+MAX_TIMING_SECONDS = 1.0
+MAX_WORKERS_PER_CORE = 4
+"""Loader processes per core at most, however slow the disk is."""
+NEGLIGIBLE_SHARE = 0.05
+"""Loading time relative to the network's below which no loader process is started."""
+SUFFICIENT_RATIO = 2
+"""Loading rate relative to the network's rate on a CPU that is always sufficient."""
+MAX_WAIT_SHARE = 0.15
+"""Share of an epoch spent waiting for data above which a note is logged."""
+MIN_WAIT_SECONDS = 2.0
+MAX_SHARED_CACHES = 2
+"""Caches in memory that consecutive trainings of a process share."""
 
-# the caches in memory that the next training of this process may use, the newest last; None where
-# each training forgets its own
+# caches in memory for the next training of this process, the newest last; None outside of
+# `shared_caches`
 _shared: list[ImageCache] | None = None
 
 
 @contextlib.contextmanager
 def shared_caches() -> Iterator[None]:
-    """Inside, trainings one after the other share their caches in memory, of the same side."""
+    """Inside, consecutive trainings with the same image size share their caches in memory."""
     global _shared
     _shared = []
     try:
@@ -62,25 +62,25 @@ def shared_caches() -> Iterator[None]:
 
 
 def share_or_forget(cache: ImageCache) -> None:
-    """Keep a cache in memory for the next training, or delete its name."""
+    """Keep a cache in memory for the next training, or release it."""
     if _shared is None:
         cache.unlink()
         return
     _shared[:] = [*(other for other in _shared if other.file != cache.file), cache]
-    while len(_shared) > MOST_SHARED:
+    while len(_shared) > MAX_SHARED_CACHES:
         _shared.pop(0).unlink()
 
 
 def with_cache(
     config: Config, splits: Splits, accelerator: Accelerator, notify: Callable[[str], None]
 ) -> Splits:
-    """`splits` with its training images in a cache, where the settings ask for one.
+    """Add a cache of the training images to `splits`, if the setting `cache` is not none.
 
     All processes of a machine share it: one builds it, and the others wait.
 
     Raises:
-        DataError: There is no room for it, or it cannot be written.
-        ConfigError: Nothing would be read from it.
+        DataError: It does not fit, or cannot be written.
+        ConfigError: The method reads each image once.
     """
     data = config.data
     if data.cache == "none":
@@ -108,68 +108,76 @@ def with_cache(
 
 
 def measured_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:
-    """Loader processes of this device, from how long some images take; None where chosen.
+    """Choose the number of loader processes per device by timing some images.
 
-    None at all on a CPU where the network takes so much longer that loading in between costs less
-    than processes do. Else one a core of its share, and more where they wait for files to come, but
-    no more than make images twice as fast as a CPU learns from them.
-    Validation reads no cache, so what counts is the image as its file has it.
+    0 on a CPU where loading is negligible beside the network. Else one per core of this process,
+    and more if they wait for the disk, but no more than load images twice as fast as a CPU trains
+    on them. Validation does not use the cache, so files are timed.
+
+    Returns:
+        The number; None if the setting `workers` is given, or for a linear probe.
     """
     if run.config.data.workers is not None or run.config.finetune.method == "probe":
         return None
     share = default_workers(run.processes)
-    fetch, rest = time_reading(run, samples)
-    network = time_network(run) if fetch + rest else 0.0
-    if fetch + rest < LITTLE * network:
+    fetch, decode = time_loading(run, samples)
+    network = time_network(run) if fetch + decode else 0.0
+    if fetch + decode < NEGLIGIBLE_SHARE * network:
         teller(run.accelerator)(
-            f"loading: {1000 * (fetch + rest):.1f} ms an image, {(fetch + rest) / network:.1%} of "
+            f"loading: {1000 * (fetch + decode):.1f} ms an image, "
+            f"{(fetch + decode) / network:.1%} of "
             "what the network takes: in this process (-j chooses loader processes)"
         )
         return 0
-    workers = share if not rest else min(math.ceil(share * (1 + fetch / rest)), MOST_TIMES * share)
+    workers = (
+        share
+        if not decode
+        else min(math.ceil(share * (1 + fetch / decode)), MAX_WORKERS_PER_CORE * share)
+    )
     if network:
-        workers = min(max(math.ceil(AMPLE * (fetch + rest) / network), 1), workers)
+        workers = min(max(math.ceil(SUFFICIENT_RATIO * (fetch + decode) / network), 1), workers)
     if run.cache is not None:
         return min(workers, share)
-    if fetch + rest:
+    if fetch + decode:
         teller(run.accelerator)(
-            f"loading: {1000 * (fetch + rest):.1f} ms an image, {fetch / (fetch + rest):.0%} of "
-            f"it for its file to come: {workers} loader processes a device (-j chooses others)"
+            f"loading: {1000 * (fetch + decode):.1f} ms an image, "
+            f"{fetch / (fetch + decode):.0%} of it to read its file: "
+            f"{workers} loader processes a device (-j chooses others)"
         )
     return workers
 
 
-def time_reading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, float]:
-    """Seconds that a training image takes: its file to come, and all that follows."""
+def time_loading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds per training image: reading its file, and decoding and augmenting it."""
     transform = TransformFor(run.config, run.preprocessing)
-    some = samples[:: max(len(samples) // PROBED, 1)][:PROBED]
+    some = samples[:: max(len(samples) // TIMED_IMAGES, 1)][:TIMED_IMAGES]
     dataset = ImageDataset(some, transform, seed=0)
-    fetch, rest, done, began = 0.0, 0.0, 0, time.perf_counter()
+    fetch, decode, done, began = 0.0, 0.0, 0, time.perf_counter()
     for index, sample in enumerate(some):
         start = time.perf_counter()
-        if start - began > PROBE_SECONDS:
+        if start - began > MAX_TIMING_SECONDS:
             break
         try:
             read_bytes(sample.path)
-        except BadImage:  # the run itself will meet it, and say so
+        except BadImage:  # reported when training reads it
             continue
         middle = time.perf_counter()
         dataset[SampleKey(0, index, 0)]
-        if index:  # the first one also imports what it needs
-            fetch, rest, done = (
+        if index:  # the first one includes imports
+            fetch, decode, done = (
                 fetch + middle - start,
-                rest + time.perf_counter() - middle,
+                decode + time.perf_counter() - middle,
                 done + 1,
             )
-    return fetch / max(done, 1), rest / max(done, 1)
+    return fetch / max(done, 1), decode / max(done, 1)
 
 
 @torch.no_grad()
 def time_network(run: TrainingState) -> float:
-    """About the seconds that the network takes to learn from an image of the first epoch.
+    """Approximate seconds per image of a training step in the first epoch, on a CPU.
 
-    Three times the forward pass, measured with two blank images. Only on a CPU and of whole
-    networks: a GPU waits while this process loads. 0 elsewhere.
+    Three times the forward pass of two blank images. 0 on other devices, under FSDP and for
+    captioning.
     """
     accelerator = run.accelerator
     if accelerator.device.type != "cpu" or is_sharded(accelerator) or run.tokenizer is not None:
@@ -186,16 +194,16 @@ def time_network(run: TrainingState) -> float:
         with autocast(precision, accelerator.device):
             run.network(images)
         seconds.append(time.perf_counter() - began)
-        if sum(seconds) > PROBE_SECONDS:
+        if sum(seconds) > MAX_TIMING_SECONDS:
             break
     run.network.train(was)
     return 3 * min(seconds) / len(images)
 
 
-def waiting(event: Mapping[str, Any], data: DataConfig) -> str | None:
-    """What to do about an epoch that spent much of its time waiting for data, or None."""
+def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
+    """Advice if an epoch spent much of its time waiting for data, else None."""
     share, seconds = event["data_wait"], event["seconds"]
-    if share <= MUCH or share * seconds < LEAST_SECONDS:
+    if share <= MAX_WAIT_SHARE or share * seconds < MIN_WAIT_SECONDS:
         return None
     ways = {
         "none": "--cache ram or --cache disk keeps images decoded; more loader processes (-j) "

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, an experiment tracker, and lines on the terminal."""
+"""Logs a run: events to metrics.jsonl and an experiment tracker, lines to standard error."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 from vit.config.parser import flatten
 from vit.errors import BadImage, quoted
-from vit.training.checkpoint_metric import blindness, told, verdict
+from vit.training.checkpoint_metric import format_result, format_scores, ignored_images_note
 from vit.training.collectives import on_main
-from vit.training.loader_autotune import waiting
+from vit.training.loader_autotune import data_wait_note
 from vit.training.moe_losses import expert_imbalance
 from vit.training.run_folder import Metrics, clean_leftovers
 from vit.training.trackers import Tracking
@@ -19,10 +19,10 @@ from vit.training.validation import Validation
 
 
 class MetricsLogger:
-    """Tells what happens, from the main process alone.
+    """Writes events and log lines, on the main process only.
 
     Args:
-        run: What is trained.
+        run: The training.
         folder: The run folder.
     """
 
@@ -30,7 +30,7 @@ class MetricsLogger:
         self.run = run
         self.folder = folder
         self.main = run.accelerator.is_main_process
-        self.blind = self.waited = False
+        self.noted_ignored_images = self.noted_waiting = False
         self.metrics: Metrics | None = None
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
@@ -39,10 +39,10 @@ class MetricsLogger:
             self.metrics = Metrics(folder / "metrics.jsonl")
 
     def start(self, *, metrics_bytes: int) -> None:
-        """Go on after what a checkpoint knows of.
+        """Truncate metrics.jsonl to its size at the checkpoint, and start the tracker.
 
         Args:
-            metrics_bytes: Length of metrics.jsonl at that time.
+            metrics_bytes: Size of metrics.jsonl at the checkpoint; 0 for a new run.
 
         Raises:
             ConfigError: The tracker of a new run cannot start.
@@ -57,28 +57,28 @@ class MetricsLogger:
 
         on_main(self.run.accelerator, start)
 
-    def tell(self, line: str) -> None:
-        """A line to the user."""
+    def notify(self, line: str) -> None:
+        """Log a line to standard error."""
         if self.main:
             notify(line)
 
     def open_progress(self, epoch: int, images: int) -> Progress:
-        """A bar for the `images` that are left of an epoch, which counts from 0."""
+        """Open a progress bar for the remaining `images` of `epoch`, from 0."""
         epochs = self.run.config.training.epochs
         self.progress = Progress(f"epoch {epoch + 1}/{epochs}", images, visible=self.main)
         return self.progress
 
-    def step(self, epoch: int, seen: Step) -> None:
-        """The optimiser step that has just been made, in an epoch counted from 0."""
-        event = step_event(self.run.step, epoch + 1, seen)
+    def step(self, epoch: int, step: Step) -> None:
+        """Write the event of an optimiser step in `epoch`, from 0."""
+        event = step_event(self.run.step, epoch + 1, step)
         if self.run.config.model.feedforward == "moe":
-            event |= dict(zip(("balance_loss", "router_z_loss"), seen.routers, strict=True))
+            event |= dict(zip(("balance_loss", "router_z_loss"), step.routers, strict=True))
         self._write(event)
 
     def epoch_event(
         self, epoch: int, train_loss: float, measured: Validation, progress: Progress
     ) -> dict[str, Any]:
-        """The line of an epoch, counted from 1; times are those of its training part."""
+        """The event of `epoch`, from 1; times are those of its training part."""
         routers = {"routers": [*measured.routers]} if measured.routers else {}
         return {
             "event": "epoch",
@@ -95,54 +95,54 @@ class MetricsLogger:
         }
 
     def epoch(self, event: dict[str, Any], measured: Validation, *, best: bool) -> None:
-        """An epoch that has been measured."""
+        """Write and log the event of an epoch."""
         self._write(event)
         lost = f"  {measured.failed} unreadable" if measured.failed else ""
-        self.tell(
+        self.notify(
             f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
-            f"{told(event)}{' *' if best else '  '}  "
+            f"{format_scores(event)}{' *' if best else '  '}  "
             f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
         )
-        note = blindness(event)
-        if note is not None and not self.blind:  # once, until it looks
-            self.tell(note)
-        self.blind = note is not None
-        note = waiting(event, self.run.config.data)
-        if note is not None and not self.waited:
-            self.tell(note)
-            self.waited = True
+        note = ignored_images_note(event)
+        if note is not None and not self.noted_ignored_images:  # once in a row
+            self.notify(note)
+        self.noted_ignored_images = note is not None
+        note = data_wait_note(event, self.run.config.data)
+        if note is not None and not self.noted_waiting:
+            self.notify(note)
+            self.noted_waiting = True
 
     def soup(self, event: dict[str, Any]) -> None:
-        """An average of epochs that has been measured."""
+        """Write and log the event of an average of epochs."""
         self._write(event)
         members = ", ".join(map(str, event["epochs"]))
         worse = "" if event["better"] else ": not better than the best epoch, which stays"
-        self.tell(f"soup of epochs {members}: {verdict(event)}{worse}")
+        self.notify(f"soup of epochs {members}: {format_result(event)}{worse}")
 
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """What the run ends with: the event of its best epoch, or of a soup.
+        """Log the result of the run.
 
         Args:
-            chosen: The event.
-            images: How many were measured.
-            routers: Of the best epoch, where there are experts.
+            chosen: Event of the best epoch, or of the average of the best epochs.
+            images: Number of validation images.
+            routers: Expert usage in the best epoch, if there are experts.
         """
         failed = self.run.failed
         if failed:
-            self.tell(f"{len(failed)} of the images could not be read and were left out:")
+            self.notify(f"{len(failed)} of the images could not be read and were left out:")
         for path, reason in sorted(failed.items()):
-            self.tell(f"  {BadImage(path, reason)}")
+            self.notify(f"  {BadImage(path, reason)}")
         if (note := expert_imbalance(routers)) is not None:
-            self.tell(note)
+            self.notify(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
-        self.tell(f"best: {what}, {verdict(chosen)} of {images} images")
-        self.tell(f"now: vit predict {quoted(self.folder)} IMAGE...")
+        self.notify(f"best: {what}, {format_result(chosen)} of {images} images")
+        self.notify(f"now: vit predict {quoted(self.folder)} IMAGE...")
 
     def close(self) -> None:
-        """Let go of the metrics file, the progress bar and the tracker."""
+        """Close the metrics file, the progress bar and the tracker."""
         for opened in (self.metrics, self.progress, self.tracking):
             if opened is not None:
                 opened.close()
@@ -152,14 +152,14 @@ class MetricsLogger:
             self.metrics.write(event)
 
 
-def step_event(step: int, epoch: int, seen: Step) -> dict[str, Any]:
-    """The line of an optimiser step; both count from 1."""
+def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
+    """The event of optimiser step `number` in `epoch`, both from 1."""
     return {
         "event": "step",
-        "step": step,
+        "step": number,
         "epoch": epoch,
-        "loss": seen.loss,
-        "lr": seen.lr,
+        "loss": step.loss,
+        "lr": step.lr,
         # fp16 skips a step whose gradient overflows, and JSON has no infinity
-        "grad_norm": seen.grad_norm if math.isfinite(seen.grad_norm) else None,
+        "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
     }

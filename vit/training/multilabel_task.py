@@ -1,13 +1,13 @@
-"""Images with several classes, or none: each class is a question of its own.
+"""Multi-label classification: binary cross-entropy for each class.
 
     loss        mean over classes of  - q log p - (1 - q) log(1 - p),   p = sigmoid(logit)
-    q           (1 - smoothing) * target + smoothing / classes, as where an image has one class
+    q           (1 - smoothing) * target + smoothing / classes, as with one class an image
     val_loss    the same without smoothing
     val_map     mean over classes of the average precision, of classes with a validation image
-    val_f1      mean over classes of F1, where p >= 0.5 means yes
+    val_f1      mean over classes of F1, predicted where p >= 0.5
 
-Average precision orders all images by score, so the main process gets the scores of all of them:
-4 bytes for each image and class, on each process while they are sent.
+Average precision ranks all images, so the logits of all processes are gathered: 4 bytes per image
+and class on each process.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class MultiLabel:
-    """Any number of classes, maybe of mixed images."""
+    """Multi-label classification, with MixUp and CutMix."""
 
     def loss(self, run: "TrainingState", batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
@@ -41,38 +41,38 @@ class MultiLabel:
         return smoothed_binary_cross_entropy(logits, targets, smoothing=smoothing).view(1)
 
     def tally(self, samples: Sequence[Sample]) -> "MultiLabelTally":
-        """Begins a validation on `samples`."""
+        """Start a validation on `samples`."""
         return MultiLabelTally(samples)
 
 
 class MultiLabelTally:
-    """Loss and images, and all logits.
+    """Loss, mean average precision and F1, from all logits.
 
     Args:
-        samples: Those that are measured, over all processes.
+        samples: The validation images, over all processes.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
         self.sums = torch.zeros(2, dtype=torch.float64)
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
-        """Count one batch."""
+        """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
-        self.sums += judged(logits, batch.labels)
-        self.seen.append((batch.indices, logits))
+        self.sums += summed_loss(logits, batch.labels)
+        self.outputs.append((batch.indices, logits))
 
     def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss, mean average precision and F1."""
         loss, count = totals
-        # one item a process: what is sent is bytes of arrays, not thousands of small ones
-        mine = [tuple(torch.cat(parts) for parts in zip(*self.seen, strict=True))]
+        # one pair of tensors per process: gathering many small ones is slow
+        mine = [tuple(torch.cat(parts) for parts in zip(*self.outputs, strict=True))]
         found = everyones([one for one in mine if one])
 
         def score() -> dict[str, float]:
             indices, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
-            order = indices.argsort()  # how images are split over processes changes nothing
+            order = indices.argsort()  # independent of how images are split over processes
             indices, logits = indices[order], logits[order]
             targets = MultiHot(map(labels_of, self.samples), logits.shape[1])[indices]
             return {
@@ -84,7 +84,7 @@ class MultiLabelTally:
         return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
 
 
-def judged(logits: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Summed loss and number of images, float64, (2,)."""
     losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="none")
     return torch.stack([losses.mean(dim=1).double().sum(), torch.tensor(len(logits)).double()])

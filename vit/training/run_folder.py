@@ -1,4 +1,4 @@
-"""The folder a training writes: settings, split, metrics, checkpoints, and whose it is."""
+"""The run folder: its files, its lock, and the settings stored in it."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,6 @@ from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.classification_report import REPORT_FILE
-from vit.training.best_checkpoints import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.trackers import TRACKING
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
@@ -29,30 +28,31 @@ FILES = (
     REPORT_FILE,
 )
 WEIGHTS = "model.safetensors"
+BEST = "best"
 LOCK = ".lock"
 
-# settings that change how a run goes on, not what it computes
-FREE = {
+# settings that may change on resume, since they do not change what is computed
+RESUMABLE_CHANGES = {
     *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
     "cache_folder",
     *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
 }
 
-# settings of which none means: what goes with the weights
-LEFT_TO_WEIGHTS = ("method", "probe_first", "license")
+# settings for which None means: decided by the pretrained weights
+DECIDED_BY_WEIGHTS = ("method", "probe_first", "license")
 
-# settings that the data completes
+# settings that the data decide
 FROM_DATA = {"num_classes", "batch_size", "vocab_size", "caption_tokens"}
 
 
 def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
-    """Whether `folder` holds a run to continue; said before anything costs time.
+    """Check the run folder before any expensive work; returns whether it holds a run to resume.
 
-    A start that failed before its first weights leaves nothing worth keeping, so it counts as none.
+    A run that stopped before its first weights does not count.
 
     Raises:
-        RunError: The folder is taken, and neither `resume` nor `overwrite` was asked for; or it is
-            not a run and would be overwritten.
+        RunError: The folder holds a run and neither `resume` nor `overwrite` is set, or it has
+            files of something else.
     """
     where = printable(folder)
     if resume and overwrite:
@@ -73,7 +73,7 @@ def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
 
 
 def claim_folder(folder: Path) -> BinaryIO:
-    """Make `folder` ours until the returned file is closed or this process ends.
+    """Lock `folder` until the returned file is closed or this process ends.
 
     Raises:
         RunError: Another process is training there, or the folder cannot be written.
@@ -86,7 +86,7 @@ def claim_folder(folder: Path) -> BinaryIO:
     except ImportError:  # Windows has no such lock
         return file
     try:
-        # of the kind that loader processes do not inherit: they may outlive us by seconds
+        # lockf, since loader processes do not inherit it and may outlive this one by seconds
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -104,15 +104,15 @@ def clear(folder: Path) -> None:
     for path in (*folder.glob(f"{CHECKPOINTS}/step-*"), *folder.glob(f"{BEST}/epoch-*")):
         path.unlink()
     for name in (CHECKPOINTS, BEST):
-        with contextlib.suppress(OSError):  # not there, or somebody's files are in it
+        with contextlib.suppress(OSError):  # missing, or with files of somebody else
             (folder / name).rmdir()
-    # config.yaml, by which a folder is known to be ours, last: a kill may come in between
+    # config.yaml identifies a run folder: deleted last, since a kill may come in between
     for name in reversed(FILES):
         (folder / name).unlink(missing_ok=True)
 
 
 def clean_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half written in a run folder."""
+    """Delete temporary files of a killed process in a run folder."""
     with explain_write_errors(folder):
         for place in (folder, folder / CHECKPOINTS, folder / BEST):
             for path in place.glob(".*.tmp"):
@@ -120,40 +120,41 @@ def clean_leftovers(folder: Path) -> None:
 
 
 def stored_config(folder: Path) -> Config:
-    """The completed settings of the run in `folder`."""
+    """Read the completed settings of the run in `folder`."""
     return make_config(read_settings(folder / "config.yaml"), complete=True)
 
 
 def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
-    """`config` with what was found out when the run in `folder` began.
+    """Take the settings that were measured when the run in `folder` began from its config.yaml.
 
-    That is the number of epochs that fits `time`, and of micro-batches that fit the memory: found
-    out anew, they would make it another run. With pretrained weights it is every setting that
-    nobody chose; the checkpoint has what came of them, so they may be gone.
+    These are the number of epochs that fits `time` and of micro-batches that fits the memory.
+    With pretrained weights, all settings that the user did not choose: the weights may be gone.
     """
     stored = stored_config(folder)
     if config.finetune.weights is not None:
         chosen, theirs = flatten(config), flatten(stored)
-        kept = {n: chosen[n] for n in given if not (n in LEFT_TO_WEIGHTS and chosen[n] is None)}
+        kept = {n: chosen[n] for n in given if not (n in DECIDED_BY_WEIGHTS and chosen[n] is None)}
         config = make_config({**theirs, **kept}, complete=True)
     training, data = config.training, config.data
     if training.time is not None:
-        found = {name: getattr(stored.training, name) for name in TIME_DECIDES}
-        training = dataclasses.replace(training, time=None, **found)
+        measured = {name: getattr(stored.training, name) for name in TIME_DECIDES}
+        training = dataclasses.replace(training, time=None, **measured)
     if data.accumulate is None:
         data = dataclasses.replace(data, accumulate=stored.data.accumulate)
     return dataclasses.replace(config, training=training, data=data)
 
 
 def require_same_settings(config: Config, folder: Path) -> None:
-    """Refuse to continue a run with settings that would make it another run.
+    """Refuse to resume a run with settings that change what it computes.
 
     Raises:
-        ConfigError: The message has the first setting that differs, with both values.
+        ConfigError: The message has the first such setting with both values.
     """
     where = printable(folder)
     ours, theirs = flatten(config), flatten(stored_config(folder))
-    changed = [name for name in ours if ours[name] != theirs[name] and name not in FREE]
+    changed = [
+        name for name in ours if ours[name] != theirs[name] and name not in RESUMABLE_CHANGES
+    ]
     if changed:
         name = changed[0]
         remedy = "leave the flag out, or start a new run with another --out"
@@ -166,13 +167,13 @@ def require_same_settings(config: Config, folder: Path) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Record the settings that reproduce the run, in one piece."""
+    """Write the settings that reproduce the run to config.yaml, atomically."""
     header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
     atomic_write(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
 
 
 def write_start(folder: Path, config: Config, splits: Splits) -> None:
-    """Empty a folder that is ours, and record what reproduces the run: settings, and our split."""
+    """Empty a locked folder, and write settings, tokenizer and, if made here, the split."""
     with explain_write_errors(folder):
         clear(folder)
     write_config(folder, config)
@@ -203,15 +204,15 @@ class Metrics:
             self.file = path.open("ab")
 
     def cut(self, size: int) -> None:
-        """Drop what came after the `size` bytes that a checkpoint knows of.
+        """Truncate the file to `size` bytes, its size at a checkpoint.
 
         Raises:
-            RunError: There are fewer.
+            RunError: The file is shorter.
         """
         if self.file.seek(0, os.SEEK_END) < size:
             name = printable(self.file.name)
             raise RunError(
-                f"{name} is shorter than its checkpoint knows: restore it, or start anew with "
+                f"{name} is shorter than at its checkpoint: restore it, or start anew with "
                 "--overwrite"
             )
         self.file.truncate(size)
@@ -225,14 +226,14 @@ class Metrics:
             self.file.flush()
 
     def size(self) -> int:
-        """Bytes so far."""
+        """Size of the file in bytes."""
         return self.file.tell()
 
     def flush(self) -> None:
-        """Bring what was written to the disk; another thread may go on writing."""
+        """Flush the file to the disk; another thread may write meanwhile."""
         with explain_write_errors(Path(self.file.name)):
             os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, of which an error tells already
+        with contextlib.suppress(OSError):  # a full disk, which has raised an error already
             self.file.close()

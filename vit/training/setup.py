@@ -1,4 +1,4 @@
-"""From settings and images to everything a training carries, checked before step 0."""
+"""Builds network, optimiser, schedule and task from completed settings, before step 0."""
 
 import dataclasses
 import hashlib
@@ -13,7 +13,7 @@ from vit.config import Config
 from vit.data.archives import relative
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.dataset_types import Splits
+from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
 from vit.model.build import build_captioner, build_classifier
@@ -33,13 +33,14 @@ from vit.training.fsdp import is_sharded, require_shardable
 from vit.training.lr_schedule import learning_rate
 from vit.training.multilabel_task import MultiLabel
 from vit.training.optimizers import make_optimizer
+from vit.training.stop_signals import Interruption
 from vit.training.training_loop import TrainingState
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.pretrained import Pretrained
 
 Notify = Callable[[str], None]
 
-# settings of a decoder without which its weights are the same
+# settings of a decoder that its weights do not depend on
 WITHOUT_WEIGHTS: dict[str, Any] = {
     "decoder_dropout": 0.0,
     "decoder_drop_path": 0.0,
@@ -55,14 +56,14 @@ def make_network(
     notify: Notify = lambda _: None,
     tokenizer: Tokenizer | None = None,
 ) -> VisionTransformer:
-    """The network before its first step, on the CPU, with what the method adds and freezes.
+    """Build the network on the CPU, load pretrained weights, and add or freeze parts by method.
 
     Args:
         config: Completed settings.
-        source: Weights to start from; fresh ones where left out.
-        classes: Names of the classes; rows of the source's head are kept where they are its own.
-        say: Told what became of the source's tensors, and what learns.
-        tokenizer: Of the captions, where they are learned.
+        source: Pretrained weights; random initialisation if omitted.
+        classes: Names of the classes; rows of the source's head with the same names are kept.
+        notify: Receives lines about the source's tensors and the trainable parameters.
+        tokenizer: Tokenizer of the captions, for a captioning task.
 
     Raises:
         WeightsError: The source's weights do not fit.
@@ -78,7 +79,7 @@ def make_network(
         state, report = adapt_weights(source, config.model, classes=classes or None)
         for line in report.lines():
             notify(line)
-        words = words_of(source, config, tokenizer, notify)
+        words = decoder_weights(source, config, tokenizer, notify)
         network.load_state_dict({**network.state_dict(), **state, **words})
     check_forward(network, config)
     learns = apply_finetune_method(network, config)
@@ -87,19 +88,19 @@ def make_network(
     return network
 
 
-def words_of(
+def decoder_weights(
     source: Pretrained, config: Config, tokenizer: Tokenizer | None, notify: Notify
 ) -> dict[str, Tensor]:
-    """Weights of the source's decoder, where it has one that is the same and has the same words."""
+    """Weights of the source's decoder, if its settings and vocabulary are the same."""
     if source.decoder is None or not config.training.captions:
         return {}
     sizes = dataclasses.replace(source.decoder.config, **WITHOUT_WEIGHTS)
     assert tokenizer is not None, "captions have a tokenizer"
     alike = source.decoder.tokenizer.to_json() == tokenizer.to_json()
     if not alike or sizes != dataclasses.replace(config.decoder, **WITHOUT_WEIGHTS):
-        notify("note: the decoder starts anew: its settings or its words differ from those it had")
+        notify("note: decoder reinitialised: its settings or vocabulary differ from the weights'")
         return {}
-    notify("the decoder goes on from its weights")
+    notify("decoder initialised from the pretrained weights")
     return {f"decoder.{name}": tensor for name, tensor in source.decoder.state.items()}
 
 
@@ -111,16 +112,22 @@ def make_training(
     splits: Splits | None = None,
     *,
     epoch_steps: float | None = None,
+    failed: dict[str, str] | None = None,
+    interruption: Interruption | None = None,
+    workers_for: Callable[[TrainingState, Sequence[Sample]], int | None] | None = None,
 ) -> TrainingState:
-    """Network, optimiser, average and schedule, on their devices.
+    """Build network, optimiser, moving average and schedule on their devices.
 
     Args:
         config: Completed settings.
         accelerator: The devices.
         total_steps: Optimiser steps of the whole training.
-        network: From `make_network`; a fresh one where left out.
-        splits: The data, which know the words of captions; not needed for classes.
-        epoch_steps: Those of an epoch; all epochs have as many where left out.
+        network: From `make_network`; built from `config` if omitted.
+        splits: The data, with the tokenizer of captions; not needed for classification.
+        epoch_steps: Optimiser steps of an epoch; `total_steps` over the epochs if omitted.
+        failed: Images that were left out before, with the reason.
+        interruption: Records a signal to this process.
+        workers_for: Measures how many loader processes the training images need.
     """
     training = config.training
     epoch_steps = total_steps / training.epochs if epoch_steps is None else epoch_steps
@@ -132,14 +139,14 @@ def make_training(
     if config.run.checkpoint_activations:
         recompute_blocks(network)
     if config.run.compile:
-        expect_graphs(2 * len(config.model.training_patch_sizes) + 4)
+        raise_recompile_limit(2 * len(config.model.training_patch_sizes) + 4)
         network.compile()
     optimizer = make_optimizer(network, training, depth=config.model.depth)
     sync_batch_norm(network, accelerator.num_processes)
     model, prepared = accelerator.prepare(network, optimizer)
     # of the parameters as they are now: sharding has replaced them
     average = ExponentialMovingAverage(network, training.ema) if training.ema else None
-    return TrainingState(
+    state = TrainingState(
         config=config,
         accelerator=accelerator,
         network=network,
@@ -151,11 +158,16 @@ def make_training(
         task=make_task(config, splits),
         tokenizer=None if splits is None else splits.tokenizer,
         cache=None if splits is None else splits.cache,
+        failed={} if failed is None else failed,
+        interruption=interruption or Interruption(),
     )
+    if workers_for is not None and splits is not None:
+        state.workers = workers_for(state, splits.train)
+    return state
 
 
 def make_task(config: Config, splits: Splits | None) -> Task:
-    """What the network learns."""
+    """The task: loss and validation metrics."""
     if config.training.multilabel:
         return MultiLabel()
     if not config.training.captions:
@@ -171,10 +183,10 @@ def make_task(config: Config, splits: Splits | None) -> Task:
     return Captioning(splits.tokenizer, mean_tokens=ids.mean_tokens, classifies=classifies)
 
 
-def expect_graphs(count: int) -> None:
-    """Let torch compile one network `count` times: each patch size is a graph of its own.
+def raise_recompile_limit(count: int) -> None:
+    """Raise torch's recompilation limit to `count` graphs: each patch size is one.
 
-    Beyond its limit of 8 torch runs the rest as it is, slower and with warnings.
+    Beyond the limit, 8 by default, torch runs without compilation and warns.
     """
     import torch._dynamo.config as dynamo
 
@@ -184,7 +196,7 @@ def expect_graphs(count: int) -> None:
 
 @torch.no_grad()
 def check_forward(network: torch.nn.Module, config: Config) -> None:
-    """Run one blank image, so that a network that cannot work is known before step 0."""
+    """Run one blank image, so that an invalid network fails before step 0."""
     side = config.model.image_size
     network.eval()
     images = torch.zeros(1, config.model.channels, side, side)
@@ -197,7 +209,7 @@ def check_forward(network: torch.nn.Module, config: Config) -> None:
 
 
 def fingerprint(splits: Splits) -> dict[str, Any]:
-    """Which images there are and their labels, as a digest, and how many."""
+    """SHA-256 of paths and labels of all images, and the number of images."""
     lines = [str(splits.classes)]
     for samples in (splits.train, splits.val):
         lines += [
@@ -211,7 +223,7 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
 
 
 def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
-    """How many steps and epochs, and what an epoch is where it is no pass over the images."""
+    """Number of steps and epochs, and the passes over the images if `epoch_steps` is set."""
     epochs = f"{total_steps:,} steps in {config.training.epochs} epochs"
     if config.training.epoch_steps is None:
         return epochs
@@ -220,7 +232,7 @@ def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
 
 
 def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]:
-    """What will be trained, on what, how."""
+    """Log lines about data, network, devices and schedule of the run."""
     accelerator, config = run.accelerator, run.config
     size = format_parameters(sum(parameter.numel() for parameter in run.network.parameters()))
     kind = accelerator.device.type

@@ -1,7 +1,7 @@
-"""`--show-batch FILE`: the first micro-batch as the network will see it, drawn; nothing is trained.
+"""`--show-batch FILE`: writes the first training micro-batch as an image, without training.
 
-The images come from the run's own loader and the run's own mixing, so what is drawn is what is
-learned from: crops, flips, colours, MixUp and CutMix, in the size of the first epoch.
+The images come from the loader and the mixing of the run: crops, flips, colours, MixUp and CutMix,
+in the image size of the first epoch.
 """
 
 import dataclasses
@@ -31,25 +31,25 @@ from vit.training.training_loop import TrainingState
 from vit.training.training_progress import teller
 from vit.weights.safetensors_io import atomic_write
 
-LEAST_SHARE = 0.005
-"""Of a class that is named below an image; less is 0 % there."""
+MIN_SHARE = 0.005
+"""Smallest share of a class that is named below an image."""
 
 
 def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None = None) -> None:
-    """Draw the first micro-batch of a training, with classes or captions, and train nothing.
+    """Write the first micro-batch of a training, with classes or captions, to an image file.
 
     Args:
         config: Settings; `config.data.data` names the images.
-        path: The drawing, .png, .jpg or .webp; what is there is replaced.
+        path: The image file, .png, .jpg or .webp; an existing one is replaced.
         given: As for `train`.
 
     Raises:
-        VitError: Something the caller can mend, as `train` would tell it.
+        VitError: As `train`.
     """
     kind, given = sheet_format(path), changed_settings(config) if given is None else given
     accelerator = make_accelerator(config.run)
     config, given, listing = with_chosen_weights(config, given, accelerator)
-    # how many epochs fit into a time changes nothing that the first of them sees
+    # the time budget does not change the first epoch's images
     timeless = dataclasses.replace(config.training, time=None)
     alone = dataclasses.replace(config.data, workers=0)
     config = dataclasses.replace(config, training=timeless, data=alone)
@@ -71,19 +71,19 @@ def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None 
         size = "x".join(map(str, images.shape[:1:-1]))
         return f"{plural(shown, 'image')}{of} of the first batch, {size} pixels"
 
-    # all processes build the network, as distributed ones must; one of them draws
-    told = rehearse(
+    # all processes must build the network; the main process writes the file
+    summary = rehearse(
         config, accelerator, lambda run: on_main(accelerator, partial(draw, run)), splits
     )
-    teller(accelerator)(f"{printable(path)}: {told}; nothing was trained")
+    teller(accelerator)(f"{printable(path)}: {summary}; nothing was trained")
 
 
 def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[str]]]:
-    """The first micro-batch of this process: bytes (images, 3, height, width), and their texts.
+    """The first micro-batch of this process: uint8 (images, 3, height, width), and their texts.
 
     Raises:
-        BadImage: An image cannot be read, and `on_bad_image` is stop.
-        DataError: None of them can be read.
+        BadImage: An image cannot be read and `on_bad_image` is stop.
+        DataError: No image can be read.
     """
     loader = training_loader(run, splits.train)
     try:
@@ -109,18 +109,18 @@ def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[s
 
 
 def class_lines(shares: Tensor, classes: Sequence[str]) -> list[str]:
-    """Names of the classes of a target (classes,), each on its line with its share where mixed."""
+    """Class names of a target (classes,), one a line with its share if images are mixed."""
     order = shares.sort(descending=True, stable=True).indices.tolist()
-    named = [(classes[at], float(shares[at])) for at in order if shares[at] >= LEAST_SHARE]
+    named = [(classes[at], float(shares[at])) for at in order if shares[at] >= MIN_SHARE]
     if not named:
         return ["(no class)"]
-    if all(share >= 1 - LEAST_SHARE for _, share in named):
+    if all(share >= 1 - MIN_SHARE for _, share in named):
         return [", ".join(name for name, _ in named)]
     return [f"{name} {share:.0%}" for name, share in named]
 
 
 def caption_lines(run: TrainingState, batch: Batch, classes: Sequence[str]) -> list[list[str]]:
-    """The caption of each image that this epoch has drawn, below its class where it has one."""
+    """The caption of each image, below its class if it has one."""
     assert run.tokenizer is not None, "captions are learned with a tokenizer"
     assert batch.caption_ids is not None, "the loader was given captions"
     texts = [run.tokenizer.decode(row) for row in batch.caption_ids.tolist()]

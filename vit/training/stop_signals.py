@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a training to stop after its step; a second one stops it at once."""
+"""Signal handling: SIGINT or SIGTERM stops a training after its step, a second one at once."""
 
 import math
 import os
@@ -11,11 +11,11 @@ from vit.errors import VitError
 
 
 class Interrupted(VitError):
-    """A signal stopped the run; a checkpoint was saved.
+    """A signal stopped the run, after a checkpoint was saved.
 
     Args:
-        message: What was saved, and how to go on.
-        number: The signal.
+        message: What was saved, and how to resume.
+        number: Number of the signal.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -24,14 +24,14 @@ class Interrupted(VitError):
 
 
 class Interruption:
-    """Inside the `with`, the first signal is remembered in `number` instead of acted on.
+    """Context manager that records the first signal in `number` instead of stopping.
 
     Args:
-        echo_seconds: A second signal that comes so soon is taken for the first one: a launcher
-            hands its own on to processes that the terminal or the scheduler has told already.
+        echo_seconds: Time in which a second signal is ignored: a launcher forwards its signal to
+            processes that the terminal or the scheduler has signalled already.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)  # of several processes' the first of these counts
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)  # in order of precedence
 
     def __init__(self, echo_seconds: float = 0.0) -> None:
         self.number = 0

@@ -1,13 +1,10 @@
-"""Gives each line of metrics.jsonl to an experiment tracker once, however often the run stops.
+"""Experiment trackers (TensorBoard, MLflow, W&B, Trackio): send each metrics event once.
 
-A thread of the main process follows RUN/metrics.jsonl, so the training never waits for a tracker,
-and what one process could not send the next one does. A tracker that fails costs its record, never
-the training: this is the one place where an error is said once and survived.
+A thread of the main process follows RUN/metrics.jsonl, so training never waits for a tracker, and a
+resumed run sends what is missing. An error of a tracker is logged once, and training continues.
 
-    RUN/tracking/NAME.json    by which key the tracker NAME finds the record of this run
-    RUN/tracking/NAME.sent    the last step and the last epoch that it was given
-
-What differs between experiment trackers: how each begins the record of a run and continues it.
+    RUN/tracking/NAME.json    the id by which the tracker NAME finds the record of this run
+    RUN/tracking/NAME.sent    the last step and epoch that were sent
 
 Everything goes through accelerate's trackers. To add one: its line in `TRACKERS`, and its name in
 the Literal of vit/config/run_config.py.
@@ -38,8 +35,8 @@ from vit.training.training_progress import notify
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 PROJECT = "vit"
-# What these tell their makers of their own accord; whoever has set the variable decides.
-QUIET = {
+# telemetry that is switched off unless the user has set the variable
+TELEMETRY_OFF = {
     "mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"),
     "wandb": ("WANDB_ERROR_REPORTING", "false"),
 }
@@ -47,15 +44,15 @@ QUIET = {
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a tracker needs to begin the record of a run, or to go on with it.
+    """The record of a run in a tracker, to start or to continue.
 
     Args:
         folder: RUN/tracking.
-        title: What people see.
-        key: By which the tracker finds the record again.
-        new: Whether it begins here.
-        step: Optimiser steps that the run has made.
-        settings: All settings, as numbers and words.
+        title: Displayed name.
+        key: Id by which the tracker finds the record.
+        new: Whether the record is new.
+        step: Optimiser steps made so far.
+        settings: All settings, as numbers and strings.
     """
 
     folder: Path
@@ -67,12 +64,12 @@ class Record:
 
 
 TRACKERS: dict[str, Callable[[Record], GeneralTracker]] = {
-    # steps after the checkpoint come again: the reader drops what was written of them before
+    # steps after the checkpoint are repeated: purge their earlier events
     "tensorboard": lambda r: TensorBoardTracker(
         "", str(r.folder), purge_step=None if r.new else r.step + 1
     ),
     "mlflow": lambda r: MLflowTracker(PROJECT, run_name=r.title, run_id=None if r.new else r.key),
-    # what accelerate passes on would hide the variables that wandb reads
+    # arguments of accelerate would override the variables that wandb reads
     "wandb": lambda r: WandBTracker(
         os.environ.get("WANDB_PROJECT") or PROJECT,
         dir=os.environ.get("WANDB_DIR") or str(r.folder),
@@ -88,7 +85,7 @@ TRACKERS: dict[str, Callable[[Record], GeneralTracker]] = {
 
 
 def require_tracker(name: str | None) -> None:
-    """Refuse a tracker that is not installed; accelerate would go on without it, silently.
+    """Refuse a tracker that is not installed, which accelerate would silently ignore.
 
     Raises:
         ConfigError: The message has the command that installs it.
@@ -98,9 +95,9 @@ def require_tracker(name: str | None) -> None:
 
 
 def start_tracker(name: str, record: Record) -> tuple[GeneralTracker, str]:
-    """Begin or continue `record`; returns the tracker, and the key of the record."""
-    if name in QUIET:
-        os.environ.setdefault(*QUIET[name])
+    """Start or continue `record`; returns the tracker and the key of the record."""
+    if name in TELEMETRY_OFF:
+        os.environ.setdefault(*TELEMETRY_OFF[name])
     tracker = TRACKERS[name](record)
     tracker.start()
     if name == "mlflow" and record.new:
@@ -111,7 +108,7 @@ def start_tracker(name: str, record: Record) -> tuple[GeneralTracker, str]:
 
 
 def _store_in_tensorboard(writer: Any, settings: Mapping[str, Any]) -> None:
-    """Settings for its HPARAMS page; accelerate's way leaves two folders with times for names."""
+    """Write settings for the HPARAMS page; accelerate's method creates two extra folders."""
     from torch.utils.tensorboard import summary
 
     hparams: Any = summary.hparams
@@ -120,7 +117,7 @@ def _store_in_tensorboard(writer: Any, settings: Mapping[str, Any]) -> None:
 
 
 def send(name: str, tracker: GeneralTracker, values: Mapping[str, float], step: int) -> None:
-    """Give `tracker` the values of one step."""
+    """Send the values of one step to `tracker`."""
     if name == "trackio":
         tracker.tracker.log(dict(values), step=step)  # accelerate drops the step before 1.14
     else:
@@ -128,21 +125,21 @@ def send(name: str, tracker: GeneralTracker, values: Mapping[str, float], step: 
 
 
 def steps_received(name: str, tracker: GeneralTracker) -> int | None:
-    """The last step that a continued record has, where the tracker says it."""
+    """The last step of a continued record, if the tracker provides it."""
     run = tracker.tracker
-    # wandb goes on after the last step that its server has, and refuses earlier ones
+    # wandb continues after the last step on its server, and refuses earlier ones
     return int(run.step) - 1 if name == "wandb" and run.resumed else None
 
 
 def latest_values(name: str, tracker: GeneralTracker) -> dict[str, float]:
-    """The newest value of each name in a continued record, where the tracker says it."""
+    """The latest value of each metric in a continued record, if the tracker provides it."""
     return dict(tracker.tracker.data.metrics) if name == "mlflow" else {}
 
 
 TRACKING = "tracking"
-LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 30.0  # at the end, for a tracker that takes nothing any more
-MANY_BYTES = 100_000
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 30.0  # at the end, without progress of the tracker
+NOTED_BYTES = 100_000
 NAMES = {
     "step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm"},
     "epoch": {
@@ -162,17 +159,17 @@ NAMES = {
 
 
 class Tracking:
-    """A thread that gives RUN/metrics.jsonl to a tracker, and keeps up with it.
+    """A thread that sends the events of RUN/metrics.jsonl to a tracker.
 
     Args:
-        name: A tracker of `TRACKERS`, which is installed.
-        folder: The run folder; its metrics.jsonl ends where the run goes on.
+        name: An installed tracker of `TRACKERS`.
+        folder: The run folder; its metrics.jsonl is truncated to the checkpoint.
         settings: All settings of the run.
-        step: Optimiser steps made so far. At 0 somebody is there to mend what keeps the tracker
-            from starting; a run that resumes goes on without it.
+        step: Optimiser steps made so far. At 0, a tracker that cannot start is an error; a resumed
+            run continues without it.
 
     Raises:
-        ConfigError: The tracker cannot start the record of a run that begins.
+        ConfigError: The tracker cannot start, for a new run.
         RunError: The folder cannot be written.
     """
 
@@ -194,41 +191,41 @@ class Tracking:
         self.sent = Sent(self.kept.with_suffix(".sent"), self.record)
         self.latest: dict[str, float] = {}
         self.started, self.closing = Future[None](), threading.Event()
-        # a daemon: a tracker that hangs must not keep the process from ending
+        # a daemon: a hanging tracker must not block the exit of the process
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"tracking: {name}")
         self.thread.start()
-        if step == 0 and wait([self.started], LOOK_SECONDS * 5).not_done:
+        if step == 0 and wait([self.started], POLL_SECONDS * 5).not_done:
             notify(f"waiting for {name}")
-        # loader processes are forked soon, and a thread had better not be importing then
-        wait([self.started], timeout=None if step == 0 else PATIENCE_SECONDS)
+        # loader processes are forked soon: no thread should be importing then
+        wait([self.started], timeout=None if step == 0 else CLOSE_SECONDS)
         if step == 0 and (failure := self.started.exception()) is not None:
             why = reason(failure)
-            raise ConfigError(f"track={name!r} cannot start: {why}; mend it, or leave it out")
+            raise ConfigError(f"track={name!r} cannot start: {why}; fix it, or leave it out")
 
     def close(self) -> None:
-        """Send what is left, for as long as the tracker takes it."""
+        """Send the remaining events, as long as the tracker makes progress."""
         self.closing.set()
         while self.thread.is_alive():
             before = self.sent.count
-            self.thread.join(PATIENCE_SECONDS)
+            self.thread.join(CLOSE_SECONDS)
             if self.thread.is_alive() and self.sent.count == before:
-                self._tell(f"it has taken nothing for {PATIENCE_SECONDS:.0f} s")
+                self._report(f"it has accepted nothing for {CLOSE_SECONDS:.0f} s")
                 return
 
     def _run(self) -> None:
         with contextlib.closing(self.sent):
             try:
                 tracker = self._start()
-            except BaseException as error:  # some leave the program where nobody is logged in
+            except BaseException as error:  # some raise SystemExit if nobody is logged in
                 self.started.set_exception(error)
                 if self.record.step:
-                    self._tell(reason(error))
+                    self._report(reason(error))
                 return
             self.started.set_result(None)
             try:
                 self._follow(tracker)
             except Exception as error:
-                self._tell(reason(error))
+                self._report(reason(error))
 
     def _start(self) -> GeneralTracker:
         tracker, key = start_tracker(self.name, self.record)
@@ -244,13 +241,13 @@ class Tracking:
         with self.metrics.open("rb") as file:
             closing = False
             while not closing:
-                closing = self.closing.is_set()  # before reading: what comes later is not ours
+                closing = self.closing.is_set()  # before reading, so that the last events are read
                 left = os.fstat(file.fileno()).st_size - file.tell()
-                if closing and left > MANY_BYTES:
+                if closing and left > NOTED_BYTES:
                     notify(f"sending the rest to {self.name}")
                 for line in whole_lines(file):
                     self._send(tracker, json.loads(line))
-                self.closing.wait(LOOK_SECONDS)
+                self.closing.wait(POLL_SECONDS)
         tracker.finish()
 
     def _send(self, tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
@@ -259,34 +256,34 @@ class Tracking:
         values = {n: float(event[key]) for key, n in names.items() if event.get(key) is not None}
         if not values or self.sent.has(kind, event["step"]):
             return
-        # a process may have been killed between sending an event and noting it: this one
+        # a process may have been killed between sending this event and recording it
         known = bool(self.latest) and all(self.latest.get(k) == v for k, v in values.items())
         self.latest = {}
         if not known:
             send(self.name, tracker, values, event["step"])
         self.sent.note(kind, event["step"])
 
-    def _tell(self, why: str) -> None:
+    def _report(self, why: str) -> None:
         notify(
-            f"note: {self.name} gets no more, and the run goes on without it: {why}; metrics.jsonl "
-            "has everything, and the next --resume sends what is missing"
+            f"note: {self.name} receives no more events, and the run continues without it: {why}; "
+            "metrics.jsonl has everything, and the next --resume sends what is missing"
         )
 
 
 class Sent:
-    """The last step of each kind of event that a tracker was given, in a small file.
+    """The last step that was sent for each kind of event, in a small file.
 
     Args:
-        path: The file; rewritten in place after each event, and so as good as the last kill left.
-        record: Whose it is.
+        path: The file, rewritten in place after each event.
+        record: The record of the run.
     """
 
     def __init__(self, path: Path, record: Record) -> None:
         known = {} if record.new else read_json(path)
-        # where nobody knows, nothing is sent twice
+        # if the file is lost, nothing before the checkpoint is sent again
         unknown = 0 if record.new else record.step
         self.last = {kind: int(known.get(kind, unknown)) for kind in NAMES}
-        if path.stem == "tensorboard":  # which drops the steps after the checkpoint
+        if path.stem == "tensorboard":  # it purges the steps after the checkpoint
             self.last = {kind: min(step, record.step) for kind, step in self.last.items()}
         self.count = 0
         with explain_write_errors(path):
@@ -294,11 +291,11 @@ class Sent:
             self._write()
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether the event of `step` was given already."""
+        """Whether the event of `step` was sent already."""
         return step <= self.last[kind]
 
     def note(self, kind: str, step: int) -> None:
-        """The event of `step` was given."""
+        """Record that the event of `step` was sent."""
         self.last[kind] = step
         self.count += 1
         self._write()
@@ -312,7 +309,7 @@ class Sent:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty where there is none to read."""
+    """Read the object in `path`; empty if it cannot be read."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -321,20 +318,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_key(path: Path) -> str | None:
-    """The key of a record that was begun, or None."""
+    """The key of an existing record, or None."""
     key = read_json(path).get("key")
     return key if isinstance(key, str) else None
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of `file` from its position; one that is still being written stays for later."""
+    """Complete lines of `file` from its position; a partial last line is left for later."""
     while (line := file.readline()).endswith(b"\n"):
         yield line
     file.seek(-len(line), os.SEEK_CUR)
 
 
 def plain(value: object) -> bool | int | float | str:
-    """A setting as a number or a word, which is all that some trackers take."""
+    """Convert a setting to a number or a string, which all trackers accept."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -343,6 +340,6 @@ def plain(value: object) -> bool | int | float | str:
 
 
 def reason(error: BaseException) -> str:
-    """What `error` says, on one line of bearable length."""
+    """The message of `error` on one line of at most about 200 characters."""
     words = printable(" ".join(str(error).split())) or type(error).__name__
     return words if len(words) <= 200 else f"{words[:200]}..."

@@ -1,15 +1,15 @@
 """`train(config, out)`: from settings and images to a run folder.
 
-settings + data -> splits -> completed settings -> network, optimiser, loaders
-each epoch: steps -> validation -> metrics.jsonl, model.safetensors if best -> checkpoint
-
-What a training ended with.
+settings + weights + data + devices -> resolve() -> final settings, splits
+-> network, optimiser, loaders -> Trainer: epochs, validation, checkpoints
 """
 
 import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -64,23 +64,23 @@ def train(
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
 ) -> TrainingResult:
-    """Train a network, and leave everything about it in a run folder.
+    """Train a network, and write a run folder.
 
     Args:
         config: Settings; `config.data.data` names the images.
-        out: The run folder; `runs/<name of the data>` where left out.
-        resume: Continue from the newest checkpoint in `out`; begin where there is none.
-        overwrite: Delete the run that is in `out`.
-        given: Names of settings that somebody chose; those that differ from their default where
-            left out. Pretrained weights and the data decide others.
-        began: When the time of `config.training.time` began, by `time.monotonic`; now if left out.
-        listing: `Plan.listing`, so that data which were planned with are not listed again.
-        resumed_by: The command and the folder that continue it, where it is a part of more; `vit
-            train` and `out` where left out.
-        report: Whether it ends with report.html, and with thresholds where it has some.
+        out: The run folder; `runs/<name of the data>` if omitted.
+        resume: Continue from the newest checkpoint in `out`, or start if there is none.
+        overwrite: Delete the run in `out` first.
+        given: Names of the settings that the user chose; those that differ from their default if
+            omitted. Pretrained weights and data may decide the others.
+        began: Start of the time of `config.training.time`, by `time.monotonic`; now if omitted.
+        listing: `Plan.listing`, so that data listed for a plan are not listed again.
+        resumed_by: The command and the folder that resume the run, if it is part of another
+            command's work; `vit train` and `out` if omitted.
+        report: Whether to choose thresholds and write report.html at the end.
 
     Raises:
-        VitError: Something the caller can mend: see the message.
+        VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
     given = changed_settings(config) if given is None else given
@@ -89,64 +89,123 @@ def train(
     accelerator = make_accelerator(config.run)
     folder = Path(out or default_run_folder(config.data.data))
     look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)
-    begun = folder if (resuming := on_main(accelerator, look)) else None
-    if resume and not resuming:
+    resumed = folder if on_main(accelerator, look) else None
+    if resume and resumed is None:
         teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
-    config, given, chosen = with_chosen_weights(config, given, accelerator, begun)
-    config, source = look_at_weights(config, given, accelerator, begun)
-    known = known_words(config, source, given)
-    config, splits, failed, budget = complete_settings(
-        config, given, accelerator, begun, began, known, chosen or listing
-    )
-    listing = chosen = None  # the splits have all that is needed of them
-    with mendable(), Interruption(echo_seconds()) as signals, contextlib.ExitStack() as stack:
+    resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
+    config, splits = resolved.config, resolved.splits  # final from here on
+    with translate_errors(), Interruption(echo_seconds()) as signals, ExitStack() as stack:
+        pretrained = resolved.source is not None
         network = make_network(
-            config, source, splits.classes, teller(accelerator), splits.tokenizer
+            config,
+            resolved.release_source(),
+            splits.classes,
+            teller(accelerator),
+            splits.tokenizer,
         )
-        fresh, source = source is not None, None  # its tensors are in the network now
         steps = steps_of_epoch(config, splits, accelerator)
         run = make_training(
-            config, accelerator, total_steps(config, steps), network, splits, epoch_steps=steps
+            config,
+            accelerator,
+            total_steps(config, steps),
+            network,
+            splits,
+            epoch_steps=steps,
+            failed=resolved.failed,
+            interruption=signals,
+            workers_for=measured_workers,
         )
-        run.failed, run.interruption = failed, signals
-        run.workers = measured_workers(run, splits.train)
-        on_main(accelerator, lambda: claim(folder, stack, look, begun, config, splits))
-        probed = init_head_from_probe(run, splits) if fresh and probes(config) else None
-        session = Trainer(run, folder, splits, steps, budget, resumed_by=resumed_by, report=report)
-        stack.callback(session.close)
-        session.begin(resuming, probed)
-        return session.run_all()
+        on_main(accelerator, lambda: claim(folder, stack, look, resumed, config, splits))
+        probed = init_head_from_probe(run, splits) if pretrained and probes(config) else None
+        trainer = Trainer(
+            run, folder, splits, steps, resolved.budget, resumed_by=resumed_by, report=report
+        )
+        stack.callback(trainer.close)
+        trainer.begin(resumed is not None, probed)
+        return trainer.run_all()
+
+
+@dataclass(kw_only=True)
+class ResolvedRun:
+    """A run whose settings are final, and the data and weights that decided them."""
+
+    config: Config
+    """The completed settings, which config.yaml records."""
+    splits: Splits
+    """The images, without unreadable ones."""
+    failed: dict[str, str]
+    """Images that cannot be read, with the reason."""
+    source: Pretrained | None
+    """Pretrained weights of a run that begins."""
+    budget: TimeBudget | None
+    """The time budget that chose the number of epochs, if any."""
+
+    def release_source(self) -> Pretrained | None:
+        """The pretrained weights; this record no longer holds their memory."""
+        source, self.source = self.source, None
+        return source
+
+
+def resolve(
+    config: Config,
+    given: Sequence[str],
+    accelerator: Accelerator,
+    resumed: Path | None = None,
+    *,
+    began: float,
+    listing: Listing | None = None,
+) -> ResolvedRun:
+    """Complete the settings of a run from its plan, weights, data and devices.
+
+    Args:
+        config: Settings as requested.
+        given: Names of the settings that the user chose; the others may be decided here.
+        accelerator: The devices.
+        resumed: Folder of the run to resume, whose stored settings apply.
+        began: Start of the time of `config.training.time`, by `time.monotonic`.
+        listing: The data as listed for a plan, if they were.
+
+    Raises:
+        VitError: A setting contradicts the data, the weights, the devices or the resumed run.
+    """
+    config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
+    config, source = look_at_weights(config, given, accelerator, resumed)
+    tokenizer = known_words(config, source, given)
+    config, splits, failed, budget = complete_settings(
+        config, given, accelerator, resumed, began, tokenizer, planned or listing
+    )
+    return ResolvedRun(config=config, splits=splits, failed=failed, source=source, budget=budget)
 
 
 def claim(
     folder: Path,
-    stack: contextlib.ExitStack,
+    stack: ExitStack,
     look: Callable[[], bool],
-    begun: Path | None,
+    resumed: Path | None,
     config: Config,
     splits: Splits,
 ) -> None:
-    """Make `folder` ours until `stack` ends, and write how the run starts where it does.
+    """Lock `folder` until `stack` closes, and write the settings of a run that begins.
 
     Raises:
-        RunError: Another process has it, or began a run there since it was looked at.
+        RunError: Another process has locked it, or began a run there since `look` was called.
     """
     stack.enter_context(claim_folder(folder))
-    if look() != (begun is not None):
+    if look() != (resumed is not None):
         raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
-    if begun is None:
+    if resumed is None:
         write_start(folder, config, splits)
 
 
 def probes(config: Config) -> bool:
-    """Whether a head is fitted to features before the first step, or instead of all."""
+    """Whether a linear probe initialises the head, or is all that is trained."""
     return config.finetune.method == "probe" or bool(config.finetune.probe_first)
 
 
 def known_words(
     config: Config, source: Pretrained | None, given: Sequence[str]
 ) -> Tokenizer | None:
-    """The tokenizer that comes with the weights, where nobody chose other words."""
+    """The tokenizer of the pretrained weights, unless the settings choose another vocabulary."""
     if (
         source is None
         or source.decoder is None
@@ -157,7 +216,7 @@ def known_words(
 
 
 def steps_of_epoch(config: Config, splits: Splits, accelerator: Accelerator) -> int:
-    """Optimiser steps of an epoch; none where fitting a head is all that is done."""
+    """Optimiser steps of an epoch; 0 for a linear probe."""
     processes = accelerator.num_processes
     schedule = make_schedule(config, len(splits.train), processes=processes)
     return 0 if config.finetune.method == "probe" else schedule.steps_per_epoch
@@ -166,33 +225,29 @@ def steps_of_epoch(config: Config, splits: Splits, accelerator: Accelerator) -> 
 def look_at_weights(
     config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None
 ) -> tuple[Config, Pretrained | None]:
-    """The settings completed with what the pretrained weights decide, and those weights.
+    """Load the pretrained weights, and complete the settings that they decide.
 
-    A run that is resumed has what came of them in its checkpoint: they may be gone.
+    A resumed run does not need them: its checkpoint has the weights.
 
     Raises:
-        DataError: There is no such data.
-        WeightsError: They cannot be found, read or used.
-        ConfigError: Settings contradict them.
+        DataError: The data do not exist.
+        WeightsError: The weights cannot be found, read or used.
+        ConfigError: A setting contradicts the weights.
     """
     where = config.finetune.weights
     if where is None or begun is not None:
         return config, None
     if not config.training.captions:
-        check_source_exists(
-            config.data.data
-        )  # a mistake in DATA is told before anything is fetched
-    # a preset beside its own dim is a name that some run was given, not the network of a bare file
+        check_source_exists(config.data.data)  # report a wrong DATA before a download
+    # with a `dim` of its own, a preset is only a label, and not the network of a bare state dict
     model = config.training.model if "model" in given and "dim" not in given else None
-    on_main(
-        accelerator, lambda: locate_weights(where)
-    )  # one process downloads, the others find the files
+    # one process downloads, the others find the files
+    on_main(accelerator, lambda: locate_weights(where))
     try:
         source = open_pretrained(where, model=model)
     except VitError as error:
-        error.on_all_processes = (
-            accelerator.is_main_process
-        )  # what the others alone meet, they tell
+        # an error on another process only is reported by that process
+        error.on_all_processes = accelerator.is_main_process
         raise
     tell = teller(accelerator)
     for line in describe_source(where, source):
@@ -201,7 +256,7 @@ def look_at_weights(
 
 
 def echo_seconds() -> float:
-    """How long a signal may come twice: where there is a launcher, it hands its own on."""
+    """Time in which a second signal is ignored: launchers forward the signal they receive."""
     return ECHO_SECONDS if "WORLD_SIZE" in os.environ else 0.0
 
 
@@ -214,19 +269,19 @@ def complete_settings(
     known: Tokenizer | None = None,
     listing: Listing | None = None,
 ) -> tuple[Config, Splits, dict[str, str], TimeBudget | None]:
-    """The settings of a run with all that data, memory and time say of them.
+    """Complete the settings that data, memory and time decide; the last part of `resolve`.
 
     Args:
-        config: As asked for.
-        given: Names of the settings that somebody chose.
+        config: Settings, complete as far as the weights decide them.
+        given: Names of the settings that the user chose.
         accelerator: The devices.
-        begun: Folder of the run that is resumed, whose settings these must be.
-        began: When the time of `config.training.time` began.
-        known: The tokenizer of the weights that are trained on, where they write captions.
-        listing: What the data hold, where they were listed for a plan.
+        begun: Folder of the run to resume, whose settings must be the same.
+        began: Start of the time of `config.training.time`.
+        known: The tokenizer of pretrained captioning weights.
+        listing: The data as listed for a plan.
 
     Returns:
-        Settings, the images, those that cannot be read with the reason, and the time budget.
+        Settings, the images, unreadable images with the reason, and the time budget.
     """
     tell = teller(accelerator)
     if begun is not None:
@@ -235,28 +290,28 @@ def complete_settings(
     if begun is not None:
         require_same_settings(config, begun)
     splits = with_cache(config, splits, accelerator, tell)
-    with mendable():
+    with translate_errors():
         config = fit_memory(config, accelerator, tell, splits)
         config, budget = fit_time(config, splits, accelerator, tell, began=began)
     return config, splits, failed, budget
 
 
 @contextlib.contextmanager
-def mendable() -> Iterator[None]:
-    """Turn errors of the machine into errors with a remedy; one process alone may meet them."""
+def translate_errors() -> Iterator[None]:
+    """Raise errors of the machine, such as full memory, as RunError with a remedy."""
     try:
         yield
     except RuntimeError as error:
-        told = remedy(error)
-        if told is None:
+        message = remedy(error)
+        if message is None:
             raise
-        failure = RunError(told)
-        failure.on_all_processes = False
+        failure = RunError(message)
+        failure.on_all_processes = False  # a single process may meet it
         raise failure from None
 
 
 def remedy(error: RuntimeError) -> str | None:
-    """What to say of an error that the machine is to blame for; None of any other."""
+    """Message and remedy of an error that the machine causes; None for any other error."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
         return (

@@ -1,4 +1,4 @@
-"""One training from its first or resumed step to its last: steps, epochs, and when to save."""
+"""Trainer: runs the epochs of a training, validates, saves checkpoints and stops on signals."""
 
 import contextlib
 import time
@@ -11,19 +11,18 @@ from torch import Tensor
 
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
-from vit.errors import BadImage, DataError, WeightsError, quoted
-from vit.training.best_checkpoints import BestEpochs, stopped_early
-from vit.training.checkpoint import CHECKPOINTS, load_checkpoint
+from vit.errors import BadImage, WeightsError, quoted
+from vit.training.best_checkpoints import BestEpochs, average_best_epochs
+from vit.training.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint_manager import CheckpointManager
 from vit.training.collectives import agreed_signal, require_same_step
 from vit.training.dry_run import largest
-from vit.training.eta import Pace, steps_left
-from vit.training.final_report import end
-from vit.training.fsdp import pieces_like
+from vit.training.eta import TimeRemaining, steps_left
+from vit.training.final_report import finish_run
+from vit.training.fsdp import shard_like
 from vit.training.linear_probe_init import ProbeFit
 from vit.training.lr_schedule import WarmupStableDecay, learning_rate, total_steps
 from vit.training.metrics_logger import MetricsLogger
-from vit.training.model_soup import make_soup
 from vit.training.run_folder import write_config
 from vit.training.setup import fingerprint, preflight
 from vit.training.stop_signals import Interrupted
@@ -33,23 +32,22 @@ from vit.training.training_loop import Step, TrainingState, train_one_epoch
 from vit.training.training_progress import Progress
 from vit.training.validation import Validation, validate
 
-# A change of the number of steps that is worth a line, as a share of them.
-NOTED = 0.05
+# Relative change of the number of steps above which it is logged.
+NOTED_CHANGE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a training ended with.
+    """The result of a training.
 
     Args:
         folder: The run folder.
         classes: Class names, in the order of the network's outputs.
-        epoch: The best epoch; its weights are in model.safetensors, or those of a soup. 0 is a
-            probe's head, before the first step.
-        val_top1: Share of validation images that model.safetensors labels right; None without
-            classes.
-        scores: All that validation said of it: `loss`, and `top1`, or `cider` and others.
-        failed: Images that could not be read and were left out, and why.
+        epoch: The best epoch, whose weights (or the average of the best epochs) are in
+            model.safetensors; 0 is the head of a linear probe, before the first step.
+        val_top1: Validation accuracy of model.safetensors in [0, 1]; None without classes.
+        scores: Its validation scores: `loss`, and `top1`, or `cider` and others.
+        failed: Images that could not be read and were left out, with the reason.
     """
 
     folder: Path
@@ -61,16 +59,16 @@ class TrainingResult:
 
 
 class Trainer:
-    """One training from its first or resumed step to its last.
+    """Runs a training from its first or resumed step to its last.
 
     Args:
-        run: What is trained.
+        run: Network, optimiser and settings.
         folder: The run folder.
         splits: The data.
         steps: Optimiser steps of an epoch.
-        budget: By which the run settles its steps in its cooldown.
-        resumed_by: The command and the folder that continue it, where it is a part of more.
-        report: Whether it ends with thresholds and report.html.
+        budget: Time budget that fixes the number of steps during the cooldown.
+        resumed_by: The command and the folder that resume it; `vit train` and `folder` if omitted.
+        report: Whether to choose thresholds and write report.html at the end.
     """
 
     def __init__(
@@ -93,12 +91,12 @@ class Trainer:
         self.resumed_by = resumed_by or ("vit train", folder)
         self.report = report
         self.elapsed = 0.0  # from the first step to the end of the last epoch
-        self.epoch = 0  # how many are recorded
-        self.part = {"images": 0, "loss_sum": 0.0}  # of an epoch that a checkpoint cut in two
+        self.epoch = 0  # epochs recorded so far
+        self.part = {"images": 0, "loss_sum": 0.0}  # of the epoch in progress
         self.best = BestEpochs(folder, run.config.run.keep_best)
-        self.records = MetricsLogger(run, folder)
-        self.keeper = CheckpointManager(
-            run, folder, splits.classes, self.best, self.records.metrics
+        self.logger = MetricsLogger(run, folder)
+        self.checkpoints = CheckpointManager(
+            run, folder, splits.classes, self.best, self.logger.metrics
         )
         self.training = training_loader(run, splits.train)
         self.evaluation = evaluation_loader(run, splits.val)
@@ -108,46 +106,46 @@ class Trainer:
         return total_steps(self.run.config, self.steps)
 
     def begin(self, resuming: bool, probed: ProbeFit | None = None) -> None:
-        """Restore the newest checkpoint, if there is one, and say what is about to happen.
+        """Restore the newest checkpoint, if any, and log what will be trained.
 
         Args:
-            resuming: Whether there may be one.
-            probed: Where the head came from, where a probe found it just now.
+            resuming: Whether the folder may hold a checkpoint.
+            probed: Results of the linear probe that has just initialised the head, if any.
 
         Raises:
             DataError: The images are not those that the run began with.
         """
-        run, tell, state = self.run, self.records.tell, None
+        run, notify, state = self.run, self.logger.notify, None
         if resuming:
             state = load_checkpoint(
                 self.folder / CHECKPOINTS,
                 model=run.network,
                 optimizer=run.optimizer,
                 average=run.average,
-                notify=tell,
+                notify=notify,
             )
         if state is not None:
             self.restore(state)
-            tell(f"resuming at step {run.step} of {self.total_steps}")
+            notify(f"resuming at step {run.step} of {self.total_steps}")
         require_same_step(run.accelerator, run.step)
-        self.records.start(metrics_bytes=0 if state is None else state["metrics_bytes"])
+        self.logger.start(metrics_bytes=0 if state is None else state.metrics_bytes)
         for line in preflight(run, self.splits, self.total_steps):
-            tell(line)
-        tell(f"run folder: {quoted(self.folder)}")
+            notify(line)
+        notify(f"run folder: {quoted(self.folder)}")
         if probed is not None:
-            self.take_head(probed)
+            self.record_probe(probed)
         elif run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
-            self.measure_start()  # which a signal cut short
+            self.measure_start()  # which a signal interrupted
 
-    def take_head(self, probed: ProbeFit) -> None:
-        """Begin with the head that a probe found: as epoch 0, which may well remain the best."""
+    def record_probe(self, probed: ProbeFit) -> None:
+        """Record the head that a linear probe fitted as epoch 0, which may remain the best."""
         self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
         if self.total_steps:
             self.measure_start()
 
     def measure_start(self) -> None:
-        """Record what the network is worth before its first step, as epoch 0."""
-        progress = self.records.open_progress(-1, 0)
+        """Validate the network before its first step, as epoch 0."""
+        progress = self.logger.open_progress(-1, 0)
         measured = validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
         progress.close()
         self.stop_on_signal(agreed_signal(self.run.accelerator, self.run.interruption.number))
@@ -155,40 +153,28 @@ class Trainer:
         self.epoch = -1
         self.finish_epoch(measured, progress)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says.
+    def restore(self, state: CheckpointState) -> None:
+        """Continue from a checkpoint whose tensors are loaded.
 
         Raises:
             DataError: The images are not those that the run began with.
-            RunError: The best weights so far are gone.
+            RunError: The best weights so far are missing.
         """
-        then, now = state["data"], self.data
-        if then != now:
-            raise DataError(
-                f"the data set changed since this run began ({then['train']} training and "
-                f"{then['val']} validation images then, {now['train']} and {now['val']} now; "
-                "some added, removed, renamed or relabelled): restore it, or start a new run with "
-                "another --out"
-            )
-        run = self.run
-        run.step, self.epoch, self.part = state["step"], state["epoch"], dict(state["part"])
-        run.failed |= state["failed"]
-        self.best.restore(state["best"])
-        self.keeper.before, self.keeper.damaged = state["best"], state["damaged"]
-        self.keeper.require_model()
-        if (scaler := run.accelerator.scaler) is not None:
-            scaler.load_state_dict(state["scaler"])
+        state.require_same_data(self.data)
+        self.epoch, self.part = state.epoch, dict(state.part)
+        self.checkpoints.resume(state)
+        state.restore(self.run)
 
     def close(self) -> None:
-        """Let go of loader processes and files."""
-        for opened in (self.keeper, self.training, self.evaluation, self.records):
+        """Stop loader processes and close files."""
+        for opened in (self.checkpoints, self.training, self.evaluation, self.logger):
             opened.close()
 
     def run_all(self) -> TrainingResult:
-        """Train what is left of the epochs."""
+        """Train the remaining epochs."""
         run, began = self.run, time.monotonic()
         training = run.config.training
-        self.pace = Pace(
+        self.remaining = TimeRemaining(
             steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
             validations=training.epochs - self.epoch,
             validation_share=len(self.splits.val) / run.config.data.batch_size,
@@ -202,21 +188,21 @@ class Trainer:
             self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
             assert measured is not None
             self.finish_epoch(measured, progress)
-            self.pace.validated()
+            self.remaining.validated()
             self.keep_to_time(began)
-        self.keeper.wait()
+        self.checkpoints.wait()
         self.training.close()
         soup = self.average_best_checkpoints() if training.soup else None
         self.evaluation.close()
         run.accelerator.wait_for_everyone()
         chosen = soup or self.best.first
-        self.records.end(
+        self.logger.end(
             chosen,
             images=len(self.splits.val),
             routers=self.best.first.get("routers", ()),
         )
         if run.accelerator.is_main_process and self.report:
-            end(run, self.folder, self.splits, epoch=self.best.first["epoch"])
+            finish_run(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,
             classes=self.splits.classes,
@@ -227,9 +213,9 @@ class Trainer:
         )
 
     def keep_to_time(self, began: float) -> None:
-        """Settle how many steps follow, after each epoch from where the cooldown begins.
+        """Adapt the number of remaining steps to the time budget, after epochs of the cooldown.
 
-        What was learned so far does not depend on them: the run is what its new settings say.
+        Steps made so far do not depend on that number, so the new settings reproduce the run.
 
         Args:
             began: When the first step was made, by `time.monotonic`.
@@ -256,44 +242,44 @@ class Trainer:
         if config.training.epochs != training.epochs:
             self.training.close()
             self.training = training_loader(run, self.splits.train)
-        if abs(self.total_steps - before) > NOTED * before:
-            self.records.tell(
+        if abs(self.total_steps - before) > NOTED_CHANGE * before:
+            self.logger.notify(
                 f"note: {self.total_steps:,} steps instead of {before:,} fill the time"
             )
 
     def run_epoch(self, batches: Iterator[Batch]) -> Progress:
-        """Make the steps that are left of the epoch."""
+        """Make the remaining steps of the epoch."""
         left = min((self.epoch + 1) * self.steps, self.total_steps) - self.run.step
-        progress = self.records.open_progress(self.epoch, left * self.run.config.data.batch_size)
+        progress = self.logger.open_progress(self.epoch, left * self.run.config.data.batch_size)
         train_one_epoch(
             self.run,
             batches,
             epoch=self.epoch,
             steps=left,
             progress=progress,
-            due=self.keeper.due,
+            due=self.checkpoints.due,
             after_step=self.after_step,
         )
         progress.close()
         return progress
 
     def after_step(self, seen: Step) -> None:
-        """Between two steps: record it, save when it is time, heed a signal."""
+        """Record a step, save a checkpoint if one is due, and stop on a signal."""
         self.part["loss_sum"] += seen.loss * seen.images
         self.part["images"] += seen.images
-        self.records.step(self.epoch, seen)
-        if line := self.pace.step():
-            self.records.tell(line)
+        self.logger.step(self.epoch, seen)
+        if line := self.remaining.step():
+            self.logger.notify(line)
         often = self.run.config.run.checkpoint_steps
         if seen.due or (often and self.run.step % often == 0):
             self.save()
         self.stop_on_signal(seen.signal)
 
     def stop_on_signal(self, signal: int) -> None:
-        """Save and stop if a signal has come.
+        """Save a checkpoint and raise, if `signal` is not 0.
 
         Raises:
-            Interrupted: It has.
+            Interrupted: A signal was received.
         """
         if signal:
             self.save_and_wait()
@@ -305,7 +291,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def saving_at_bad_images(self) -> Iterator[None]:
-        """Save before an image that cannot be read stops the run, and say how to go on."""
+        """Save a checkpoint before an unreadable image stops the run."""
         try:
             yield
         except BadImage as bad:
@@ -317,75 +303,68 @@ class Trainer:
             ) from None
 
     def resume_command(self, flags: str = "") -> str:
-        """What somebody types to go on."""
+        """The command that resumes the run."""
         command, folder = self.resumed_by
         return f"{command} --resume {flags}--out {quoted(folder)}"
 
     def save_and_wait(self) -> None:
-        """Write a checkpoint before anybody leaves: a launcher ends the others with the first."""
+        """Write a checkpoint on all processes; a launcher ends all when the first one exits."""
         self.save()
-        self.keeper.wait()
+        self.checkpoints.wait()
         self.run.accelerator.wait_for_everyone()
 
     def finish_epoch(self, measured: Validation, progress: Progress) -> None:
-        """Record an epoch, keep its weights if they are among the best so far, and save."""
+        """Record an epoch, and save a checkpoint and its weights if they are among the best."""
         train_loss = self.part["loss_sum"] / max(self.part["images"], 1)
-        event = self.records.epoch_event(self.epoch + 1, train_loss, measured, progress)
-        kept = self.best.offer(event)
+        event = self.logger.epoch_event(self.epoch + 1, train_loss, measured, progress)
+        kept = self.best.add(event)
         self.part, self.epoch = {"images": 0, "loss_sum": 0.0}, self.epoch + 1
-        self.records.epoch(event, measured, best=self.best.first is event)
+        self.logger.epoch(event, measured, best=self.best.first is event)
         self.save(kept=kept)
 
     @property
     def averaged(self) -> Mapping[str, Tensor] | None:
-        """The weights that are measured, where they are not the network's own."""
+        """The averaged weights, which are validated instead of the network's own, if any."""
         return None if self.run.average is None else self.run.average.state_dict()
 
     def stopped_early(self) -> bool:
-        """Whether the last `patience` epochs brought nothing better."""
+        """Whether the last `patience` epochs brought no improvement."""
         patience = self.run.config.training.patience
-        over = bool(self.best.events) and stopped_early(
-            self.best.first["epoch"], self.epoch, patience
+        over = (
+            patience is not None
+            and bool(self.best.events)
+            and self.epoch - self.best.first["epoch"] >= patience
         )
         if over:
-            self.records.tell(f"note: no better epoch in {patience}: stopping early")
+            self.logger.notify(f"note: no better epoch in {patience}: stopping early")
         return over
 
     def average_best_checkpoints(self) -> dict[str, Any] | None:
-        """Average the best epochs; where that is better, it is what the run answers with."""
+        """Average the weights of the best epochs, and save the average if it is better."""
         run = self.run
 
-        def worth(weights: Mapping[str, Tensor]) -> Validation | None:
+        def evaluate(weights: Mapping[str, Tensor]) -> Validation | None:
             present = run.network.state_dict()
-            pieces = {n: pieces_like(tensor, present[n]) for n, tensor in weights.items()}
-            return validate(run, self.evaluation, len(self.splits.val), pieces)
+            shards = {n: shard_like(tensor, present[n]) for n, tensor in weights.items()}
+            return validate(run, self.evaluation, len(self.splits.val), shards)
 
         try:
-            made = make_soup(self.best, worth)
-        except WeightsError as error:  # the same files on all processes; the run is complete
-            self.records.tell(f"note: no soup: {error}")
-            with contextlib.suppress(WeightsError):  # an earlier end may have left a soup there
+            made = average_best_epochs(self.best, evaluate)
+        except WeightsError as error:  # on all processes alike; the run is complete
+            self.logger.notify(f"note: no soup: {error}")
+            with contextlib.suppress(WeightsError):  # an earlier attempt may have saved an average
                 weights = self.best.load(self.best.first["epoch"])
                 if run.accelerator.is_main_process:
-                    self.keeper.save_model(weights)
+                    self.checkpoints.save_model(weights)
             return None
         self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
         assert made is not None
         event, weights = made
-        self.records.soup({**event, "step": run.step})
+        self.logger.soup({**event, "step": run.step})
         if run.accelerator.is_main_process:
-            self.keeper.save_model(weights)
+            self.checkpoints.save_model(weights)
         return event if event["better"] else None
 
     def save(self, *, kept: bool = False) -> None:
         """Write a checkpoint, and the weights of the epoch that ended if they are `kept`."""
-        scaler = self.run.accelerator.scaler
-        state = {
-            "step": self.run.step,
-            "epoch": self.epoch,
-            "part": dict(self.part),
-            "failed": dict(self.run.failed),
-            "data": self.data,
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
-        self.keeper.save(state, epoch=self.epoch if kept else None)
+        self.checkpoints.save(epoch=self.epoch, part=self.part, data=self.data, kept=kept)

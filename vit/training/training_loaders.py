@@ -1,4 +1,4 @@
-"""The loaders of a run: which images, in which size, for this process."""
+"""Data loaders of a run: this process's share of the images, in the size of the epoch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from vit.training.training_loop import TrainingState
 
 @dataclass(frozen=True)
 class TransformFor:
-    """The training transform of an epoch; images may grow from epoch to epoch."""
+    """The training transform of an epoch; the image size may grow over the epochs."""
 
     config: Config
     preprocessing: Preprocessing
@@ -39,14 +39,14 @@ def make_schedule(
     processes: int = 1,
     samples: Sequence[Sample] | None = None,
 ) -> MicroBatchSampler:
-    """Which of `count` samples make which step.
+    """The schedule of `count` samples over steps.
 
     Args:
         config: Settings.
-        count: How many samples there are.
+        count: Number of samples.
         rank: Number of this process, from 0.
         processes: Number of processes.
-        samples: They themselves, where more than the number of steps is asked for.
+        samples: The samples; needed only to draw from the schedule.
 
     Raises:
         DataError: The batch is larger than the data, or does not split evenly.
@@ -75,17 +75,17 @@ def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLo
         TransformFor(config, run.preprocessing),
         make_schedule(config, len(samples), rank=rank, processes=processes, samples=samples),
         epochs=config.training.epochs,
-        workers=workers_of(run),
-        on_bad_image="skip",  # collected; the loop decides, on all processes alike
+        workers=num_workers(run),
+        on_bad_image="skip",  # collected; the loop decides on all processes alike
         pin_memory=accelerator.device.type == "cuda",
-        caption_ids=words_of(run, samples),
+        caption_ids=caption_ids_of(run, samples),
         cache=run.cache,
-        classes=rows_of(run.config),
+        classes=label_width(run.config),
     )
 
 
-def workers_of(run: TrainingState) -> int | None:
-    """Loader processes: as chosen, or as measured."""
+def num_workers(run: TrainingState) -> int | None:
+    """Number of loader processes: the setting, or as measured."""
     return run.workers if run.config.data.workers is None else run.config.data.workers
 
 
@@ -98,16 +98,16 @@ def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> Evaluati
         batch_size=micro_batch_size(run),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        workers=workers_of(run),
-        on_bad_image="skip",  # collected; the loop decides, on all processes alike
+        workers=num_workers(run),
+        on_bad_image="skip",  # collected; the loop decides on all processes alike
         pin_memory=accelerator.device.type == "cuda",
-        caption_ids=words_of(run, samples),
-        classes=rows_of(run.config),
+        caption_ids=caption_ids_of(run, samples),
+        classes=label_width(run.config),
     )
 
 
-def words_of(run: TrainingState, samples: Sequence[Sample]) -> CaptionIds | None:
-    """Tokens of the captions, where they are learned."""
+def caption_ids_of(run: TrainingState, samples: Sequence[Sample]) -> CaptionIds | None:
+    """Token ids of the captions; None without a captioning task."""
     if run.tokenizer is None:
         return None
     most = run.config.decoder.caption_tokens
@@ -115,12 +115,12 @@ def words_of(run: TrainingState, samples: Sequence[Sample]) -> CaptionIds | None
     return CaptionIds([sample.captions for sample in samples], run.tokenizer, most)
 
 
-def rows_of(config: Config) -> int | None:
-    """How wide rows of labels are, where an image may have several; None where it has one."""
+def label_width(config: Config) -> int | None:
+    """Width of multi-hot label rows; None if an image has one class."""
     return config.model.num_classes if config.training.multilabel else None
 
 
 def micro_batch_size(run: TrainingState) -> int:
-    """Images that a device takes at once while training, and so also while measuring."""
+    """Images per device in one forward pass, in training and validation."""
     data = run.config.data
     return max(data.batch_size // (run.processes * data.micro_batches), 1)

@@ -1,4 +1,7 @@
-"""The training loop, readable aloud. Durations are in optimiser steps here, and only steps."""
+"""The training loop: forward, loss, backward, clip, step.
+
+Every duration in this module is a number of optimiser steps.
+"""
 
 import contextlib
 import math
@@ -24,41 +27,41 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.training.classification_task import Classification, Task
 from vit.training.collectives import everyones
 from vit.training.ema import ExponentialMovingAverage
-from vit.training.fsdp import whole
+from vit.training.fsdp import full_tensor
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
 from vit.training.stop_signals import Interruption
 from vit.training.training_progress import Progress
 
-LEAST_SCALE = 1e-4
+MIN_LOSS_SCALE = 1e-4
 
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What one run carries from step to step."""
+    """Everything a training step reads or updates."""
 
     config: Config
     accelerator: Accelerator
     network: VisionTransformer
-    """The network itself, whose parameters have the names that are saved."""
+    """The network without wrappers; its parameter names are those of the files."""
     model: nn.Module
-    """The same network as the devices run it: distributed, in mixed precision."""
+    """The same network as accelerate prepared it: distributed, in mixed precision."""
     optimizer: Optimizer
     average: ExponentialMovingAverage | None
     preprocessing: Preprocessing
     lr_at: Callable[[int], float]
     task: Task = field(default_factory=Classification)
     tokenizer: Tokenizer | None = None
-    """Of the captions, where they are learned."""
+    """Tokenizer of the captions; None without a captioning task."""
     cache: ImageCache | None = None
-    """The training images decoded, where they are kept so."""
+    """Cache of decoded training images, if any."""
     workers: int | None = None
-    """Loader processes, where nobody chose their number."""
+    """Measured number of loader processes; None if the setting `workers` is given."""
     step: int = 0
     failed: dict[str, str] = field(default_factory=dict)
-    """Images left out while training, and why."""
+    """Images that were left out, with the reason."""
     interruption: Interruption = field(default_factory=Interruption)
-    """Where a signal to this process is noted."""
+    """Records a signal sent to this process."""
 
     @property
     def processes(self) -> int:
@@ -66,27 +69,77 @@ class TrainingState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of images, weights and losses."""
+        """Dtype of images, weights and losses."""
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
 
 
 class Step(NamedTuple):
-    """What an optimiser step saw, the same on all processes, so that all of them decide alike."""
+    """Results of one optimiser step, equal on all processes."""
 
     loss: float
-    """Mean loss of the images, without those of routers."""
+    """Mean loss of the images, without the routers' losses."""
     images: int
     """Images, over all processes."""
     grad_norm: float
-    """Norm of the gradient of all parameters, before it was clipped."""
+    """Norm of the gradient of all parameters, before clipping."""
     lr: float
     """Learning rate of the step."""
     signal: int
-    """The signal to heed, or 0."""
+    """Number of the signal that stops the run, or 0."""
     due: bool
-    """Whether a process wants a checkpoint."""
+    """Whether a process requests a checkpoint."""
     routers: tuple[float, float] = (0.0, 0.0)
-    """Balance loss and z loss of routers, summed over layers and before their weights; or zeros."""
+    """Balance loss and z loss, summed over layers and before weighting; zeros without routers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Sums over the images and the processes of one step."""
+
+    losses: Tensor
+    """Summed loss, balance loss and router z-loss, (3,)."""
+    grad_norm: Tensor
+    """Norm of the averaged gradient before clipping, ()."""
+    images: int
+    failed: int
+    """Images that could not be read."""
+    checkpoints_due: int
+    """Processes that request a checkpoint."""
+    signals: list[int]
+    """For each of `Interruption.SIGNALS`, the processes that received it."""
+
+    def all_reduce(self, accelerator: Accelerator) -> "StepTotals":
+        """Sum every field over all processes; tensors of the result are on the CPU.
+
+        One message, and the only point at which a step waits for the GPU.
+        """
+        totals = torch.cat([self.losses, self.grad_norm.to(self.losses).view(1)])
+        counts = [self.images, self.failed, self.checkpoints_due, *self.signals]
+        *losses, grad_norm, images, failed, due, sigterm, sigint = all_reduce(
+            accelerator, totals, counts
+        )
+        return StepTotals(
+            losses=torch.tensor(losses, dtype=torch.float64),
+            grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
+            images=int(images),
+            failed=int(failed),
+            checkpoints_due=int(due),
+            signals=[int(sigterm), int(sigint)],
+        )
+
+    def summary(self, *, lr: float, processes: int) -> Step:
+        """Means over the images, from totals of `processes` processes."""
+        loss, balance, z_loss = (self.losses / max(self.images, 1)).tolist()
+        received = zip(Interruption.SIGNALS, self.signals, strict=True)
+        return Step(
+            loss=loss,
+            images=self.images,
+            grad_norm=float(self.grad_norm) / processes,
+            lr=lr,
+            signal=next((number for number, count in received if count), 0),
+            due=self.checkpoints_due > 0,
+            routers=(balance, z_loss),
+        )
 
 
 def train_one_epoch(
@@ -106,13 +159,13 @@ def train_one_epoch(
         batches: Micro-batches of this process.
         epoch: Which epoch this is, from 0.
         steps: Optimiser steps to make.
-        progress: Told of every step.
-        due: Asked in every step: does this process want a checkpoint?
-        after_step: Called after each of them.
+        progress: Advanced after every step.
+        due: Called in every step; returns whether this process requests a checkpoint.
+        after_step: Called with the results of every step.
 
     Raises:
-        RunError: The loss is not finite; the weights are those of the step before.
-        BadImage: An image cannot be read, and `on_bad_image` is stop; likewise.
+        RunError: The loss is not finite; the weights are those of the previous step.
+        BadImage: An image cannot be read and `on_bad_image` is stop; weights likewise.
     """
     run.model.train()
     for _ in range(steps):
@@ -127,83 +180,80 @@ def train_one_epoch(
 def train_one_step(
     run: TrainingState, micro_batches: list[Batch], epoch: int, *, due: bool = False
 ) -> Step:
-    """One update of the weights from this process's share of a batch."""
+    """Update the weights once, from this process's share of a batch."""
     lr = run.lr_at(run.step)
     set_lr(run.optimizer, lr)
-    draw_patch_size(run)
-    totals = accumulate(run, micro_batches, epoch)
-    norm = clip(run).to(totals)
+    choose_patch_size(run)
+    loss_sums = torch.zeros(3, device=run.accelerator.device, dtype=widest(run.accelerator.device))
+    for index, batch in enumerate(micro_batches):
+        with sync_gradients(run, last=index == len(micro_batches) - 1):
+            losses = forward_losses(run, batch, epoch, micro_batch=index)
+            backward(run, losses)
+        loss_sums[: len(losses)] += losses.detach()
+    grad_norm = clip_gradients(run)
     failed = [bad for batch in micro_batches for bad in batch.failed]
-    # by one message, which is the only time that the step waits for a GPU
-    loss, balance, z, norms, images, lost, wants, *signals = summed(
-        run,
-        torch.cat([totals, norm.view(1)]),
-        [sum(len(batch.labels) for batch in micro_batches), len(failed), due],
-        [run.interruption.number == number for number in Interruption.SIGNALS],
-    )
-    if lost:
+    totals = StepTotals(
+        losses=loss_sums,
+        grad_norm=grad_norm,
+        images=sum(len(batch.labels) for batch in micro_batches),
+        failed=len(failed),
+        checkpoints_due=int(due),
+        signals=[int(run.interruption.number == number) for number in Interruption.SIGNALS],
+    ).all_reduce(run.accelerator)
+    if totals.failed:
         leave_out(run, failed)
-    mean, *routers = (total / max(images, 1) for total in (loss, balance, z))
-    grad_norm = norms / run.processes
-    require_finite(run, mean, grad_norm)
+    step = totals.summary(lr=lr, processes=run.processes)
+    require_finite(run, step.loss, step.grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average is not None:
         run.average.update(run.step)
     run.step += 1
-    had = zip(Interruption.SIGNALS, signals, strict=True)
-    signal = next((number for number, count in had if count), 0)
-    return Step(mean, int(images), grad_norm, lr, signal, wants > 0, (routers[0], routers[1]))
+    return step
 
 
-def draw_patch_size(run: TrainingState) -> None:
-    """Choose the size of this step's patches, the same on all processes and after a resume."""
+def choose_patch_size(run: TrainingState) -> None:
+    """Draw the patch size of this step, the same on all processes and after a resume."""
     patches, sizes = run.network.patch_embed, run.config.model.training_patch_sizes
     if isinstance(patches, FlexiblePatchEmbedding):
         drawn = random_seed(run.config.training.seed, "patch size", run.step) % len(sizes)
         patches.current_patch_size = sizes[drawn]
 
 
-def accumulate(run: TrainingState, micro_batches: list[Batch], epoch: int) -> Tensor:
-    """Gradients of the batch, averaged over processes.
+def sync_gradients(run: TrainingState, *, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Average gradients over processes in the backward pass of the `last` micro-batch only."""
+    context: contextlib.AbstractContextManager[None] = (
+        contextlib.nullcontext() if last else run.accelerator.no_sync(run.model)
+    )
+    return context
 
-    Returns:
-        This process's summed loss, and its routers' balance and z losses likewise, (3,).
-    """
-    device = run.accelerator.device
-    totals = torch.zeros(3, device=device, dtype=widest(device))
-    for index, batch in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        waiting = contextlib.nullcontext() if last else run.accelerator.no_sync(run.model)
-        with waiting:
-            losses = losses_of(run, batch, epoch, micro_batch=index)
-            # gradients are averaged over processes; the loss is a sum over the whole batch
-            share = run.processes / run.config.data.batch_size
-            run.accelerator.backward(objective(run, losses) * share)
-        totals[: len(losses)] += losses.detach()
-    return totals
+
+def backward(run: TrainingState, losses: Tensor) -> None:
+    """Add the gradient of a micro-batch's summed losses, scaled to the mean over the batch."""
+    # gradients are averaged over processes; the loss is a sum over the whole batch
+    share = run.processes / run.config.data.batch_size
+    run.accelerator.backward(objective(run, losses) * share)
 
 
 def objective(run: TrainingState, losses: Tensor) -> Tensor:
-    """What is minimised, from the losses that `losses_of` gives."""
+    """Weighted sum of the losses that `forward_losses` returns: what training minimises."""
     loss, *routers = losses.unbind()
     weights = (run.config.training.balance_loss, run.config.training.router_z_loss)
     return loss + sum(weight * term for weight, term in zip(weights, routers, strict=False))
 
 
-def summed(run: TrainingState, totals: Tensor, *counts: Sequence[float]) -> list[float]:
-    """`totals`, on their device, and `counts`, each summed over the processes, by one message."""
-    flat = [number for part in counts for number in part]
-    parts = torch.cat([totals, torch.tensor(flat, device=totals.device, dtype=totals.dtype)])
-    numbers: list[float] = run.accelerator.reduce(parts).tolist()
+def all_reduce(accelerator: Accelerator, totals: Tensor, counts: Sequence[float]) -> list[float]:
+    """Sum `totals`, on the device, and `counts` over all processes, in one message."""
+    message = torch.cat([totals, torch.tensor(counts, device=totals.device, dtype=totals.dtype)])
+    numbers: list[float] = accelerator.reduce(message).tolist()
     return numbers
 
 
 def leave_out(run: TrainingState, failed: list[BadImage]) -> None:
-    """Remember the images that no process could read.
+    """Record the images that could not be read, of all processes, in `run.failed`.
 
     Raises:
-        BadImage: They were to stop the run; on all processes.
+        BadImage: `on_bad_image` is stop; on all processes.
     """
     found = everyones(failed)
     if run.config.data.on_bad_image == "stop":
@@ -213,17 +263,32 @@ def leave_out(run: TrainingState, failed: list[BadImage]) -> None:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The most exact floating type of `device`, for sums."""
+    """The floating dtype with the highest precision that `device` has, for sums."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def losses_of(
-    run: TrainingState, batch: Batch, epoch: int, *, micro_batch: int, alone: bool = False
+def forward_losses(
+    run: TrainingState,
+    batch: Batch,
+    epoch: int,
+    *,
+    micro_batch: int,
+    reduce_routers: bool = True,
 ) -> Tensor:
-    """Summed loss of one micro-batch and routers' losses, (1,) or (3,).
+    """Forward pass: the summed loss of one micro-batch, and the routers' losses if any.
 
-    Its randomness comes from counters alone. Routers exchange numbers with the other processes,
-    unless this one is `alone`.
+    The random state depends only on the seed, the step, the micro-batch and the rank.
+
+    Args:
+        run: The training.
+        batch: A micro-batch, on the CPU.
+        epoch: The epoch, from 0.
+        micro_batch: Index of the micro-batch in its step.
+        reduce_routers: Whether routers' statistics are summed over processes, which then must
+            all make this call.
+
+    Returns:
+        Losses, (1,), or with routers' balance and z losses, (3,).
     """
     config, rank = run.config, run.accelerator.process_index
     torch.manual_seed(random_seed(config.training.seed, "model", run.step, micro_batch, rank))
@@ -232,25 +297,28 @@ def losses_of(
     loss = run.task.loss(run, batch, images, epoch)
     if config.model.feedforward != "moe":
         return loss
-    everyone = None if alone else run.accelerator
+    everyone = run.accelerator if reduce_routers else None
     routers = router_losses(everyone, run.network, images=len(batch.labels))
     return torch.cat([loss, routers.to(loss)])
 
 
-def clip(run: TrainingState) -> Tensor:
-    """Shorten the gradient to the largest norm allowed; returns its norm before."""
+def clip_gradients(run: TrainingState) -> Tensor:
+    """Clip the gradient to the norm `clip_grad`; returns its norm before clipping, ()."""
     most = run.config.training.clip_grad or math.inf
     norm: Tensor = run.accelerator.clip_grad_norm_(run.network.parameters(), most)
-    return whole(norm)
+    return full_tensor(norm)
 
 
 def require_finite(run: TrainingState, loss: float, norm: float) -> None:
-    """Stop before the weights are touched; every process sees the same numbers.
+    """Raise before the weights are updated; every process has the same numbers.
 
-    With fp16 an infinite gradient is everyday: the scaler skips that step by itself.
+    With fp16 an infinite gradient is expected now and then: the scaler skips that step.
+
+    Raises:
+        RunError: The loss or the gradient is not finite, or the fp16 loss scale underflows.
     """
     scaled = run.accelerator.mixed_precision == "fp16"
-    if scaled and run.accelerator.scaler.get_scale() < LEAST_SCALE:
+    if scaled and run.accelerator.scaler.get_scale() < MIN_LOSS_SCALE:
         raise RunError(
             f"gradients overflow fp16 whatever their scale, at step {run.step}: lower --lr, or use "
             "--precision bf16 or fp32"

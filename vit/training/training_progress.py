@@ -1,4 +1,4 @@
-"""What a person sees while a network trains: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a training on standard error: log lines, a bar on a terminal."""
 
 import contextlib
 import sys
@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from accelerate import Accelerator
 from tqdm import tqdm
 
+# Time between two progress lines without a terminal.
 PLAIN_SECONDS = 30.0
 
 Notify = Callable[[str], None]
 
-# what gets the lines of trainings instead of standard error
+# receive the log lines instead of standard error; the last one counts
 _redirected: list[Notify] = []
 
 
 @contextlib.contextmanager
 def redirect_lines(to: Notify) -> Iterator[None]:
-    """Inside, `to` gets the lines of trainings; it may write them with `write_line`."""
+    """Inside, pass log lines to `to`, which may write them with `write_line`."""
     _redirected.append(to)
     try:
         yield
@@ -27,27 +28,27 @@ def redirect_lines(to: Notify) -> Iterator[None]:
 
 
 def notify(text: str) -> None:
-    """One line to standard error, clear of a progress bar, or to where lines are redirected."""
+    """Log one line: to standard error above the progress bar, or to `redirect_lines`."""
     (_redirected[-1] if _redirected else write_line)(text)
 
 
 def write_line(text: str) -> None:
-    """One line to standard error, clear of a progress bar."""
-    # a reader that has gone, such as `| head`, must not end hours of training
+    """Write one line to standard error, above the progress bar."""
+    # a closed pipe, as with `| head`, must not stop the training
     with contextlib.suppress(BrokenPipeError):
         tqdm.write(text, file=sys.stderr)
 
 
 def teller(accelerator: Accelerator) -> Notify:
-    """What tells the user a line: one process for all."""
+    """`notify` on the main process, and a function that does nothing on the others."""
     return notify if accelerator.is_main_process else lambda _: None
 
 
 class Progress:
-    """Rate, time left, loss and the share of time spent waiting for data, over one epoch.
+    """Progress of one epoch: rate, time left, loss and share of time spent waiting for data.
 
     Args:
-        title: What is running, such as `epoch 3/20`.
+        title: Label of the bar, such as `epoch 3/20`.
         total: Images in the epoch.
         visible: False on all processes but the main one.
     """
@@ -82,7 +83,7 @@ class Progress:
         return self.waited / max(self.seconds, 1e-9)
 
     def advance(self, images: int, loss_sum: float, waited: float) -> None:
-        """Take in one optimiser step: its images, their summed loss, seconds of waiting."""
+        """Add one optimiser step: its images, their summed loss, seconds spent waiting for data."""
         self.done += images
         self.loss_sum += loss_sum
         self.waited += waited

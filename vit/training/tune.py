@@ -54,7 +54,7 @@ from vit.training.final_report import read_events
 from vit.training.loader_autotune import shared_caches
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.plan_rules import Plan, make_plan, neighbours
-from vit.training.run_folder import FREE, WEIGHTS, claim_folder, clear
+from vit.training.run_folder import RESUMABLE_CHANGES, WEIGHTS, claim_folder, clear
 from vit.training.stop_signals import Interrupted
 from vit.training.time_budget import MOST_SECONDS, REPORT, SHARE, Costs, costs_of, count_that_fit
 from vit.training.train import complete_settings, train
@@ -351,7 +351,7 @@ def require_same(
     changed = [
         name
         for name in sorted({*plain, *before})
-        if plain.get(name) != before.get(name) and name not in FREE
+        if plain.get(name) != before.get(name) and name not in RESUMABLE_CHANGES
     ]
     if changed:
         name = changed[0]

@@ -1,4 +1,4 @@
-"""What the network is worth on the validation images, each of them counted once."""
+"""Validation: scores of the network on the validation images, each counted once."""
 
 import math
 from collections.abc import Mapping
@@ -13,19 +13,20 @@ from vit.errors import BadImage, DataError, RunError
 from vit.training.collectives import agreed_signal
 from vit.training.ema import swapped_weights
 from vit.training.moe_losses import track_expert_usage
-from vit.training.training_loop import TrainingState, leave_out, summed, widest
+from vit.training.training_loop import TrainingState, all_reduce, leave_out, widest
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What the validation images say of the network."""
+    """Results of one validation."""
 
     count: int
     scores: dict[str, Any]
-    """What the epoch's event says: `val_loss`, and `val_top1` or what the task has."""
+    """Scores as the epoch's event has them: `val_loss`, and `val_top1` or those of the task."""
     failed: int
+    """Images that could not be read."""
     routers: tuple[dict[str, Any], ...] = ()
-    """How evenly the experts are used, an entry a layer of them."""
+    """Expert usage, one entry per MoE layer."""
 
     @property
     def loss(self) -> float:
@@ -40,20 +41,20 @@ def validate(
     expected: int,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Validation | None:
-    """Measure the network on every validation image exactly once, over all processes.
+    """Evaluate the network on every validation image exactly once, over all processes.
 
     Args:
-        run: What is trained.
+        run: The training.
         loader: This process's share of the images.
-        expected: How many images there are, over all processes.
-        weights: Measured instead of the network's own, by name.
+        expected: Number of images over all processes.
+        weights: Weights to evaluate instead of the network's own, by name.
 
     Returns:
-        None where a signal came to any process: nothing was measured.
+        None if any process received a signal.
 
     Raises:
-        BadImage: An image cannot be read, and `on_bad_image` is stop.
-        DataError: None can be read.
+        BadImage: An image cannot be read and `on_bad_image` is stop.
+        DataError: No image can be read.
         RunError: The loss is not finite.
     """
     run.model.eval()
@@ -61,7 +62,7 @@ def validate(
     tally = run.task.tally(loader.samples)
     failed: list[BadImage] = []
     with swapped_weights(run.network, weights), track_expert_usage(run.network) as routers:
-        # the same number of passes on all processes: they may exchange weights in each
+        # every process makes the same number of passes: under FSDP each gathers weights
         for _ in range(loader.max_batches):
             batch = next(batches, loader.empty_batch)
             failed += batch.failed
@@ -72,7 +73,8 @@ def validate(
             if agreed_signal(run.accelerator, run.interruption.number):
                 return None
         usage = () if routers is None else tuple(routers.describe(run.accelerator))
-    *totals, lost = summed(run, tally.sums.to(device, widest(device)), [len(failed)])
+    sums = tally.sums.to(device, widest(device))
+    *totals, lost = all_reduce(run.accelerator, sums, [len(failed)])
     count = totals[-1]
     assert count + lost == expected, f"{count:.0f} of {expected} validation images were measured"
     if lost:
@@ -80,12 +82,12 @@ def validate(
     if not count:
         raise DataError("not one validation image can be read")
     measured = Validation(int(count), tally.scores(run, totals), int(lost), usage)
-    require_finite(measured, run.step)
+    require_finite_loss(measured, run.step)
     return measured
 
 
-def require_finite(measured: Validation, step: int) -> None:
-    """Stop a training that has gone astray."""
+def require_finite_loss(measured: Validation, step: int) -> None:
+    """Raise RunError if the validation loss is not finite."""
     if not math.isfinite(measured.loss):
         raise RunError(
             f"the validation loss became {measured.loss} after step {step}: lower --lr, or raise "
