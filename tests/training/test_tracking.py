@@ -194,7 +194,9 @@ def test_a_tracker_chosen_later_gets_the_whole_history(tmp_path, fake):
 def test_a_first_start_that_fails_is_an_error_and_a_later_one_is_not(tmp_path, fake, capsys):
     fake.fails_at = 0
     train(tmp_path, 1, 3)
-    with pytest.raises(ConfigError, match="track='wandb' cannot start: no way to the server; mend"):
+    with pytest.raises(
+        ConfigError, match="track='wandb' cannot start: no way to the server; fix it"
+    ):
         Tracking("wandb", tmp_path, SETTINGS, step=0)
     assert capsys.readouterr().err == ""
     follow(tmp_path, 3)

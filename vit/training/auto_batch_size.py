@@ -209,7 +209,7 @@ def trial_step(run: TrainingState, batches: Sequence[Batch]) -> None:
 
 def random_batch(config: Config, size: int) -> Batch:
     """Noise of the full size, (size, channels, image_size, image_size)."""
-    model, words = config.model, config.decoder
+    model, decoder = config.model, config.decoder
     shape = (size, model.channels, model.image_size, model.image_size)
     indices = torch.arange(size)
     width = label_width(config)
@@ -220,8 +220,8 @@ def random_batch(config: Config, size: int) -> Batch:
         indices=indices,
         positions=indices,
         failed=[],
-        words=torch.randint(0, words.vocab_size, (size, words.caption_tokens))
-        if words.vocab_size and words.caption_tokens
+        caption_ids=torch.randint(0, decoder.vocab_size, (size, decoder.caption_tokens))
+        if decoder.vocab_size and decoder.caption_tokens
         else None,
     )
 
