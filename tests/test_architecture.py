@@ -1,6 +1,7 @@
 """The shape of the code base: who imports whom, and what importing costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -115,6 +116,41 @@ def test_imports_only_point_down(part):
             assert known or within(name, ALLOWED[part] | {part}), (
                 f"{file.relative_to(ROOT)} must not import {name}"
             )
+
+
+def module_name(file: Path) -> str:
+    """`vit.data.sampler` of vit/data/sampler.py, `vit.data` of vit/data/__init__.py."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_module_imports_itself_over_others():
+    """Of what modules import when they are imported; a function may import later."""
+    modules = {module_name(file): file for file in sorted((ROOT / "vit").rglob("*.py"))}
+    left = {}
+    for module, file in modules.items():
+        names = {
+            f"{node.module}.{alias.name}"
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        left[module] = {
+            name if name in modules else name.rpartition(".")[0] for name in names
+        } & modules.keys()
+    assert len(left) > 100
+    while free := [module for module, needs in left.items() if not needs & left.keys() - {module}]:
+        for module in free:
+            del left[module]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_file_names_are_unique_and_stand_in_the_glossary():
+    stems = [file.stem for file in (ROOT / "vit").rglob("*.py") if not file.stem.startswith("__")]
+    assert len(stems) == len(set(stems)), [stem for stem in set(stems) if stems.count(stem) > 1]
+    glossary = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| `(\w+)` \| \S", glossary, re.MULTILINE)
+    assert sorted(terms) == sorted(stems)
 
 
 def test_every_part_of_the_package_has_its_rule():

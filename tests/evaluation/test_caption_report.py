@@ -16,7 +16,7 @@ from vit.evaluation.caption_report import (
     WordFacts,
     write_caption_report,
 )
-from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.classification_report import RunFacts
 from vit.evaluation.html_page import VOID
 
@@ -290,7 +290,7 @@ def test_both_heads_show_both(write):
         event={"val_top1": 0.75, "val_caption_loss": 0.625},
     )
     text = "\n".join(Reader(page).text)
-    scores = summarise(answers, ("<i>cat", "dog"))
+    scores = summarize(answers, ("<i>cat", "dog"))
     assert "\ntop-1\n75.00%" in text
     assert f"macro F1 {scores['macro_f1']:.2%}" in text
     assert "What is taken for what" in text

@@ -13,7 +13,7 @@ from vit.evaluation.classification_metrics import (
     calibration_error,
     classification_scores,
     ranking,
-    summarise,
+    summarize,
     wilson_interval,
 )
 
@@ -122,7 +122,7 @@ def test_parts_add_up_to_the_whole():
         for place in range(0, 100, 33)
     ]
     whole = classification_scores(probabilities, truth, CLASSES)
-    assert summarise(Outcomes.cat(parts), CLASSES) == whole
+    assert summarize(Outcomes.cat(parts), CLASSES) == whole
     assert whole["count"] == 100
 
 

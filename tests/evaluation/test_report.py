@@ -10,7 +10,7 @@ from PIL import Image
 
 from vit.config.parser import make_config
 from vit.evaluation.charts import epoch_ticks, nice_ticks
-from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.classification_report import RunFacts, write_report
 from vit.evaluation.html_page import VOID, called, tag
 
@@ -169,7 +169,7 @@ def test_the_page_may_load_nothing(write):
 
 def test_numbers_are_the_metrics(write):
     classes, outcomes = ("cat", "dog", "owl"), draw(3)
-    scores = summarise(outcomes, classes)
+    scores = summarize(outcomes, classes)
     text = "\n".join(read(write(classes, outcomes=outcomes)).text)
     low, high = scores["top1_interval"]
     expected = [

@@ -16,7 +16,7 @@ from vit.evaluation.multilabel_metrics import (
     f1_scores,
     map_interval,
     mean_of_known,
-    summarise_multilabel,
+    summarize_multilabel,
 )
 
 CLASSES = ("a", "b", "c", "never", "unasked")
@@ -46,7 +46,7 @@ def test_average_precision_is_scikit_learns(drawn):
 
 def test_scores_are_scikit_learns(drawn):
     scores, labels = drawn
-    found = summarise_multilabel(scores, labels, CLASSES, THRESHOLDS)
+    found = summarize_multilabel(scores, labels, CLASSES, THRESHOLDS)
     said, true = scores.numpy() >= np.array(THRESHOLDS), labels.numpy()
     f1 = [
         metrics.f1_score(true, said, average=kind, zero_division=np.nan)
@@ -70,13 +70,13 @@ def test_scores_are_scikit_learns(drawn):
 
 def test_a_sure_and_wrong_answer_has_a_finite_loss():
     scores, labels = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([[0, 1]])
-    assert math.isfinite(summarise_multilabel(scores, labels, "ab", (0.5, 0.5))["loss"])
+    assert math.isfinite(summarize_multilabel(scores, labels, "ab", (0.5, 0.5))["loss"])
 
 
 @pytest.mark.parametrize("scores", [torch.full((1, 2), math.nan), torch.zeros(0, 2)])
 def test_what_cannot_be_scored_is_refused(scores):
     with pytest.raises(ValueError, match=r"finite|at least one"):
-        summarise_multilabel(scores, torch.zeros(len(scores), 2), "ab", (0.5, 0.5))
+        summarize_multilabel(scores, torch.zeros(len(scores), 2), "ab", (0.5, 0.5))
 
 
 def test_no_other_threshold_has_a_higher_f1(drawn):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import vit
-from vit.export.onnx_graph import Part, as_onnx, attend_plainly
+from vit.export.onnx_graph import Part, decomposed_attention, to_onnx
 
 SMALL = {"image_size": 16, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 METADATA = {
@@ -25,7 +25,7 @@ class Answer(nn.Module):
     def __init__(self, model, *, plainly=True):
         super().__init__()
         self.model = model
-        self.how = {"attend": attend_plainly} if plainly else {}
+        self.how = {"attend": decomposed_attention} if plainly else {}
 
     def forward(self, images):
         floats = images.permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -51,7 +51,7 @@ def make_graph(change=None, *, plainly=True, **settings):
         outputs={"probabilities": {0: "batch"}},
         examples=[(torch.from_numpy(noise(2)),)],
     )
-    return as_onnx(part, METADATA).SerializeToString(), module
+    return to_onnx(part, METADATA).SerializeToString(), module
 
 
 def noise(count, seed=0):

@@ -20,7 +20,7 @@ from vit.errors import ConfigError, VitError, WeightsError
 from vit.export import onnx_graph
 from vit.export.export_captioner import parts_of
 from vit.export.export_onnx import export_onnx
-from vit.export.onnx_graph import Part, as_onnx, check_equal
+from vit.export.onnx_graph import Part, check_equal, to_onnx
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_captioner import ExportedCaptioner, greedy_decode
 from vit.generation.generate import generate, generate_captions
@@ -320,7 +320,7 @@ def test_a_graph_that_differs_is_not_accepted():
     part = Part(
         name="part", module=module, inputs=axes, outputs={"y": {0: "batch"}}, examples=examples
     )
-    content = as_onnx(part, {}).SerializeToString()
+    content = to_onnx(part, {}).SerializeToString()
     assert check_equal(part, content) < 1e-6
     module.by = 2.001
     with pytest.raises(VitError, match=r"part differs from torch: y by 0\.0\d+ of .*nothing was"):
@@ -342,7 +342,7 @@ def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypa
     with pytest.raises(ConfigError, match="GB of weights"):
         export_onnx(run, tmp_path / "a.onnx")
     monkeypatch.undo()
-    monkeypatch.setattr("vit.export.export_onnx.as_onnx", lambda *_: onnx.load(path))
+    monkeypatch.setattr("vit.export.export_onnx.to_onnx", lambda *_: onnx.load(path))
     monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
     with pytest.raises(VitError, match="the exported encoder differs"):
         export_onnx(run, path, overwrite=True)

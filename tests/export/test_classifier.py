@@ -18,7 +18,7 @@ from vit.export import export_onnx as onnx_export
 from vit.export.export_formats import export
 from vit.export.export_onnx import export_onnx
 from vit.export.export_options import Options
-from vit.export.float16 import halved
+from vit.export.float16 import convert_to_float16
 from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run, save_model
 
@@ -62,10 +62,10 @@ def _traced_once(monkeypatch, traced_before):
             answer, *_ = part.module(*part.examples[0])
         key = (answer.numpy().tobytes(), opset, *part.outputs)
         if key not in traced_before:
-            traced_before[key] = onnx_graph.traced(part, opset).SerializeToString()
+            traced_before[key] = onnx_graph.trace_module(part, opset).SerializeToString()
         return onnx.load_from_string(traced_before[key])
 
-    monkeypatch.setattr(onnx_export, "traced", once)
+    monkeypatch.setattr(onnx_export, "trace_module", once)
 
 
 @pytest.fixture(scope="module")
@@ -194,13 +194,13 @@ def test_half_precision(run, tmp_path, tiny_data):
 
 
 def test_weights_that_half_precision_cannot_hold_are_refused(run):
-    proto = onnx_export.traced(export_classifier.part_of(load_run(run)), 20)
+    proto = onnx_export.trace_module(export_classifier.part_of(load_run(run)), 20)
     weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     large = onnx.numpy_helper.to_array(weight).copy()
     large.flat[3] = 1e5
     weight.CopyFrom(onnx.numpy_helper.from_array(large, weight.name))
     with pytest.raises(VitError, match=r"has the weight 100000, and float16 ends at 65504"):
-        halved(proto)
+        convert_to_float16(proto)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data
         last.input[0] = "one_class"
         return proto.SerializeToString()
 
-    monkeypatch.setattr(onnx_export, "quantised", worse)
+    monkeypatch.setattr(onnx_export, "quantize", worse)
     asked = {"precision": "int8", "dynamic": True, "validation": str(tiny_data)}
     monkeypatch.setattr(export_accuracy, "probabilities", right_answers(tiny_data))
     with pytest.raises(VitError, match=r"would lose 66.67% of top-1 \(100.00% to 33.33% on 27"):
@@ -289,7 +289,7 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
         seen.extend(input_images)
         return content
 
-    monkeypatch.setattr(onnx_export, "quantised", same)
+    monkeypatch.setattr(onnx_export, "quantize", same)
     (data := tmp_path / "data").mkdir()
     (data / "train").symlink_to(tiny_data / "val")
     (data / "val").symlink_to(tiny_data / "val")

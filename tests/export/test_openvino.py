@@ -10,7 +10,7 @@ import pytest
 from vit.errors import RunError, VitError, WeightsError
 from vit.export import export_openvino as converting
 from vit.export.export_openvino import convert
-from vit.export.quantization import quantised
+from vit.export.quantization import quantize
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import OnnxSession
 
@@ -24,7 +24,7 @@ needs_vnni = pytest.mark.skipif(OVERFLOWS, reason="this CPU has no VNNI: OpenVIN
 
 @pytest.fixture(scope="module")
 def whole(graph, noise_of):
-    return quantised(graph, list(noise_of(32)))
+    return quantize(graph, list(noise_of(32)))
 
 
 @pytest.mark.parametrize(

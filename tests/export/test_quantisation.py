@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from vit.errors import ConfigError, DataError, VitError
 from vit.export import quantization
 from vit.export.onnx_builder import Graph
-from vit.export.quantization import FEWEST, quantised, take_apart
+from vit.export.quantization import FEWEST, quantize, split_qkv
 from vit.exported.onnx_session import OnnxSession
 
 OPTIONS = [
@@ -37,7 +37,7 @@ def kinds(content):
 
 @pytest.fixture(scope="module")
 def static(graph, noise_of):
-    return quantised(graph, list(noise_of(32)))
+    return quantize(graph, list(noise_of(32)))
 
 
 def test_answers_are_nearly_those_of_float32(graph, static, noise_of):
@@ -57,21 +57,21 @@ def test_onnxruntime_is_told_not_to_overflow(static):
 
 def test_every_product_but_the_head_is_in_integers(static):
     proto = onnx.load_from_string(static)
-    made = {name: node for node in proto.graph.node for name in node.output}
+    built_graph = {name: node for node in proto.graph.node for name in node.output}
     products = [node for node in proto.graph.node if node.op_type == "MatMul"]
     assert len(products) == 1 + 2 * 8  # patches; query, key, value, both of attention, 3 more
     for node in products:
         for name in node.input:
-            while made[name].op_type in ("Reshape", "Transpose"):
-                name = made[name].input[0]
-            assert made[name].op_type == "DequantizeLinear", f"{node.name}: {name}"
+            while built_graph[name].op_type in ("Reshape", "Transpose"):
+                name = built_graph[name].input[0]
+            assert built_graph[name].op_type == "DequantizeLinear", f"{node.name}: {name}"
     matrices = [x for x in proto.graph.initializer if x.data_type == 1 and len(x.dims) == 2]
     assert len(matrices) == 1  # of the head
     assert kinds(static)["Gemm"] == 1
 
 
 def test_it_is_the_same_each_time(graph, static, noise_of):
-    assert quantised(graph, list(noise_of(32))) == static
+    assert quantize(graph, list(noise_of(32))) == static
 
 
 def test_metadata_are_kept(graph, static):
@@ -86,7 +86,7 @@ def test_metadata_are_kept(graph, static):
 
 
 def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of, tmp_path):
-    ours = quantised(graph, [], dynamic=True)
+    ours = quantize(graph, [], dynamic=True)
     assert json.loads(OnnxSession(ours).metadata["calibration"]) == {"dynamic": True}
     (tmp_path / "float.onnx").write_bytes(graph)
     quantize_dynamic(
@@ -120,7 +120,7 @@ def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of,
 def test_parts_are_taken_apart_without_a_change(graph_of, noise_of, options, plainly):
     content, module = graph_of(plainly=plainly, depth=1, **options)
     apart = Graph(content)
-    assert take_apart(apart) == 1
+    assert split_qkv(apart) == 1
     images = noise_of(5, seed=1)
     with torch.no_grad():
         (wanted,) = module(torch.from_numpy(images))
@@ -135,7 +135,7 @@ def test_options_of_the_network_are_kept(graph_of, noise_of, options, dynamic):
     images = noise_of(64, seed=1)
     with torch.no_grad():
         (wanted,) = module(torch.from_numpy(images))
-    found = answers(quantised(content, list(noise_of(32)), dynamic=dynamic), images)
+    found = answers(quantize(content, list(noise_of(32)), dynamic=dynamic), images)
     assert np.abs(found - wanted.numpy()).mean() < 0.02
     assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9
 
@@ -154,7 +154,7 @@ def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypa
     images = noise_of(64, seed=1)
     wanted, errors = answers(content, images), []
     for _ in range(2):
-        found = answers(quantised(content, list(noise_of(32))), images)
+        found = answers(quantize(content, list(noise_of(32))), images)
         errors.append(np.abs(found - wanted).mean())
         monkeypatch.setattr(quantization, "_smooth", lambda _, spot: np.ones_like(spot.low))
     assert errors[0] < 0.3 * errors[1]
@@ -163,13 +163,13 @@ def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypa
 def test_what_cannot_be_quantised_is_refused(graph, static, noise_of):
     few = list(noise_of(FEWEST - 1))
     with pytest.raises(DataError, match=f"^{FEWEST - 1} images for calibration: at least"):
-        quantised(graph, few)
+        quantize(graph, few)
     with pytest.raises(DataError, match=r"^calibration image 3 is float32 of shape"):
         input_images = list(noise_of(FEWEST))
         input_images[3] = input_images[3].astype(np.float32)
-        quantised(graph, input_images)
+        quantize(graph, input_images)
     with pytest.raises(ConfigError, match=r"^precision='int8'.* is made of a graph of fp32$"):
-        quantised(static, list(noise_of(FEWEST)))
+        quantize(static, list(noise_of(FEWEST)))
 
 
 def test_a_missing_library_is_named(graph, monkeypatch):
@@ -177,4 +177,4 @@ def test_a_missing_library_is_named(graph, monkeypatch):
     with pytest.raises(
         VitError, match=r"^onnx is not installed: pip install 'vit-toolkit\[onnx\]'"
     ):
-        quantised(graph, [])
+        quantize(graph, [])

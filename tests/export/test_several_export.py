@@ -15,7 +15,7 @@ from vit.errors import ConfigError, VitError, WeightsError
 from vit.export.export_accuracy import Accuracy, compare
 from vit.export.export_formats import export
 from vit.export.export_onnx import export_onnx
-from vit.export.reference_outputs import Said
+from vit.export.reference_outputs import ModelOutputs
 from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
@@ -69,11 +69,11 @@ def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, images):
 def test_verify_compares_sets_of_labels(several_run, exported, images):
     report = verify(several_run, exported, images)
     assert report.agrees, report.complaints()
-    first = Said(np.array([0.9, 0.6, 0.1]), thresholds=(0.5, 0.5, 0.5))
-    second = Said(np.array([0.9, 0.4, 0.1]), thresholds=(0.5, 0.5, 0.5))
+    first = ModelOutputs(np.array([0.9, 0.6, 0.1]), thresholds=(0.5, 0.5, 0.5))
+    second = ModelOutputs(np.array([0.9, 0.4, 0.1]), thresholds=(0.5, 0.5, 0.5))
     assert first.agreement(first) == 1
     assert first.agreement(second) == 0.5  # one of two
-    none = Said(np.zeros(3), thresholds=(0.5, 0.5, 0.5))
+    none = ModelOutputs(np.zeros(3), thresholds=(0.5, 0.5, 0.5))
     assert (none.agreement(none), none.agreement(first)) == (1, 0)
 
 

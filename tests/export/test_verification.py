@@ -17,8 +17,8 @@ from vit.config.parser import write_settings
 from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
 from vit.export.mismatch_diagnosis import _permuted
-from vit.export.reference_outputs import Said, by_hand, by_predictor
-from vit.export.sample_images import SIZES, draw, images_for, scene, spread
+from vit.export.reference_outputs import ModelOutputs, by_predictor, by_reference_code
+from vit.export.sample_images import SIZES, comparison_images, draw, evenly_spaced, scene
 from vit.export.verification import HAND, LIMITS, Compared, compare, verify
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.predictor import Predictor
@@ -82,7 +82,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
 def test_equal_networks_agree(verified, input_images):
     found = verified()
     assert found.agrees
-    assert (found.images, found.top1_agreement, found.causes) == (24, 1.0, ())
+    assert (found.images, found.top1_agreement, found.diagnose) == (24, 1.0, ())
     assert found.max_probability_difference < 1e-5
     assert [path.name for path in found.paths] == ["by hand", "predictor", "fruit.onnx"]
     assert found.paths[0].worst is None
@@ -90,7 +90,7 @@ def test_equal_networks_agree(verified, input_images):
     assert record["images"] == 24
     assert record["agrees"] is True
     assert record["paths"][2]["top1_agreement"] == record["top1_agreement"] == 1.0
-    assert record["failed"] == record["causes"] == []
+    assert record["failed"] == record["diagnose"] == []
 
 
 ORDER = [2, 0, 1]
@@ -124,14 +124,14 @@ def test_what_was_altered_is_told(verified, changes, cause):
     assert [name for name, path in by_name.items() if not path.agrees] == ["fruit.onnx"]
     assert by_name["fruit.onnx"].max_probability_difference > 0.02
     assert by_name["fruit.onnx"].worst.endswith(".png")
-    (told,) = found.causes
+    (told,) = found.diagnose
     assert re.search(cause, told), told
 
 
 def test_other_weights_are_told(verified, run):
     other = dataclasses.replace(run, model=copy.deepcopy(run.model))
     torch.nn.init.normal_(other.model.head.weight, std=3.0)
-    (cause,) = verified(other=other).causes
+    (cause,) = verified(other=other).diagnose
     assert "its weights or its normalisation are not the run's" in cause
 
 
@@ -140,7 +140,7 @@ def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verifi
     found = verified(metadata={"preprocessing": json.dumps(said)})
     assert all(path.agrees for path in found.paths)
     assert not found.agrees
-    assert found.causes == (
+    assert found.diagnose == (
         "its metadata say crop_share 0.8, the run 0.9",
         "its metadata say mean 0.4, 0.5, 0.6, the run 0.5, 0.5, 0.5",
     )
@@ -149,7 +149,7 @@ def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verifi
 def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
     other = dataclasses.replace(run.preprocessing, mean=(0.1, 0.5, 0.9)).to_dict()
     found = verified(mean=(0.1, 0.5, 0.9), metadata={"preprocessing": json.dumps(other)})
-    assert found.causes == (
+    assert found.diagnose == (
         "its metadata say mean 0.1, 0.5, 0.9, the run 0.5, 0.5, 0.5",
         "it answers as with the preprocessing in its metadata, which is not the run's",
     )
@@ -157,12 +157,12 @@ def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
 
 def test_classes_in_another_order_are_told(verified):
     found = verified(metadata={"classes": json.dumps([CLASSES[i] for i in ORDER])})
-    assert found.causes[0] == (
+    assert found.diagnose[0] == (
         "its metadata name the classes in another order: number 0 is class2, in the run apple"
     )
     assert not found.paths[2].agrees
     found = verified(metadata={"classes": json.dumps(["apple", "pear", "class2"])})
-    assert "its metadata name other classes: number 1 is pear, in the run" in found.causes[0]
+    assert "its metadata name other classes: number 1 is pear, in the run" in found.diagnose[0]
 
 
 def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
@@ -193,8 +193,8 @@ def test_unreadable_images_are_failures_once(verified, input_images, bad_images)
 
 def test_an_image_that_one_way_alone_fails_on_is_said():
     hand, other = (
-        [Said(np.array([0.4, 0.6])), "torn"],
-        [Said(np.array([0.7, 0.3])), "torn"],
+        [ModelOutputs(np.array([0.4, 0.6])), "torn"],
+        [ModelOutputs(np.array([0.7, 0.3])), "torn"],
     )
     found = compare("b", ["x", "y"], hand, other, LIMITS["fp32"])
     assert found == Compared("b", 1, 0.0, pytest.approx(0.3), "x", LIMITS["fp32"])
@@ -209,7 +209,7 @@ def test_by_hand_is_what_the_predictor_says(run, tiny_run, input_images, bad_ima
     """Of two implementations that share the network alone; and in float32, whatever is usual."""
     mixed = [*input_images[:3], bad_images[0], input_images[3]]
     truth = Predictor(tiny_run, precision="fp32", device="cpu", batch_size=1)(mixed, top_k=3)
-    for said in (by_hand(run, mixed), by_predictor(run, mixed)):
+    for said in (by_reference_code(run, mixed), by_predictor(run, mixed)):
         for one, expected in zip(said, truth, strict=True):
             if expected.error is not None:
                 assert one == expected.error
@@ -222,11 +222,11 @@ def test_a_run_alone_is_compared_with_the_predictor(tiny_run, input_images, monk
     found = verify(tiny_run, images=input_images[:3])
     assert found.agrees
     assert [path.name for path in found.paths] == ["by hand", "predictor"]
-    wrong = [Said(np.array([1.0, 0.0, 0.0]))] * 3
+    wrong = [ModelOutputs(np.array([1.0, 0.0, 0.0]))] * 3
     monkeypatch.setattr(verification, "by_predictor", lambda *_: wrong)
     found = verify(tiny_run, images=input_images[:3])
     assert not found.agrees
-    assert found.causes == ("the predictor differs from its own parts: please report it",)
+    assert found.diagnose == ("the predictor differs from its own parts: please report it",)
 
 
 class TestImages:
@@ -234,7 +234,7 @@ class TestImages:
 
     def chosen(self, folder):
         said = []
-        with images_for(folder, load_run(folder), None, said.append) as paths:
+        with comparison_images(folder, load_run(folder), None, said.append) as paths:
             assert all(np.asarray(Image.open(path)).size for path in paths)
             return [*paths], said
 
@@ -289,9 +289,9 @@ class TestImages:
                 assert image.tobytes() == again.tobytes()
 
     def test_they_are_spread_over_a_list_that_is_sorted_by_class(self):
-        assert spread(3, 50) == [0, 1, 2]
-        assert spread(100, 5) == [0, 20, 40, 60, 80]
-        assert len(set(spread(341, 50))) == 50
+        assert evenly_spaced(3, 50) == [0, 1, 2]
+        assert evenly_spaced(100, 5) == [0, 20, 40, 60, 80]
+        assert len(set(evenly_spaced(341, 50))) == 50
 
 
 def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
@@ -313,7 +313,7 @@ def test_many_classes_in_another_order_take_little_memory():
     rng = np.random.default_rng(0)
     rows = rng.dirichlet(np.ones(1000), size=8)
     order = rng.permutation(1000)
-    hand, file = ([Said(row) for row in some] for some in (rows, rows[:, order]))
+    hand, file = ([ModelOutputs(row) for row in some] for some in (rows, rows[:, order]))
     tracemalloc.start()
     try:
         told = _permuted(hand, file)
@@ -323,4 +323,4 @@ def test_many_classes_in_another_order_take_little_memory():
     moved = int((order != np.arange(1000)).sum())
     assert told == f"its outputs are in another order: {moved} of 1000 classes changed places"
     assert peak < 4_000_000  # the square of the classes would be 64 MB
-    assert _permuted(hand, [Said(row[::-1] ** 2) for row in rows]) is None
+    assert _permuted(hand, [ModelOutputs(row[::-1] ** 2) for row in rows]) is None

@@ -1,1 +1,1 @@
-"""How good answers are: metrics with intervals, and calibration."""
+"""Evaluation: metrics with intervals, calibration, reports and the cost of a model."""

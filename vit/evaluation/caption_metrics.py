@@ -1,12 +1,9 @@
-"""Scores of captions against what people wrote of the same images.
+"""Caption metrics: BLEU, ROUGE-L, chrF, CIDEr-D, and the shares of distinct and exact captions.
 
-METEOR and SPICE are left out: they need Java and word lists of English.
+Captions of any script are cut into words for BLEU, ROUGE-L and CIDEr. METEOR and SPICE are left
+out: they need Java and English word lists.
 
-Cuts captions of any script into the words that BLEU, ROUGE-L and CIDEr count.
-CIDEr-D: how much a caption says what people say of this image and of few others.
-
-Source: Vedantam, Zitnick and Parikh, "CIDEr: Consensus-based Image Description Evaluation",
-section 4 and the appendix on CIDEr-D, arXiv:1411.5726.
+Source: CIDEr-D: Vedantam, Zitnick and Parikh, section 4 and appendix, arXiv:1411.5726.
 """
 
 import math

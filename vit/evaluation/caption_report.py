@@ -1,9 +1,7 @@
-"""report.html of a captioning run: what was trained, whether it looks, what it says.
+"""report.html of a captioning run: settings, curves, scores, and captions beside their images.
 
-It is made of the same pieces as that of a classifier, and shows its findings too where the network
-has a head for classes.
-
-What a captioner says: what it says most, how long, and image by image.
+Shows whether the decoder uses the image, the most frequent captions, the best and the worst ones,
+and the class report too if the network has a classification head.
 """
 
 import math
@@ -19,7 +17,7 @@ from vit.data.archives import relative
 from vit.errors import printable, quoted
 from vit.evaluation.caption_metrics import caption_scores, plain, rouge_l, words
 from vit.evaluation.charts import Curve, curves
-from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.classification_report import (
     PRIVACY,
     REPORT_FILE,
@@ -468,7 +466,7 @@ def of(event: Mapping[str, Any], *names: str) -> float:
 
 def class_findings(answers: Outcomes, classes: Sequence[str]) -> tuple[Html, ...]:
     """What the head for classes gets right and wrong."""
-    scores = summarise(answers, classes)
+    scores = summarize(answers, classes)
     low, high = scores["top1_interval"]
     line = (
         f"Top-1 of the same images is {percent(scores['top1'])} (95% interval {percent(low)} to "

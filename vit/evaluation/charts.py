@@ -1,4 +1,4 @@
-"""Images of numbers: curves over epochs as SVG, a confusion matrix as a table of shades."""
+"""Charts of a report: curves as SVG, a confusion matrix as a shaded table."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

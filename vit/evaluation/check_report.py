@@ -1,4 +1,4 @@
-"""The page of `vit check`: what is wrong with a data set, with thumbnails. One offline file."""
+"""HTML report of `vit check`: problems of a dataset with thumbnails, in one offline file."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Scores of a classifier from its probabilities: accuracy, calibration, and each class by itself.
+"""Classification metrics: accuracy with intervals, calibration, and scores of each class.
 
-Everything is computed in float64 from five numbers an image (`Outcomes`), so that a large data
-set needs no table of images x classes, and processes can gather their parts.
+Everything is computed in float64 from five numbers an image (`Outcomes`): a large dataset needs no
+table of images x classes, and processes can gather their parts.
 """
 
 import math
@@ -87,11 +87,11 @@ def ranking(probabilities: Tensor) -> Tensor:
 def classification_scores(
     probabilities: Tensor, labels: Tensor, classes: Sequence[str]
 ) -> dict[str, Any]:
-    """Every score of `summarise`, from (images, classes) probabilities and (images,) labels."""
-    return summarise(Outcomes.of(probabilities, labels), classes)
+    """Every score of `summarize`, from (images, classes) probabilities and (images,) labels."""
+    return summarize(Outcomes.of(probabilities, labels), classes)
 
 
-def summarise(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
+def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     """Scores of at least one image, as plain numbers that JSON takes; shares are in [0, 1].
 
     Classes that the data lacks follow scikit-learn's defaults: `macro_f1` is the mean over the

@@ -1,6 +1,6 @@
-"""report.html of a run: what was trained, how good it is, where it errs, and how to use it.
+"""report.html of a classification run: settings, curves, scores, errors and commands.
 
-One file that opens anywhere, offline: its charts are SVG, its images are inside it.
+One offline file: charts are SVG, images are embedded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from vit.config import Config
 from vit.config.parser import all_settings, flatten, make_config
 from vit.errors import printable, quoted
 from vit.evaluation.charts import Curve, curves
-from vit.evaluation.classification_metrics import Outcomes, summarise
+from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.error_analysis import calibration, class_table, confusions, mistakes
 from vit.evaluation.expert_usage import experts
 from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
@@ -75,7 +75,7 @@ def write_report(
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
-    scores = summarise(outcomes, facts.classes)
+    scores = summarize(outcomes, facts.classes)
     epochs = [event for event in events if event["event"] == "epoch"]
     name = printable(folder.resolve().name or folder)
     sections = [

@@ -1,4 +1,4 @@
-"""What a network gets right and wrong: by class, by pair of classes, and image by image."""
+"""Error analysis of a classifier: scores by class, confused pairs, calibration, worst images."""
 
 import base64
 import io
@@ -97,7 +97,7 @@ def calibration(scores: Mapping[str, Any], confidence: float) -> Html:
     """Whether a score means what it says.
 
     Args:
-        scores: As `summarise` gives them.
+        scores: As `summarize` gives them.
         confidence: Mean probability of the answers.
     """
     gap = confidence - scores["top1"]

@@ -1,4 +1,4 @@
-"""How evenly the experts of a network are used, for the report."""
+"""Expert usage of a mixture of experts, as a section of a report."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Watches a network at work: FLOPs and shapes of its modules, bytes of its tensors."""
+"""FLOP and memory counter: FLOPs and shapes of the modules of a network, bytes of its tensors."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""A page of HTML that needs nothing but itself: no script, no network, every text escaped.
+"""HTML pages of reports: one offline file, no script, every text escaped.
 
-Text becomes markup in one place, `tag`. Names of classes and files are anybody's: what is not
-already `Html` is made printable and escaped, so forgetting it shows markup and runs none.
+Text becomes markup in one place, `tag`. Anything that is not `Html` is made printable and escaped:
+class names and file names come from users.
 """
 
 import html

@@ -1,18 +1,18 @@
-"""What a network costs: parameters, multiplications and memory of each part, before it is trained.
+"""Model summary: parameters, FLOPs and memory of each part of a network, before it is trained.
 
 The network runs once on tensors that have shapes and no values, so the largest takes seconds and no
 memory, and new parts count by themselves. A FLOP is a multiplication or an addition in a product of
 matrices or in attention, 2 for each multiply-add, of which papers often count 1: DeiT's "4.6 G" are
 9.2 GFLOPs here. Norms, softmax, activations and sums are left out: about one in a hundred.
 
-Each expert's work is counted for the tokens that it gets. An operator of our own has its formula in
-counting.py. A part that must ask for values, and is no operator, has a method `forward_by_shape`:
+Each expert's work is counted for the tokens that it gets. An operator of our own has its formula
+in flop_counter.py. A module that reads values, and is no operator, has a method `forward_by_shape`:
 the arguments of its `forward`, the same shapes and the same work, without values.
 
 Memory is that of float32. Tensors are followed from the operator that makes them until they are
 freed, with the CPU's fused attention, which keeps no scores. Buffers inside kernels, gaps of the
 allocator and libraries are not in it: measured, a process took 0.94 to 1.05 times the estimate
-beside libraries and weights (docs/architecture.md).
+beside libraries and weights (docs/network.md).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Scores where an image has any number of classes: average precision, F1, thresholds.
+"""Multi-label metrics: average precision, F1, and thresholds of each class.
 
-A table of images x classes is held: 8 bytes a score and 1 a label, 450 MB for 50,000 x 1,000.
-What is undefined (the average precision of a class without an image; F1 of one that neither a
-label nor an answer names) is NaN in tensors, null in JSON, and in no mean.
+Holds a table of images x classes: 8 bytes a score and 1 a label, 450 MB for 50,000 x 1,000.
+Undefined values (the average precision of a class without images; F1 of a class in no label and no
+prediction) are NaN in tensors, null in JSON, and left out of means.
 """
 
 import math
@@ -156,7 +156,7 @@ def _best_threshold(steps: Steps, having: int) -> float:
     return float(cuts[(cuts - USUAL).abs().argmin()])
 
 
-def summarise_multilabel(
+def summarize_multilabel(
     probabilities: Tensor, targets: Tensor, classes: Sequence[str], thresholds: Sequence[float]
 ) -> dict[str, Any]:
     """Scores of at least one image, as plain numbers that JSON takes.

@@ -1,4 +1,4 @@
-"""report.html of a run whose images have several classes, or none: one file, offline."""
+"""report.html of a multi-label run: one offline file."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from vit.evaluation.classification_report import (
 from vit.evaluation.error_analysis import FEW_CLASSES, MOST_MISTAKES, MOST_ROWS, thumbnail
 from vit.evaluation.expert_usage import experts
 from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
-from vit.evaluation.multilabel_metrics import summarise_multilabel
+from vit.evaluation.multilabel_metrics import summarize_multilabel
 from vit.text import percent, plural
 from vit.version import __version__
 from vit.weights.safetensors_io import write_text
@@ -54,7 +54,7 @@ def write_multilabel_report(
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
-    scores = summarise_multilabel(
+    scores = summarize_multilabel(
         measured.probabilities, measured.targets, facts.classes, measured.thresholds
     )
     epochs = [event for event in events if event["event"] == "epoch"]

@@ -1,4 +1,4 @@
-"""What a tuning came to: a sentence, a table for the terminal, and tune.html, one offline file."""
+"""Report of a tuning: a summary, a table for the terminal, and tune.html, one offline file."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,1 +1,1 @@
-"""Trained networks as files that run without torch, and the proof that they are the same."""
+"""Exporters: a trained network as a file for other engines, and verification of its outputs."""

@@ -1,6 +1,6 @@
-"""What a file loses: top-1 of the run and of the file on the same labelled images.
+"""Accuracy of a run and of its exported file: top-1 on the same labelled images.
 
-Where an image may have several classes it is the mean average precision.
+Multi-label networks are compared by mean average precision.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,10 @@
-"""A captioner as two graphs without state: what it sees, and one step of writing.
+"""Captioner as two stateless ONNX graphs: the image encoder and one decoding step.
 
     memory_key, memory_value = encoder(images)
     logits, present          = decoder(ids, past, memory_key, memory_value)
 
-What a step returns as present is the past of the next one. Before the first word the past has no
-tokens, and `ids` is the begin.
+The `present` of a step is the `past` of the next one (the KV cache). The first step has an empty
+past and the begin-of-sequence token as `ids`.
 """
 
 import json
@@ -31,7 +31,7 @@ BATCHES = (3, 1, 2, 5)
 """Numbers of images that are compared, the traced one first."""
 
 
-class Eyes(nn.Module):
+class ImageEncoder(nn.Module):
     """Bytes of images in; out comes what each block of the decoder sees of them.
 
     Args:
@@ -62,7 +62,7 @@ class Eyes(nn.Module):
         return (*stacked(seen), logits.softmax(dim=1))
 
 
-class Hand(nn.Module):
+class DecodingStep(nn.Module):
     """One step of a decoder, whose memory comes in and goes out.
 
     Args:
@@ -124,14 +124,14 @@ def parts_of(run: LoadedRun) -> tuple[Part, Part]:
     seen = {"memory_key": SEEN, "memory_value": SEEN}
     encoder = Part(
         name="encoder",
-        module=Eyes(model, run.preprocessing).eval(),
+        module=ImageEncoder(model, run.preprocessing).eval(),
         inputs={"images": {0: "batch"}},
         outputs=seen | ({"probabilities": {0: "batch"}} if model.num_classes else {}),
         examples=[(_noise(run, count),) for count in BATCHES],
     )
     decoder = Part(
         name="decoder",
-        module=Hand(model.decoder).eval(),
+        module=DecodingStep(model.decoder).eval(),
         inputs={"ids": {0: "batch", 1: "new"}, "past_key": CACHED, "past_value": CACHED, **seen},
         outputs={"logits": {0: "batch"}, "present_key": KEPT, "present_value": KEPT},
         examples=[*_steps(model.decoder, encoder)],
@@ -184,5 +184,5 @@ def _steps(decoder: TextDecoder, encoder: Part) -> Iterator[tuple[Tensor, ...]]:
         nothing = key[..., :0, :]
         step = (nothing, nothing)
         if past:
-            _, *step = Hand(decoder)(ids[:, :past], nothing, nothing, key, value)
+            _, *step = DecodingStep(decoder)(ids[:, :past], nothing, nothing, key, value)
         yield (ids[:, past:], *step, key, value)

@@ -1,9 +1,9 @@
-"""A classifier as one graph: bytes of images of any size in, probabilities out.
+"""Classifier as one ONNX graph: images as bytes, of any size, in; probabilities out.
 
     probabilities                                 = file(images)
     probabilities, tokens, embedding, attention   = file(images)        with tokens
 
-The resize and the crop are in front (pixels.py); what torch exports begins with their bytes.
+Resize and crop come first (onnx_preprocessing.py); what torch exports takes the resized bytes.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.export.onnx_graph import Part, attend_plainly, difference, libraries
+from vit.export.onnx_graph import Part, decomposed_attention, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, fitting
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention_maps import AttentionRecorder
@@ -55,7 +55,7 @@ class Answer(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Bytes (batch, height, width, 3) -> probabilities (batch, classes)"""
-        tokens, context = self.model.encode(self.floats(images), attention_fn=attend_plainly)
+        tokens, context = self.model.encode(self.floats(images), attention_fn=decomposed_attention)
         return (self.activation(self.model.forward_head(tokens, context)),)
 
 

@@ -1,4 +1,4 @@
-"""What a run can become: a file of ONNX, of OpenVINO, or of torch itself."""
+"""Export formats: ONNX, OpenVINO and torch.export."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from vit.export.export_onnx import (
     Exported,
     Notify,
     PathLike,
-    check_place,
+    check_output_path,
     classifier_file,
     export_onnx,
 )
@@ -43,8 +43,8 @@ def export_openvino(
     """
     asked, path = Options(**options), Path(out)
     weights = path.with_suffix(".bin")
-    check_place(path, overwrite=overwrite, suffix=".xml")
-    check_place(weights, overwrite=overwrite, suffix=".bin")
+    check_output_path(path, overwrite=overwrite, suffix=".xml")
+    check_output_path(weights, overwrite=overwrite, suffix=".bin")
     loaded = _classifier(run, notify, "openvino")
     between = path.with_suffix(".onnx")
     with classifier_file(loaded, run, between, asked, notify=notify) as (
@@ -81,7 +81,7 @@ def export_torch(
     """
     asked, path = Options(**options), Path(out)
     asked.check_unused("a program of torch has no such choice", "tokens")
-    check_place(path, overwrite=overwrite, suffix=".pt2")
+    check_output_path(path, overwrite=overwrite, suffix=".pt2")
     loaded = _classifier(run, notify, "torch")
     part = export_classifier.part_of(loaded, tokens=asked.tokens)
     batch = torch.export.Dim("batch", min=1)

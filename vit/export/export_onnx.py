@@ -1,12 +1,11 @@
-"""A trained run as ONNX files, which give the same answers without torch.
+"""ONNX export of a run, with the same outputs without torch.
 
-A classifier becomes one file, NAME.onnx (classifier.py). A captioner becomes two: NAME.onnx sees,
-NAME.decoder.onnx writes (captioner.py). Each is compared with torch before anything is written.
+A classifier becomes one file, NAME.onnx (export_classifier.py). A captioner becomes two: the
+encoder NAME.onnx and the decoding step NAME.decoder.onnx (export_captioner.py). Each graph is
+written to a temporary file and compared with torch before the file gets its name.
 
-A file of a graph that is checked before it gets its name, with its weights beside it if needed.
-
-NAME.onnx        the graph, with weights of less than 2 GB
-NAME.onnx.data   the weights of larger ones, which the graph names
+    NAME.onnx        the graph, with weights below 2 GB
+    NAME.onnx.data   larger weights, as external data of the graph
 """
 
 import json
@@ -23,17 +22,17 @@ from vit.errors import ConfigError, RunError, printable
 from vit.export import export_captioner, export_classifier
 from vit.export.export_accuracy import Accuracy, compare
 from vit.export.export_options import MAX_DROP, OPSET, Options
-from vit.export.float16 import halved
+from vit.export.float16 import convert_to_float16
 from vit.export.onnx_graph import (
     MOST_BYTES,
-    as_onnx,
     check_equal,
     check_size,
     libraries,
-    traced,
+    to_onnx,
+    trace_module,
     write,
 )
-from vit.export.quantization import quantised
+from vit.export.quantization import quantize
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
 from vit.exported.onnx_session import OnnxSession
 from vit.weights.load_model import load_model, print_to_stderr
@@ -50,7 +49,7 @@ def data_beside(path: Path) -> Path:
 
 
 @contextmanager
-def staged(path: Path, proto: Any, *, external: bool) -> Iterator[Path]:
+def staged_file(path: Path, proto: Any, *, external: bool) -> Iterator[Path]:
     """`proto` in a folder of its own beside `path`, under the same name, checked by onnx's checker.
 
     Args:
@@ -154,11 +153,13 @@ def export_onnx(
             loses more than `max_drop`.
     """
     asked, path = Options(**options), Path(out)
-    check_place(path, overwrite=overwrite)
+    check_output_path(path, overwrite=overwrite)
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is None:
-        with classifier_file(loaded, run, path, asked, notify=notify, overwrite=overwrite) as made:
-            checked, difference, accuracy = made
+        with classifier_file(
+            loaded, run, path, asked, notify=notify, overwrite=overwrite
+        ) as built_graph:
+            checked, difference, accuracy = built_graph
             return Exported(publish(checked, path), difference, accuracy)
     asked.check_unused("a captioner is exported in fp32 with its usual outputs", "precision")
     if asked.precision != "fp32":
@@ -201,8 +202,8 @@ def classifier_file(
         source, asked.measured_on, run.classes, hear, thresholds=run.thresholds
     )
     images = calibration_images(asked, run.classes, samples)
-    proto = made(part, run, source, asked, images)
-    with staged(path, proto, external=external) as checked:
+    proto = built_graph(part, run, source, asked, images)
+    with staged_file(path, proto, external=external) as checked:
         session = OnnxSession(checked)
         tolerance = TOLERANCES[asked.precision]
         difference = export_classifier.check_images(part, session, run.preprocessing, tolerance)
@@ -214,12 +215,14 @@ def classifier_file(
         yield checked, difference, accuracy
 
 
-def made(part: Any, run: LoadedRun, source: PathLike, asked: Options, images: SampleImages) -> Any:
+def built_graph(
+    part: Any, run: LoadedRun, source: PathLike, asked: Options, images: SampleImages
+) -> Any:
     """The whole graph in the precision that was asked for, as an onnx.ModelProto."""
     opset = asked.opset or OPSET
-    proto = traced(part, opset)
+    proto = trace_module(part, opset)
     if asked.precision == "fp16":
-        proto = halved(proto)
+        proto = convert_to_float16(proto)
     export_classifier.with_pixels(proto, run.preprocessing)
     metadata = export_classifier.metadata_of(
         run, printable(source), precision=asked.precision, opset=opset
@@ -228,7 +231,7 @@ def made(part: Any, run: LoadedRun, source: PathLike, asked: Options, images: Sa
     if asked.precision == "int8":
         check_size(part)
         onnx.checker.check_model(proto, full_check=True)
-        content = quantised(proto.SerializeToString(), images, dynamic=asked.dynamic)
+        content = quantize(proto.SerializeToString(), images, dynamic=asked.dynamic)
         proto = onnx.load_from_string(content)
         metadata["opset"] = str(next(x.version for x in proto.opset_import if not x.domain))
         metadata["calibration"] = json.dumps(
@@ -243,13 +246,13 @@ def made(part: Any, run: LoadedRun, source: PathLike, asked: Options, images: Sa
 
 def _captioner(run: LoadedRun, source: str, path: Path, *, overwrite: bool) -> Exported:
     paths = {"encoder": path, "decoder": decoder_beside(path)}
-    check_place(paths["decoder"], overwrite=overwrite)
+    check_output_path(paths["decoder"], overwrite=overwrite)
     parts, metadata = export_captioner.parts_of(run), export_captioner.metadata_of(run, source)
     for part in parts:
         check_size(part)
     contents, difference = {}, 0.0
     for part in parts:
-        content = as_onnx(part, metadata[part.name]).SerializeToString()
+        content = to_onnx(part, metadata[part.name]).SerializeToString()
         difference = max(difference, check_equal(part, content))
         contents[part.name] = content
     for name, content in contents.items():
@@ -263,7 +266,7 @@ def decoder_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}{DECODER}{path.suffix}")
 
 
-def check_place(path: Path, *, overwrite: bool, suffix: str = SUFFIX) -> None:
+def check_output_path(path: Path, *, overwrite: bool, suffix: str = SUFFIX) -> None:
     """Refuse, before any work is done, a file that could not be written at the end.
 
     Raises:

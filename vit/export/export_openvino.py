@@ -1,7 +1,7 @@
-"""An ONNX file as OpenVINO's own: NAME.xml, and NAME.bin with the weights.
+"""OpenVINO export: an ONNX file converted to NAME.xml and NAME.bin.
 
-What is written is the graph of the file, in its precision, with its metadata, and it is compared
-with onnxruntime before it gets its name.
+The graph keeps its precision and metadata, and its outputs are compared with onnxruntime's before
+the files get their names.
 """
 
 import os
@@ -65,9 +65,9 @@ def convert(
         difference = _difference(graph, beside, images)
         # the weights first: an older .xml then says that they are not its own
         for suffix in (WEIGHTS, SUFFIX):
-            made = beside.with_suffix(suffix)
-            copied = partial(shutil.copyfile, made)
-            atomic_write(path.with_suffix(suffix), copied, made.stat().st_size)
+            built_graph = beside.with_suffix(suffix)
+            copied = partial(shutil.copyfile, built_graph)
+            atomic_write(path.with_suffix(suffix), copied, built_graph.stat().st_size)
     return difference
 
 
@@ -85,14 +85,14 @@ def _save(model: Any, path: Path) -> None:
 
 
 def _difference(
-    graph: str | os.PathLike[str] | bytes, made: Path, input_images: Sequence[Array] | None
+    graph: str | os.PathLike[str] | bytes, built_graph: Path, input_images: Sequence[Array] | None
 ) -> float:
     """Largest difference of both engines.
 
     Raises:
         VitError: It is more than TOLERANCES allow, or a name or shape differs.
     """
-    ours, theirs = runtime.OpenVINOSession(made), OnnxSession(graph)
+    ours, theirs = runtime.OpenVINOSession(built_graph), OnnxSession(graph)
     if (ours.inputs, ours.outputs) != (theirs.inputs, theirs.outputs):
         raise VitError("OpenVINO names other inputs or outputs; nothing was written")
     precision = theirs.metadata.get("precision", "fp32")

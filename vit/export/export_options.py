@@ -1,4 +1,4 @@
-"""What `vit export` is asked for, and what of it contradicts the rest."""
+"""Export options and their validation."""
 
 from dataclasses import dataclass, fields
 

@@ -1,4 +1,4 @@
-"""float16: weights and products in half the bytes; what needs range or precision in float32."""
+"""float16 conversion of an ONNX graph; operators that need range or precision stay in float32."""
 
 import warnings
 from typing import Any
@@ -21,7 +21,7 @@ KEPT = (
 LARGEST = float(np.finfo(np.float16).max)
 
 
-def halved(proto: Any) -> Any:
+def convert_to_float16(proto: Any) -> Any:
     """A graph of float32 -> one of float16 whose inputs and outputs keep their types.
 
     Args:
@@ -43,9 +43,9 @@ def halved(proto: Any) -> Any:
                 proto,
                 keep_io_types=True,
                 op_block_list=blocked,
-                node_block_list=of_pixels(proto),
+                node_block_list=feeds_from_images(proto),
             )
-            drop_repeated(half)
+            deduplicate_casts(half)
             OnnxModel(half).topological_sort()  # casts that it adds come last
         except Exception as error:  # the library has no common class of its errors
             words = printable(" ".join(str(error).split())[:200])
@@ -80,7 +80,7 @@ def check_range(proto: Any) -> None:
             )
 
 
-def drop_repeated(proto: Any) -> None:
+def deduplicate_casts(proto: Any) -> None:
     """Leave out casts that the converter adds once for each of two readers, under one name."""
     once = {tuple(node.output): node for node in reversed(proto.graph.node)}
     kept = [node for node in proto.graph.node if once[tuple(node.output)] is node]
@@ -88,7 +88,7 @@ def drop_repeated(proto: Any) -> None:
     proto.graph.node.extend(kept)
 
 
-def of_pixels(proto: Any) -> list[str]:
+def feeds_from_images(proto: Any) -> list[str]:
     """Names of the nodes before the first product: the normalisation of pixels."""
     nodes = proto.graph.node
     products = (place for place, node in enumerate(nodes) if node.op_type in ("MatMul", "Gemm"))

@@ -1,7 +1,7 @@
-"""Why an exported network answers otherwise than its run: suspects are tried, not guessed.
+"""Diagnosis of an exported file whose outputs differ from those of its run.
 
-The run is computed as if it had another mean, crop, ... until it says what the file says. Where
-none does, images that leave nothing to resize, or nothing but one colour, tell which part it is.
+Suspects are tested: the run is evaluated with another mean, crop, ... until it agrees with the
+file. If none does, images that need no resizing, or have one colour, isolate the part that differs.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from PIL import Image
 
 from vit.data.preprocessing import Interpolation, Preprocessing, Resize
 from vit.errors import printable
-from vit.export.reference_outputs import Answers, Runner, Said, by_file, by_hand
+from vit.export.reference_outputs import Answers, ModelOutputs, Runner, by_file, by_reference_code
 from vit.export.sample_images import scene
 from vit.weights.saved_model import LoadedRun
 
@@ -71,7 +71,7 @@ def _classes(ours: Sequence[str], theirs: Sequence[str]) -> str:
     )
 
 
-def causes(
+def diagnose(
     run: LoadedRun, runner: Runner, images: Sequence[str], hand: Answers, file: Answers
 ) -> list[str]:
     """Likely causes of a difference, one sentence each.
@@ -86,12 +86,12 @@ def causes(
     worst = [path for _, path in sorted(_apart(images, hand, file), reverse=True)[:MOST]]
     known = dict(zip(images, file, strict=True))
     told = [known[path] for path in worst]
-    before = largest(by_hand(run, worst), told)
+    before = largest_difference(by_reference_code(run, worst), told)
     left = []
     for suspect in suspects(run.preprocessing, runner.preprocessing):
         supposed = replace(run, preprocessing=suspect.preprocessing)
-        said = by_hand(supposed, worst, reversed_channels=suspect.reversed_channels)
-        left.append((largest(said, told), suspect.text))
+        said = by_reference_code(supposed, worst, reversed_channels=suspect.reversed_channels)
+        left.append((largest_difference(said, told), suspect.text))
     least, text = min(left, key=itemgetter(0))
     if least <= EXPLAINED * before:
         return [f"it answers as with {text}"]
@@ -100,17 +100,17 @@ def causes(
 
 def _apart(images: Sequence[str], hand: Answers, file: Answers) -> Iterator[tuple[float, str]]:
     for path, one, other in zip(images, hand, file, strict=True):
-        if isinstance(one, Said) and isinstance(other, Said):
+        if isinstance(one, ModelOutputs) and isinstance(other, ModelOutputs):
             yield one.difference(other), path
 
 
-def largest(first: Answers, second: Answers) -> float:
+def largest_difference(first: Answers, second: Answers) -> float:
     """The largest difference; without end where only one has an answer."""
     found = 0.0
     for one, other in zip(first, second, strict=True):
-        if isinstance(one, Said) and isinstance(other, Said):
+        if isinstance(one, ModelOutputs) and isinstance(other, ModelOutputs):
             found = max(found, one.difference(other))
-        elif isinstance(one, Said) or isinstance(other, Said):
+        elif isinstance(one, ModelOutputs) or isinstance(other, ModelOutputs):
             return float("inf")
     return found
 
@@ -151,7 +151,7 @@ def _permuted(hand: Answers, file: Answers) -> str | None:
     pairs = [
         (one.probabilities, other.probabilities)
         for one, other in zip(hand, file, strict=True)
-        if isinstance(one, Said) and isinstance(other, Said)
+        if isinstance(one, ModelOutputs) and isinstance(other, ModelOutputs)
     ]
     ours, theirs = (np.stack(rows, axis=1) for rows in zip(*pairs, strict=True))
     if not len(ours):
@@ -179,7 +179,7 @@ def _part(run: LoadedRun, runner: Runner, before: float) -> str:
             plain.append(str(Path(folder) / f"{colour}.png"))
             Image.new("RGB", (width, height), colour).save(plain[-1])
         apart = [
-            largest(by_hand(run, paths), by_file(runner, paths, run.classes))
+            largest_difference(by_reference_code(run, paths), by_file(runner, paths, run.classes))
             for paths in (plain, exact)
         ]
     if max(apart) <= EXPLAINED * before:

@@ -1,6 +1,6 @@
-"""An ONNX graph that is looked up and changed, node by node.
+"""ONNX graph editing: building nodes from formulas, and searching and replacing nodes.
 
-Formulas as ONNX nodes: a `Value` names a tensor of the graph and takes Python's operators.
+A `Value` names a tensor of the graph and supports Python's operators.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,8 @@ class Nodes:
         label = f"{self.prefix}{len(self.nodes)}_{operator}"
         output = name or label
         names = [value.name for value in inputs]
-        made = self.onnx.helper.make_node(operator, names, [output], name=label, **settings)
-        self.nodes.append(made)
+        built_graph = self.onnx.helper.make_node(operator, names, [output], name=label, **settings)
+        self.nodes.append(built_graph)
         return Value(self, output, kind)
 
     def constant(self, value: Number | Sequence[int] | NDArray[Any], kind: DTypeLike) -> "Value":

@@ -1,8 +1,7 @@
-"""From a torch module to an ONNX graph that is known to compute the same.
+"""Conversion of a torch module to an ONNX graph that is verified to compute the same.
 
-A graph holds no path of the machine that wrote it.
-
-Attention in the few operators that engines of exported graphs know best.
+Attention is decomposed into the operators that inference engines optimise best. The graph contains
+no path of the machine that wrote it.
 """
 
 import warnings
@@ -21,7 +20,7 @@ from vit.model.attention import apply_mask, weighted_values
 from vit.weights.safetensors_io import atomic_write
 
 
-def attend_plainly(
+def decomposed_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """`vit.model.attention.dot_product_attention` of plain operators, for torch.onnx.
@@ -77,14 +76,14 @@ def check_size(part: Part) -> None:
         )
 
 
-def as_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
+def to_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
     """The graph of `part` as an onnx.ModelProto, checked by onnx's checker.
 
     Raises:
         VitError: A library is missing, or torch has no ONNX operators for the network.
     """
     check_size(part)
-    proto = traced(part, OPSET)
+    proto = trace_module(part, OPSET)
     onnx = libraries()
     onnx.helper.set_model_props(proto, dict(sorted(metadata.items())))
     onnx.checker.check_model(proto, full_check=True)
@@ -106,7 +105,7 @@ def libraries() -> Any:
 
 
 @torch.no_grad()
-def traced(part: Part, opset: int) -> Any:
+def trace_module(part: Part, opset: int) -> Any:
     """The graph of `part` as an onnx.ModelProto.
 
     Raises:

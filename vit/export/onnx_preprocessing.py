@@ -136,18 +136,18 @@ class Axis:
 def pass_along(x: Value, axis: Axis, interpolation: str) -> Value:
     """Resize the first axis of images, bytes (batch, size, rest) -> (batch, target, rest)."""
     nodes, groups = x.nodes, -(-axis.target // GROUP)
-    spread = axis.scale.op("Max", 1.0)
+    evenly_spaced = axis.scale.op("Max", 1.0)
     reach = SUPPORT[interpolation]
     first = nodes.constant(np.arange(groups)[:, None] * GROUP, np.float64)
-    begin = (axis.centre(first) - spread * reach).op("Floor")
-    length = (axis.scale * (GROUP - 1.0) + spread * (2 * reach)).op("Ceil") + 2.0
+    begin = (axis.centre(first) - evenly_spaced * reach).op("Floor")
+    length = (axis.scale * (GROUP - 1.0) + evenly_spaced * (2 * reach)).op("Ceil") + 2.0
     steps = nodes.add("Range", *(length.of(0.0), length, length.of(1.0)), kind=np.float64)
     place = begin + steps  # (groups, window)
     inside = place.op("Clip", place.of(0.0), axis.size.cast(np.float64) - 1.0)
     exists = nodes.add("Equal", place, inside, kind=np.bool_).unsqueeze(1).cast(np.float64)
     numbers = np.arange(groups * GROUP).reshape(groups, GROUP, 1)
     centre = axis.centre(nodes.constant(numbers, np.float64))
-    distance = (place.unsqueeze(1) - centre + 0.5) * (spread.of(1.0) / spread)
+    distance = (place.unsqueeze(1) - centre + 0.5) * (evenly_spaced.of(1.0) / evenly_spaced)
     weights = FILTERS[interpolation](distance.op("Abs")) * exists  # (groups, GROUP, window)
     total = weights.op("ReduceSum", nodes.constant([2], np.int64), keepdims=1)
     whole = (weights / total.op("Max", SMALLEST) * float(ONE)).op("Round")

@@ -1,4 +1,4 @@
-"""A graph of float32 whose products are computed in 8-bit integers.
+"""int8 quantization of an ONNX graph: matrix products in 8-bit integers.
 
     weights               one scale a column:          w ~ s q,        q in -127 ... 127
     activations before    one scale and zero a tensor: x ~ s (q - z),  q in 0 ... 255
@@ -15,7 +15,7 @@ in integers.
 What fits the images, softmaxes, norms and the head stay in float32: they have few operations, or
 the last word.
 
-Queries, keys and values as products of their own in an ONNX graph.
+The packed projection of queries, keys and values is split into three products first:
 
     Split(Transpose(Reshape(x W + b)))   becomes   Transpose(Reshape(x W_i + b_i)) for each part i
 
@@ -62,7 +62,7 @@ class Packed:
     parts: list[int]
 
 
-def take_apart(graph: Graph) -> int:
+def split_qkv(graph: Graph) -> int:
     """Do it wherever it can be done; in how many places that was."""
     instead: dict[str, list[Any]] = {}
     gone: set[str] = set()
@@ -87,8 +87,8 @@ def _packed(graph: Graph, split: Any) -> Packed | None:
     nodes = [split]
     for kind in ("Transpose", "Reshape", "Add", "MatMul"):
         places = (0, 1) if kind == "Add" or nodes[0].op_type == "Add" else (0,)
-        made = [graph.maker(nodes[0].input[place], kind) for place in places]
-        maker = next((each for each in made if each is not None), None)
+        built_graph = [graph.maker(nodes[0].input[place], kind) for place in places]
+        maker = next((each for each in built_graph if each is not None), None)
         if maker is not None and graph.only_taker(maker.output[0]) is not None:
             nodes.insert(0, maker)
         elif kind != "Add":
@@ -109,25 +109,25 @@ def _packed(graph: Graph, split: Any) -> Packed | None:
 
 def _parts(graph: Graph, packed: Packed, gone: set[str]) -> list[Any]:
     """Nodes of the parts; what the factors were multiplied by is added to `gone`."""
-    made, width, start = [], int(packed.shape[3]), 0
+    built_graph, width, start = [], int(packed.shape[3]), 0
     for name, heads in zip(packed.nodes[-1].output, packed.parts, strict=True):
         columns = slice(start * width, (start + heads) * width)
         start += heads
         factor = _factor(graph, name, gone)
         weights = graph.constant(f"{name}/weights", packed.weights[:, columns] * factor)
         last = f"{name}/product"
-        made.append(node("MatMul", [packed.source, weights], [last]))
+        built_graph.append(node("MatMul", [packed.source, weights], [last]))
         if packed.bias is not None:
             bias = graph.constant(f"{name}/bias", packed.bias[columns] * factor)
-            made.append(node("Add", [last, bias], [f"{name}/flat"]))
+            built_graph.append(node("Add", [last, bias], [f"{name}/flat"]))
             last = f"{name}/flat"
         shape = packed.shape.copy()
         shape[HEADS] = heads
-        made.append(
+        built_graph.append(
             node("Reshape", [last, graph.constant(f"{name}/shape", shape)], [f"{name}/heads"])
         )
-        made.append(node("Transpose", [f"{name}/heads"], [name], perm=HEADS_FIRST))
-    return made
+        built_graph.append(node("Transpose", [f"{name}/heads"], [name], perm=HEADS_FIRST))
+    return built_graph
 
 
 def _factor(graph: Graph, name: str, gone: set[str]) -> Array:
@@ -198,7 +198,7 @@ class Spot:
         return scale, np.clip(np.round(-low / scale), 0, 255).astype(np.uint8)
 
 
-def quantised(
+def quantize(
     content: bytes,
     images: Sequence[Array],
     *,
@@ -220,7 +220,7 @@ def quantised(
     graph = Graph(content)
     metadata = {value.key: value.value for value in graph.proto.metadata_props}
     precision = metadata.get("precision", "fp32")
-    take_apart(graph)
+    split_qkv(graph)
     spots = _before_weights(graph)
     if precision != "fp32" or not spots:
         raise ConfigError(
@@ -351,9 +351,9 @@ def _integers(graph: Graph, spots: Sequence[Spot], factors: Sequence[Array]) -> 
         key = f"{spot.name}/int8"
         scale, zero = spot.scale_and_zero()
         how = [graph.constant(f"{key}/scale", scale), graph.constant(f"{key}/zero", zero)]
-        made = before.setdefault(spot.readers[0].output[0], [])
-        made.append(node("QuantizeLinear", [spot.name, *how], [key]))
-        made.append(node("DequantizeLinear", [key, *how], [f"{key}/back"]))
+        built_graph = before.setdefault(spot.readers[0].output[0], [])
+        built_graph.append(node("QuantizeLinear", [spot.name, *how], [key]))
+        built_graph.append(node("DequantizeLinear", [key, *how], [f"{key}/back"]))
         for reader in spot.readers:
             for place, name in enumerate(reader.input):
                 if name == spot.name:
@@ -361,8 +361,8 @@ def _integers(graph: Graph, spots: Sequence[Spot], factors: Sequence[Array]) -> 
         for product in spot.products:
             weights = _weights(graph, product, factor)
             back = f"{weights[0]}/back"
-            made = before.setdefault(product.output[0], [])
-            made.append(node("DequantizeLinear", weights, [back], axis=1))
+            built_graph = before.setdefault(product.output[0], [])
+            built_graph.append(node("DequantizeLinear", weights, [back], axis=1))
             product.input[1] = back
     graph.nodes = [
         new
@@ -377,16 +377,16 @@ def _integers_as_they_come(graph: Graph, spots: Sequence[Spot]) -> None:
     for spot in spots:
         key = f"{spot.name}/int8"
         now = [key, f"{key}/scale", f"{key}/zero"]
-        made = [node("DynamicQuantizeLinear", [spot.name], now)]
+        built_graph = [node("DynamicQuantizeLinear", [spot.name], now)]
         for product in spot.products:
             (output,) = product.output
             weights, scales, zeros = _weights(graph, product, np.ones(1, np.float32))
             whole, floats, scale = (f"{output}/{word}" for word in ("whole", "floats", "scale"))
-            made.append(node("MatMulInteger", [key, weights, now[2], zeros], [whole]))
-            made.append(node("Cast", [whole], [floats], to=1))
-            made.append(node("Mul", [now[1], scales], [scale]))
-            made.append(node("Mul", [floats, scale], [output]))
-            instead[output], made = made, []
+            built_graph.append(node("MatMulInteger", [key, weights, now[2], zeros], [whole]))
+            built_graph.append(node("Cast", [whole], [floats], to=1))
+            built_graph.append(node("Mul", [now[1], scales], [scale]))
+            built_graph.append(node("Mul", [floats, scale], [output]))
+            instead[output], built_graph = built_graph, []
     graph.nodes = [
         new
         for each in graph.nodes

@@ -1,4 +1,4 @@
-"""What a run says of images, by each of the ways on which it can be asked; for comparing them."""
+"""Reference outputs: answers of a run by each implementation, to compare an export with."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ Runner = ExportedClassifier | ExportedCaptioner
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelOutputs:
     """What one way says of one image.
 
     Args:
@@ -39,7 +39,7 @@ class Said:
     likelihood: float = 1.0
     thresholds: tuple[float, ...] | None = None
 
-    def agreement(self, other: "Said") -> float:
+    def agreement(self, other: "ModelOutputs") -> float:
         """1 where both name the same class first, and write the same; else 0.
 
         Where an image may have several classes, the share that both name of those that one does.
@@ -54,18 +54,20 @@ class Said:
             and (not len(first) or bool(first.argmax() == second.argmax()))
         )
 
-    def difference(self, other: "Said") -> float:
+    def difference(self, other: "ModelOutputs") -> float:
         """The largest difference of two probabilities."""
         apart = np.abs(self.probabilities - other.probabilities)
         return max(abs(self.likelihood - other.likelihood), float(apart.max(initial=0.0)))
 
 
-Answers = list[Said | str]
+Answers = list[ModelOutputs | str]
 """Of each image, or why there is none."""
 
 
 @torch.inference_mode()
-def by_hand(run: LoadedRun, images: Sequence[str], *, reversed_channels: bool = False) -> Answers:
+def by_reference_code(
+    run: LoadedRun, images: Sequence[str], *, reversed_channels: bool = False
+) -> Answers:
     """The saved preprocessing and the network, one image at a time, without the predictor.
 
     Args:
@@ -84,7 +86,7 @@ def by_hand(run: LoadedRun, images: Sequence[str], *, reversed_channels: bool = 
     return said
 
 
-def _see(run: LoadedRun, pixels: Tensor) -> Said | str:
+def _see(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
     """Of bytes, (1, channels, height, width)."""
     batch, model = run.preprocessing.normalise(pixels), run.model
     caption = None
@@ -99,8 +101,8 @@ def _see(run: LoadedRun, pixels: Tensor) -> Said | str:
     if not np.isfinite(probabilities).all():
         return "the network overflowed in float32"
     if caption is None:
-        return Said(probabilities, thresholds=run.thresholds)
-    return Said(probabilities, caption.text, math.exp(caption.score))
+        return ModelOutputs(probabilities, thresholds=run.thresholds)
+    return ModelOutputs(probabilities, caption.text, math.exp(caption.score))
 
 
 def by_predictor(run: LoadedRun, images: Sequence[str]) -> Answers:
@@ -137,11 +139,11 @@ def _named(
 
 def _said(
     prediction: Prediction, classes: Sequence[str], thresholds: tuple[float, ...] | None
-) -> Said | str:
+) -> ModelOutputs | str:
     if prediction.error is not None:
         return prediction.error
     scores = dict(prediction.predictions)
     probabilities = np.array([scores.get(name, 0.0) for name in classes], dtype=np.float64)
     if prediction.score is None:
-        return Said(probabilities, thresholds=thresholds)
-    return Said(probabilities, prediction.caption, math.exp(prediction.score))
+        return ModelOutputs(probabilities, thresholds=thresholds)
+    return ModelOutputs(probabilities, prediction.caption, math.exp(prediction.score))

@@ -1,6 +1,6 @@
-"""Images on which an exported network is compared with its run, where nobody gave any.
+"""Sample images of an export: for calibration, and for comparing the file with its run.
 
-The images that a file is calibrated with, and those that it is compared with its run on.
+Validation images are used where they are known; otherwise scenes are drawn.
 """
 
 import os
@@ -123,7 +123,7 @@ SIZES = (
 
 
 @contextmanager
-def images_for(
+def comparison_images(
     folder: Path, run: LoadedRun, images: Sequence[str] | None, notify: Callable[[str], object]
 ) -> Iterator[list[str]]:
     """Paths of images: those given, validation images of the run, or drawn ones.
@@ -149,7 +149,7 @@ def images_for(
         with tempfile.TemporaryDirectory(prefix="vit-verify-") as place:
             yield draw(Path(place))
         return
-    chosen = [samples[place] for place in spread(len(samples), MOST)]
+    chosen = [samples[place] for place in evenly_spaced(len(samples), MOST)]
     notify(f"{len(chosen)} of {len(samples):,} validation images of {printable(data)}")
     yield [sample.path for sample in chosen]
 
@@ -166,7 +166,7 @@ def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...],
     return find(folder, asked, run.classes, lambda _note: None), data.data
 
 
-def spread(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """At most `most` of `count` places, at equal distances: lists are sorted by class."""
     taken = min(count, most)
     return [place * count // taken for place in range(taken)]

@@ -1,10 +1,8 @@
-"""Is the exported file the model that was evaluated? Three ways to the same answers, compared.
+"""Verification of an exported file: three implementations of the same model, compared.
 
 by hand      the saved preprocessing and the network in torch, image by image
-predictor    what `vit predict RUN` says, in float32
-file         what the exported file says, without torch
-
-What came of comparing an exported file with its run: numbers, limits, and words for people.
+predictor    `vit predict RUN`, in float32
+file         the exported file, without torch
 """
 
 import os
@@ -14,16 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.errors import DataError, RunError, VitError, WeightsError, printable
-from vit.export.mismatch_diagnosis import causes, metadata_differences
+from vit.export.mismatch_diagnosis import diagnose, metadata_differences
 from vit.export.reference_outputs import (
     Answers,
+    ModelOutputs,
     Runner,
-    Said,
     by_file,
-    by_hand,
     by_predictor,
+    by_reference_code,
 )
-from vit.export.sample_images import images_for
+from vit.export.sample_images import comparison_images
 from vit.exported.load_exported import EXPORTED, load_exported
 from vit.paths import did_you_mean
 from vit.weights.load_model import load_model
@@ -124,13 +122,13 @@ class Verification:
     images: int
     paths: tuple[Compared, ...]
     failures: tuple[dict[str, str], ...] = ()
-    causes: tuple[str, ...] = ()
+    diagnose: tuple[str, ...] = ()
     precision: str | None = None
 
     @property
     def agrees(self) -> bool:
         """Whether the answers are the same, and the file says of itself what the run says."""
-        return all(path.agrees for path in self.paths) and not self.causes
+        return all(path.agrees for path in self.paths) and not self.diagnose
 
     @property
     def top1_agreement(self) -> float:
@@ -151,7 +149,7 @@ class Verification:
             "agrees": self.agrees,
             "precision": self.precision,
             "paths": [path.to_dict() for path in self.paths],
-            "causes": list(self.causes),
+            "causes": list(self.diagnose),
             "failed": list(self.failures),
         }
 
@@ -179,7 +177,7 @@ class Verification:
     def complaints(self) -> list[str]:
         """What is wrong, a line each: which way, by how much, where; then likely causes."""
         lines = [path.complaint() for path in self.paths if not path.agrees]
-        return lines + [f"likely cause: {cause}" for cause in self.causes]
+        return lines + [f"likely cause: {cause}" for cause in self.diagnose]
 
 
 PathLike = str | os.PathLike[str]
@@ -213,8 +211,8 @@ def verify(
     runner = None if exported is None else opened(exported, engine, batch_size)
     source = source_of(exported, runner) if run is None else run
     loaded = load_model(source, notify=notify)
-    with images_for(Path(source), loaded, images, notify) as paths:
-        ways = {HAND: by_hand(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
+    with comparison_images(Path(source), loaded, images, notify) as paths:
+        ways = {HAND: by_reference_code(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
         if runner is None:
             return verdict(paths, ways, None, [])
         file = os.path.basename(os.fspath(exported or ""))
@@ -223,7 +221,7 @@ def verify(
         found = metadata_differences(loaded, runner)
         agrees = compare(file, paths, ways[HAND], ways[file], LIMITS[precision]).agrees
         if not agrees and {*runner.classes} == {*loaded.classes}:  # by other names nothing compares
-            found += causes(loaded, runner, paths, ways[HAND], ways[file])
+            found += diagnose(loaded, runner, paths, ways[HAND], ways[file])
         return verdict(paths, ways, precision, found)
 
 
@@ -298,7 +296,7 @@ def verdict(
         images=len(images) - len({failure["image"] for failure in failures}),
         paths=compared,
         failures=failures,
-        causes=tuple(found),
+        diagnose=tuple(found),
         precision=precision,
     )
 
@@ -314,7 +312,7 @@ def compare(
     rows = [
         (one.agreement(other), one.difference(other), path)
         for path, one, other in zip(images, hand, said, strict=True)
-        if isinstance(one, Said) and isinstance(other, Said)
+        if isinstance(one, ModelOutputs) and isinstance(other, ModelOutputs)
     ]
     if not rows:
         error = hand[0] if isinstance(hand[0], str) else said[0]

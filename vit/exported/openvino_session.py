@@ -56,7 +56,7 @@ class OpenVINOSession:
         threads: int | None = None,
         precision: Precision = "fp32",
     ) -> None:
-        core = core_of_openvino()
+        core = openvino_core()
         device = _device(core, providers)
         settings = _settings(core, device, threads, precision)
         model = read_model(core, source)
@@ -92,7 +92,7 @@ class OpenVINOSession:
             return [np.array(results[index]) for index in range(len(self.outputs))]
 
 
-def core_of_openvino() -> Any:
+def openvino_core() -> Any:
     """The Core of this process, which reads and compiles models.
 
     Raises:

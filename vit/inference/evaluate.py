@@ -30,8 +30,8 @@ from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import ConfigError, DataError, RunError, printable
 from vit.evaluation.caption_metrics import caption_scores
-from vit.evaluation.classification_metrics import Outcomes, summarise
-from vit.evaluation.multilabel_metrics import summarise_multilabel
+from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.multilabel_metrics import summarize_multilabel
 from vit.generation.caption_likelihood import ignores_image
 from vit.generation.generation_config import Search
 from vit.inference.caption_generator import CaptionGenerator
@@ -264,9 +264,9 @@ def measure(
     """Metrics of the readable images.
 
     Returns:
-        The metrics of `summarise` or `summarise_multilabel`, and `failed`, the unreadable images,
+        The metrics of `summarize` or `summarize_multilabel`, and `failed`, the unreadable images,
         which they leave out. Of a captioner `count`, `loss`, `loss_shuffled`, the metrics of
-        `caption_scores`, `examples` and `failed`; with classes also those of `summarise`, whose
+        `caption_scores`, `examples` and `failed`; with classes also those of `summarize`, whose
         loss becomes `class_loss`.
 
     Raises:
@@ -276,7 +276,7 @@ def measure(
         scores, failed = measure_multilabel(predictor, samples, progress)
     elif predictor.caption_generator is None:
         parts, failed = measure_classes(predictor, samples, progress)
-        scores = summarise(Outcomes.cat(parts), predictor.classes) if parts else {}
+        scores = summarize(Outcomes.cat(parts), predictor.classes) if parts else {}
     else:
         scores, failed = measure_captions(
             predictor, predictor.caption_generator, samples, notify=notify, progress=progress
@@ -332,7 +332,7 @@ def measure_multilabel(
     if not rows:
         return {}, failed
     targets = MultiHot(kept, len(predictor.classes))[torch.arange(len(kept))]
-    scores = summarise_multilabel(
+    scores = summarize_multilabel(
         torch.stack(rows), targets, predictor.classes, predictor.thresholds
     )
     return scores, failed
@@ -449,7 +449,7 @@ class CaptionScores:
         references = [self.samples[index].captions for index in self.indices]
         scores: dict[str, Any] = {"count": len(self.texts)}
         if self.outcomes:
-            scores |= summarise(Outcomes.cat(self.outcomes), classes)
+            scores |= summarize(Outcomes.cat(self.outcomes), classes)
             scores["class_loss"] = scores.pop("loss")
         scores |= {name: total / self.tokens[name] for name, total in self.sums.items()}
         scores |= caption_scores(self.texts, references)
