@@ -25,7 +25,7 @@ class Answer(nn.Module):
     def __init__(self, model, *, plainly=True):
         super().__init__()
         self.model = model
-        self.how = {"attend": decomposed_attention} if plainly else {}
+        self.how = {"attention_fn": decomposed_attention} if plainly else {}
 
     def forward(self, images):
         floats = images.permute(0, 3, 1, 2).float() / 127.5 - 1

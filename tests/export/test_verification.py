@@ -90,7 +90,7 @@ def test_equal_networks_agree(verified, input_images):
     assert record["images"] == 24
     assert record["agrees"] is True
     assert record["paths"][2]["top1_agreement"] == record["top1_agreement"] == 1.0
-    assert record["failed"] == record["diagnose"] == []
+    assert record["failed"] == record["causes"] == []
 
 
 ORDER = [2, 0, 1]

@@ -142,7 +142,7 @@ def find_on_disk() -> dict[ListedWeights, str]:
     for weights in FOR_STEPS:
         for source in (f"timm/{weights.name}", weights.name):
             there = Path(source).exists() or (
-                source.startswith("timm/") and hub.cached(weights.repository) is not None
+                source.startswith("timm/") and hub.cached_snapshot(weights.repository) is not None
             )
             if there and is_listed(weights, source):
                 found[weights] = source
