@@ -35,7 +35,9 @@ class ImagePredictor(Protocol):
 
     classes: tuple[str, ...]
     batch_size: int
-    precision: str
+
+    @property
+    def precision(self) -> str: ...
 
     @property
     def device(self) -> object: ...

@@ -44,7 +44,7 @@ from vit.evaluation.tune_report import (
     verdict,
 )
 from vit.text import format_duration, percent
-from vit.training.best_checkpoints import BEST
+from vit.training.run_folder import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.checkpoint_metric import rank
 from vit.training.collectives import on_main
