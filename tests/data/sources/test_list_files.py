@@ -1,4 +1,4 @@
-"""Opening captioned images: layouts, one sample an image, splits without leaks, classes."""
+"""Lists of captions: where they are found, one sample per image, splits, groups, folds, classes."""
 
 import csv
 import json
