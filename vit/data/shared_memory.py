@@ -206,5 +206,5 @@ def rebuild_batch(
         images = payload
         if slot is not None:
             pool.release(slot)
-    tensors: list[Any] = [torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in fields]
+    tensors: list[Any] = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in fields]
     return Batch(images, *tensors)

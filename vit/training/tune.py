@@ -44,7 +44,6 @@ from vit.evaluation.tune_report import (
     verdict,
 )
 from vit.text import format_duration, percent
-from vit.training.run_folder import BEST
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.checkpoint_metric import rank
 from vit.training.collectives import on_main
@@ -54,7 +53,7 @@ from vit.training.final_report import read_events
 from vit.training.loader_autotune import shared_caches
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.plan_rules import Plan, make_plan, neighbours
-from vit.training.run_folder import RESUMABLE_CHANGES, WEIGHTS, claim_folder, clear
+from vit.training.run_folder import BEST, RESUMABLE_CHANGES, WEIGHTS, claim_folder, clear
 from vit.training.stop_signals import Interrupted
 from vit.training.time_budget import MOST_SECONDS, REPORT, SHARE, Costs, costs_of, count_that_fit
 from vit.training.train import complete_settings, train
