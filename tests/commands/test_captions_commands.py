@@ -173,7 +173,7 @@ def test_captions_are_drawn(vit, run, input_images, bad_images, tmp_path):
     [
         ("tiny_run", "--beams 2", "beams=2: this network names classes and writes no captions"),
         ("tiny_run", "--seed 0", "search: this network names classes"),
-        ("run", "--top-k 5", "top_k=5: this network writes captions and names no classes"),
+        ("run", "--top-k 5", "top_k=5: this network writes captions and has no classes"),
         ("run", "--sample-top-k 5", "sample_top_k=5: only sampling uses it"),
         ("run", "--n-best 2", "n_best=2: is more than beams=1"),
         ("run", "--max-tokens 99", "max_tokens=99: this decoder writes at most 9"),

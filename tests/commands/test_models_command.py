@@ -69,7 +69,7 @@ def test_options_are_the_choices_of_the_settings(capsys):
     assert rows["patch_sizes"] == "a whole number, or several with commas [none]"
     assert rows["depth"] == "a whole number [the preset's]"
     assert rows["norm_eps"] == "a finite number [1e-06]"
-    assert "    How tokens know their place in the image.\n" in text
+    assert "    Position embedding.\n" in text
 
 
 def test_a_pattern_narrows_the_options(capsys):

@@ -112,7 +112,7 @@ def test_a_label_that_would_be_two_is_refused_in_csv():
 def test_no_folder_is_that_of_an_image_with_several_classes(several_run, images, tmp_path, capfd):
     words = ["predict", str(several_run), *images[:2], "--sort-into", str(tmp_path / "s")]
     assert main(words) == 2
-    assert "may name several classes of an image" in capfd.readouterr().err
+    assert "this network is multi-label" in capfd.readouterr().err
     assert not (tmp_path / "s").exists()
 
 

@@ -122,7 +122,7 @@ def test_images_that_cannot_be_read_are_not_in_the_statistics():
     with frozen_running_stats(model):
         model(torch.ones(1, 3, 16, 16))
     assert not any(norm.running_mean.any() for norm in model.patch_embed.norms)
-    assert all(norm.counts for norm in model.patch_embed.norms)
+    assert all(norm.updates_statistics for norm in model.patch_embed.norms)
 
 
 def test_one_process_shares_with_nobody():

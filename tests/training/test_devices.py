@@ -16,7 +16,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA
 @pytest.mark.parametrize(
     ("precision", "message"),
     [
-        ("tf32", "precision='tf32': is for NVIDIA GPUs"),
+        ("tf32", "precision='tf32': needs an NVIDIA GPU"),
         ("fp16", "precision='fp16': has no loss scaling on a CPU"),
     ],
 )

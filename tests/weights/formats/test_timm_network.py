@@ -161,7 +161,7 @@ def test_spread_offsets_equal_timms(new):
     table = torch.randn(13 * 13 + 3, 4)
     shape = ((2 * new[0] - 1) * (2 * new[1] - 1) + 3, 4)
     expected = resize_rel_pos_bias_table(table, new, shape)
-    spread = resize_offsets_geometric(table, (7, 7), new, extra=3)
+    spread = resize_offsets_geometric(table, (7, 7), new, num_prefix_rows=3)
     torch.testing.assert_close(spread, expected, atol=1e-3, rtol=0)  # its search stops at 1e-6
 
 

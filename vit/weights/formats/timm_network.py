@@ -223,7 +223,7 @@ KNOWN_ATTRIBUTES: dict[str, str] = {
     "LayerScale": "init_values inplace gamma",
     "TimmConvStem": "channels patch_size side img_size grid_size num_patches flatten output_fmt"
     " strict_img_size stem stem_eps convs norms pools proj",
-    "BatchNorm": "eps momentum counts weight bias running_mean running_var",
+    "BatchNorm": "eps momentum updates_statistics weight bias running_mean running_var",
     "ChannelLayerNorm": f"{NORM} training",  # of a stem, not of tokens
     "MaxPool2d": "kernel_size stride padding dilation return_indices ceil_mode",
     "Attention": f"{ATTENTION} {BIASES} {RELATIVE} num_relative_distance",
