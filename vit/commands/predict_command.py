@@ -296,7 +296,7 @@ def predict_images(
         top_k = args.top_k or TOP_K
         return predict_with_ray(args, images, style=style, top_k=top_k, notify=notify)
     predictor = open_predictor_on_all(args, group, images, engine)
-    from vit.commands.predict_task import PredictionJob, predict_to_file, predict_to_stream
+    from vit.commands.prediction_job import PredictionJob, predict_to_file, predict_to_stream
 
     job = PredictionJob(args, style, engine, images, predictor, group)
     return predict_to_file(job) if is_resumable(args) else predict_to_stream(job)

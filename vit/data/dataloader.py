@@ -1,8 +1,8 @@
 """Data loaders for training and evaluation, over torch's DataLoader.
 
 What a batch contains is decided in sampler.py and dataset.py. This module adds loader processes
-that live through all epochs, share memory with the main process (shared_memory.py), end when the
-main process does, and raise their errors in the main process.
+that live through all epochs, share memory with the main process (shared_memory_pool.py), end when
+the main process does, and raise their errors in the main process.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from vit.data.dataset import Batch, ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
 from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
-from vit.data.shared_memory import SharedMemoryDataset, SharedMemoryPool, SlotSampler
+from vit.data.shared_memory_pool import SharedMemoryDataset, SharedMemoryPool, SlotSampler
 from vit.data.transforms import Transform
 from vit.errors import BadImage, DataError
 

@@ -13,7 +13,7 @@ from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import ConstantTransform, Layout, allocate_batch
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
-from vit.data.shared_memory import SharedMemoryPool, rebuild_batch
+from vit.data.shared_memory_pool import SharedMemoryPool, rebuild_batch
 from vit.data.transforms import TrainingTransform
 from vit.errors import DataError
 
@@ -207,7 +207,7 @@ def test_a_batch_has_the_memory_format_of_its_images(order):
 
 def test_a_kernel_without_madv_remove_changes_nothing(samples, monkeypatch):
     # as gVisor: MADV_REMOVE is not implemented
-    monkeypatch.setattr("vit.data.shared_memory.mmap.MADV_REMOVE", 12345)
+    monkeypatch.setattr("vit.data.shared_memory_pool.mmap.MADV_REMOVE", 12345)
     loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=6, workers=1)
     assert sum(len(batch.images) for batch in loader) == len(samples)
     loader.close()
