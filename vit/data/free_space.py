@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-from vit.text import format_bytes
-
 RESERVED = 0.1
 """Share of the free space that is left free."""
 CGROUP = Path("/sys/fs/cgroup")
@@ -40,7 +38,3 @@ def _free_cgroup_memory() -> int:
         return UNLIMITED if limit == "max" else int(limit) - used
     except (OSError, ValueError):
         return UNLIMITED
-
-
-room_in = free_bytes  # plan.py imports it by this name
-shown_bytes = format_bytes  # plan_rules.py imports it by this name

@@ -101,6 +101,3 @@ def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
     begun = step - first * steps_per_epoch
     weighted = sum(count * size for count, size in zip(counts, sizes, strict=True))
     return weighted / sizes[0] - begun
-
-
-duration = format_duration  # plan.py and time_budget.py import it by this name

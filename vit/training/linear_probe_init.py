@@ -55,7 +55,7 @@ def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
         Interrupted: A signal arrived; the features computed so far are kept.
     """
     config, notify = run.config, teller(run.accelerator)
-    train, val = chosen(config, splits, notify)
+    train, val = probe_samples(config, splits, notify)
     features = FeatureExtraction(run, notify)
     on_train, on_val = features(train), features(val)
 
@@ -93,7 +93,7 @@ def set_head(run: TrainingState, probe: Probe) -> None:
         run.average.load_state_dict(averages)
 
 
-def chosen(
+def probe_samples(
     config: Config, splits: Splits, notify: Notify = lambda _: None
 ) -> tuple[list[Sample], list[Sample]]:
     """Images of the probe: all with method=probe, else at most MAX_PROBE_IMAGES."""

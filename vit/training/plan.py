@@ -19,18 +19,18 @@ from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, flatten, make_config
 from vit.data.dataset_types import Sample, Splits
-from vit.data.free_space import room_in
+from vit.data.free_space import free_bytes
 from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
 from vit.precision import autocast
+from vit.text import format_duration
 from vit.training.collectives import on_main
 from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.devices import inference_precision, make_accelerator
 from vit.training.dry_run import largest
-from vit.training.eta import duration
 from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -211,7 +211,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
             measured_flops(config, accelerator, with_given(row, side, {}))
             for row in ladder_for(side)[:MEASURED]
         ),
-        memory=room_in(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
+        memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=config.training.seconds,
         processes=accelerator.num_processes,
     )
@@ -288,7 +288,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     cost = cost_of(network, batch_size=config.data.batch_size)
     steps = round(plan.passes * facts.images / config.data.batch_size)
     seconds = config.training.seconds
-    length = f"{config.training.epochs} epochs" if seconds is None else duration(seconds)
+    length = f"{config.training.epochs} epochs" if seconds is None else format_duration(seconds)
     return [
         *lines,
         f"{plan_name(plan)}: {cost.parameters / 1e6:.1f} M parameters, {cost.flops / 1e6:,.0f} "

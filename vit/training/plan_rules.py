@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vit.data.free_space import shown_bytes
+from vit.text import format_bytes
 
 if TYPE_CHECKING:
     from vit.data.sources.open_dataset import Listing
@@ -382,7 +382,7 @@ def decide_cache(plan: Plan) -> None:
     bytes_needed = 3 * facts.images * kept**2 * 1.5
     fits = bytes_needed < min(MOST_CACHE, CACHE_SHARE * facts.memory)
     if fits and plan.given.get("decode") != "exact":
-        plan.decide("cache", "ram", f"{shown_bytes(bytes_needed)} decoded once")
+        plan.decide("cache", "ram", f"{format_bytes(bytes_needed)} decoded once")
 
 
 def image_side(native: int, row: Network) -> int:

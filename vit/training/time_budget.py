@@ -26,9 +26,9 @@ from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
+from vit.text import format_duration
 from vit.training.dry_run import LONG, largest, rehearse
-from vit.training.eta import duration
-from vit.training.linear_probe_init import chosen
+from vit.training.linear_probe_init import probe_samples
 from vit.training.lr_schedule import COOLDOWN, GROWN, image_side
 from vit.training.training_loaders import (
     evaluation_loader,
@@ -167,7 +167,7 @@ def fit_time(
     epochs = math.ceil(steps / epoch_steps)
     notify(
         f"note: time={config.training.time}: {counted(steps, 'step')} ({costs.full_step:.2g} s a "
-        f"step, {costs.validation:.2g} s a validation), about {duration(end(steps))}"
+        f"step, {costs.validation:.2g} s a validation), about {format_duration(end(steps))}"
     )
     chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
     try:
@@ -314,7 +314,7 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
     written = saving(run, make_schedule(run.config, len(splits.train)).steps_per_epoch)
     probing = 0.0
     if run.config.finetune.probe_first:  # as long as validating on its images; it is epoch 0
-        seen = sum(map(len, chosen(run.config, splits)))
+        seen = sum(map(len, probe_samples(run.config, splits)))
         probing = validation * (seen / len(splits.val) + 1) + written
     # the main process alone measures once more for the report, and weights that may be averaged
     return Costs(
@@ -413,8 +413,9 @@ def too_short(config: Config, costs: Costs, needed: float) -> str:
     enough = math.ceil(1.1 * needed / (1 - MARGIN))
     return (
         f"time={config.training.time}: start, one step, its validation and the report take about "
-        f"{duration(needed)} (a step {costs.full_step:.2g} s, a validation {costs.validation:.2g} "
-        f"s): use --time {enough}s or more, a smaller --model or --image-size, or fewer images"
+        f"{format_duration(needed)} (a step {costs.full_step:.2g} s, a validation "
+        f"{costs.validation:.2g} s): use --time {enough}s or more, a "
+        "smaller --model or --image-size, or fewer images"
     )
 
 
