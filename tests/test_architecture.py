@@ -21,7 +21,7 @@ ALLOWED = {
     "vit.errors": set(),
     "vit.version": set(),
     "vit.paths": {"vit.errors"},
-    "vit.text": set(),
+    "vit.text": {"vit.errors"},
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},
     "vit.model": {"torch", "einops", *LEVEL_0},

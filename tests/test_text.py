@@ -2,7 +2,15 @@
 
 import pytest
 
-from vit.text import format_bytes, format_clock, format_count, format_duration, join_names, plural
+from vit.text import (
+    format_bytes,
+    format_clock,
+    format_count,
+    format_duration,
+    format_parameters,
+    join_names,
+    plural,
+)
 
 
 def test_plural():
@@ -13,6 +21,7 @@ def test_plural():
 def test_join_names_counts_the_names_beyond_the_limit():
     assert join_names(iter("abc")) == "a, b, c"
     assert join_names("abcde", 3) == "a, b, c and 2 more"
+    assert join_names(["a\x1b", "b"]) == "a\\x1b, b"
 
 
 def test_sizes_in_bytes_have_a_unit():
@@ -23,6 +32,11 @@ def test_large_counts_have_a_unit_prefix():
     numbers = (0, 999, 1000, 86_567_656)
     assert [format_count(n, ".2f") for n in numbers] == ["0", "999", "1.00 k", "86.57 M"]
     assert format_count(21_670_000) == "21.7 M"
+
+
+def test_numbers_of_parameters_have_all_digits_up_to_a_hundred_thousand():
+    numbers = (99_999, 300_000, 21_670_000)
+    assert [format_parameters(n) for n in numbers] == ["99,999", "0.30 M", "21.7 M"]
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable
 
+from vit.errors import printable
+
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:
     """`1 image`, `2,000 images`; `plural_noun` where an `s` does not make the plural."""
     return f"{count:,} {noun if count == 1 else plural_noun or noun + 's'}"
 
 
-def join_names(names: Iterable[str], limit: int = 5) -> str:
-    """The first `limit` names, and the number of the others: `a, b and 3 more`."""
-    known = list(names)
-    rest = len(known) - limit
-    return ", ".join(known[:limit]) + (f" and {rest} more" if rest > 0 else "")
+def join_names(names: Iterable[object], limit: int = 5) -> str:
+    """The first `limit` names, printable, and the number of the others: `a, b and 3 more`."""
+    names = list(names)
+    rest = len(names) - limit
+    return ", ".join(map(printable, names[:limit])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def percent(fraction: float, digits: int = 2) -> str:
@@ -36,6 +38,13 @@ def format_count(count: float, spec: str = ".3g") -> str:
         if count >= power:
             return f"{count / power:{spec}} {prefix}"
     return str(count)
+
+
+def format_parameters(number: int) -> str:
+    """A number of parameters in the notation of training's log: `3,850`, `0.30 M`, `21.7 M`."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e6:.2f} M" if number < 1e6 else f"{number / 1e6:.1f} M"
 
 
 def format_duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from vit.errors import ConfigError
+from vit.text import format_parameters
 
 HEAD = ("head.", "decoder.")
 """Prefixes of the head's parameters; all others are the backbone's."""
@@ -45,10 +46,3 @@ def trainable_line(what: str, network: nn.Module) -> str:
     digits = f"{percent:.1f}" if percent >= 1 else f"{percent:.2g}"
     counts = f"{format_parameters(learn)} of {format_parameters(everything)}"
     return f"{what}: {counts} parameters learn ({digits} %)"
-
-
-def format_parameters(number: int) -> str:
-    """A number of parameters: 3,850, 0.30 M, 21.7 M."""
-    if number < 100_000:
-        return f"{number:,}"
-    return f"{number / 1e6:.2f} M" if number < 1e6 else f"{number / 1e6:.1f} M"

@@ -19,6 +19,7 @@ from vit.data.random_seed import random_seed
 from vit.model.build import build_captioner, build_classifier
 from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import format_parameters
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
 from vit.training.caption_vocabulary import caption_summary
@@ -28,7 +29,6 @@ from vit.training.classification_task import Classification, Task
 from vit.training.devices import arithmetic
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.finetuning import apply_finetune_method
-from vit.training.freezing import format_parameters
 from vit.training.fsdp import is_sharded, require_shardable
 from vit.training.lr_schedule import learning_rate
 from vit.training.multilabel_task import MultiLabel

@@ -27,11 +27,11 @@ from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
+from vit.text import join_names
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
     check_fit,
-    list_names,
 )
 from vit.weights.formats.timm_config import first_convolution
 from vit.weights.pretrained import Pretrained
@@ -173,7 +173,7 @@ def adapt_head(
     if kept == new_count:
         return (), left_out, f"all {new_count} classes kept by name"
     assert classes is not None
-    new_names = list_names(
+    new_names = join_names(
         (c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES
     )
     return (), left_out, f"{kept} of {new_count} classes kept by name; new: {new_names}"
@@ -191,7 +191,7 @@ def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_
         )
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice and tuple(classes) != known:
-        raise WeightsError(f"two classes have the same name, {list_names(twice)}: rename one")
+        raise WeightsError(f"two classes have the same name, {join_names(twice, 3)}: rename one")
 
 
 def _head_rows(
@@ -347,7 +347,7 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     ]
     if others:
         mine, theirs = (
-            list_names((f"{name}={_display_value(each, name)}" for name in others), MAX_NAMES)
+            join_names((f"{name}={_display_value(each, name)}" for name in others), MAX_NAMES)
             for each in (config, source)
         )
         it = "it" if len(others) == 1 else "them"

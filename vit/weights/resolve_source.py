@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from vit.errors import WeightsError, printable
 from vit.paths import did_you_mean, names_in
+from vit.text import join_names
 from vit.weights import hub
 from vit.weights.file_format import ONNX, detect_format, open_file, read_json
 from vit.weights.formats import timm_registry
-from vit.weights.formats.state_dict_names import list_names
 from vit.weights.state_dict_readers import is_npz
 
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
@@ -129,16 +129,16 @@ def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         onnx = next((name for name in names if name.endswith(".onnx")), None)
         if onnx is not None:
             raise WeightsError(f"{printable(onnx)} is {ONNX}")
-        there = f"it has {list_names(sorted(names))}" if names else "it has no files"
+        there = f"it has {join_names(sorted(names), 3)}" if names else "it has no files"
         raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
     first = found[0]
     ending = next((s for s in SUFFIXES if first.endswith(s)), "")
     rivals = [name for name in found if name.endswith(ending)]
     if not preferred and len(rivals) > 1:
         raise WeightsError(
-            f"several files of weights: {list_names(rivals, limit=6)}; give one of them"
+            f"several files of weights: {join_names(rivals, limit=6)}; give one of them"
         )
-    passed_over = f"took {printable(first)}, not {list_names(found[1:])}"
+    passed_over = f"took {printable(first)}, not {join_names(found[1:], 3)}"
     return first, (passed_over,) if len(found) > 1 else ()
 
 
@@ -316,7 +316,7 @@ def _missing_path_message(path: Path) -> str:
         return f"{what}{hint}"
     names = names_in(folder)
     inside = "here" if folder == Path() else f"in {printable(folder)}"
-    return f"{what}; {inside} is {list_names(names) if names else 'nothing'}; give another path"
+    return f"{what}; {inside} is {join_names(names, 3) if names else 'nothing'}; give another path"
 
 
 def _unprefixed_name_message(path: Path, text: str) -> str:

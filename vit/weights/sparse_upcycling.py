@@ -15,7 +15,7 @@ from vit.config import ModelConfig
 from vit.config.model_config import BELONGS_TO
 from vit.errors import WeightsError, printable
 from vit.model.initialization import init_weights
-from vit.weights.formats.state_dict_names import list_names
+from vit.text import join_names
 from vit.weights.pretrained import Pretrained
 from vit.weights.saved_model import meta_model
 
@@ -112,7 +112,7 @@ def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
 
 def _describe_blocks(blocks: list[int], config: ModelConfig) -> str:
     """Line for the user: which blocks were upcycled, to how many experts."""
-    numbers = list_names(map(str, blocks), MAX_BLOCKS)
+    numbers = join_names(map(str, blocks), MAX_BLOCKS)
     where = f"block {numbers}" if len(blocks) == 1 else f"each of blocks {numbers}"
     shared = ", and a shared one that adds nothing yet" if config.shared_expert else ""
     line = f"the mlp of {where} into {config.num_experts} equal experts{shared}"

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.errors import WeightsError, printable
+from vit.text import join_names
 from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
-from vit.weights.formats.state_dict_names import list_names
 from vit.weights.safetensors_io import read_any_tensors
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -307,11 +307,11 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
     notes: tuple[str, ...] = ()
     if key is not None:
         others = [str(name) for name in checkpoint if name != key]
-        beside = f"; beside it are {list_names(others)}" if others else ""
+        beside = f"; beside it are {join_names(others, 3)}" if others else ""
         notes = (f"{printable(path.name)}: took {key}{beside}",)
     state = checkpoint if key is None else checkpoint[key]
     if not _has_tensors(state):
-        entries = f"; it has {list_names(map(str, state))}" if state else ""
+        entries = f"; it has {join_names(map(str, state), 3)}" if state else ""
         raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
     _check_extent(state, path)
     return _classify_entries(state, path, key, notes)
@@ -364,7 +364,7 @@ def _classify_entries(
     if others:
         notes = (
             *notes,
-            f"{printable(path.name)}: left out what is no tensor: {list_names(others)}",
+            f"{printable(path.name)}: left out what is no tensor: {join_names(others, 3)}",
         )
     return StateFile(tensors, integers, key, notes)
 
@@ -401,7 +401,7 @@ def _read_shards(index: Path) -> StateFile:
         if odd := found.symmetric_difference(listed):
             raise WeightsError(
                 f"{printable(index)} and {printable(file)} disagree about "
-                f"{list_names(sorted(odd))}; fetch both from one place"
+                f"{join_names(sorted(odd), 3)}; fetch both from one place"
             )
         tensors |= shard.tensors
         integers |= shard.integers

@@ -11,7 +11,6 @@ from vit.weights.formats.state_dict_names import (
     check_fit,
     deduplicate_names,
     fuse_qkv,
-    list_names,
     rename,
 )
 from vit.weights.formats.timm_weights import from_timm
@@ -93,7 +92,3 @@ def test_a_missing_key_matrix_is_named():
 def test_weights_of_something_else_are_refused():
     with pytest.raises(WeightsError, match="not a Vision Transformer's"):
         from_timm({"conv1.weight": ONE})
-
-
-def test_names_are_printed_safely_and_shortened():
-    assert list_names(["a\x1b", "b", "c", "d", "e"]) == "a\\x1b, b, c and 2 more"

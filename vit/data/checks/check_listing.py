@@ -140,7 +140,7 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
         for name, items in ((name or ALL, items) for name, items in opened.splits.items())
     }
     if listing.learned not in named:
-        there = join_names(list(named)) or "nothing"
+        there = join_names(named) or "nothing"
         listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
     listing.classes = sorted(named[listing.learned])
@@ -173,7 +173,7 @@ def list_folder(root: Path) -> DatasetListing:
         folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
         beside = []
     if beside:
-        names = join_names([printable(name) for name in beside])
+        names = join_names(beside)
         places = (str(root / name) for name in beside)
         listing.report("beside_train", f"folders beside train are left out: {names}", *places)
     if not folders and not listing.problems:
@@ -181,7 +181,7 @@ def list_folder(root: Path) -> DatasetListing:
     for name, folder in folders.items():
         list_split(listing, name, folder)
     if folders and "train" not in folders and ALL not in folders:
-        there = join_names(list(folders))
+        there = join_names(folders)
         listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
     elif folders:
         check_validation(listing)

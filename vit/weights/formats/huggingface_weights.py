@@ -19,6 +19,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.build import assemble_model
+from vit.text import join_names
 from vit.weights.formats.huggingface_config import (
     MODEL_TYPE,
     MULTILABEL,
@@ -39,7 +40,6 @@ from vit.weights.formats.state_dict_names import (
     deduplicate_names,
     expand_shared_bias,
     fuse_qkv,
-    list_names,
     rename,
 )
 from vit.weights.pretrained import Pretrained
@@ -266,7 +266,9 @@ def drop_tensors(state: Mapping[str, Tensor], patterns: Patterns) -> tuple[State
             kept[name] = tensor
         else:
             found.setdefault(what, []).append(name)
-    return kept, tuple(f"left out: {what} ({list_names(names)})" for what, names in found.items())
+    return kept, tuple(
+        f"left out: {what} ({join_names(names, 3)})" for what, names in found.items()
+    )
 
 
 Notes = tuple[str, ...]

@@ -18,12 +18,12 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import WeightsError, printable
 from vit.model.build import assemble_model
+from vit.text import join_names
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
     State,
     check_fit,
     flatten_patches,
-    list_names,
 )
 from vit.weights.pretrained import Pretrained
 
@@ -91,16 +91,16 @@ def _read(arrays: Mapping[str, Array]) -> tuple[ModelConfig, State, tuple[str, .
         raise WeightsError(f"{KERNEL} is missing: these are not a Vision Transformer's in JAX")
     inside = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
     others = [name for name in arrays if not name.startswith(prefix)]
-    notes = [f"left out: {list_names(others)} (not of the network for images)"] if others else []
+    notes = [f"left out: {join_names(others, 3)} (not of the network for images)"] if others else []
     old = [name for name in inside if name.startswith("pre_logits/")]
     if old:
         old += [name for name in inside if name.startswith("head/")]
-        notes.append(f"left out: {list_names(old, limit=4)} (a head of two layers)")
+        notes.append(f"left out: {join_names(old, limit=4)} (a head of two layers)")
     left = _unstacked({name: array for name, array in inside.items() if name not in old})
     depth = len({m[1] for n in left if (m := re.match(r"Transformer/encoderblock_(\d+)/", n))})
     state, heads, placed = _tensors(left, depth)
     if left:
-        raise WeightsError(f"there is no place for {list_names(left)}")
+        raise WeightsError(f"there is no place for {join_names(left, 3)}")
     config = _config(state, depth=depth, heads=heads, placed=placed)
     return config, flatten_patches(state), tuple(notes)
 

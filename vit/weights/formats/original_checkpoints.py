@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vit.errors import WeightsError
-from vit.weights.formats.state_dict_names import list_names
+from vit.text import join_names
 
 State = dict[str, Tensor]
 
@@ -67,11 +67,11 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
         if names:
-            notes.append(f"left out: {list_names(names)} ({meaning})")
+            notes.append(f"left out: {join_names(names, 3)} ({meaning})")
             plain = {name: tensor for name, tensor in plain.items() if name not in names}
     indices = [name for name in plain if name.endswith(INDEX)]
     if indices:
-        notes.append(f"left out: {list_names(indices)} (they follow from the grid)")
+        notes.append(f"left out: {join_names(indices, 3)} (they follow from the grid)")
         plain = {name: tensor for name, tensor in plain.items() if name not in indices}
     plain = _apply_bias_masks(_drop_two_layer_head(plain, notes))
     renamed: State = {}
@@ -106,7 +106,7 @@ def _image_tower(state: State, notes: list[str]) -> State:
         if inside:
             others = [name for name in state if name not in inside]
             if others:
-                notes.append(f"left out: {list_names(others)} (not of the tower of images)")
+                notes.append(f"left out: {join_names(others, 3)} (not of the tower of images)")
             return {name.removeprefix(start): tensor for name, tensor in inside.items()}
     return state
 
@@ -127,7 +127,7 @@ def _drop_two_layer_head(state: State, notes: list[str]) -> State:
     if not old:
         return state
     old += [name for name in state if name.startswith("head.")]
-    notes.append(f"left out: {list_names(old, limit=4)} (a head of two layers)")
+    notes.append(f"left out: {join_names(old, limit=4)} (a head of two layers)")
     return {name: tensor for name, tensor in state.items() if name not in old}
 
 

@@ -6,7 +6,7 @@ projection differs, which is a matrix here and a convolution everywhere else.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isqrt
 
 import torch
@@ -68,7 +68,7 @@ def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
             raise WeightsError(f"{printable(name)} is a second tensor for {ours}")
         renamed[ours] = tensor
     if unknown:
-        raise WeightsError(f"{source} has no {list_names(unknown)}")
+        raise WeightsError(f"{source} has no {join_names(unknown, 3)}")
     return renamed
 
 
@@ -156,18 +156,13 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
         "of another shape": shapes,
         "not finite": [name for name, tensor in state.items() if not _finite(tensor)],
     }
-    found = [f"{what}: {list_names(names)}" for what, names in faults.items() if names]
+    found = [f"{what}: {join_names(names, 3)}" for what, names in faults.items() if names]
     if found:
         raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
 
 
 def _finite(tensor: Tensor) -> bool:
     return tensor.is_meta or bool(torch.isfinite(tensor).all())
-
-
-def list_names(names: Iterable[str], limit: int = 3) -> str:
-    """`join_names` of printable names."""
-    return join_names(map(printable, names), limit)
 
 
 def deduplicate_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -187,5 +182,5 @@ def deduplicate_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str,
         counts[candidate] += candidate != name
         unique.append(candidate)
     return tuple(unique), (
-        f"several classes have one name, so numbers were added: {list_names(twice)}",
+        f"several classes have one name, so numbers were added: {join_names(twice, 3)}",
     )

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.conv_stem import ConvStem
+from vit.text import join_names
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
     bias_table_side,
-    list_names,
 )
 
 MODULES = (
@@ -96,7 +96,7 @@ def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
         )
     unknown = [key for key in args if key not in _arguments()]
     if unknown:
-        raise WeightsError(f"{printable(name)} (timm) takes no argument {list_names(unknown)}")
+        raise WeightsError(f"{printable(name)} (timm) takes no argument {join_names(unknown, 3)}")
     try:
         if args.get("depth", 0) > most_blocks:
             raise ValueError(f"depth={args['depth']}, but there are only {most_blocks} tensors")

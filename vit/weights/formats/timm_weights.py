@@ -17,6 +17,7 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.build import assemble_model
+from vit.text import join_names
 from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
 from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
 from vit.weights.formats.state_dict_names import (
@@ -28,7 +29,6 @@ from vit.weights.formats.state_dict_names import (
     expand_shared_bias,
     flatten_patches,
     fuse_qkv,
-    list_names,
 )
 from vit.weights.formats.timm_network import (
     RotaryOrder,
@@ -295,12 +295,12 @@ def _ours(
     whole = [name for name, tensor in kept.items() if not tensor.is_floating_point()]
     if whole:
         raise WeightsError(
-            f"{list_names(whole)} hold {kept[whole[0]].dtype}, not numbers with a fraction"
+            f"{join_names(whole, 3)} hold {kept[whole[0]].dtype}, not numbers with a fraction"
         )
     ours = {name: tensor.float() for name, tensor in from_timm(kept).items()}
     biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
     if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
-        notes.append(f"left out: {list_names(biases)} (all zeros, and the network has none)")
+        notes.append(f"left out: {join_names(biases, 3)} (all zeros, and the network has none)")
         ours = {name: tensor for name, tensor in ours.items() if name not in biases}
     if order is not None:
         ours = reorder_rotary_channels(ours, order, config.num_heads)
