@@ -11,14 +11,14 @@ from PIL import Image
 from vit.config.parser import make_config
 from vit.evaluation.caption_metrics import caption_scores
 from vit.evaluation.caption_report import (
-    Captioned,
+    CaptionedImage,
+    CaptionFacts,
     CaptionOutcomes,
-    WordFacts,
     write_caption_report,
 )
 from vit.evaluation.classification_metrics import Outcomes, summarize
-from vit.evaluation.classification_report import RunFacts
 from vit.evaluation.html_page import VOID
+from vit.evaluation.run_report import RunFacts
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -40,11 +40,11 @@ PAIRS = (
 )
 
 
-def outcomes_of(pairs, paths=None, *, loss=1.0, other_loss=2.0, ended=True) -> CaptionOutcomes:
+def outcomes_of(pairs, paths=None, *, loss=1.0, shuffled_loss=2.0, ended=True) -> CaptionOutcomes:
     """Images with (caption, first reference)."""
     return CaptionOutcomes(
         images=[
-            Captioned(
+            CaptionedImage(
                 path=paths[number] if paths else f"/nowhere/{number}.jpg",
                 caption=caption,
                 score=-1.5 - number,
@@ -55,7 +55,7 @@ def outcomes_of(pairs, paths=None, *, loss=1.0, other_loss=2.0, ended=True) -> C
             for number, (caption, reference) in enumerate(pairs)
         ],
         loss=loss,
-        other_loss=other_loss,
+        shuffled_loss=shuffled_loss,
     )
 
 
@@ -81,7 +81,7 @@ def epoch_event(epoch: int, **more: float) -> dict:
 def write(tmp_path):
     """Write a report, and return its text."""
 
-    def write(outcomes, *, epochs=3, settings=None, answers=None, event=None, **changes):
+    def write(outcomes, *, epochs=3, settings=None, class_outcomes=None, event=None, **changes):
         facts = {
             "config": make_config(
                 {"data": "pets", "task": "caption", "num_classes": 0, **(settings or {})}
@@ -91,21 +91,21 @@ def write(tmp_path):
             "machine": "1 x cpu in fp32",
             "train_images": 99,
             "root": tmp_path,
-            "made": False,
-            "epoch": 1,
-            "left_out": {},
+            "val_held_out": False,
+            "best_epoch": 1,
+            "unreadable": {},
         }
-        words = {"captions": 198, "mean_tokens": 10.5, "val_images": 4, "least_gap": 0.01}
+        words = {"captions": 198, "mean_tokens": 10.5, "val_images": 4, "min_shuffled_gap": 0.01}
         words |= {name: changes.pop(name) for name in words if name in changes}
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         write_caption_report(
             folder,
             facts=RunFacts(**{**facts, **changes}),
-            word_facts=WordFacts(**words),
+            caption_facts=CaptionFacts(**words),
             events=[epoch_event(epoch, **(event or {})) for epoch in range(1, epochs + 1)],
             outcomes=outcomes,
-            answers=answers,
+            class_outcomes=class_outcomes,
         )
         return (folder / "report.html").read_text(encoding="utf-8")
 
@@ -159,7 +159,7 @@ def test_hostile_captions_stay_text(write, input_images):
     outcomes = outcomes_of([(text, text[::-1] or "x") for text in HOSTILE], input_images)
     page = write(
         outcomes,
-        left_out={input_images[-1]: "<i>damaged</i>\x1b"},
+        unreadable={input_images[-1]: "<i>damaged</i>\x1b"},
         settings={"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"},
     )
     reader = Reader(page)
@@ -180,7 +180,7 @@ def test_hostile_captions_stay_text(write, input_images):
 
 
 def test_numbers_are_the_metrics(write):
-    text = "\n".join(Reader(write(outcomes_of(PAIRS, loss=1.25, other_loss=1.5))).text)
+    text = "\n".join(Reader(write(outcomes_of(PAIRS, loss=1.25, shuffled_loss=1.5))).text)
     expected = caption_scores([a for a, _ in PAIRS], [(b, "something else") for _, b in PAIRS])
     for name, value in expected.items():
         assert f"\n{name}\n{value:.4f}\n" in text, name
@@ -211,7 +211,7 @@ def test_numbers_are_the_metrics(write):
     ],
 )
 def test_the_looking_test_in_words(write, other, verdict):
-    text = "".join(Reader(write(outcomes_of(PAIRS, other_loss=other))).text)
+    text = "".join(Reader(write(outcomes_of(PAIRS, shuffled_loss=other))).text)
     assert verdict in text
     assert ("--caption-dropout" in text) == verdict.startswith("No")
     if other == 2.0:
@@ -284,7 +284,7 @@ def test_both_heads_show_both(write):
     answers = Outcomes.of(chances, torch.tensor([0, 1, 1, 0]))
     page = write(
         outcomes_of(PAIRS),
-        answers=answers,
+        class_outcomes=answers,
         classes=("<i>cat", "dog"),
         settings={"task": "classify,caption", "num_classes": 2},
         event={"val_top1": 0.75, "val_caption_loss": 0.625},

@@ -11,8 +11,9 @@ from PIL import Image
 from vit.config.parser import make_config
 from vit.evaluation.charts import epoch_ticks, nice_ticks
 from vit.evaluation.classification_metrics import Outcomes, summarize
-from vit.evaluation.classification_report import RunFacts, write_report
+from vit.evaluation.classification_report import write_classification_report
 from vit.evaluation.html_page import VOID, called, tag
+from vit.evaluation.run_report import RunFacts
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -70,13 +71,13 @@ def write(tmp_path):
             "machine": "1 x cpu in fp32",
             "train_images": 99,
             "root": tmp_path,
-            "made": True,
-            "epoch": 1,
-            "left_out": {},
+            "val_held_out": True,
+            "best_epoch": 1,
+            "unreadable": {},
         }
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
-        write_report(
+        write_classification_report(
             folder,
             facts=RunFacts(**{**facts, **changes}),
             events=epoch_events(epochs),
@@ -146,7 +147,7 @@ def test_hostile_names_stay_text(write, hostile_images, count):
     page = write(
         classes,
         paths=hostile_images,
-        left_out={hostile_images[0]: "<i>damaged</i>\x1b"},
+        unreadable={hostile_images[0]: "<i>damaged</i>\x1b"},
         settings={"data": "<u>pets</u>\x1b\u202e"},
     )
     reader = read(page)

@@ -18,16 +18,16 @@ from vit.errors import printable, quoted
 from vit.evaluation.caption_metrics import caption_scores, plain, rouge_l, words
 from vit.evaluation.charts import Curve, curves
 from vit.evaluation.classification_metrics import Outcomes, summarize
-from vit.evaluation.classification_report import (
+from vit.evaluation.error_analysis import calibration, class_table, confusions, thumbnail
+from vit.evaluation.expert_usage import experts
+from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
+from vit.evaluation.run_report import (
     PRIVACY,
     REPORT_FILE,
     RunFacts,
     settings,
     unreadable,
 )
-from vit.evaluation.error_analysis import calibration, class_table, confusions, thumbnail
-from vit.evaluation.expert_usage import experts
-from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
 from vit.text import format_count, format_duration, percent, plural
 from vit.version import __version__
 from vit.weights.safetensors_io import write_text
@@ -52,7 +52,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captioned:
+class CaptionedImage:
     """What was found of one image.
 
     Args:
@@ -82,9 +82,9 @@ class CaptionOutcomes:
         other_loss: The same captions, each against another image.
     """
 
-    images: Sequence[Captioned]
+    images: Sequence[CaptionedImage]
     loss: float
-    other_loss: float
+    shuffled_loss: float
 
 
 def looking(outcomes: CaptionOutcomes, least: float) -> Html:
@@ -94,7 +94,7 @@ def looking(outcomes: CaptionOutcomes, least: float) -> Html:
         outcomes: Of the images.
         least: Share of the loss by which other images must be worse for a decoder that looks.
     """
-    loss, other = outcomes.loss, outcomes.other_loss
+    loss, other = outcomes.loss, outcomes.shuffled_loss
     gap = (other - loss) / loss if loss else math.inf
     numbers_said = f"A token of a true caption costs {loss:.4f} beside its own image and "
     numbers_said += f"{other:.4f} beside another"
@@ -214,11 +214,13 @@ def examples(outcomes: CaptionOutcomes, root: Path, seed: int) -> Html:
     return tag("section", tag("h2", "Examples"), tag("p", lead), *parts)
 
 
-def _fit(one: Captioned) -> float:
+def _fit(one: CaptionedImage) -> float:
     return rouge_l(words(one.caption), [words(text) for text in one.references])
 
 
-def _wall(title: str, chosen: Sequence[Captioned], fits: Mapping[int, float], root: Path) -> Html:
+def _wall(
+    title: str, chosen: Sequence[CaptionedImage], fits: Mapping[int, float], root: Path
+) -> Html:
     figures = []
     for one in chosen:
         image = thumbnail(one.path, shortened(one.caption))
@@ -264,7 +266,7 @@ LOSSES = ("val_caption_loss", "val_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordFacts:
+class CaptionFacts:
     """What a report tells of the words beside `RunFacts`.
 
     Args:
@@ -277,17 +279,17 @@ class WordFacts:
     captions: int
     mean_tokens: float
     val_images: int
-    least_gap: float
+    min_shuffled_gap: float
 
 
 def write_caption_report(
     folder: Path,
     *,
     facts: RunFacts,
-    word_facts: WordFacts,
+    caption_facts: CaptionFacts,
     events: Sequence[Mapping[str, Any]],
     outcomes: CaptionOutcomes,
-    answers: Outcomes | None,
+    class_outcomes: Outcomes | None,
 ) -> None:
     """Write `folder`/report.html.
 
@@ -297,7 +299,7 @@ def write_caption_report(
         word_facts: On which words.
         events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Captions of the validation images that were measured, at least one.
-        answers: Classes of the same images, where the network has a head.
+        class_outcomes: Classes of the same images, where the network has a head.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -308,16 +310,16 @@ def write_caption_report(
     name = printable(folder.resolve().name or folder)
     sections = [
         tag("h1", called(name)),
-        trained(facts, word_facts, epochs),
-        headline(facts, scores, outcomes, epochs, answers),
-        caution(facts, word_facts, outcomes),
-        looking(outcomes, word_facts.least_gap),
+        trained(facts, caption_facts, epochs),
+        headline(facts, scores, outcomes, epochs, class_outcomes),
+        caution(facts, caption_facts, outcomes),
+        looking(outcomes, caption_facts.min_shuffled_gap),
         most_said(outcomes),
         learning(facts, epochs),
-        experts(epochs, facts.epoch),
+        experts(epochs, facts.best_epoch),
         metrics(scores, outcomes),
         examples(outcomes, facts.root, facts.config.training.seed),
-        *(() if answers is None else class_findings(answers, facts.classes)),
+        *(() if class_outcomes is None else class_findings(class_outcomes, facts.classes)),
         unreadable(facts),
         settings(facts.config),
         usage(folder),
@@ -326,7 +328,9 @@ def write_caption_report(
     write_text(folder / REPORT_FILE, document(f"{name}: CIDEr {scores['cider']:.3f}", *sections))
 
 
-def trained(facts: RunFacts, word_facts: WordFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
+def trained(
+    facts: RunFacts, caption_facts: CaptionFacts, epochs: Sequence[Mapping[str, Any]]
+) -> Html:
     """The network, the data, the words and the time it took, in a few sentences."""
     model, training, decoder = facts.config.model, facts.config.training, facts.config.decoder
     writer = decoder.block_config(model)
@@ -340,8 +344,9 @@ def trained(facts: RunFacts, word_facts: WordFacts, epochs: Sequence[Mapping[str
         f"width {writer.dim} with {plural(writer.num_heads, 'head')}. Trained on "
         f"{plural(facts.train_images, 'image')} of ",
         tag("code", called(facts.config.data.data)),
-        f" with {plural(word_facts.captions, 'caption')} of {word_facts.mean_tokens:.1f} tokens on "
-        f"average, cut into {decoder.vocab_size or 0:,} different tokens by the tokenizer ",
+        f" with {plural(caption_facts.captions, 'caption')} of {caption_facts.mean_tokens:.1f} "
+        f"tokens on average, cut into {decoder.vocab_size or 0:,} different tokens by the "
+        "tokenizer ",
         tag("code", called(decoder.tokenizer)),
         f", for {plural(len(epochs), 'epoch')}, {format_duration(seconds)} on {facts.machine}.",
         class_="soft",
@@ -353,18 +358,18 @@ def headline(
     scores: Mapping[str, float],
     outcomes: CaptionOutcomes,
     epochs: Sequence[Mapping[str, Any]],
-    answers: Outcomes | None,
+    class_outcomes: Outcomes | None,
 ) -> Html:
     """The numbers that count."""
-    right = None if answers is None else float((answers.ranks == 0).double().mean())
+    right = None if class_outcomes is None else float((class_outcomes.ranks == 0).double().mean())
     tiles = {
-        f"best of {plural(len(epochs), 'epoch')}": facts.epoch,
+        f"best of {plural(len(epochs), 'epoch')}": facts.best_epoch,
         **({"soup of epochs": ", ".join(map(str, facts.soup))} if facts.soup else {}),
         "images measured": f"{len(outcomes.images):,}",
         "BLEU-4": f"{scores['bleu4']:.3f}",
         **({"exact": percent(scores["exact"])} if scores["exact"] else {}),
         "loss of a token": f"{outcomes.loss:.4f}",
-        "with other images": f"{outcomes.other_loss:.4f}",
+        "with other images": f"{outcomes.shuffled_loss:.4f}",
         "different captions": percent(scores["distinct"], 1),
         **({} if right is None else {"top-1": percent(right)}),
     }
@@ -372,17 +377,17 @@ def headline(
     return hero(f"{scores['cider']:.3f}", words, tiles)
 
 
-def caution(facts: RunFacts, word_facts: WordFacts, outcomes: CaptionOutcomes) -> Html:
+def caution(facts: RunFacts, caption_facts: CaptionFacts, outcomes: CaptionOutcomes) -> Html:
     """What the headline's numbers are worth, and aloud where one caption does for many images."""
-    measured, there = len(outcomes.images), word_facts.val_images
+    measured, there = len(outcomes.images), caption_facts.val_images
     few = f"{measured:,} (evenly spread) of " if there > measured else ""
     origin = (
         f"{few}the images that vit held out of the data (seed {facts.config.training.seed}; "
         "split.json names them)"
-        if facts.made
+        if facts.val_held_out
         else f"{few}the data's own validation images"
     )
-    whose = f"epoch {facts.epoch}"
+    whose = f"epoch {facts.best_epoch}"
     if facts.soup:
         whose = f"a soup, the average of epochs {', '.join(map(str, facts.soup))},"
     most, count = said_most(outcomes)
@@ -418,7 +423,7 @@ def learning(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
     figures = [
         tag(
             "figure",
-            curves(title, at, lines, best=facts.epoch, unit="%" if title == "Top-1" else ""),
+            curves(title, at, lines, best=facts.best_epoch, unit="%" if title == "Top-1" else ""),
         )
         for title, lines in charts.items()
     ]
@@ -428,8 +433,8 @@ def learning(facts: RunFacts, epochs: Sequence[Mapping[str, Any]]) -> Html:
         tag("div", *figures, class_="pair"),
         tag(
             "p",
-            f"The dotted line marks epoch {facts.epoch}, the best. Where the loss of captions is "
-            "the same with other images as with their own, the decoder does not look.",
+            f"The dotted line marks epoch {facts.best_epoch}, the best. Where the loss of captions "
+            "is the same with other images as with their own, the decoder does not look.",
             class_="soft small",
         ),
         tag("details", tag("summary", "All epochs in numbers"), epoch_table(facts, epochs)),
@@ -464,9 +469,9 @@ def of(event: Mapping[str, Any], *names: str) -> float:
     return float(next(event[name] for name in names if name in event))
 
 
-def class_findings(answers: Outcomes, classes: Sequence[str]) -> tuple[Html, ...]:
+def class_findings(class_outcomes: Outcomes, classes: Sequence[str]) -> tuple[Html, ...]:
     """What the head for classes gets right and wrong."""
-    scores = summarize(answers, classes)
+    scores = summarize(class_outcomes, classes)
     low, high = scores["top1_interval"]
     line = (
         f"Top-1 of the same images is {percent(scores['top1'])} (95% interval {percent(low)} to "
@@ -476,8 +481,8 @@ def class_findings(answers: Outcomes, classes: Sequence[str]) -> tuple[Html, ...
     return (
         tag("section", tag("h2", "The head for classes"), tag("p", line)),
         class_table(scores["per_class"]),
-        confusions(answers, scores["per_class"]),
-        calibration(scores, float(answers.confidences.mean())),
+        confusions(class_outcomes, scores["per_class"]),
+        calibration(scores, float(class_outcomes.confidences.mean())),
     )
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from vit.data.checks.dataset_check import CheckReport, summarize_stats
 from vit.data.checks.problems import KINDS, Problem, display_name
-from vit.evaluation.classification_report import PRIVACY
 from vit.evaluation.error_analysis import thumbnail
 from vit.evaluation.html_page import Html, called, document, join, table, tag
 from vit.evaluation.html_page import numbers as cells
+from vit.evaluation.run_report import PRIVACY
 from vit.text import percent, plural
 from vit.version import __version__
 

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from vit.errors import printable
-from vit.evaluation.classification_report import (
+from vit.evaluation.error_analysis import FEW_CLASSES, MOST_MISTAKES, MOST_ROWS, thumbnail
+from vit.evaluation.expert_usage import experts
+from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
+from vit.evaluation.multilabel_metrics import summarize_multilabel
+from vit.evaluation.run_report import (
     PRIVACY,
     REPORT_FILE,
     RunFacts,
@@ -20,17 +24,13 @@ from vit.evaluation.classification_report import (
     unreadable,
     usage,
 )
-from vit.evaluation.error_analysis import FEW_CLASSES, MOST_MISTAKES, MOST_ROWS, thumbnail
-from vit.evaluation.expert_usage import experts
-from vit.evaluation.html_page import Html, called, document, hero, join, numbers, table, tag
-from vit.evaluation.multilabel_metrics import summarize_multilabel
 from vit.text import percent, plural
 from vit.version import __version__
 from vit.weights.safetensors_io import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MultilabelOutcomes:
     """What the network says of the validation images that can be read, and what they are.
 
     Args:
@@ -47,24 +47,28 @@ class Measured:
 
 
 def write_multilabel_report(
-    folder: Path, *, facts: RunFacts, events: Sequence[Mapping[str, Any]], measured: Measured
+    folder: Path,
+    *,
+    facts: RunFacts,
+    events: Sequence[Mapping[str, Any]],
+    outcomes: MultilabelOutcomes,
 ) -> None:
-    """Write `folder`/report.html; arguments as for `write_report`.
+    """Write `folder`/report.html; arguments as for `write_classification_report`.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
     scores = summarize_multilabel(
-        measured.probabilities, measured.targets, facts.classes, measured.thresholds
+        outcomes.probabilities, outcomes.targets, facts.classes, outcomes.thresholds
     )
     epochs = [event for event in events if event["event"] == "epoch"]
     name = printable(folder.resolve().name or folder)
     sections = [
         headline(name, facts, scores, epochs),
         learning(facts, epochs, ("val_map", "Mean average precision")),
-        experts(epochs, facts.epoch),
+        experts(epochs, facts.best_epoch),
         class_table(scores["per_class"]),
-        mistakes(measured, facts),
+        mistakes(outcomes, facts),
         unreadable(facts),
         settings(facts.config),
         usage(folder),
@@ -80,7 +84,7 @@ def headline(
     interval = scores["map_interval"]
     between = f"; 95% interval {percent(interval[0])} to {percent(interval[1])}" if interval else ""
     tiles = {
-        f"best of {plural(len(epochs), 'epoch')}": facts.epoch,
+        f"best of {plural(len(epochs), 'epoch')}": facts.best_epoch,
         **({"soup of epochs": ", ".join(map(str, facts.soup))} if facts.soup else {}),
         "validation images": f"{scores['count']:,}",
         "classes": f"{len(facts.classes):,}",
@@ -141,19 +145,19 @@ def _class_row(row: Mapping[str, Any]) -> list[Html]:
     ]
 
 
-def mistakes(measured: Measured, facts: RunFacts) -> Html:
+def mistakes(outcomes: MultilabelOutcomes, facts: RunFacts) -> Html:
     """The images with the surest wrong decision, one an image."""
-    limits = torch.tensor(measured.thresholds, dtype=torch.float64)
-    said = measured.probabilities >= limits
-    wrong = said != measured.targets.bool()
-    apart = torch.where(wrong, (measured.probabilities - limits).abs(), -1.0)
+    limits = torch.tensor(outcomes.thresholds, dtype=torch.float64)
+    said = outcomes.probabilities >= limits
+    wrong = said != outcomes.targets.bool()
+    apart = torch.where(wrong, (outcomes.probabilities - limits).abs(), -1.0)
     surest, which = apart.max(dim=1)
     order = [at for at in surest.argsort(descending=True, stable=True).tolist() if surest[at] >= 0]
     figures: list[Html] = []
     for at in order:
         if len(figures) == MOST_MISTAKES:
             break
-        label, path = facts.classes[int(which[at])], measured.paths[at]
+        label, path = facts.classes[int(which[at])], outcomes.paths[at]
         verdict = "said, not labelled" if said[at, which[at]] else "labelled, not said"
         image = thumbnail(path, f"{label}: {verdict}")
         if image is None:
@@ -161,7 +165,7 @@ def mistakes(measured: Measured, facts: RunFacts) -> Html:
         caption = tag(
             "figcaption",
             tag("b", called(label)),
-            f" {percent(float(measured.probabilities[at, which[at]]), 1)}",
+            f" {percent(float(outcomes.probabilities[at, which[at]]), 1)}",
             tag("br"),
             verdict,
             tag("br"),

@@ -19,15 +19,16 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.caption_report import (
-    Captioned,
+    CaptionedImage,
+    CaptionFacts,
     CaptionOutcomes,
-    WordFacts,
     write_caption_report,
 )
 from vit.evaluation.classification_metrics import Outcomes
-from vit.evaluation.classification_report import REPORT_FILE, RunFacts, write_report
+from vit.evaluation.classification_report import write_classification_report
 from vit.evaluation.multilabel_metrics import FEWEST, USUAL, choose_thresholds
-from vit.evaluation.multilabel_report import Measured, write_multilabel_report
+from vit.evaluation.multilabel_report import MultilabelOutcomes, write_multilabel_report
+from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.generation.caption import Caption
 from vit.generation.caption_likelihood import MIN_SHUFFLED_GAP, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
@@ -180,7 +181,7 @@ def measure_captions(
     assert isinstance(model, Captioner)
     assert tokenizer is not None
     precision = inference_precision(run.config.run.precision, device)
-    input_images: list[Captioned] = []
+    input_images: list[CaptionedImage] = []
     answers: list[Outcomes] = []
     sums = torch.zeros(4, dtype=torch.float64)
     for batch, images in batches:
@@ -205,14 +206,14 @@ def measure_captions(
         raise DataError("not one validation image can be read")
     summed, count, other_summed, other_count = sums.tolist()
     outcomes = CaptionOutcomes(
-        images=input_images, loss=summed / count, other_loss=other_summed / other_count
+        images=input_images, loss=summed / count, shuffled_loss=other_summed / other_count
     )
     return outcomes, Outcomes.cat(answers) if answers else None
 
 
-def captioned_image(sample: Sample, caption: Caption, loss: float) -> Captioned:
+def captioned_image(sample: Sample, caption: Caption, loss: float) -> CaptionedImage:
     """The caption of one image, as the report shows it."""
-    return Captioned(
+    return CaptionedImage(
         path=sample.path,
         caption=caption.text,
         score=caption.score,
@@ -222,15 +223,15 @@ def captioned_image(sample: Sample, caption: Caption, loss: float) -> Captioned:
     )
 
 
-def word_facts(run: TrainingState, splits: Splits) -> WordFacts:
+def caption_facts(run: TrainingState, splits: Splits) -> CaptionFacts:
     """Statistics of the captions, for the report."""
     task = run.task
     assert isinstance(task, Captioning)
-    return WordFacts(
+    return CaptionFacts(
         captions=sum(len(sample.captions) for sample in splits.train),
         mean_tokens=task.mean_tokens,
         val_images=len(splits.val),
-        least_gap=MIN_SHUFFLED_GAP,
+        min_shuffled_gap=MIN_SHUFFLED_GAP,
     )
 
 
@@ -294,7 +295,7 @@ def report_multilabel(
         folder,
         facts=facts,
         events=events,
-        measured=Measured(
+        outcomes=MultilabelOutcomes(
             probabilities=probabilities,
             targets=MultiHot(map(labels_of, splits.val), len(splits.classes))[indices],
             thresholds=loaded.thresholds,
@@ -333,7 +334,7 @@ def report_classes(
     outcomes, paths, failed = measure(run, loaded, splits, folder)
     events = read_events(folder)
     facts = run_facts(run, loaded, splits, events, epoch=epoch, failed=failed)
-    write_report(folder, facts=facts, events=events, outcomes=outcomes, paths=paths)
+    write_classification_report(folder, facts=facts, events=events, outcomes=outcomes, paths=paths)
 
 
 def report_captions(
@@ -346,15 +347,15 @@ def report_captions(
     samples = tuple(one for one, taken in zip(splits.val, chosen.tolist(), strict=True) if taken)
     failed: dict[str, str] = {}
     with contextlib.closing(evaluation_batches(run, loaded, samples, folder, failed)) as batches:
-        outcomes, answers = measure_captions(run, loaded, batches, samples)
+        outcomes, class_outcomes = measure_captions(run, loaded, batches, samples)
     events = read_events(folder)
     write_caption_report(
         folder,
         facts=run_facts(run, loaded, splits, events, epoch=epoch, failed=failed),
-        word_facts=word_facts(run, splits),
+        caption_facts=caption_facts(run, splits),
         events=events,
         outcomes=outcomes,
-        answers=answers,
+        class_outcomes=class_outcomes,
     )
 
 
@@ -376,10 +377,10 @@ def run_facts(
         machine=machine(run),
         train_images=len(splits.train),
         root=splits.root,
-        made=splits.made,
-        epoch=epoch,
+        val_held_out=splits.made,
+        best_epoch=epoch,
         soup=soups[0] if soups else (),
-        left_out={**run.failed, **failed},
+        unreadable={**run.failed, **failed},
     )
 
 

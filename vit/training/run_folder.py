@@ -16,7 +16,7 @@ from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.errors import ConfigError, RunError, printable
-from vit.evaluation.classification_report import REPORT_FILE
+from vit.evaluation.run_report import REPORT_FILE
 from vit.training.checkpoint import CHECKPOINTS
 from vit.training.trackers import TRACKING
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
