@@ -32,14 +32,13 @@ def test_flags_are_settings_that_are_fixed(asked, capsys):
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
-def test_a_tuning_is_resumed_by_its_folder_alone(asked, tmp_path, capsys):
+def test_a_tuning_is_resumed_by_its_folder_alone(tmp_path, capsys):
     record = {"settings": {"data": "digits", "time": "5m", "lr": 0.1}, "asked": 6}
     record |= {"trials": [], "rungs": [], "results": [], "seconds": 1.0, "validation": 9}
     (tmp_path / "tune.json").write_text(json.dumps(record))
-    assert main(["tune", "--resume", "--out", str(tmp_path)]) == 0
-    (values, _), options = asked[0]
-    assert values == record["settings"]
-    assert (options["trials"], options["resume"]) == (6, True)
+    values, trials, folder = tuning.resumed_settings({"lr": 0.2}, tmp_path, None, resume=True)
+    assert values == {**record["settings"], "lr": 0.2}
+    assert (trials, folder) == (6, tmp_path)
     (tmp_path / "tune.json").write_text("{")
     assert main(["tune", "--resume", "--out", str(tmp_path)]) == 2
     assert "is damaged" in capsys.readouterr().err

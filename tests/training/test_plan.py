@@ -1,6 +1,5 @@
 """The plan: sensible for every kind of data, monotone in time, and open about its reasons."""
 
-import argparse
 import dataclasses
 from typing import Any
 
@@ -9,10 +8,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from vit.commands import train_command
 from vit.commands.main import main
 from vit.config import Config
 from vit.config.parser import flatten, make_config
+from vit.config.settings_file import collect_settings
 from vit.training.plan import is_planned, look_at_images, notes_of, plan_training
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -369,21 +368,22 @@ def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "warmup"),
     [
-        (["--epochs", "1"], 0.1),
-        (["--epochs", "15"], 1.5),
-        (["--epochs", "60"], 3),
-        ([], 3),
-        (["--epochs", "5", "--warmup-epochs", "2"], 2),
+        ({"epochs": 1}, 0.1),
+        ({"epochs": 15}, 1.5),
+        ({"epochs": 60}, 3),
+        ({}, 3),
+        ({"epochs": 5, "warmup_epochs": 2}, 2),
     ],
 )
-def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, capsys, flags, warmup):
+def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, flags, warmup):
     (tmp_path / "recipe.yaml").write_text("epochs: 30\nwarmup_epochs: 3\n")
-    parser = argparse.ArgumentParser()
-    train_command.add_arguments(parser)
-    args = parser.parse_args(["digits", "-c", str(tmp_path / "recipe.yaml"), *flags])
-    values, _ = train_command.gather(args)
+    notes = []
+    values, stored = collect_settings(
+        {"data": "digits", **flags}, config=tmp_path / "recipe.yaml", notify=notes.append
+    )
+    assert stored
     assert make_config(values).training.warmup_epochs == pytest.approx(warmup)
-    noted = "instead of 3: the file has it for 30 epochs" in capsys.readouterr().err
+    noted = any("instead of 3: the file has it for 30 epochs" in note for note in notes)
     assert noted is (warmup < 2)
 
 

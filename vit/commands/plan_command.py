@@ -3,8 +3,8 @@
 import argparse
 
 from vit.commands.command_output import check_output
-from vit.commands.train_command import add_settings, gather
-from vit.config.parser import checked, write_settings
+from vit.commands.train_command import add_settings, chosen_settings
+from vit.config.parser import write_settings
 from vit.errors import ConfigError
 
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
@@ -13,7 +13,6 @@ HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """DATA, where the recipe is written, and a flag for every setting."""
     parser.usage = "vit plan DATA [--time T] [--save FILE] [settings...]"
-    parser.set_defaults(config=None, resume=False, out=None)
     parser.add_argument("data", metavar="DATA", help="as for vit train")
     parser.add_argument("--save", metavar="FILE", help="write the settings as a YAML file")
     parser.add_argument("--overwrite", action="store_true", help="replace an older FILE")
@@ -22,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and write it where asked."""
-    values, _ = gather(args)
-    chosen = checked(values)
+    chosen = chosen_settings(args)
     if args.save is not None:
         check_output(args.save, overwrite=args.overwrite)
     from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training

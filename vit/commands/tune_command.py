@@ -3,14 +3,10 @@
 import argparse
 import os
 import time
-from pathlib import Path
-from typing import Any
 
-from vit.commands.command_options import positive_int, settings_from_args
+from vit.commands.command_options import positive_int
 from vit.commands.launcher import launch_if_requested
-from vit.commands.train_command import add_settings
-from vit.config.parser import checked, default_run_folder
-from vit.errors import ConfigError, printable
+from vit.commands.train_command import add_settings, chosen_settings, require_data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,20 +40,15 @@ def run(args: argparse.Namespace) -> int:
     """Tune; the exit code is 1 where images were left out, or comes with the error."""
     began = time.monotonic()
     launch_if_requested()
-    values, trials = gather(args)
-    if not values.get("data"):
-        raise ConfigError(
-            f"{printable(args.out)}: no tuning to resume there; give the --out of one, or DATA"
-            if args.resume and args.out
-            else "DATA is missing: give a folder of images, a list, tar shards, a built-in set "
-            "(digits, shapes), or --resume with the --out of a tuning"
-        )
+    values = chosen_settings(args)
+    if not (args.resume and args.out):
+        require_data(values, args, "tuning")
     from vit.training.tune import tune
 
     result = tune(
         values,
         args.out,
-        trials=trials,
+        trials=args.trials,
         resume=args.resume,
         overwrite=args.overwrite,
         began=began,
@@ -65,26 +56,3 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(result.lines), flush=True)
     return int(bool(result.training.failed))
-
-
-def gather(args: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
-    """Settings as given, and the number of trials; a tuning that is resumed brings its own.
-
-    Raises:
-        RunError: Its record is damaged.
-    """
-    flags = settings_from_args(args)
-    if args.data is not None:
-        flags["data"] = args.data
-    flags = checked(flags)
-    if not args.resume or not (args.out or args.data):
-        return flags, args.trials
-    from vit.training.tune import TUNE_FILE, read_record
-
-    path = Path(args.out or f"{default_run_folder(args.data)}-tune") / TUNE_FILE
-    if not path.is_file():
-        return flags, args.trials
-    record = read_record(path)
-    return {**record["settings"], **flags}, (
-        record["asked"] if args.trials is None else args.trials
-    )

@@ -101,6 +101,14 @@ def evaluate(
     return measure(predictor, samples, notify, progress, where=spec.data)
 
 
+def evaluate_held_out(run: PathLike) -> dict[str, Any]:
+    """Evaluate a run folder on the validation images of its training; see `evaluate`."""
+    config = make_config(read_settings(Path(run) / "config.yaml"), complete=True)
+    spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
+    device = config.run.device
+    return evaluate(run, spec, device=None if device == "auto" else device)
+
+
 def load_samples(
     predictor: Predictor,
     model: PathLike | LoadedRun,

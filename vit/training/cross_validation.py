@@ -19,17 +19,17 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
+from vit.config.parser import default_run_folder, flatten, make_config
+from vit.config.settings_file import FOLDS_FILE, read_fold_settings
 from vit.errors import ConfigError, RunError, printable
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
 from vit.training.plan import with_chosen_weights
 from vit.training.run_folder import RESUMABLE_CHANGES, WEIGHTS
-from vit.training.train import train
+from vit.training.train import resolve_plan, train
 from vit.training.training_progress import teller
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
-FOLDS_FILE = "folds.json"
 LEVEL = 0.95
 UNBOUNDED = ("loss", "loss_shuffled", "class_loss", "cider")
 """Scores that are no shares."""
@@ -40,7 +40,7 @@ Measure = Callable[[Path], Mapping[str, Any]]
 
 
 def train_folds(
-    config: Config,
+    config: Config | Mapping[str, Any],
     out: str | Path | None = None,
     *,
     measure: Measure,
@@ -51,7 +51,7 @@ def train_folds(
     """Train on all folds but one, for each of them, in OUT/fold-1, OUT/fold-2 and so on.
 
     Args:
-        config: Settings; `config.data.folds` is how many.
+        config: As for `train`; `folds` is the number of folds.
         out: Folder of the run folders; `runs/<name of the data>` where left out.
         measure: Gives top1, loss and others of a finished run; those that are numbers are kept.
         resume: Leave out the folds that are finished, and continue the one that is not.
@@ -64,10 +64,10 @@ def train_folds(
     Raises:
         VitError: Something the caller can mend: see the message.
     """
+    config, given, _ = resolve_plan(config, given)
     number = config.data.folds
     assert number is not None
     check_cross_validation(config)
-    given = changed_settings(config) if given is None else given
     accelerator = make_accelerator(config.run)
     folder, tell = Path(out or default_run_folder(config.data.data)), teller(accelerator)
     config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
@@ -101,12 +101,8 @@ def resolve_weights_once(
         VitError: There are none to be had, or the record of the folds is damaged.
     """
     if config.finetune.weights == AUTO_WEIGHTS and resume and (folder / FOLDS_FILE).is_file():
-        try:
-            record = json.loads((folder / FOLDS_FILE).read_text(encoding="utf-8"))
-            return make_config(record["settings"]), [*record["settings"]]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            where = printable(folder / FOLDS_FILE)
-            raise RunError(f"{where} is damaged ({printable(error)}); delete it") from None
+        settings = read_fold_settings(folder / FOLDS_FILE)
+        return make_config(settings), [*settings]
     config, given, _ = with_chosen_weights(config, given, accelerator)
     return config, given
 

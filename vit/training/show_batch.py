@@ -5,16 +5,16 @@ in the image size of the first epoch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.config.parser import changed_settings
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
@@ -25,7 +25,7 @@ from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
 from vit.training.dry_run import rehearse
 from vit.training.plan import with_chosen_weights
-from vit.training.train import complete_settings, known_words, look_at_weights
+from vit.training.train import complete_settings, known_words, look_at_weights, resolve_plan
 from vit.training.training_loaders import training_loader
 from vit.training.training_loop import TrainingState
 from vit.training.training_progress import teller
@@ -35,18 +35,24 @@ MIN_SHARE = 0.005
 """Smallest share of a class that is named below an image."""
 
 
-def show_batch(config: Config, path: str | Path, *, given: Sequence[str] | None = None) -> None:
+def show_batch(
+    config: Config | Mapping[str, Any],
+    path: str | Path,
+    *,
+    given: Sequence[str] | None = None,
+) -> None:
     """Write the first micro-batch of a training, with classes or captions, to an image file.
 
     Args:
-        config: Settings; `config.data.data` names the images.
+        config: As for `train`.
         path: The image file, .png, .jpg or .webp; an existing one is replaced.
         given: As for `train`.
 
     Raises:
         VitError: As `train`.
     """
-    kind, given = sheet_format(path), changed_settings(config) if given is None else given
+    kind = sheet_format(path)
+    config, given, _ = resolve_plan(config, given)
     accelerator = make_accelerator(config.run)
     config, given, listing = with_chosen_weights(config, given, accelerator)
     # the time budget does not change the first epoch's images

@@ -7,17 +7,18 @@ settings + weights + data + devices -> resolve() -> final settings, splits
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.parser import changed_settings, default_run_folder
+from vit.config.parser import changed_settings, checked, default_run_folder, make_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
@@ -30,7 +31,12 @@ from vit.training.finetuning import complete_for_weights, wants_other_vocabulary
 from vit.training.linear_probe_init import init_head_from_probe
 from vit.training.loader_autotune import measured_workers, with_cache
 from vit.training.lr_schedule import total_steps
-from vit.training.plan import with_chosen_weights
+from vit.training.plan import (
+    is_planned,
+    plan_training,
+    summary_lines,
+    with_chosen_weights,
+)
 from vit.training.run_folder import (
     claim_folder,
     look_at_folder,
@@ -44,7 +50,7 @@ from vit.training.time_budget import TimeBudget, fit_time
 from vit.training.trackers import require_tracker
 from vit.training.trainer import Trainer, TrainingResult
 from vit.training.training_loaders import make_schedule
-from vit.training.training_progress import teller
+from vit.training.training_progress import notify, teller
 from vit.weights.load_model import describe_source, open_pretrained
 from vit.weights.pretrained import Pretrained
 from vit.weights.resolve_source import locate_weights
@@ -53,28 +59,28 @@ ECHO_SECONDS = 3.0
 
 
 def train(
-    config: Config,
+    config: Config | Mapping[str, Any],
     out: str | Path | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
     given: Sequence[str] | None = None,
     began: float | None = None,
-    listing: Listing | None = None,
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
 ) -> TrainingResult:
     """Train a network, and write a run folder.
 
     Args:
-        config: Settings; `config.data.data` names the images.
+        config: Settings; `config.data.data` names the images. Of a mapping, such as
+            {"data": "photos", "time": "20m"}, the plan decides the settings that are missing,
+            as in `vit train`.
         out: The run folder; `runs/<name of the data>` if omitted.
         resume: Continue from the newest checkpoint in `out`, or start if there is none.
         overwrite: Delete the run in `out` first.
         given: Names of the settings that the user chose; those that differ from their default if
             omitted. Pretrained weights and data may decide the others.
         began: Start of the time of `config.training.time`, by `time.monotonic`; now if omitted.
-        listing: `Plan.listing`, so that data listed for a plan are not listed again.
         resumed_by: The command and the folder that resume the run, if it is part of another
             command's work; `vit train` and `out` if omitted.
         report: Whether to choose thresholds and write report.html at the end.
@@ -83,7 +89,7 @@ def train(
         VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
-    given = changed_settings(config) if given is None else given
+    config, given, listing = resolve_plan(config, given)
     require_tracker(config.run.track)
     check_channels(config.model.channels)
     accelerator = make_accelerator(config.run)
@@ -123,6 +129,31 @@ def train(
         stack.callback(trainer.close)
         trainer.begin(resumed is not None, probed)
         return trainer.run_all()
+
+
+def resolve_plan(
+    config: Config | Mapping[str, Any], given: Sequence[str] | None = None
+) -> tuple[Config, Sequence[str], Listing | None]:
+    """Make a Config of settings; the plan decides those that are missing, where it applies.
+
+    Args:
+        config: The settings; a Config is returned unchanged.
+        given: As for `train`.
+
+    Returns:
+        The Config, the names of the chosen settings, and the data as listed for the plan, if any.
+    """
+    if isinstance(config, Config):
+        return config, changed_settings(config) if given is None else given, None
+    settings = checked(config)
+    given = [*settings] if given is None else given
+    if not is_planned(settings):
+        return make_config(settings), given, None
+    planned, plan = plan_training(settings)
+    if os.environ.get("RANK", "0") == "0":
+        for line in summary_lines(plan):
+            notify(line)
+    return planned, given, plan.listing
 
 
 @dataclass(kw_only=True)

@@ -162,7 +162,7 @@ def tune(
 
     Args:
         settings: Those that somebody chose, by name: `data` and `time` among them. None of them is
-            searched.
+            searched. A search that is resumed adds its own.
         out: The folder; `runs/<name of the data>-tune` where left out. The trained network is the
             run folder `best` in it.
         trials: How many settings are tried, the plan among them; by the time where left out.
@@ -174,9 +174,8 @@ def tune(
         VitError: Something the caller can mend: see the message.
     """
     began = time.monotonic() if began is None else began
-    values = checked(settings)
+    values, trials, folder = resumed_settings(checked(settings), out, trials, resume=resume)
     seconds = check_tunable(values, trials)
-    folder = Path(out or f"{default_run_folder(values['data'])}-tune")
     accelerator = make_accelerator(before_plan(values).run)
     tell = teller(accelerator)
     with shared_caches(), contextlib.ExitStack() as stack:
@@ -216,14 +215,35 @@ def tune(
     )
 
 
+def resumed_settings(
+    values: dict[str, Any], out: str | Path | None, trials: int | None, *, resume: bool
+) -> tuple[dict[str, Any], int | None, Path]:
+    """Settings and number of trials, completed by the search to resume, and its folder.
+
+    Raises:
+        ConfigError: `values` have no data, and there is no search to resume.
+        RunError: The record of the search is damaged.
+    """
+    if not (values.get("data") or (resume and out)):
+        raise ConfigError("data is missing: name a folder of images, a list or a known set")
+    folder = Path(out or f"{default_run_folder(values['data'])}-tune")
+    if resume and (folder / TUNE_FILE).is_file():
+        record = read_record(folder / TUNE_FILE)
+        values = {**record["settings"], **values}
+        trials = record["asked"] if trials is None else trials
+    if not values.get("data"):
+        raise ConfigError(
+            f"{printable(folder)}: no tuning to resume there; give the --out of one, or DATA"
+        )
+    return values, trials, folder
+
+
 def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
     """Seconds of a tuning with these settings.
 
     Raises:
         ConfigError: They leave nothing to tune, or need another command.
     """
-    if not values.get("data"):
-        raise ConfigError("data is missing: name a folder of images, a list or a known set")
     if not is_planned(values):
         raise ConfigError(
             "tuning begins with a plan, which chooses the network of a classifier: leave out "

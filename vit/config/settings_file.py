@@ -1,0 +1,101 @@
+"""Settings of a run from flags, a YAML file and the run that is resumed: flags come first."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vit.config.finetune_config import AUTO_WEIGHTS
+from vit.config.parser import all_settings, checked, default_run_folder, read_settings
+from vit.config.training_config import TIME_DECIDES
+from vit.errors import ConfigError, RunError, printable
+
+FOLDS_FILE = "folds.json"
+"""Record of a cross-validation, in the folder of its runs."""
+
+
+def collect_settings(
+    chosen: Mapping[str, Any],
+    *,
+    config: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    notify: Callable[[str], object] = lambda note: print(note, file=sys.stderr),
+) -> tuple[dict[str, Any], bool]:
+    """The settings in `chosen`, over those of a YAML file or of the run to resume.
+
+    Args:
+        chosen: Settings by name, as flags give them; may lack `data` if a run is resumed.
+        config: YAML file of settings.
+        out: Folder of the run to resume; `runs/<name of the data>` by default.
+        resume: Whether the settings stored in the run folder apply; `config` replaces them.
+        notify: Called with a note if a setting of the file was scaled.
+
+    Returns:
+        The checked settings, and whether a file or a run was read.
+
+    Raises:
+        ConfigError: A setting or the file cannot be used.
+        RunError: The record of a cross-validation is damaged.
+    """
+    chosen = checked(chosen)
+    data = chosen.get("data")
+    folder = Path(out or default_run_folder(data)) if resume and (out or data) else None
+    if config is None and folder is not None:
+        if (folder / FOLDS_FILE).is_file():
+            stored = checked(read_fold_settings(folder / FOLDS_FILE))
+            return {**stored, **_for_resumed_run(chosen, stored)}, True
+        if (folder / "config.yaml").is_file():
+            stored = _checked_file(folder / "config.yaml")
+            chosen.pop("time", None)  # the stored settings have the length that it led to
+            return {**stored, **_for_resumed_run(chosen, stored)}, True
+    if config is None:
+        return chosen, False
+    values = _checked_file(config)
+    if "time" in chosen and values.get("steps") is not None:  # another time decided them
+        values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
+    return {**values, **_scaled_warmup(values, chosen, notify), **chosen}, True
+
+
+def read_fold_settings(path: Path) -> dict[str, Any]:
+    """Settings in the record of a cross-validation.
+
+    Raises:
+        RunError: The record is damaged.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+
+
+def _checked_file(path: str | Path) -> dict[str, Any]:
+    try:
+        return checked(read_settings(path))
+    except ConfigError as error:
+        where = printable(path)
+        raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
+
+
+def _for_resumed_run(chosen: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`chosen` without `weights=auto` if the run has chosen its weights."""
+    known = chosen.get("weights") == AUTO_WEIGHTS and stored.get("weights") is not None
+    return {name: value for name, value in chosen.items() if not (known and name == "weights")}
+
+
+def _scaled_warmup(
+    values: Mapping[str, Any], chosen: Mapping[str, Any], notify: Callable[[str], object]
+) -> dict[str, float]:
+    """The warm-up of a file, scaled to fewer epochs; a chosen warm-up stays as it is."""
+    warmup, epochs = values.get("warmup_epochs"), chosen.get("epochs")
+    of = values.get("epochs", all_settings()["epochs"].default)
+    fixed = "warmup_epochs" in chosen or values.get("steps") is not None
+    if fixed or not warmup or epochs is None or not 0 < epochs < of:
+        return {}
+    scaled = round(warmup * epochs / of, 4)
+    notify(
+        f"note: warmup_epochs={scaled:g} instead of {warmup:g}: the file has it for {of:,} "
+        f"epochs, and --epochs is {epochs:,}"
+    )
+    return {"warmup_epochs": scaled}
