@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.text", "vit.version"}
 LEVEL_1 = {"vit.model", "vit.data", "vit.precision"}
-LEVEL_2 = {"vit.weights", "vit.evaluation", "vit.generation", "vit.exported", "vit.output"}
+LEVEL_2 = {
+    *("vit.weights", "vit.evaluation", "vit.tasks", "vit.generation"),
+    *("vit.exported", "vit.output"),
+}
 LEVEL_3 = {"vit.training", "vit.inference", "vit.export"}
 NUMERIC = {"torch", "numpy"}
 
@@ -35,6 +38,7 @@ ALLOWED = {
     },
     "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captions.tokenizer"},
     "vit.evaluation": {*NUMERIC, "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
+    "vit.tasks": {*NUMERIC, *LEVEL_0, *LEVEL_1, "vit.evaluation", "vit.generation"},
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vit.errors import WeightsError
+from vit.tasks.classification import Classification
 from vit.training.best_checkpoints import BestEpochs, average_best_epochs, average_weights
 from vit.training.final_report import read_events
 from vit.training.stop_signals import Interrupted
@@ -14,6 +15,8 @@ from vit.training.train import train
 from vit.training.validation import Validation
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
+
+RANK = Classification().rank
 
 
 def measured(top1):
@@ -25,7 +28,7 @@ def event(epoch: int, top1: float, loss: float = 1.0) -> dict:
 
 
 def test_the_best_are_kept_in_order(tmp_path):
-    best = BestEpochs(tmp_path, 2)
+    best = BestEpochs(tmp_path, 2, RANK)
     taken = [best.add(e) for e in (event(1, 0.5), event(2, 0.4), event(3, 0.4), event(4, 0.6))]
     assert taken == [True, True, False, True]  # of equal ones the earlier
     assert [e["epoch"] for e in best.events] == [4, 1]
@@ -34,7 +37,7 @@ def test_the_best_are_kept_in_order(tmp_path):
 
 
 def test_pruning_leaves_what_a_checkpoint_may_go_back_to(tmp_path):
-    best = BestEpochs(tmp_path, 2)
+    best = BestEpochs(tmp_path, 2, RANK)
     for epoch in (1, 2, 3):
         best.save(epoch, {"a": torch.zeros(1)})
     best.prune([event(3, 0.1)], [event(1, 0.1)])
@@ -65,7 +68,7 @@ def test_the_soup_is_the_greedy_one(tmp_path, seed):
     def score(point: torch.Tensor) -> float:
         return 1 / (1 + float(point.square().sum()))
 
-    best = BestEpochs(tmp_path, 5)
+    best = BestEpochs(tmp_path, 5, RANK)
     for index, point in enumerate(points):
         best.save(index + 1, {"w": point})
         best.add(event(index + 1, score(point)))
@@ -83,7 +86,7 @@ def test_the_soup_is_the_greedy_one(tmp_path, seed):
 
 def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[dict, float]:
     """The soup of epochs whose one weight is their number; `soups` gives accuracy by weight."""
-    best = BestEpochs(tmp_path, len(scores))
+    best = BestEpochs(tmp_path, len(scores, RANK))
     for epoch, top1 in enumerate(scores, 1):
         best.save(epoch, {"w": torch.tensor([float(epoch)])})
         best.add(event(epoch, top1))
@@ -108,7 +111,7 @@ def test_equal_epochs_are_tried_in_their_order(tmp_path):
 
 
 def test_weights_of_another_network_are_refused_by_name(tmp_path):
-    best = BestEpochs(tmp_path, 2)
+    best = BestEpochs(tmp_path, 2, RANK)
     for epoch in (1, 2):
         best.save(epoch, {"w": torch.zeros(epoch)})
         best.add(event(epoch, 1 - epoch / 10))

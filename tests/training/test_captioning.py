@@ -27,9 +27,8 @@ from vit.errors import BadImage, ConfigError, DataError
 from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
-from vit.training.captioning_task import is_chosen
+from vit.tasks.captioning import Captioning, CaptioningWithClasses, is_chosen
 from vit.training.checkpoint import find_checkpoints
-from vit.training.checkpoint_metric import ignored_images_note, rank
 from vit.training.data_setup import open_data
 from vit.training.setup import decoder_weights
 from vit.training.train import train as train_here
@@ -522,21 +521,23 @@ def test_a_list_of_the_wrong_shape_is_one_line(caption_config, list_of, tmp_path
 
 def test_a_decoder_that_does_not_look_is_named():
     seeing = {"val_loss": 1.0, "val_loss_shuffled": 1.5}
-    assert ignored_images_note({"val_loss": 1.0}) is None
-    assert ignored_images_note(seeing) is None
-    assert "ignores the images" in ignored_images_note({**seeing, "val_loss_shuffled": 1.005})
-    assert ignored_images_note({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
+    warning = Captioning().warning
+    assert warning(seeing) is None
+    assert "ignores the images" in warning({**seeing, "val_loss_shuffled": 1.005})
+    assert warning({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
     both = {"val_loss": 3.0, "val_caption_loss": 1.0, "val_loss_shuffled": 1.5}
-    assert ignored_images_note(both) is None
+    assert CaptioningWithClasses().warning(both) is None
 
 
 def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():
     low = {"val_loss": 1.0, "val_cider": 0.5}
+    rank = Captioning().rank
     assert rank({**low, "val_cider": 0.6, "val_loss": 2.0}) > rank(low)
     assert rank({**low, "val_loss": 0.9}) > rank(low)
     few = {**low, "val_images": 20}
     assert rank({**few, "val_loss": 0.9, "val_cider": 0.1}) > rank(few)
     both = {**low, "val_top1": 0.5}
+    rank = CaptioningWithClasses().rank
     assert rank({**both, "val_loss": 0.9, "val_cider": 0.1}) > rank(both)
 
 

@@ -15,13 +15,12 @@ from vit.config.parser import flatten, make_config
 from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
 from vit.inference.evaluate import evaluate
-from vit.training.checkpoint_metric import format_scores, rank
-from vit.training.class_balance import (
+from vit.tasks.class_balance import (
     ClassBalance,
     logit_adjusted_cross_entropy,
     weighted_cross_entropy,
 )
-from vit.training.classification_task import ClassTally
+from vit.tasks.classification import Classification, ClassTally
 from vit.training.finetuning import check_unused_settings
 from vit.training.train import train
 from vit.weights.model_card import best_event
@@ -116,7 +115,7 @@ def test_what_a_user_is_format_scores(kind, said):
 def test_a_tally_is_exact_in_any_parts_and_leaves_out_classes_without_images(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(21, 4, generator=generator)
-    monkeypatch.setattr("vit.training.classification_task.forward", lambda _run, images: images)
+    monkeypatch.setattr("vit.tasks.classification.forward", lambda _run, images: images)
     run = SimpleNamespace(
         dtype=torch.float32, config=SimpleNamespace(training=SimpleNamespace(balance="none"))
     )
@@ -135,10 +134,11 @@ def test_a_tally_is_exact_in_any_parts_and_leaves_out_classes_without_images(mon
 
 def test_an_event_says_by_what_the_best_epoch_is_chosen():
     event = {"val_loss": 1.0, "val_top1": 0.9, "val_balanced_accuracy": 0.6}
-    assert rank(event) == (0.9, -1.0)
-    assert rank({**event, "chosen_by": "val_balanced_accuracy"}) == (0.6, -1.0)
-    assert format_scores(event) == "val top-1 90.00%  balanced 60.00%"
-    assert format_scores({**event, "val_balanced_accuracy": 0.89}) == "val top-1 90.00%"
+    task = Classification()
+    assert task.rank(event) == (0.9, -1.0)
+    assert task.rank({**event, "chosen_by": "val_balanced_accuracy"}) == (0.6, -1.0)
+    assert task.format_scores(event) == "val top-1 90.00%  balanced 60.00%"
+    assert task.format_scores({**event, "val_balanced_accuracy": 0.89}) == "val top-1 90.00%"
 
 
 @pytest.mark.auto_precision

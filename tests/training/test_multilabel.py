@@ -15,9 +15,9 @@ from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError
 from vit.evaluation.multilabel_metrics import f1_scores
 from vit.inference.evaluate import evaluate
-from vit.training.checkpoint_metric import rank
+from vit.tasks.losses import smoothed_binary_cross_entropy
+from vit.tasks.multilabel import MultiLabel
 from vit.training.final_report import read_events
-from vit.training.losses import smoothed_binary_cross_entropy
 from vit.training.train import train
 from vit.weights import saved_model
 from vit.weights.saved_model import load_run
@@ -79,7 +79,7 @@ def test_epochs_are_ranked_by_mean_average_precision():
     events = [{"val_map": 0.5, "val_loss": 9.0}, {"val_map": 0.4, "val_loss": 1.0}]
     events.append({"val_map": 0.5, "val_loss": 8.0})
     events = [{**event, "chosen_by": "val_map"} for event in events]
-    assert sorted(events, key=rank, reverse=True) == [events[2], events[0], events[1]]
+    assert sorted(events, key=MultiLabel().rank, reverse=True) == [events[2], events[0], events[1]]
 
 
 @pytest.mark.parametrize("name", ["task", "method"])

@@ -14,7 +14,8 @@ import vit
 from tests.training.children import Job, hold
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.training import checkpoint, classification_task, training_loop
+from vit.tasks import classification
+from vit.training import checkpoint, training_loop
 from vit.training.checkpoint import find_checkpoints
 from vit.training.run_folder import Metrics, clear
 from vit.training.stop_signals import Interrupted
@@ -114,8 +115,8 @@ def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monk
             os.kill(os.getpid(), signal.SIGINT)
         return original(logits, labels)
 
-    original = classification_task.loss_and_correct
-    monkeypatch.setattr("vit.training.classification_task.loss_and_correct", loss_and_correct)
+    original = classification.loss_and_correct
+    monkeypatch.setattr("vit.tasks.classification.loss_and_correct", loss_and_correct)
     with pytest.raises(Interrupted) as stopped:
         train(whole, tmp_path / "parts")
     assert stopped.value.exit_code == 130

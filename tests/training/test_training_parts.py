@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vit.config import TrainingConfig
 from vit.config.parser import make_config
 from vit.errors import ConfigError
+from vit.tasks.losses import smoothed_cross_entropy
 from vit.training.ema import ExponentialMovingAverage, swapped_weights
-from vit.training.losses import smoothed_cross_entropy
 from vit.training.lr_schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
 from vit.training.optimizers import layer_of, make_optimizer, parameter_groups, set_lr
 from vit.training.setup import make_training

@@ -3,9 +3,9 @@
 import argparse
 import re
 import typing
-from typing import Any, Literal
+from typing import Any
 
-from vit.config.parser import Setting, all_settings
+from vit.config.parser import Setting, all_settings, choices_of
 from vit.config.presets import preset
 
 # flags with another name in vit.generation.generation_config.Search: --top-k is that of classes
@@ -199,14 +199,6 @@ def default_text(setting: Setting) -> str:
         return ""
     number = isinstance(setting.default, float)
     return f" (default: {setting.default:.4g})" if number else f" (default: {setting.default})"
-
-
-def choices_of(kind: Any) -> tuple[str, ...]:
-    """The choices of a Literal type; none for other types."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is Literal:
-            return typing.get_args(option)
-    return ()
 
 
 def value_count(kind: Any) -> int:

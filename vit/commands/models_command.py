@@ -7,8 +7,8 @@ import typing
 from fnmatch import fnmatch
 from typing import Any
 
-from vit.commands.command_options import choices_of, is_comma_separated
-from vit.config.parser import TYPE_NAMES, Setting, all_settings, nearest
+from vit.commands.command_options import is_comma_separated
+from vit.config.parser import TYPE_NAMES, Setting, all_settings, choices_of, nearest
 from vit.config.presets import PRESETS, preset
 from vit.errors import ConfigError, printable
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -45,7 +45,8 @@ def all_settings() -> dict[str, Setting]:
     """Every setting by name, in the order of the sections and their fields."""
     found: dict[str, Setting] = {}
     for section, kind in SECTIONS.items():
-        hints, docs = typing.get_type_hints(kind), field_docs(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
+        docs = field_docs(kind)
         for field in dataclasses.fields(kind):
             assert field.name not in found, f"two settings are called {field.name}"
             aliases = field.metadata.get("aliases", ())
@@ -162,6 +163,16 @@ def _default_model() -> str:
     return str(all_settings()["model"].default)
 
 
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The values of a Literal, or the keys of the table that annotates a type; else none."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is Literal:
+            return typing.get_args(option)
+        if typing.get_origin(option) is Annotated:
+            return tuple(option.__metadata__[0])
+    return ()
+
+
 def convert(kind: Any, value: Any, name: str) -> Any:
     """Check `value`, from a file or typed as a flag, against the annotation `kind`.
 
@@ -172,8 +183,8 @@ def convert(kind: Any, value: Any, name: str) -> Any:
         if value in (None, "none", "auto", ["none"]):
             return None
         return convert(typing.get_args(kind)[0], value, name)
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
+    if typing.get_origin(kind) in (Literal, Annotated):
+        choices = choices_of(kind)
         if value not in choices:
             hint = nearest(str(value), choices)
             raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}{hint}")

@@ -2,12 +2,19 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from vit.config.config_section import Section, setting
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
 SECONDS = {"s": 1, "m": 60, "h": 3600}
+TASKS: dict[str, str] = {
+    "classify": "vit.tasks.classification:Classification",
+    "multilabel": "vit.tasks.multilabel:MultiLabel",
+    "caption": "vit.tasks.captioning:Captioning",
+    "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
+}
+"""Value of the setting `task` -> module and class that implements it."""
 # settings that `time` decides
 TIME_DECIDES = (
     *("epochs", "steps", "epoch_steps", "warmup_epochs", "growth_epochs"),
@@ -19,7 +26,7 @@ TIME_DECIDES = (
 class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
-    task: Literal["classify", "multilabel", "caption", "classify,caption"] = "classify"
+    task: Annotated[str, TASKS] = "classify"
     """What the network learns: one class an image, any number of them, captions, or two tasks."""
     model: str = "vit_tiny_patch16_224"
     """Preset that gives the model settings not set otherwise; `vit models` lists them."""

@@ -20,9 +20,9 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
+from vit.tasks.task import get_task
 from vit.training.batch_norm_statistics import local_batch_norm
 from vit.training.dry_run import forget, largest, rehearse
-from vit.training.training_loaders import label_width
 from vit.training.training_loop import TrainingState, clip_gradients, forward_losses, objective
 
 Notify = Callable[[str], None]
@@ -212,7 +212,7 @@ def random_batch(config: Config, size: int) -> Batch:
     model, decoder = config.model, config.decoder
     shape = (size, model.channels, model.image_size, model.image_size)
     indices = torch.arange(size)
-    width = label_width(config)
+    width = get_task(config.training.task).label_width(config)
     one = torch.randint(0, max(model.num_classes, 1), (size,))
     return Batch(
         images=torch.randint(0, 256, shape, dtype=torch.uint8),

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from vit.training.checkpoint import require_same
-from vit.training.checkpoint_metric import rank
 from vit.training.run_folder import BEST
 from vit.training.validation import Validation
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
 Event = dict[str, Any]
+Rank = Callable[[Mapping[str, Any]], tuple[float, float]]
 Evaluate = Callable[[Mapping[str, Tensor]], Validation | None]
 
 
@@ -33,11 +33,13 @@ class BestEpochs:
     Args:
         folder: The run folder.
         keep: Number of epochs whose weights are kept; the best one's are in model.safetensors too.
+        rank: Sort key of the events of epochs, higher is better.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, rank: Rank) -> None:
         self.folder = folder / BEST
         self.keep = keep
+        self.rank = rank
         self.events: list[Event] = []
 
     @property
@@ -47,7 +49,7 @@ class BestEpochs:
 
     def add(self, event: Event) -> bool:
         """Add the event of an epoch; returns whether it is among the best (ties: the earlier)."""
-        self.events = sorted([*self.events, event], key=rank, reverse=True)[: self.keep]
+        self.events = sorted([*self.events, event], key=self.rank, reverse=True)[: self.keep]
         return any(each is event for each in self.events)
 
     def restore(self, state: Sequence[Event]) -> None:
@@ -120,9 +122,9 @@ def average_best_epochs(
         if measured is None:
             return None
         scores = measured.scores
-        if rank(scores) >= rank(event):
+        if best.rank(scores) >= best.rank(event):
             members, chosen, event = tried, weights, scores
-    better = len(members) > 1 and rank(event) > rank(best.first)
+    better = len(members) > 1 and best.rank(event) > best.rank(best.first)
     if not better:
         chosen = best.load(best.first["epoch"])
     return {"event": "soup", "epochs": sorted(members), **event, "better": better}, chosen

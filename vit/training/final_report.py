@@ -35,11 +35,11 @@ from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.captioner import Captioner
 from vit.precision import autocast
+from vit.tasks.captioning import Captioning, is_chosen, target_words
 from vit.text import join_names
-from vit.training.captioning_task import Captioning, is_chosen, target_words
 from vit.training.devices import inference_precision
 from vit.training.stop_signals import Interrupted
-from vit.training.training_loaders import caption_ids_of, label_width, micro_batch_size, num_workers
+from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_loop import TrainingState
 from vit.training.training_progress import notify
 from vit.weights.saved_model import LoadedRun, load_run, set_thresholds
@@ -141,7 +141,7 @@ def evaluation_batches(
         workers=num_workers(run),
         pin_memory=device.type == "cuda",
         caption_ids=caption_ids_of(run, samples),
-        classes=label_width(run.config),
+        classes=run.task.label_width(run.config),
     )
     try:
         for batch in loader:

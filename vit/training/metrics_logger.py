@@ -7,7 +7,6 @@ from typing import Any
 
 from vit.config.parser import flatten
 from vit.errors import BadImage, quoted
-from vit.training.checkpoint_metric import format_result, format_scores, ignored_images_note
 from vit.training.collectives import on_main
 from vit.training.loader_autotune import data_wait_note
 from vit.training.moe_losses import expert_imbalance
@@ -101,10 +100,10 @@ class MetricsLogger:
         self.notify(
             f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
-            f"{format_scores(event)}{' *' if best else '  '}  "
+            f"{self.run.task.format_scores(event)}{' *' if best else '  '}  "
             f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
         )
-        note = ignored_images_note(event)
+        note = self.run.task.warning(event)
         if note is not None and not self.noted_ignored_images:  # once in a row
             self.notify(note)
         self.noted_ignored_images = note is not None
@@ -118,7 +117,7 @@ class MetricsLogger:
         self._write(event)
         members = ", ".join(map(str, event["epochs"]))
         worse = "" if event["better"] else ": not better than the best epoch, which stays"
-        self.notify(f"soup of epochs {members}: {format_result(event)}{worse}")
+        self.notify(f"soup of epochs {members}: {self.run.task.format_result(event)}{worse}")
 
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()
@@ -138,7 +137,7 @@ class MetricsLogger:
         if (note := expert_imbalance(routers)) is not None:
             self.notify(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
-        self.notify(f"best: {what}, {format_result(chosen)} of {images} images")
+        self.notify(f"best: {what}, {self.run.task.format_result(chosen)} of {images} images")
         self.notify(f"now: vit predict {quoted(self.folder)} IMAGE...")
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.data.archives import relative
-from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
@@ -19,19 +18,16 @@ from vit.data.random_seed import random_seed
 from vit.model.build import build_captioner, build_classifier
 from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import format_parameters
+from vit.tasks.task import get_task
+from vit.text import format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
 from vit.training.caption_vocabulary import caption_summary
-from vit.training.captioning_task import Captioning
-from vit.training.class_balance import ClassBalance, notes
-from vit.training.classification_task import Classification, Task
 from vit.training.devices import arithmetic
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.finetuning import apply_finetune_method
 from vit.training.fsdp import is_sharded, require_shardable
 from vit.training.lr_schedule import learning_rate
-from vit.training.multilabel_task import MultiLabel
 from vit.training.optimizers import make_optimizer
 from vit.training.stop_signals import Interruption
 from vit.training.training_loop import TrainingState
@@ -155,7 +151,7 @@ def make_training(
         average=average,
         preprocessing=Preprocessing.from_config(config.data, config.model.image_size),
         lr_at=learning_rate(training, epoch_steps=epoch_steps, total=total_steps),
-        task=make_task(config, splits),
+        task=get_task(training.task).with_data(config, splits),
         tokenizer=None if splits is None else splits.tokenizer,
         cache=None if splits is None else splits.cache,
         failed={} if failed is None else failed,
@@ -164,23 +160,6 @@ def make_training(
     if workers_for is not None and splits is not None:
         state.workers = workers_for(state, splits.train)
     return state
-
-
-def make_task(config: Config, splits: Splits | None) -> Task:
-    """The task: loss and validation metrics."""
-    if config.training.multilabel:
-        return MultiLabel()
-    if not config.training.captions:
-        if config.training.balance == "none" or splits is None:
-            return Classification()
-        return Classification(ClassBalance.of(config, splits.train))
-    assert splits is not None, "captions are learned from data"
-    assert splits.tokenizer is not None, "the data have no tokenizer"
-    assert config.decoder.caption_tokens is not None, "the data completes it"
-    captions = [sample.captions for sample in splits.train]
-    ids = CaptionIds(captions, splits.tokenizer, config.decoder.caption_tokens)
-    classifies = config.training.classifies
-    return Captioning(splits.tokenizer, mean_tokens=ids.mean_tokens, classifies=classifies)
 
 
 def raise_recompile_limit(count: int) -> None:
@@ -250,5 +229,17 @@ def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]
         f"{size} parameters{sharded}, {config.model.image_size} px, "
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
         f"{steps_line(config, splits, total_steps)}",
-        *notes(config, splits),
+        *run.task.notes(config, splits),
+        *repeats_note(config),
+    ]
+
+
+def repeats_note(config: Config) -> list[str]:
+    """A log line about repeated augmentation, if it is used."""
+    repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
+    if repeats == 1:
+        return []
+    return [
+        f"note: repeats={repeats}: a batch has {plural(share, 'image')} {repeats} times, and "
+        f"an epoch sees 1/{repeats} of them, others every time"
     ]

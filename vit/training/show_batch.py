@@ -19,8 +19,8 @@ from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError, printable
+from vit.tasks.task import mixed
 from vit.text import plural
-from vit.training.classification_task import mixed
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
 from vit.training.dry_run import rehearse

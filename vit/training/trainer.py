@@ -93,7 +93,7 @@ class Trainer:
         self.elapsed = 0.0  # from the first step to the end of the last epoch
         self.epoch = 0  # epochs recorded so far
         self.part = {"images": 0, "loss_sum": 0.0}  # of the epoch in progress
-        self.best = BestEpochs(folder, run.config.run.keep_best)
+        self.best = BestEpochs(folder, run.config.run.keep_best, run.task.rank)
         self.logger = MetricsLogger(run, folder)
         self.checkpoints = CheckpointManager(
             run, folder, splits.classes, self.best, self.logger.metrics

@@ -80,7 +80,7 @@ def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLo
         pin_memory=accelerator.device.type == "cuda",
         caption_ids=caption_ids_of(run, samples),
         cache=run.cache,
-        classes=label_width(run.config),
+        classes=run.task.label_width(run.config),
     )
 
 
@@ -102,7 +102,7 @@ def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> Evaluati
         on_bad_image="skip",  # collected; the loop decides on all processes alike
         pin_memory=accelerator.device.type == "cuda",
         caption_ids=caption_ids_of(run, samples),
-        classes=label_width(run.config),
+        classes=run.task.label_width(run.config),
     )
 
 
@@ -113,11 +113,6 @@ def caption_ids_of(run: TrainingState, samples: Sequence[Sample]) -> CaptionIds 
     most = run.config.decoder.caption_tokens
     assert most is not None, "the data completes it"
     return CaptionIds([sample.captions for sample in samples], run.tokenizer, most)
-
-
-def label_width(config: Config) -> int | None:
-    """Width of multi-hot label rows; None if an image has one class."""
-    return config.model.num_classes if config.training.multilabel else None
 
 
 def micro_batch_size(run: TrainingState) -> int:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +24,10 @@ from vit.data.random_seed import random_seed
 from vit.errors import BadImage, RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.classification_task import Classification, Task
-from vit.training.collectives import everyones
+from vit.tasks.classification import Classification
+from vit.tasks.task import Task
+from vit.training.batch_norm_statistics import frozen_running_stats
+from vit.training.collectives import everyones, on_main
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.fsdp import full_tensor
 from vit.training.moe_losses import router_losses
@@ -34,6 +36,7 @@ from vit.training.stop_signals import Interruption
 from vit.training.training_progress import Progress
 
 MIN_LOSS_SCALE = 1e-4
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -71,6 +74,23 @@ class TrainingState:
     def dtype(self) -> torch.dtype:
         """Dtype of images, weights and losses."""
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Compute in the precision of the training."""
+        context: contextlib.AbstractContextManager[None] = self.accelerator.autocast()
+        return context
+
+    def frozen_running_stats(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the network's running statistics as they are."""
+        return frozen_running_stats(self.network)
+
+    def gather(self, mine: list[T]) -> list[T]:
+        """Concatenate the lists of all processes."""
+        return everyones(mine)
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """Call `act` on the main process, and return its result on all."""
+        return on_main(self.accelerator, act)
 
 
 class Step(NamedTuple):

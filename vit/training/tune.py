@@ -45,7 +45,6 @@ from vit.evaluation.tune_report import (
 )
 from vit.text import format_duration, percent
 from vit.training.checkpoint import CHECKPOINTS
-from vit.training.checkpoint_metric import rank
 from vit.training.collectives import on_main
 from vit.training.devices import make_accelerator
 from vit.training.dry_run import largest
@@ -821,9 +820,7 @@ def result_rank(result: Mapping[str, Any]) -> tuple[float, float]:
     """What a better trial has more of; one that failed has least."""
     if "error" in result:
         return -math.inf, -math.inf
-    measure = f"val_{result['measure']}"
-    event = {f"val_{name}": value for name, value in result["scores"].items()}
-    return rank({**event, "chosen_by": measure})
+    return result["score"], -result["scores"]["loss"]
 
 
 def ranked(record: Mapping[str, Any], rung: int) -> list[dict[str, Any]]:

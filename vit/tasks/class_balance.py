@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.data.dataset_types import Sample, Splits
+from vit.data.dataset_types import Sample
 from vit.errors import printable
+from vit.tasks.losses import smoothed_cross_entropy
 from vit.text import plural
-from vit.training.losses import smoothed_cross_entropy
 
 RARE = 10
 """Times an epoch that the sampler shows an image, from which on it is told as a warning."""
@@ -128,16 +128,3 @@ def logit_adjusted_cross_entropy(
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     spread = (1 - smoothing) * targets + smoothing * prior.to(targets)
     return smoothed_cross_entropy(logits + prior.log().to(logits), spread, smoothing=0.0)
-
-
-def notes(config: Config, splits: Splits) -> list[str]:
-    """What a user is told of how often images are seen, safe on a terminal."""
-    unequal = config.training.balance != "none"
-    told = ClassBalance.of(config, splits.train).notes(splits.classes) if unequal else []
-    repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
-    if repeats > 1:
-        told.append(
-            f"note: repeats={repeats}: a batch has {plural(share, 'image')} {repeats} times, and "
-            f"an epoch sees 1/{repeats} of them, others every time"
-        )
-    return told

@@ -11,28 +11,31 @@ and class on each process.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.evaluation.multilabel_metrics import average_precisions, f1_scores, mean_of_known
-from vit.training.classification_task import forward, mixed
-from vit.training.collectives import everyones, on_main
-from vit.training.losses import smoothed_binary_cross_entropy
-
-if TYPE_CHECKING:
-    from vit.training.training_loop import TrainingState
+from vit.tasks.losses import smoothed_binary_cross_entropy
+from vit.tasks.task import Event, Task, TrainingRun, forward, mixed
 
 
-class MultiLabel:
+class MultiLabel(Task):
     """Multi-label classification, with MixUp and CutMix."""
 
-    def loss(self, run: "TrainingState", batch: Batch, images: Tensor, epoch: int) -> Tensor:
+    metric = "val_map"
+
+    def label_width(self, config: Config) -> int | None:
+        """One column a class."""
+        return config.model.num_classes
+
+    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
         targets = batch.labels.to(images.device, non_blocking=True).to(images.dtype)
         images, targets = mixed(run, batch, images, targets, epoch)
@@ -43,6 +46,10 @@ class MultiLabel:
     def tally(self, samples: Sequence[Sample]) -> "MultiLabelTally":
         """Start a validation on `samples`."""
         return MultiLabelTally(samples)
+
+    def format_scores(self, event: Event) -> str:
+        """Mean average precision and F1."""
+        return f"val mAP {event['val_map']:.2%}  F1 {event['val_f1']:.2%}"
 
 
 class MultiLabelTally:
@@ -57,18 +64,18 @@ class MultiLabelTally:
         self.sums = torch.zeros(2, dtype=torch.float64)
         self.outputs: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, run: "TrainingState", batch: Batch, images: Tensor) -> None:
+    def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
         self.sums += summed_loss(logits, batch.labels)
         self.outputs.append((batch.indices, logits))
 
-    def scores(self, run: "TrainingState", totals: Sequence[float]) -> dict[str, Any]:
+    def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss, mean average precision and F1."""
         loss, count = totals
         # one pair of tensors per process: gathering many small ones is slow
         mine = [tuple(torch.cat(parts) for parts in zip(*self.outputs, strict=True))]
-        found = everyones([one for one in mine if one])
+        found = run.gather([one for one in mine if one])
 
         def score() -> dict[str, float]:
             indices, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -80,7 +87,7 @@ class MultiLabelTally:
                 "val_f1": mean_of_known(f1_scores(logits >= 0, targets)),
             }
 
-        scores = on_main(run.accelerator, score)
+        scores = run.on_main(score)
         return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
 
 

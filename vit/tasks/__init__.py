@@ -1,0 +1,1 @@
+"""Tasks: what a network learns, with its loss, metrics, reports and answers."""
