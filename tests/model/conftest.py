@@ -1,9 +1,13 @@
-"""What the tests of the network leave behind."""
+"""Fixtures of the network's tests."""
 
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
+
+from vit.model.attention import CrossAttention
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +16,31 @@ def _forget_graphs():
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """float64 as the default type."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def cross_attention_like() -> Callable[[nn.MultiheadAttention, int], CrossAttention]:
+    """Makes a CrossAttention with the weights of torch's attention: (attention, memory_dim)."""
+
+    def make(theirs: nn.MultiheadAttention, memory_dim: int) -> CrossAttention:
+        dim = theirs.embed_dim
+        ours = CrossAttention(dim, theirs.num_heads, memory_dim=memory_dim).eval()
+        weights = (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
+        query, key, value = theirs.in_proj_weight.chunk(3) if weights[0] is None else weights
+        nn.init.normal_(theirs.in_proj_bias)
+        nn.init.normal_(theirs.out_proj.bias)
+        ours.q.weight.data, ours.kv.weight.data = query.data, torch.cat([key, value]).data
+        ours.q.bias.data, ours.kv.bias.data = theirs.in_proj_bias.data.split([dim, 2 * dim])
+        ours.proj.load_state_dict(theirs.out_proj.state_dict())
+        return ours
+
+    return make

@@ -1,4 +1,4 @@
-"""Attention against PyTorch's own, the two ways of computing it against each other."""
+"""Attention against PyTorch's own, and its two implementations against each other."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 from vit.model import attention as module
 from vit.model.attention import (
     AttentionContext,
+    CrossAttention,
     SelfAttention,
     attention_weights,
     dot_product_attention,
@@ -17,6 +18,8 @@ from vit.model.attention import (
 from vit.model.attention_maps import AttentionRecorder
 
 BATCH, TOKENS, DIM, HEADS = 2, 7, 32, 4
+TEXT, MEMORY = 5, 7
+EXACT = {"rtol": 0, "atol": 1e-10}
 
 
 @pytest.fixture
@@ -175,8 +178,82 @@ def test_what_is_kept_for_backward_grows_with_the_tokens_or_with_their_square(wa
     assert largest[1] == growth * largest[0]
 
 
-def test_refuses_heads_that_do_not_fit():
+def test_self_attention_refuses_heads_that_do_not_divide_the_width():
     with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
         SelfAttention(30, 4)
     with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
         SelfAttention(32, 4, num_kv_heads=3)
+
+
+def attend(attention: CrossAttention, x: Tensor, memory: Tensor, **context) -> Tensor:
+    return attention(x, AttentionContext(memory_kv=attention.project_kv(memory), **context))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("memory_dim", [DIM, 20])
+def test_cross_attention_equals_torch_in_values_and_gradients(memory_dim, cross_attention_like):
+    other = None if memory_dim == DIM else memory_dim
+    theirs = nn.MultiheadAttention(DIM, HEADS, kdim=other, vdim=other, batch_first=True).eval()
+    ours = cross_attention_like(theirs, memory_dim)
+    x, memory = torch.randn(BATCH, TEXT, DIM), torch.randn(BATCH, MEMORY, memory_dim)
+    x.requires_grad_()
+    memory.requires_grad_()
+    expected, weights = theirs(x, memory, memory, average_attn_weights=False)
+    recorder = AttentionRecorder()
+    torch.testing.assert_close(attend(ours, x, memory), expected, **EXACT)
+    torch.testing.assert_close(attend(ours, x, memory, attention_fn=recorder), expected, **EXACT)
+    torch.testing.assert_close(recorder.maps, [weights], **EXACT)
+    seed = torch.randn_like(expected)
+    gradients = torch.autograd.grad(attend(ours, x, memory), (x, memory), seed)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, (x, memory), seed), **EXACT)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_shared_heads_of_cross_attention_equal_repeated_heads(kv_heads):
+    few = CrossAttention(DIM, HEADS, memory_dim=20, num_kv_heads=kv_heads)
+    many = CrossAttention(DIM, HEADS, memory_dim=20)
+    state = few.state_dict()
+    for name in ("kv.weight", "kv.bias"):
+        heads = state[name].unflatten(0, (2, kv_heads, DIM // HEADS))
+        state[name] = heads.repeat_interleave(HEADS // kv_heads, dim=1).flatten(0, 2)
+    many.load_state_dict(state)
+    x, memory = torch.randn(BATCH, TEXT, DIM), torch.randn(BATCH, MEMORY, 20)
+    torch.testing.assert_close(attend(few, x, memory), attend(many, x, memory), **EXACT)
+    assert few.project_kv(memory)[0].shape == (BATCH, kv_heads, MEMORY, DIM // HEADS)
+
+
+@pytest.mark.usefixtures("float64")
+def test_cross_attention_normalises_queries_and_keys_of_each_head():
+    plain = CrossAttention(DIM, HEADS, memory_dim=DIM)
+    normed = CrossAttention(
+        DIM, HEADS, memory_dim=DIM,
+        q_norm=nn.LayerNorm(DIM // HEADS), k_norm=nn.LayerNorm(DIM // HEADS),
+    )  # fmt: skip
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    x, memory = torch.randn(BATCH, TEXT, DIM), torch.randn(BATCH, MEMORY, DIM)
+    recorder = AttentionRecorder()
+    attend(normed, x, memory, attention_fn=recorder)
+    query, (key, _) = plain.q(x), plain.project_kv(memory)
+    query = query.unflatten(2, (HEADS, -1)).transpose(1, 2)
+    query, key = (nn.functional.layer_norm(part, (DIM // HEADS,)) for part in (query, key))
+    expected = (query @ key.mT / (DIM // HEADS) ** 0.5).softmax(-1)
+    torch.testing.assert_close(recorder.maps, [expected], **EXACT)
+
+
+@pytest.mark.usefixtures("float64")
+def test_dropout_of_cross_attention_acts_only_in_training():
+    x, memory = torch.randn(BATCH, TEXT, DIM), torch.randn(BATCH, MEMORY, DIM)
+    for part in ("attention_dropout", "dropout"):
+        attention = CrossAttention(DIM, HEADS, memory_dim=DIM, **{part: 0.5})
+        assert not torch.equal(attend(attention, x, memory), attend(attention, x, memory))
+        attention.eval()
+        assert torch.equal(attend(attention, x, memory), attend(attention, x, memory))
+
+
+@pytest.mark.usefixtures("float64")
+def test_cross_attention_refuses_heads_that_do_not_divide_the_width():
+    with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
+        CrossAttention(30, 4, memory_dim=32)
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
+        CrossAttention(32, 4, memory_dim=32, num_kv_heads=3)

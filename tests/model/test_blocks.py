@@ -1,26 +1,26 @@
-"""Norms, feed-forwards, blocks and patches against torch's and timm's."""
+"""Blocks against torch's and timm's."""
 
 from functools import partial
 
 import pytest
-import timm.layers
 import torch
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
 
 from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.blocks import (
+    DecoderBlock,
     DropPath,
     LayerScale,
     ParallelBlock,
     PostNormBlock,
+    PostNormDecoderBlock,
     PreNormBlock,
+    PreNormDecoderBlock,
     SandwichNormBlock,
 )
-from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
-from vit.model.patch_embed import PatchEmbedding
-from vit.model.pooling import ClassTokenPooling, MeanPooling
-from vit.model.rms_norm import RMSNorm
+from vit.model.decoder import causal_mask
+from vit.model.mlp import MLP
 
 DIM, HEADS, HIDDEN = 32, 4, 48
 NORM = partial(nn.LayerNorm, eps=1e-6)
@@ -34,53 +34,6 @@ def seeded() -> None:
 @pytest.fixture
 def tokens() -> torch.Tensor:
     return torch.randn(3, 7, DIM)
-
-
-@pytest.mark.parametrize("reference", [nn.RMSNorm(DIM, eps=1e-6), timm.layers.RmsNorm(DIM)])
-def test_rmsnorm_equals_the_others(reference, tokens):
-    norm = RMSNorm(DIM)
-    nn.init.normal_(norm.weight)
-    reference.load_state_dict(norm.state_dict())
-    torch.testing.assert_close(norm(tokens), reference(tokens))
-
-
-def test_rmsnorm_keeps_the_type_and_computes_in_float32():
-    norm = RMSNorm(2)
-    large = torch.tensor([3e4, 4e4], dtype=torch.float16)  # its square has no float16
-    assert norm(large).dtype == torch.float16
-    torch.testing.assert_close(norm(large), torch.tensor([0.8485, 1.1312], dtype=torch.float16))
-
-
-def test_swiglu_equals_timm(tokens):
-    ours, theirs = SwiGLU(DIM, HIDDEN), timm.layers.SwiGLU(DIM, HIDDEN)
-    theirs.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(ours(tokens), theirs(tokens))
-
-
-def test_packed_swiglu_equals_timm_and_the_separate_one(tokens):
-    ours = PackedSwiGLU(DIM, HIDDEN)
-    theirs = timm.layers.SwiGLUPacked(DIM, 2 * HIDDEN)
-    theirs.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(ours(tokens), theirs(tokens))
-    separate = SwiGLU(DIM, HIDDEN)
-    gate, value = (linear.chunk(2) for linear in (ours.fc1.weight, ours.fc1.bias))
-    halves = zip(gate, value, strict=True)
-    for linear, (weight, bias) in zip((separate.fc1_g, separate.fc1_x), halves, strict=True):
-        linear.weight.data, linear.bias.data = weight.data, bias.data
-    separate.fc2.load_state_dict(ours.fc2.state_dict())
-    torch.testing.assert_close(ours(tokens), separate(tokens))
-
-
-def test_mlp_equals_timm(tokens):
-    ours, theirs = MLP(DIM, HIDDEN), timm.layers.Mlp(DIM, HIDDEN)
-    theirs.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(ours(tokens), theirs(tokens))
-
-
-def test_quick_gelu_equals_timm(tokens):
-    torch.testing.assert_close(
-        QuickGELU()(tokens), timm.layers.get_act_layer("quick_gelu")()(tokens)
-    )
 
 
 @pytest.mark.parametrize("kind", [PreNormBlock, PostNormBlock])
@@ -188,31 +141,41 @@ def test_layer_scale_scales_channels(tokens):
     torch.testing.assert_close(scale(tokens), tokens / 2)
 
 
-def test_patch_embedding_equals_the_convolution():
-    embed = PatchEmbedding(3, 4, DIM)
-    conv = nn.Conv2d(3, DIM, 4, stride=4)
-    conv.weight.data = embed.proj.weight.data.reshape(DIM, 3, 4, 4)
-    conv.bias.data = embed.proj.bias.data
-    images = torch.randn(2, 3, 8, 12)
-    patches, grid = embed(images)
-    torch.testing.assert_close(patches, conv(images).flatten(2).transpose(1, 2))
-    assert grid == (2, 3)
-
-
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((1, 3, 8, 10), "width=10 is not a multiple of patch_size=4; resize or pad the images"),
-        ((1, 3, 7, 8), "height=7 is not a multiple"),
-        ((1, 3, 0, 8), "height=0 is not a multiple"),
-        ((1, 4, 8, 8), "images have 4 channels; this network takes 3"),
-    ],
+    ("kind", "norm_first"), [(PreNormDecoderBlock, True), (PostNormDecoderBlock, False)]
 )
-def test_patch_embedding_refuses_other_images(shape, message):
-    with pytest.raises(ValueError, match=message):
-        PatchEmbedding(3, 4, DIM)(torch.zeros(shape))
-
-
-def test_pooling_reads_what_it_says(tokens):
-    assert torch.equal(ClassTokenPooling()(tokens, AttentionContext()), tokens[:, 0])
-    torch.testing.assert_close(MeanPooling(2)(tokens, AttentionContext()), tokens[:, 2:].mean(1))
+def test_decoder_blocks_equal_torch_s_decoder_layer(
+    kind: type[DecoderBlock], norm_first: bool, cross_attention_like
+):
+    theirs = nn.TransformerDecoderLayer(
+        DIM, HEADS, HIDDEN, activation="gelu", batch_first=True, norm_first=norm_first
+    ).eval()
+    for name, parameter in theirs.named_parameters():
+        nn.init.normal_(parameter, mean=float(".norm" in f".{name}"), std=0.3)
+    attention = SelfAttention(DIM, HEADS)
+    ours = kind(
+        attention,
+        MLP(DIM, HIDDEN),
+        cross_attn=cross_attention_like(theirs.multihead_attn, DIM),
+        norm=lambda: nn.LayerNorm(DIM),
+        scales=(nn.Identity(), nn.Identity(), nn.Identity()),
+    ).eval()
+    attention.qkv.weight.data = theirs.self_attn.in_proj_weight.data
+    attention.qkv.bias.data = theirs.self_attn.in_proj_bias.data
+    pairs = {
+        attention.proj: theirs.self_attn.out_proj,
+        ours.norm1: theirs.norm1,
+        ours.norm_cross: theirs.norm2,
+        ours.norm2: theirs.norm3,
+        ours.mlp.fc1: theirs.linear1,
+        ours.mlp.fc2: theirs.linear2,
+    }
+    for part, their_part in pairs.items():
+        part.load_state_dict(their_part.state_dict())
+    x, memory = torch.randn(2, 5, DIM), torch.randn(2, 7, DIM)
+    mask = causal_mask(0, 5, x.device)
+    assert mask is not None
+    context = AttentionContext(mask=mask, memory_kv=ours.cross_attn.project_kv(memory))
+    expected = theirs(x, memory, tgt_mask=~mask, tgt_is_causal=True)
+    torch.testing.assert_close(ours(x, context)[0], expected, rtol=0, atol=1e-10)

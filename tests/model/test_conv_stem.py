@@ -8,7 +8,7 @@ from torch import nn
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
-from vit.model.conv_stem import BatchNorm
+from vit.model.normalization import BatchNorm
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 NORMS = ("batchnorm", "layernorm")

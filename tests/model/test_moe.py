@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from vit.model.moe import (
     MixtureOfExperts,
     Routing,
     balance_loss,
-    capacity_limit,
     collect_routing,
+    drop_over_capacity,
     renormalised_weights,
     score_order,
     softmax_weights,
@@ -57,6 +58,10 @@ def seeded() -> None:
     torch.compiler.reset()
 
 
+def capacity(num_experts: int, factor: float, order):
+    return partial(drop_over_capacity, num_experts=num_experts, factor=factor, order=order)
+
+
 def layer(*, order: str | None = None, factor: float = 0.0, shared: bool = False, **options):
     """A layer in float64 whose router has clear opinions."""
     weight_fn = renormalised_weights if options["top_k"] > 1 else softmax_weights
@@ -64,7 +69,7 @@ def layer(*, order: str | None = None, factor: float = 0.0, shared: bool = False
         DIM,
         HIDDEN,
         num_experts=EXPERTS,
-        capacity_fn=capacity_limit(EXPERTS, factor, ORDERS[order]) if order else None,
+        capacity_fn=capacity(EXPERTS, factor, ORDERS[order]) if order else None,
         shared=MLP(DIM, HIDDEN) if shared else None,
         **{"weight_fn": weight_fn, **options},
     )
@@ -155,19 +160,19 @@ def test_an_image_does_not_depend_on_its_neighbours(way):
 
 
 def test_who_is_dropped():
-    """Three tokens want expert 0, which has two context: the last comer, or the least sure one."""
+    """Of three tokens of expert 0, whose capacity is two, the last or least probable is dropped."""
     probabilities = torch.tensor([[[0.5], [0.9], [0.8], [0.6]]])
     experts = torch.tensor([[[0], [0], [0], [1]]])
     for order, expected in (("order", [0, 0, 2, 1]), ("score", [2, 0, 0, 1])):
-        place = capacity_limit(2, 1.0, ORDERS[order])
-        assert place(probabilities, experts).flatten().tolist() == expected
+        drop = capacity(2, 1.0, ORDERS[order])
+        assert drop(probabilities, experts).flatten().tolist() == expected
 
 
 def test_places_are_counted_without_errors_of_rounding():
     """200 tokens * 1.1 / 4 experts is 55, which floating point makes 55.00000000000001."""
     experts = torch.zeros(1, 200, 1, dtype=torch.int64)
-    placed = capacity_limit(4, 1.1, token_order)(torch.ones(1, 200, 1), experts)
-    assert (placed == 0).sum() == 55
+    kept = capacity(4, 1.1, token_order)(torch.ones(1, 200, 1), experts)
+    assert (kept == 0).sum() == 55
 
 
 def test_a_dropped_answer_counts_nothing_whatever_its_row_is(monkeypatch):

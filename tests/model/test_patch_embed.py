@@ -111,3 +111,28 @@ def test_growing_images_do_not_go_with_several_sizes():
             model=ModelConfig(**SMALL, patch_sizes=SIZES),
             training=TrainingConfig(start_image_size=24),
         )
+
+
+def test_patch_embedding_equals_the_convolution():
+    embed = PatchEmbedding(3, 4, 32)
+    conv = torch.nn.Conv2d(3, 32, 4, stride=4)
+    conv.weight.data = embed.proj.weight.data.reshape(32, 3, 4, 4)
+    conv.bias.data = embed.proj.bias.data
+    images = torch.randn(2, 3, 8, 12)
+    patches, grid = embed(images)
+    torch.testing.assert_close(patches, conv(images).flatten(2).transpose(1, 2))
+    assert grid == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 3, 8, 10), "width=10 is not a multiple of patch_size=4; resize or pad the images"),
+        ((1, 3, 7, 8), "height=7 is not a multiple"),
+        ((1, 3, 0, 8), "height=0 is not a multiple"),
+        ((1, 4, 8, 8), "images have 4 channels; this network takes 3"),
+    ],
+)
+def test_patch_embedding_refuses_other_images(shape, message):
+    with pytest.raises(ValueError, match=message):
+        PatchEmbedding(3, 4, 32)(torch.zeros(shape))

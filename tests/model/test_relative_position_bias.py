@@ -12,7 +12,6 @@ from vit.config import ModelConfig
 from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.build import build_classifier
 from vit.model.relative_position_bias import (
-    PrefixedRelativePositionBias,
     RelativePositionBias,
     resize_bias_table,
 )
@@ -31,11 +30,7 @@ PREFIXES = (0, 1, 3)
 
 
 def made(grid: tuple[int, int], prefix: int) -> RelativePositionBias:
-    bias = (
-        PrefixedRelativePositionBias(grid, HEADS, prefix=prefix)
-        if prefix
-        else RelativePositionBias(grid, HEADS)
-    )
+    bias = RelativePositionBias(grid, HEADS, prefix=prefix)
     nn.init.normal_(bias.relative_position_bias_table)
     return bias.double()
 

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention among the tokens of one image.
+"""Multi-head attention: among the tokens of an image or a text, and from a text to an image.
 
     attention(Q, K, V) = softmax(Q Kᵀ / √head_dim + mask) V
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_EXPLICIT_TOKENS = 1024
 """Longest sequence whose score matrix the CPU holds; its memory grows with the square."""
+SPLIT_HEADS = "batch tokens (heads head_dim) -> batch heads tokens head_dim"
 MERGE_HEADS = "batch heads tokens head_dim -> batch tokens (heads head_dim)"
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values, each (batch, heads, tokens, head_dim)."""
@@ -161,11 +162,7 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"dim={dim} does not split into {num_heads} heads")
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+        kv_heads = resolve_kv_heads(dim, num_heads, num_kv_heads)
         self.heads = (num_heads, kv_heads, kv_heads)
         self.queries_per_kv = num_heads // kv_heads
         self.attention_dropout = attention_dropout
@@ -178,11 +175,7 @@ class SelfAttention(nn.Module):
 
     def project_qkv(self, x: Tensor, rope: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, dim) -> query, key, value, each (batch, its heads, tokens, head_dim)"""
-        joined = rearrange(
-            self.qkv(x),
-            "batch tokens (heads head_dim) -> batch heads tokens head_dim",
-            heads=sum(self.heads),
-        )
+        joined = rearrange(self.qkv(x), SPLIT_HEADS, heads=sum(self.heads))
         query, key, value = joined.split(self.heads, dim=1)
         query, key = self.q_norm(query), self.k_norm(key)
         if rope is not None:
@@ -209,6 +202,82 @@ class SelfAttention(nn.Module):
         )
         tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, MERGE_HEADS)))
         return tokens
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention from each token of a text to all tokens of an image, the memory.
+
+    Keys and values depend only on the memory: `project_kv` computes them once for an image, and
+    `forward` reads them from `context.memory_kv`.
+
+    Args:
+        memory_dim: Width of a token of the memory.
+        bias: Whether the projections to queries, keys and values have a bias.
+        dim, num_heads, num_kv_heads, q_norm, k_norm, attention_dropout, dropout: As in
+            SelfAttention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        memory_dim: int,
+        num_kv_heads: int | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        bias: bool = True,
+        attention_dropout: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.kv_heads = resolve_kv_heads(dim, num_heads, num_kv_heads)
+        self.queries_per_kv = num_heads // self.kv_heads
+        self.attention_dropout = attention_dropout
+        self.q = nn.Linear(dim, dim, bias=bias)
+        self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * (dim // num_heads), bias=bias)
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(dropout)
+
+    def project_kv(self, memory: Tensor) -> KeyValue:
+        """(batch, tokens, memory_dim) -> two of (batch, kv_heads, tokens, head_dim)"""
+        key, value = rearrange(
+            self.kv(memory),
+            "batch tokens (two heads head_dim) -> two batch heads tokens head_dim",
+            two=2,
+            heads=self.kv_heads,
+        )
+        return self.k_norm(key), value
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """(batch, tokens, dim) -> (batch, tokens, dim)"""
+        assert context.memory_kv is not None, "cross-attention without a memory"
+        key, value = context.memory_kv
+        gathered = context.attention_fn(
+            self.q_norm(rearrange(self.q(x), SPLIT_HEADS, heads=self.num_heads)),
+            repeat_kv(key, self.queries_per_kv),
+            repeat_kv(value, self.queries_per_kv),
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, MERGE_HEADS)))
+        return tokens
+
+
+def resolve_kv_heads(dim: int, num_heads: int, num_kv_heads: int | None) -> int:
+    """Number of key and value heads; by default that of the query heads.
+
+    Raises:
+        ValueError: `dim` is not a multiple of `num_heads`, or `num_heads` not of `num_kv_heads`.
+    """
+    if dim % num_heads:
+        raise ValueError(f"dim={dim} does not split into {num_heads} heads")
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % kv_heads:
+        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
+    return kv_heads
 
 
 def repeat_kv(x: Tensor, repeats: int) -> Tensor:

@@ -18,8 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import AttentionContext, SelfAttention
-from vit.model.cross_attention import CrossAttention
+from vit.model.attention import AttentionContext, CrossAttention, SelfAttention
 
 
 class LayerScale(nn.Module):

@@ -16,7 +16,7 @@ from vit.config import DecoderConfig, ModelConfig
 from vit.config.parser import all_settings, convert, names_by_alias
 from vit.config.presets import preset
 from vit.errors import ConfigError
-from vit.model.attention import SelfAttention
+from vit.model.attention import CrossAttention, SelfAttention
 from vit.model.blocks import (
     Block,
     DecoderBlock,
@@ -29,19 +29,19 @@ from vit.model.blocks import (
     SandwichNormBlock,
 )
 from vit.model.captioner import Captioner
-from vit.model.conv_stem import BatchNorm, ChannelLayerNorm, ConvStem
-from vit.model.cross_attention import CrossAttention
+from vit.model.conv_stem import ConvStem
 from vit.model.decoder import TextDecoder, WordDropout
 from vit.model.initialization import init_weights
 from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.moe import (
     MixtureOfExperts,
-    capacity_limit,
+    drop_over_capacity,
     renormalised_weights,
     score_order,
     softmax_weights,
     token_order,
 )
+from vit.model.normalization import BatchNorm, ChannelLayerNorm, RMSNorm
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
 from vit.model.pooling import (
@@ -58,8 +58,7 @@ from vit.model.position_embedding import (
     sinusoidal_1d,
     sinusoidal_2d,
 )
-from vit.model.relative_position_bias import PrefixedRelativePositionBias, RelativePositionBias
-from vit.model.rms_norm import RMSNorm
+from vit.model.relative_position_bias import RelativePositionBias
 from vit.model.rotary_embedding import (
     RotaryEmbedding,
     centred_coordinates,
@@ -195,14 +194,14 @@ def assemble_model(config: ModelConfig) -> VisionTransformer:
 
 def model_parts(config: ModelConfig) -> dict[str, Any]:
     """Arguments of VisionTransformer."""
-    last = config.last_norm
+    last, kind = config.last_norm, _block_class(config)
     return {
         "patch_embed": STEMS[config.stem](config),
         "positions": POSITIONS[config.position](config),
         "rotary": _build_rotary(config),
-        "patch_drop": _build_patch_dropout(config),
+        "patch_drop": PatchDropout(config.patch_dropout, prefix=config.num_prefix_tokens),
         "norm_pre": build_norm(config) if config.norm_pre else nn.Identity(),
-        "blocks": [_build_block(config, index) for index in range(config.depth)],
+        "blocks": [_build_block(config, index, kind) for index in range(config.depth)],
         "norm": build_norm(config) if last == "tokens" else nn.Identity(),
         "pool": POOLINGS[config.pooling](config),
         "fc_norm": build_norm(config, config.pooled_dim) if last == "pooled" else nn.Identity(),
@@ -216,14 +215,18 @@ def model_parts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _build_block(config: ModelConfig, index: int) -> Block:
-    return _block_class(config)(
-        build_attention(config),
-        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
-        norm=partial(build_norm, config),
-        scales=(build_layer_scale(config), build_layer_scale(config)),
-        drop_path=drop_path_rate(config, index),
-    )
+def _build_block(config: ModelConfig, index: int, kind: Callable[..., Block]) -> Block:
+    return kind(**_block_parts(config, index), scales=_build_layer_scales(config, 2))
+
+
+def _block_parts(config: ModelConfig, index: int) -> dict[str, Any]:
+    """Arguments of a Block besides the scales of its branches."""
+    return {
+        "attn": build_attention(config),
+        "mlp": FEEDFORWARDS[config.feedforward_of(index + 1)](config),
+        "norm": partial(build_norm, config),
+        "drop_path": drop_path_rate(config, index),
+    }
 
 
 def build_attention(config: ModelConfig) -> SelfAttention:
@@ -269,14 +272,19 @@ def _build_mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
 
 
 def _build_moe(config: ModelConfig) -> MixtureOfExperts:
-    order, factor = ROUTER_PRIORITIES[config.router_priority], config.capacity_factor
+    capacity = partial(
+        drop_over_capacity,
+        num_experts=config.num_experts,
+        factor=config.capacity_factor,
+        order=ROUTER_PRIORITIES[config.router_priority],
+    )
     return MixtureOfExperts(
         config.dim,
         config.feedforward_dim,
         num_experts=config.num_experts,
         top_k=config.top_k,
         weight_fn=ROUTER_WEIGHTS[config.expert_weights],
-        capacity_fn=capacity_limit(config.num_experts, factor, order) if factor else None,
+        capacity_fn=capacity if config.capacity_factor else None,
         activation=ACTIVATIONS[config.activation](),
         bias=config.proj_bias,
         dropout=config.dropout,
@@ -285,8 +293,10 @@ def _build_moe(config: ModelConfig) -> MixtureOfExperts:
     )
 
 
-def build_layer_scale(config: ModelConfig) -> nn.Module:
-    return LayerScale(config.dim, config.layer_scale) if config.layer_scale else nn.Identity()
+def _build_layer_scales(config: ModelConfig, count: int) -> tuple[nn.Module, ...]:
+    if not config.layer_scale:
+        return tuple(nn.Identity() for _ in range(count))
+    return tuple(LayerScale(config.dim, config.layer_scale) for _ in range(count))
 
 
 def _build_patch_embed(config: ModelConfig) -> PatchEmbedding:
@@ -294,10 +304,6 @@ def _build_patch_embed(config: ModelConfig) -> PatchEmbedding:
     if config.patch_sizes:
         kind = partial(FlexiblePatchEmbedding, patch_sizes=config.training_patch_sizes)
     return kind(config.channels, config.patch_size, config.dim, bias=config.patch_bias)
-
-
-def _build_patch_dropout(config: ModelConfig) -> PatchDropout:
-    return PatchDropout(config.patch_dropout, prefix=config.num_prefix_tokens)
 
 
 def _build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
@@ -315,9 +321,7 @@ def _build_relative_bias(config: ModelConfig) -> RelativePositionBias | None:
     if config.position != "relative":
         return None
     prefix = config.num_prefix_tokens
-    if not prefix:
-        return RelativePositionBias(config.grid, config.num_heads)
-    return PrefixedRelativePositionBias(config.grid, config.num_heads, prefix=prefix)
+    return RelativePositionBias(config.grid, config.num_heads, prefix=prefix)
 
 
 def _position_rows(config: ModelConfig) -> dict[str, int]:
@@ -376,7 +380,7 @@ def assemble_decoder(
         not language_model and encoder.last_norm != "tokens" and encoder.norm_order != "post"
     )
     make = (
-        _build_language_block
+        partial(_build_block, kind=BLOCKS[blocks.norm_order])
         if language_model
         else partial(_build_decoder_block, memory_dim=encoder.dim)
     )
@@ -392,20 +396,9 @@ def assemble_decoder(
     )
 
 
-def _build_language_block(config: ModelConfig, index: int) -> Block:
-    return BLOCKS[config.norm_order](
-        build_attention(config),
-        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
-        norm=partial(build_norm, config),
-        scales=(build_layer_scale(config), build_layer_scale(config)),
-        drop_path=drop_path_rate(config, index),
-    )
-
-
 def _build_decoder_block(config: ModelConfig, index: int, *, memory_dim: int) -> Block:
     return DECODER_BLOCKS[config.norm_order](
-        build_attention(config),
-        FEEDFORWARDS[config.feedforward_of(index + 1)](config),
+        **_block_parts(config, index),
         cross_attn=CrossAttention(
             config.dim,
             config.num_heads,
@@ -416,7 +409,5 @@ def _build_decoder_block(config: ModelConfig, index: int, *, memory_dim: int) ->
             attention_dropout=config.attention_dropout,
             dropout=config.dropout,
         ),
-        norm=partial(build_norm, config),
-        scales=(build_layer_scale(config), build_layer_scale(config), build_layer_scale(config)),
-        drop_path=drop_path_rate(config, index),
+        scales=_build_layer_scales(config, 3),
     )

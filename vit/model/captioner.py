@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
 from vit.model.decoder import TextDecoder
 from vit.model.kv_cache import KVCache
-from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
+from vit.model.sequence_packing import check_packable
 from vit.model.vision_transformer import VisionTransformer
 
 
@@ -57,34 +57,16 @@ class Captioner(VisionTransformer):
         return self.forward_head(tokens, context), tokens
 
     def encode_images_packed(self, images: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """`encode_images` for images of any sizes and aspect ratios in one forward pass.
-
-        Args:
-            images: Each (channels, height, width), whole patches.
-
-        Returns:
-            Class logits, (images, classes or 0), and the memory of each, (tokens, dim).
-
-        Raises:
-            ConfigError: A part of the encoder would mix images of one packed sequence.
-        """
-        self.check_packable()
-        groups = group_by_size(images)
-        embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
-        row, _ = self.forward_blocks(*pack(embedded))
+        """Class logits, (images, classes or 0), and memories, (tokens, dim), of `encode_packed`."""
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        for group, own, (_, context) in zip(groups, unpack(row, embedded), embedded, strict=True):
-            logits = self.forward_head(own, context)
-            outputs |= zip(group, zip(logits, own, strict=True), strict=True)
+        for indices, tokens, context in self.encode_packed(images):
+            logits = self.forward_head(tokens, context)
+            outputs |= zip(indices, zip(logits, tokens, strict=True), strict=True)
         ordered = [outputs[index] for index in range(len(images))]
-        return torch.stack([logits for logits, _ in ordered]), [own for _, own in ordered]
+        return torch.stack([logits for logits, _ in ordered]), [memory for _, memory in ordered]
 
     def check_packable(self) -> None:
-        """Check that no part of the encoder mixes images of one packed sequence.
-
-        Raises:
-            ConfigError: The message names the part.
-        """
+        """As in VisionTransformer, of the encoder."""
         for name, part in self.named_children():
             if name != "decoder":
                 check_packable(part)

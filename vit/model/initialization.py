@@ -15,14 +15,8 @@ from vit.model.blocks import LayerScale
 from vit.model.mlp import PackedSwiGLU
 
 
-def xavier_squares(weight: Tensor) -> None:
-    """Xavier-uniform for the square matrices stacked in keys and values."""
-    for matrix in weight.chunk(len(weight) // weight.shape[1]):
-        nn.init.xavier_uniform_(matrix)
-
-
 def xavier_halves(weight: Tensor) -> None:
-    """Xavier-uniform for keys and values separately, of any width."""
+    """Xavier-uniform for keys and values separately."""
     for matrix in weight.chunk(2):
         nn.init.xavier_uniform_(matrix)
 
@@ -76,7 +70,7 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"^patch_embed\.norms\.\d+\.weight$", nn.init.ones_),
     (r"norm\d?(_pre|_post|_cross|_memory)?\.weight$|\.gamma$", nn.init.ones_),
     (r"\.attn\.qkv\.weight$", xavier_attention),
-    (r"^attn_pool\.kv\.weight$", xavier_squares),
+    (r"^attn_pool\.kv\.weight$", xavier_halves),
     (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
     (r"\.cross_attn\.q\.weight$", nn.init.xavier_uniform_),
     (r"\.cross_attn\.kv\.weight$", xavier_halves),

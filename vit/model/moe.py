@@ -13,7 +13,6 @@ arXiv:2202.08906.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +167,7 @@ class MixtureOfExperts(nn.Module):
         num_experts: Number of experts.
         top_k: Experts of each token.
         weight_fn: Top-k probabilities (..., top_k) -> weights of the experts' outputs.
-        capacity_fn: Drops assignments, as `drop_over_capacity`; None drops none.
+        capacity_fn: Drops assignments, a partial of `drop_over_capacity`; None drops none.
         activation: Applied inside an expert; the exact GELU by default.
         bias: Whether the experts' projections have one.
         dropout: Probability of dropping an activation, inside and at the end, during training.
@@ -266,13 +265,6 @@ def score_order(chosen: Tensor) -> Tensor:
     return chosen[..., 0].argsort(dim=1, descending=True, stable=True)
 
 
-def capacity_limit(
-    num_experts: int, factor: float, order: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """`capacity_fn` of `MixtureOfExperts`: experts of equal capacity in each image."""
-    return partial(drop_over_capacity, num_experts=num_experts, factor=factor, order=order)
-
-
 def drop_over_capacity(
     chosen: Tensor,
     experts: Tensor,
@@ -289,7 +281,6 @@ def drop_over_capacity(
 
     Args:
         chosen, experts: Top-k probabilities and their indices, (batch, tokens, top_k).
-        num_experts, factor: As above.
         order: Priority of tokens, from `chosen`: their indices in order, (batch, tokens).
     """
     tokens, top_k = experts.shape[1:]

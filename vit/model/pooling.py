@@ -12,16 +12,6 @@ from torch import Tensor, nn
 from vit.model.attention import AttentionContext, proportional_attention_bias
 
 
-def mean_patch(tokens: Tensor, context: AttentionContext, prefix: int) -> Tensor:
-    """Mean over all patches, (batch, dim); merged tokens count by their size."""
-    patches = tokens[:, prefix:]
-    if context.token_sizes is None:
-        return patches.mean(dim=1)
-    sizes = context.token_sizes[:, prefix:, None]
-    shares = (sizes / sizes.sum(dim=1, keepdim=True)).to(patches.dtype)
-    return (patches * shares).sum(dim=1)
-
-
 class NoPooling(nn.Module):
     """Returns all tokens, for a network without a head."""
 
@@ -39,7 +29,7 @@ class ClassTokenPooling(nn.Module):
 
 
 class MeanPooling(nn.Module):
-    """Averages the patch tokens, without class token and registers.
+    """Averages the patch tokens, without class token and registers; merged tokens by size.
 
     Args:
         prefix: Tokens in front of the patches.
@@ -51,23 +41,20 @@ class MeanPooling(nn.Module):
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
-        return mean_patch(tokens, context, self.prefix)
+        patches = tokens[:, self.prefix :]
+        if context.token_sizes is None:
+            return patches.mean(dim=1)
+        sizes = context.token_sizes[:, self.prefix :, None]
+        shares = (sizes / sizes.sum(dim=1, keepdim=True)).to(patches.dtype)
+        return (patches * shares).sum(dim=1)
 
 
-class ClassTokenMeanPooling(nn.Module):
-    """Concatenates the class token and the mean of the patch tokens.
-
-    Args:
-        prefix: Tokens in front of the patches.
-    """
-
-    def __init__(self, prefix: int) -> None:
-        super().__init__()
-        self.prefix = prefix
+class ClassTokenMeanPooling(MeanPooling):
+    """Concatenates the class token and the mean of the patch tokens."""
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(batch, tokens, dim) -> (batch, 2 * dim)"""
-        return torch.cat([tokens[:, 0], mean_patch(tokens, context, self.prefix)], dim=1)
+        return torch.cat([tokens[:, 0], super().forward(tokens, context)], dim=1)
 
 
 class AttentionPooling(nn.Module):
@@ -79,7 +66,6 @@ class AttentionPooling(nn.Module):
         prefix: Tokens in front of the patches.
         norm: Normalises the input of `mlp`.
         mlp: Applied to the attention output.
-        bias: Whether queries, keys and values have a bias.
     """
 
     def __init__(
@@ -90,13 +76,12 @@ class AttentionPooling(nn.Module):
         prefix: int,
         norm: nn.Module,
         mlp: nn.Module,
-        bias: bool = True,
     ) -> None:
         super().__init__()
         self.num_heads, self.prefix = num_heads, prefix
         self.latent = nn.Parameter(torch.zeros(1, 1, dim))
-        self.q = nn.Linear(dim, dim, bias=bias)
-        self.kv = nn.Linear(dim, 2 * dim, bias=bias)
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
         self.proj = nn.Linear(dim, dim)
         self.norm, self.mlp = norm, mlp
 

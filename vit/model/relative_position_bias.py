@@ -23,18 +23,18 @@ PREFIX_ROWS = 3
 
 
 class RelativePositionBias(nn.Module):
-    """The attention bias of one block without prefix tokens, for images of any size.
+    """The attention bias of one block, for images of any size.
 
     Args:
         grid: Rows and columns of the patches that the table describes.
         num_heads: Query heads.
+        prefix: Tokens in front of the patches.
     """
 
-    num_prefix_rows = 0
-
-    def __init__(self, grid: Grid, num_heads: int) -> None:
+    def __init__(self, grid: Grid, num_heads: int, *, prefix: int = 0) -> None:
         super().__init__()
-        self.grid = grid
+        self.grid, self.prefix = grid, prefix
+        self.num_prefix_rows = PREFIX_ROWS if prefix else 0
         rows, cols = num_offsets(grid)
         self.relative_position_bias_table = nn.Parameter(
             torch.zeros(rows * cols + self.num_prefix_rows, num_heads)
@@ -51,25 +51,8 @@ class RelativePositionBias(nn.Module):
 
     def pairwise_bias(self, table: Tensor, grid: Grid) -> Tensor:
         """Bias of each pair of tokens, (heads, tokens, tokens)."""
-        return patch_bias(table, grid)
-
-
-class PrefixedRelativePositionBias(RelativePositionBias):
-    """The same with prefix tokens, which share three biases in each head.
-
-    Args:
-        grid, num_heads: As for RelativePositionBias.
-        prefix: Tokens in front of the patches.
-    """
-
-    num_prefix_rows = PREFIX_ROWS
-
-    def __init__(self, grid: Grid, num_heads: int, *, prefix: int) -> None:
-        super().__init__(grid, num_heads)
-        self.prefix = prefix
-
-    def pairwise_bias(self, table: Tensor, grid: Grid) -> Tensor:
-        """Bias of each pair of tokens, (heads, tokens, tokens)."""
+        if not self.prefix:
+            return patch_bias(table, grid)
         patches = patch_bias(table[:-PREFIX_ROWS], grid)
         at_patch, at_prefix, within = table[-PREFIX_ROWS:].unsqueeze(2).unsqueeze(3)
         heads, count, _ = patches.shape

@@ -9,7 +9,6 @@ registers: Darcet et al., arXiv:2309.16588. Parameter names and shapes are timm'
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -162,28 +161,43 @@ class VisionTransformer(nn.Module):
         logits: Tensor = self.head(self.features(images))
         return logits
 
-    def features_packed(self, images: Sequence[Tensor]) -> Tensor:
-        """`features` of images of any sizes and aspect ratios, in one forward pass.
+    def check_packable(self) -> None:
+        """Check that no part of the encoder mixes images of one packed sequence.
 
-        Rows equal those of each image by itself; see vit/model/sequence_packing.py.
+        Raises:
+            ConfigError: The message names the part.
+        """
+        check_packable(self)
+
+    def encode_packed(
+        self, images: Sequence[Tensor]
+    ) -> list[tuple[list[int], Tensor, AttentionContext]]:
+        """`encode` of images of any sizes and aspect ratios, in one forward pass.
+
+        The result for an image equals that of the image by itself; see sequence_packing.py.
 
         Args:
             images: Each (channels, height, width), whole patches.
 
         Returns:
-            (images, pooled_dim), in order.
+            Of each size the indices of its images, their tokens, (batch, tokens, dim), and context.
 
         Raises:
-            ConfigError: A part of the network would mix images of one packed sequence.
+            ConfigError: As in `check_packable`.
             ValueError: An image cannot be cut into whole patches.
         """
-        check_packable(self)
+        self.check_packable()
         groups = group_by_size(images)
         embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
         row, _ = self.forward_blocks(*pack(embedded))
-        batches = zip(unpack(row, embedded), embedded, strict=True)
-        pooled = torch.cat([self.pool(own, context) for own, (_, context) in batches])
-        order = [*chain(*groups)]
+        contexts = (context for _, context in embedded)
+        return [*zip(groups, unpack(row, embedded), contexts, strict=True)]
+
+    def features_packed(self, images: Sequence[Tensor]) -> Tensor:
+        """`features` of the images of `encode_packed`, (images, pooled_dim), in order."""
+        batches = self.encode_packed(images)
+        pooled = torch.cat([self.pool(tokens, context) for _, tokens, context in batches])
+        order = [index for indices, _, _ in batches for index in indices]
         return pooled[sorted(range(len(order)), key=order.__getitem__)]
 
     def forward_packed(self, images: Sequence[Tensor]) -> Tensor:

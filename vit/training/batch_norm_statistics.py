@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit.model.conv_stem import BatchNorm
+from vit.model.normalization import BatchNorm
 
 
 class SumOverProcesses(torch.autograd.Function):

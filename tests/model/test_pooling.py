@@ -1,0 +1,24 @@
+"""Pooling: the tokens that each reads."""
+
+import pytest
+import torch
+
+from vit.model.attention import AttentionContext
+from vit.model.pooling import ClassTokenPooling, MeanPooling
+
+DIM = 32
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randn(3, 7, DIM)
+
+
+def test_pooling_reads_what_it_says(tokens):
+    assert torch.equal(ClassTokenPooling()(tokens, AttentionContext()), tokens[:, 0])
+    torch.testing.assert_close(MeanPooling(2)(tokens, AttentionContext()), tokens[:, 2:].mean(1))
