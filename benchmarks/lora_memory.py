@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 import vit
-from vit.training.freezing import count_parameters, freeze_backbone
-from vit.training.lora import add_lora
+from vit.training.finetune.freezing import count_parameters, freeze_backbone
+from vit.training.finetune.lora import add_lora
 
 WAYS = ("start", "full", "lora", "lora all", "head")
 TARGETS = {"lora": ["qkv", "proj"], "lora all": ["qkv", "proj", "fc1", "fc2"]}

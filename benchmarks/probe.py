@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from vit.training.linear_probe import fit_probe, knn_accuracy
+from vit.training.finetune.linear_probe import fit_probe, knn_accuracy
 
 
 def draw(images: int, dim: int, classes: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 from vit.config.parser import make_config, read_settings
-from vit.training.checkpoint import CHECKPOINTS, find_checkpoints
+from vit.training.checkpoint.checkpoint import CHECKPOINTS, find_checkpoints
 from vit.training.train import train
 from vit.training.trainer import Trainer
 

@@ -18,7 +18,7 @@ import torch
 
 from vit.config import Config
 from vit.config.parser import make_config, read_settings
-from vit.training import checkpoint_manager
+from vit.training.checkpoint import checkpoint_manager
 from vit.training.train import train
 from vit.training.trainer import Trainer
 
@@ -45,7 +45,7 @@ def seconds(config: Config, *, saving: bool) -> tuple[float, float]:
 
     patches = [
         mock.patch.object(Trainer, "run_all", timed_run),
-        mock.patch("vit.training.checkpoint_manager.take_snapshot", timed_copy),
+        mock.patch("vit.training.checkpoint.checkpoint_manager.take_snapshot", timed_copy),
         mock.patch("vit.training.trainer.finish_run"),
     ]
     if not saving:

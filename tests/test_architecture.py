@@ -57,6 +57,24 @@ ALLOWED = {
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip
+# sub-package -> the sub-packages beside it that it may import, also inside functions
+SUBPACKAGES: dict[str, set[str]] = {
+    "vit.data.captions": set(),
+    "vit.data.sources": set(),
+    "vit.data.checks": {"vit.data.sources"},
+    "vit.weights.formats": set(),
+    "vit.training.distributed": set(),
+    "vit.training.logging": {"vit.training.distributed"},
+    "vit.training.finetune": {"vit.training.distributed", "vit.training.logging"},
+    "vit.training.checkpoint": {
+        "vit.training.distributed",
+        "vit.training.finetune",
+        "vit.training.logging",
+    },
+    "vit.training.autotune": {"vit.training.distributed", "vit.training.logging"},
+}
+# a sub-package that imports modules of its package which import it
+ENTANGLED = {"vit.weights.formats"}
 # a library that only these files of a part may import
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
@@ -128,10 +146,25 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_no_module_imports_itself_over_others():
-    """Of what modules import when they are imported; a function may import later."""
+@pytest.mark.parametrize("part", SUBPACKAGES)
+def test_a_subpackage_imports_only_the_listed_ones_beside_it(part):
+    package = part.rpartition(".")[0]
+    forbidden = {other for other in SUBPACKAGES if other.startswith(package)}
+    forbidden -= SUBPACKAGES[part] | {part}
+    for file in files(part):
+        wrong = sorted(name for name in imports(file) if within(name, forbidden))
+        assert not wrong, f"{file.relative_to(ROOT)} must not import {wrong}"
+
+
+def test_every_subpackage_is_listed():
+    found = {module_name(path) for path in (ROOT / "vit").glob("*/*/__init__.py")}
+    assert found == SUBPACKAGES.keys()
+
+
+def imports_when_imported() -> dict[str, set[str]]:
+    """The modules of vit that each module imports at its top; a function may import later."""
     modules = {module_name(file): file for file in sorted((ROOT / "vit").rglob("*.py"))}
-    left = {}
+    found = {}
     for module, file in modules.items():
         names = {
             f"{node.module}.{alias.name}"
@@ -139,14 +172,37 @@ def test_no_module_imports_itself_over_others():
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        left[module] = {
+        found[module] = {
             name if name in modules else name.rpartition(".")[0] for name in names
         } & modules.keys()
-    assert len(left) > 100
-    while free := [module for module, needs in left.items() if not needs & left.keys() - {module}]:
-        for module in free:
-            del left[module]
-    assert not left, f"these import each other: {sorted(left)}"
+    assert len(found) > 100
+    return found
+
+
+def cycle(needs: dict[str, set[str]]) -> list[str]:
+    """What is on, or above, a circle of imports; empty without one."""
+    left = dict(needs)
+    while free := [name for name, others in left.items() if not others & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_module_imports_itself_over_others():
+    assert not cycle(imports_when_imported())
+
+
+def test_no_subpackage_imports_itself_over_others():
+    """As for modules, with each sub-package as one."""
+
+    def owner(module: str) -> str:
+        part = next((part for part in SUBPACKAGES if within(module, {part})), module)
+        return module if part in ENTANGLED else part
+
+    needs: dict[str, set[str]] = {}
+    for module, others in imports_when_imported().items():
+        needs.setdefault(owner(module), set()).update(map(owner, others))
+    assert not cycle(needs)
 
 
 def test_file_names_are_unique_and_stand_in_the_glossary():

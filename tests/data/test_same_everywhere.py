@@ -17,7 +17,7 @@ from tests.data.conftest import draw
 from vit.commands.main import main
 from vit.config.parser import make_config
 from vit.training.data_setup import look_at_data
-from vit.training.devices import make_accelerator
+from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.train import train
 from vit.training.training_loaders import training_loader

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.weights.safetensors_io import read_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ def train(
 
 def hold(folder: Path, until: Path) -> int:
     """Claim a run folder as a training does, and keep it until a file is there."""
-    from vit.training.run_folder import claim_folder
+    from vit.training.checkpoint.run_folder import claim_folder
 
     held = claim_folder(folder)
     print("held", flush=True)

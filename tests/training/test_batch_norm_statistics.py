@@ -14,7 +14,7 @@ from vit.training.batch_norm_statistics import (
     running_stats,
     sync_batch_norm,
 )
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.ema import ExponentialMovingAverage, swapped_weights
 from vit.training.final_report import read_events
 from vit.training.train import train

@@ -8,9 +8,13 @@ import torch
 
 from vit.errors import WeightsError
 from vit.tasks.classification import Classification
-from vit.training.best_checkpoints import BestEpochs, average_best_epochs, average_weights
+from vit.training.checkpoint.best_checkpoints import (
+    BestEpochs,
+    average_best_epochs,
+    average_weights,
+)
+from vit.training.distributed.stop_signals import Interrupted
 from vit.training.final_report import read_events
-from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 from vit.training.validation import Validation
 from vit.weights.safetensors_io import read_tensors
@@ -186,7 +190,7 @@ def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeyp
         raise Interrupted("now", 15)
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("vit.training.metrics_logger.MetricsLogger.soup", stop)
+        patch.setattr("vit.training.logging.metrics_logger.MetricsLogger.soup", stop)
         train(config, tmp_path / "parts")
     for _ in range(2):  # a finished run resumes to the same, too
         train(config, tmp_path / "parts", resume=True)

@@ -13,11 +13,11 @@ import torch
 from vit.errors import ConfigError
 from vit.training import time_budget
 from vit.training.data_setup import look_at_data
-from vit.training.devices import make_accelerator
-from vit.training.eta import TimeRemaining, steps_left
+from vit.training.distributed.devices import make_accelerator
+from vit.training.logging.training_progress import TimeRemaining, steps_left
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
-from vit.training.training_loop import Step
+from vit.training.training_state import Step
 from vit.training.validation import Validation
 
 STEP, VALIDATION, COMPILING, STARTING = 0.25, 0.5, 20.0, 2.0

@@ -28,7 +28,7 @@ from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
 from vit.tasks.captioning import Captioning, CaptioningWithClasses, is_chosen
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.data_setup import open_data
 from vit.training.setup import decoder_weights
 from vit.training.train import train as train_here

@@ -21,7 +21,7 @@ from vit.tasks.class_balance import (
     weighted_cross_entropy,
 )
 from vit.tasks.classification import Classification, ClassTally
-from vit.training.finetuning import check_unused_settings
+from vit.training.finetune.finetuning import check_unused_settings
 from vit.training.train import train
 from vit.weights.model_card import best_event
 

@@ -15,7 +15,7 @@ from tests.training import disks
 from tests.training.children import Job, command, complete, differences, train
 from vit.config.parser import write_settings
 from vit.errors import WeightsError
-from vit.training.checkpoint import find_checkpoints, load_checkpoint
+from vit.training.checkpoint.checkpoint import find_checkpoints, load_checkpoint
 from vit.weights.safetensors_io import read_tensors
 
 SMALL = {"batch_size": 6, "checkpoint_steps": 1}

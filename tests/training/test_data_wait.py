@@ -9,11 +9,13 @@ import torch
 
 from vit.config import DataConfig
 from vit.errors import ConfigError
-from vit.training import final_report, loader_autotune, training_loaders, training_loop
-from vit.training.devices import make_accelerator
-from vit.training.loader_autotune import data_wait_note
+from vit.training import final_report, training_loaders, training_loop
+from vit.training.autotune import loader_autotune
+from vit.training.distributed.devices import make_accelerator
+from vit.training.distributed.stop_signals import Interrupted
+from vit.training.logging import metrics_logger
+from vit.training.logging.metrics_logger import data_wait_note
 from vit.training.setup import make_training
-from vit.training.stop_signals import Interrupted
 from vit.training.train import train
 
 
@@ -142,7 +144,7 @@ def test_waiting_has_advice_that_fits_the_settings():
 
 
 def test_the_advice_comes_once(tiny_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loader_autotune, "MAX_WAIT_SHARE", -1.0)
-    monkeypatch.setattr(loader_autotune, "MIN_WAIT_SECONDS", -1.0)
+    monkeypatch.setattr(metrics_logger, "MAX_WAIT_SHARE", -1.0)
+    monkeypatch.setattr(metrics_logger, "MIN_WAIT_SECONDS", -1.0)
     train(tiny_config(epochs=2), tmp_path / "run")
     assert capsys.readouterr().err.count("waiting for images") == 1

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vit.errors import ConfigError
-from vit.training.checkpoint import find_checkpoints
-from vit.training.devices import arithmetic, inference_precision
+from vit.training.checkpoint.checkpoint import find_checkpoints
+from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.training.train import train
 from vit.weights.safetensors_io import read_tensors
 

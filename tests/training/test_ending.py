@@ -9,7 +9,7 @@ import pytest
 
 from vit.commands.main import main
 from vit.errors import RunError
-from vit.training.stop_signals import Interrupted
+from vit.training.distributed.stop_signals import Interrupted
 from vit.training.train import train
 
 
@@ -64,7 +64,7 @@ def test_a_signal_stops_the_measuring_but_the_run_is_complete(tiny_config, tmp_p
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("vit.training.metrics_logger.MetricsLogger.end", send)
+    monkeypatch.setattr("vit.training.logging.metrics_logger.MetricsLogger.end", send)
     config = tiny_config(epochs=1, warmup_epochs=0)
     with pytest.raises(Interrupted, match=r"the run is complete.*--resume") as stopped:
         train(config, tmp_path / "run")
@@ -161,7 +161,7 @@ def test_a_signal_stops_the_measuring_of_captions(caption_config, tmp_path, monk
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("vit.training.metrics_logger.MetricsLogger.end", send)
+    monkeypatch.setattr("vit.training.logging.metrics_logger.MetricsLogger.end", send)
     config = caption_config(epochs=1, warmup_epochs=0)
     with pytest.raises(Interrupted, match=r"the run is complete.*--resume") as stopped:
         train(config, tmp_path / "run")

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.training.children import complete, seen, train
 from vit.config import Config
 from vit.data.sampler import MicroBatchSampler
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.weights.safetensors_io import read_tensors
 
 EPOCHS, BATCH, TRAIN, VAL = 10, 16, 36, 21

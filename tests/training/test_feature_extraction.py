@@ -21,16 +21,16 @@ from vit.data.sources.open_dataset import open_splits
 from vit.errors import BadImage, DataError, RunError
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
-from vit.training import feature_extraction
-from vit.training.devices import make_accelerator
-from vit.training.feature_extraction import (
+from vit.training.distributed.devices import make_accelerator
+from vit.training.finetune import feature_extraction
+from vit.training.finetune.feature_extraction import (
     FeatureExtractor,
     Features,
     FeatureStore,
     extract,
     weights_digest,
 )
-from vit.training.linear_probe import fit_probe, knn_accuracy
+from vit.training.finetune.linear_probe import fit_probe, knn_accuracy
 
 pytestmark = pytest.mark.auto_precision
 
@@ -355,7 +355,7 @@ def test_what_writers_left_is_cleared_when_it_is_old(tmp_path, monkeypatch):
     left.touch()
     FeatureStore(tmp_path, {}, print)
     assert left.exists()
-    monkeypatch.setattr("vit.training.feature_extraction.STALE_SECONDS", -1)
+    monkeypatch.setattr("vit.training.finetune.feature_extraction.STALE_SECONDS", -1)
     FeatureStore(tmp_path, {}, print)
     assert not left.exists()
 

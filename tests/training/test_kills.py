@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.training.children import Job, complete, differences, seen, train
 from vit.config import Config
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.weights.safetensors_io import read_tensors
 
 EVERYTHING = {

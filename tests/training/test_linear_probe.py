@@ -12,8 +12,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.training import linear_probe, logistic_regression
-from vit.training.linear_probe import (
+from vit.training.finetune import linear_probe, logistic_regression
+from vit.training.finetune.linear_probe import (
     STRENGTHS,
     PenaltyTrial,
     assign_folds,
@@ -23,7 +23,7 @@ from vit.training.linear_probe import (
     probe_summary,
     within_one_standard_error,
 )
-from vit.training.logistic_regression import Eigenbasis, LogisticProblems, minimise
+from vit.training.finetune.logistic_regression import Eigenbasis, LogisticProblems, minimise
 
 
 def draw(

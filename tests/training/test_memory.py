@@ -20,16 +20,16 @@ from vit.errors import RunError
 from vit.model.build import build_classifier
 from vit.training import time_budget
 from vit.training.activation_checkpointing import recompute_blocks
-from vit.training.auto_batch_size import (
+from vit.training.autotune.auto_batch_size import (
     GIB,
     fit_memory,
     largest_that_fits,
     micro_batch_sizes,
     take_steps,
 )
+from vit.training.autotune.dry_run import dry_run
 from vit.training.data_setup import look_at_data
-from vit.training.devices import make_accelerator
-from vit.training.dry_run import rehearse
+from vit.training.distributed.devices import make_accelerator
 
 
 def full() -> torch.OutOfMemoryError:
@@ -102,7 +102,7 @@ def test_a_trial_steps_like_the_run_and_leaves_nothing(tiny_config, accelerator)
         seen["averaged"] = any(not torch.equal(before[name], average[name]) for name in before)
 
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    rehearse(config, accelerator, act)
+    dry_run(config, accelerator, act)
     assert seen == {"steps": {2}, "stateful": True, "averaged": True}
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
@@ -121,7 +121,7 @@ def test_memory_that_was_full_is_free_for_the_next_trial(tiny_config, accelerato
             raise full()
 
     def trial(size: int) -> float:
-        rehearse(tiny_config(num_classes=3), accelerator, act)
+        dry_run(tiny_config(num_classes=3), accelerator, act)
         return 1.0
 
     assert largest_that_fits([12, 6, 4], trial, accelerator) == (4, 1.0)
@@ -144,19 +144,21 @@ def gpu_for(monkeypatch):
     """Stands for two GPUs of 24 GiB on which so many images fit."""
 
     def arrange(most: int) -> SimpleNamespace:
-        def rehearsed(config, accelerator, act, _splits):
+        def dry_run(config, accelerator, act, _splits):
             if config.data.batch_size // (2 * config.data.accumulate) > most:
                 raise full()
 
         properties = SimpleNamespace(total_memory=24 * GIB)
-        replaced = {"rehearse": rehearsed, "forget": id, "largest": lambda _, number: number}
+        replaced = {"dry_run": dry_run, "max_over_processes": lambda _, number: number}
         replaced["limit_gpu_memory"] = lambda _: contextlib.nullcontext(22 * GIB)
         for name, value in replaced.items():
-            monkeypatch.setattr(f"vit.training.auto_batch_size.{name}", value)
+            monkeypatch.setattr(f"vit.training.autotune.auto_batch_size.{name}", value)
         monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", id)
         monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda _: 18.3 * GIB)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
-        return SimpleNamespace(device=torch.device("cuda", 0), num_processes=2)
+        return SimpleNamespace(
+            device=torch.device("cuda", 0), num_processes=2, free_memory=lambda: None
+        )
 
     return arrange
 
@@ -201,7 +203,7 @@ def test_what_was_found_fits_a_real_gpu(tiny_config, compiled):
         parts = fitted.data.accumulate
         assert 1 < parts < 512
         assert torch.cuda.memory_reserved() < GIB / 2
-        rehearse(fitted, accelerator, lambda run: take_steps(run, 1024 // parts))
+        dry_run(fitted, accelerator, lambda run: take_steps(run, 1024 // parts))
         assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(6 * GIB / total)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -315,8 +317,8 @@ def agree(settings: Path) -> int:
 
     once, twice = gradients(recompute=False), gradients(recompute=True)
     assert all(torch.equal(once[name], twice[name]) for name in once)
-    everyones = accelerator.gather(twice["blocks.0.attn.qkv.weight"][None])
-    assert torch.equal(everyones[0], everyones[1])
+    gathered = accelerator.gather(twice["blocks.0.attn.qkv.weight"][None])
+    assert torch.equal(gathered[0], gathered[1])
 
     time_budget.MOST_SECONDS = 0.05
     config = make_config({**read_settings(settings), "time": "1h"})

@@ -16,7 +16,7 @@ from vit.config import TrainingConfig
 from vit.config.parser import make_config
 from vit.errors import ConfigError
 from vit.training import muon as ours
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.muon import COEFFICIENTS, SCALES, Muon, compute_dtype, orthogonalize
 from vit.training.optimizers import make_optimizer, set_lr
 from vit.training.train import train

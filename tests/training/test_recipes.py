@@ -11,7 +11,7 @@ from PIL import Image
 
 from vit.config.parser import make_config, read_settings
 from vit.training.data_setup import look_at_data
-from vit.training.devices import make_accelerator
+from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loaders import training_loader
 from vit.training.training_loop import train_one_step

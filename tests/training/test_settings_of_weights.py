@@ -12,7 +12,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts
-from vit.training.finetuning import complete_for_weights
+from vit.training.finetune.finetuning import complete_for_weights
 from vit.training.train import train
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.pretrained import Pretrained

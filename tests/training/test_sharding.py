@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.training.children import Job, command
 from vit.config import Config
 from vit.config.parser import write_settings
-from vit.training.checkpoint import find_checkpoints
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.final_report import read_events
 from vit.training.train import train
 

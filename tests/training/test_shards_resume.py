@@ -7,8 +7,8 @@ import pytest
 
 from vit.commands.main import main
 from vit.training import training_loop
-from vit.training.feature_extraction import key_of
-from vit.training.stop_signals import Interrupted
+from vit.training.distributed.stop_signals import Interrupted
+from vit.training.finetune.feature_extraction import key_of
 from vit.training.train import train
 
 

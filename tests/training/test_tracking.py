@@ -17,9 +17,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.config import RunConfig
 from vit.errors import ConfigError
-from vit.training import trackers
-from vit.training.run_folder import Metrics
-from vit.training.trackers import NAMES, TELEMETRY_OFF, TRACKERS, Record, Tracking, require_tracker
+from vit.training.logging import trackers
+from vit.training.logging.metrics_logger import MetricsFile
+from vit.training.logging.trackers import (
+    NAMES,
+    TELEMETRY_OFF,
+    TRACKERS,
+    Record,
+    Tracking,
+    require_tracker,
+)
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.99], "soup": False, "patience": None}
 PER_EPOCH = 4
@@ -51,7 +58,7 @@ def train(folder: Path, first: int, last: int) -> None:
 
 
 def append(folder: Path, event: dict) -> None:
-    metrics = Metrics(folder / "metrics.jsonl")
+    metrics = MetricsFile(folder / "metrics.jsonl")
     metrics.write(event)
     metrics.close()
 

@@ -15,10 +15,12 @@ from tests.training.children import Job, hold
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.tasks import classification
-from vit.training import checkpoint, training_loop
-from vit.training.checkpoint import find_checkpoints
-from vit.training.run_folder import Metrics, clear
-from vit.training.stop_signals import Interrupted
+from vit.training import training_loop
+from vit.training.checkpoint import checkpoint
+from vit.training.checkpoint.checkpoint import find_checkpoints
+from vit.training.checkpoint.run_folder import clear
+from vit.training.distributed.stop_signals import Interrupted
+from vit.training.logging.metrics_logger import MetricsFile
 from vit.training.train import complete_settings, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite
@@ -348,18 +350,18 @@ def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, op
 
 
 def test_a_cut_of_the_metrics_leaves_no_gap(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for number in range(3):
         metrics.write({"event": "epoch", "epoch": number})
     size = metrics.size() // 3
-    metrics.cut(size)
+    metrics.truncate(size)
     assert metrics.size() == size
     metrics.write({"event": "epoch", "epoch": 7})
     metrics.close()
     assert [event["epoch"] for event in events(tmp_path)] == [0, 7]
-    shorter = Metrics(tmp_path / "metrics.jsonl")
+    shorter = MetricsFile(tmp_path / "metrics.jsonl")
     with pytest.raises(RunError, match="is shorter than"):
-        shorter.cut(10_000)
+        shorter.truncate(10_000)
     shorter.close()
 
 
@@ -483,7 +485,7 @@ def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, 
     def full(*_):
         raise RunError("step-00000002.safetensors could not be written: the disk is full")
 
-    monkeypatch.setattr("vit.training.checkpoint_manager.write_checkpoint", full)
+    monkeypatch.setattr("vit.training.checkpoint.checkpoint_manager.write_checkpoint", full)
     with pytest.raises(RunError, match="the disk is full"):
         train(tiny_config(epochs=40, checkpoint_steps=2), tmp_path / "run")
     assert len(events(tmp_path / "run", "step")) < 10
@@ -497,7 +499,7 @@ def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
         return original(folder, snapshot, state, damaged)
 
     original = checkpoint.write_checkpoint
-    monkeypatch.setattr("vit.training.checkpoint_manager.write_checkpoint", note)
+    monkeypatch.setattr("vit.training.checkpoint.checkpoint_manager.write_checkpoint", note)
     train(tiny_config(epochs=2, checkpoint_steps=2), tmp_path / "run")
     assert written == [2, 3, 4, 6, 6]
 

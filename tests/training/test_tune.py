@@ -15,6 +15,8 @@ from vit.evaluation.tune_report import axis, noise, tune_page, verdict
 from vit.training import plan as planning
 from vit.training import training_loop
 from vit.training import tune as tuning
+from vit.training.checkpoint.run_folder import stored_config
+from vit.training.distributed.stop_signals import Interrupted
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_NETWORKS,
@@ -23,8 +25,6 @@ from vit.training.plan_rules import (
     neighbours,
     network_settings,
 )
-from vit.training.run_folder import stored_config
-from vit.training.stop_signals import Interrupted
 from vit.training.time_budget import Costs
 from vit.training.trainer import TrainingResult
 from vit.training.tune import (

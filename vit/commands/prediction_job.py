@@ -20,7 +20,7 @@ from vit.output.prediction_results import FORMATS, TOP_K, Layout, Prediction, un
 from vit.output.resumable_output import FileLock, differences, partial_path
 from vit.output.sort_into_folders import UNSURE, ImageSorter, SortMethod
 from vit.text import plural
-from vit.training.stop_signals import Interruption
+from vit.training.distributed.stop_signals import Interruption
 
 if TYPE_CHECKING:
     from vit.inference.process_group import ProcessGroup

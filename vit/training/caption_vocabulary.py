@@ -13,7 +13,7 @@ from vit.data.captions.tokenizer import Kind, Tokenizer, open_tokenizer, train_t
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError, DataError
 from vit.text import plural
-from vit.training.collectives import on_main
+from vit.training.distributed.collectives import on_main
 from vit.weights.saved_model import read_tokenizer
 
 Notify = Callable[[str], None]

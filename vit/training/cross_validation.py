@@ -22,12 +22,12 @@ from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import default_run_folder, flatten, make_config
 from vit.config.settings_file import FOLDS_FILE, read_fold_settings
 from vit.errors import ConfigError, RunError, printable
-from vit.training.collectives import on_main
-from vit.training.devices import make_accelerator
+from vit.training.checkpoint.run_folder import RESUMABLE_CHANGES, WEIGHTS
+from vit.training.distributed.collectives import on_main
+from vit.training.distributed.devices import make_accelerator
+from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
-from vit.training.run_folder import RESUMABLE_CHANGES, WEIGHTS
 from vit.training.train import resolve_plan, train
-from vit.training.training_progress import teller
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 LEVEL = 0.95
@@ -69,7 +69,7 @@ def train_folds(
     assert number is not None
     check_cross_validation(config)
     accelerator = make_accelerator(config.run)
-    folder, tell = Path(out or default_run_folder(config.data.data)), teller(accelerator)
+    folder, tell = Path(out or default_run_folder(config.data.data)), notifier(accelerator)
     config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
     record = {"folds": number, "settings": {name: flat[name] for name in given}}

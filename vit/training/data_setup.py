@@ -18,7 +18,7 @@ from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits,
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
 from vit.training.caption_vocabulary import prepare_captions
-from vit.training.collectives import on_main
+from vit.training.distributed.collectives import on_main
 
 Notify = Callable[[str], None]
 

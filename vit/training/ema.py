@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.training.batch_norm_statistics import running_stats
-from vit.training.fsdp import reshard
+from vit.training.distributed.fsdp import reshard
 
 
 class ExponentialMovingAverage:

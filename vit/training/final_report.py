@@ -37,11 +37,11 @@ from vit.model.captioner import Captioner
 from vit.precision import autocast
 from vit.tasks.captioning import Captioning, is_chosen, target_words
 from vit.text import join_names
-from vit.training.devices import inference_precision
-from vit.training.stop_signals import Interrupted
+from vit.training.distributed.devices import inference_precision
+from vit.training.distributed.stop_signals import Interrupted
+from vit.training.logging.training_progress import notify
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
-from vit.training.training_loop import TrainingState
-from vit.training.training_progress import notify
+from vit.training.training_state import TrainingState
 from vit.weights.saved_model import LoadedRun, load_run, set_thresholds
 
 

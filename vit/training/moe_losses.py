@@ -57,8 +57,8 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
     here = float(images > 0)
     counts = torch.stack([torch.cat([r.counts, r.tokens.view(1)]) for r in own]).to(own[0].z) * here
     message = torch.cat([counts.flatten(), counts.new_full((1,), images)])
-    everyones = message if accelerator is None else accelerator.reduce(message, "sum")
-    totals, seen = everyones[:-1].view_as(counts), everyones[-1]
+    summed = message if accelerator is None else accelerator.reduce(message, "sum")
+    totals, seen = summed[:-1].view_as(counts), summed[-1]
     losses = [
         torch.stack([balance_loss(f, r.probabilities, n, top_k), z_loss(r.z, n)])
         for r, f, n, top_k in zip(

@@ -27,10 +27,11 @@ from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
 from vit.precision import autocast
 from vit.text import format_duration
-from vit.training.collectives import on_main
+from vit.training.checkpoint.run_folder import stored_config
 from vit.training.data_setup import check_channels, list_data, open_data
-from vit.training.devices import inference_precision, make_accelerator
-from vit.training.dry_run import largest
+from vit.training.distributed.collectives import max_over_processes, on_main
+from vit.training.distributed.devices import inference_precision, make_accelerator
+from vit.training.logging.training_progress import notifier
 from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -57,8 +58,6 @@ from vit.training.plan_weights import (
     license_name,
     plan_weights,
 )
-from vit.training.run_folder import stored_config
-from vit.training.training_progress import teller
 
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
@@ -182,7 +181,7 @@ def with_chosen_weights(
         names = {*given, "data", "weights"}
         config, plan = plan_training({name: flat[name] for name in flat if name in names})
         for line in summary_lines(plan):
-            teller(accelerator)(line)
+            notifier(accelerator)(line)
         return config, [*{*names, *plan.settings}], plan.listing
     weights = stored_config(begun).finetune.weights
     if weights is None:
@@ -262,7 +261,7 @@ def measured_flops(config: Config, accelerator: Accelerator, row: Network) -> fl
         optimizer.zero_grad()
         loss.item()  # waits for the device
         seconds.append(time.perf_counter() - began)
-    step = largest(accelerator, median(seconds[1:]))
+    step = max_over_processes(accelerator, median(seconds[1:]))
     return TRAINING_FLOPS * PROBE_BATCH * flops_of(row, {}) * int(accelerator.num_processes) / step
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.errors import ConfigError, WeightsError
-from vit.training.finetuning import DEFAULTS, UNUSED_BY_PROBE
-from vit.training.linear_probe_init import MAX_PROBE_IMAGES
+from vit.training.finetune.finetuning import DEFAULTS, UNUSED_BY_PROBE
+from vit.training.finetune.linear_probe_init import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
     FIXED_SECONDS,
     TINY_SIDE,

@@ -23,14 +23,14 @@ from vit.text import format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
 from vit.training.caption_vocabulary import caption_summary
-from vit.training.devices import arithmetic
+from vit.training.distributed.devices import arithmetic
+from vit.training.distributed.fsdp import is_sharded, require_shardable
+from vit.training.distributed.stop_signals import Interruption
 from vit.training.ema import ExponentialMovingAverage
-from vit.training.finetuning import apply_finetune_method
-from vit.training.fsdp import is_sharded, require_shardable
+from vit.training.finetune.finetuning import apply_finetune_method
 from vit.training.lr_schedule import learning_rate
 from vit.training.optimizers import make_optimizer
-from vit.training.stop_signals import Interruption
-from vit.training.training_loop import TrainingState
+from vit.training.training_state import TrainingState
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.pretrained import Pretrained
 

@@ -21,14 +21,14 @@ from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError, printable
 from vit.tasks.task import mixed
 from vit.text import plural
-from vit.training.collectives import on_main
-from vit.training.devices import make_accelerator
-from vit.training.dry_run import rehearse
+from vit.training.autotune.dry_run import dry_run
+from vit.training.distributed.collectives import on_main
+from vit.training.distributed.devices import make_accelerator
+from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
 from vit.training.train import complete_settings, known_words, look_at_weights, resolve_plan
 from vit.training.training_loaders import training_loader
-from vit.training.training_loop import TrainingState
-from vit.training.training_progress import teller
+from vit.training.training_state import TrainingState
 from vit.weights.safetensors_io import atomic_write
 
 MIN_SHARE = 0.005
@@ -78,10 +78,10 @@ def show_batch(
         return f"{plural(shown, 'image')}{of} of the first batch, {size} pixels"
 
     # all processes must build the network; the main process writes the file
-    summary = rehearse(
+    summary = dry_run(
         config, accelerator, lambda run: on_main(accelerator, partial(draw, run)), splits
     )
-    teller(accelerator)(f"{printable(path)}: {summary}; nothing was trained")
+    notifier(accelerator)(f"{printable(path)}: {summary}; nothing was trained")
 
 
 def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[str]]]:

@@ -27,8 +27,9 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import format_duration
-from vit.training.dry_run import LONG, largest, rehearse
-from vit.training.linear_probe_init import probe_samples
+from vit.training.autotune.dry_run import LONG, dry_run
+from vit.training.distributed.collectives import max_over_processes
+from vit.training.finetune.linear_probe_init import probe_samples
 from vit.training.lr_schedule import COOLDOWN, GROWN, image_side
 from vit.training.training_loaders import (
     evaluation_loader,
@@ -36,7 +37,8 @@ from vit.training.training_loaders import (
     micro_batch_size,
     training_loader,
 )
-from vit.training.training_loop import TrainingState, train_one_step
+from vit.training.training_loop import train_one_step
+from vit.training.training_state import TrainingState
 from vit.training.validation import validate
 
 Notify = Callable[[str], None]
@@ -155,7 +157,7 @@ def fit_time(
     costs_of(config, splits, accelerator, 0.0)  # what it imports and compiles, the run finds
     costs = costs_of(config, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
     budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
-    spent = largest(accelerator, time.monotonic() - began)
+    spent = max_over_processes(accelerator, time.monotonic() - began)
     epoch_steps = epoch_length(config, schedule.steps_per_pass, costs, seconds - spent)
 
     def end(steps: int) -> float:
@@ -240,7 +242,7 @@ def settle_steps(
         pace: As for `TimeBudget.steps_from`.
         accelerator: The devices; all processes choose the same number.
     """
-    late = largest(accelerator, time.monotonic() - budget.ends)
+    late = max_over_processes(accelerator, time.monotonic() - budget.ends)
     steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
     shares, left = config.training.cooldown_shares, steps - step
     start = step - len(shares) * epoch_steps
@@ -276,7 +278,7 @@ def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: flo
     """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
     watch = Stopwatch(accelerator)
     act = partial(measure, splits=splits, watch=watch, most=most)
-    return rehearse(endless(config), accelerator, act, splits)
+    return dry_run(endless(config), accelerator, act, splits)
 
 
 class Stopwatch:
@@ -295,7 +297,7 @@ class Stopwatch:
         torch.zeros(1, device=self.accelerator.device).item()  # waits for the device
         now = time.perf_counter()
         took, self.last = now - self.last, now
-        return largest(self.accelerator, took)
+        return max_over_processes(self.accelerator, took)
 
 
 def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:

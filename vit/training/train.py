@@ -23,13 +23,23 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import RunError, VitError, printable
-from vit.training.auto_batch_size import fit_memory
-from vit.training.collectives import on_main
+from vit.training.autotune.auto_batch_size import fit_memory
+from vit.training.autotune.loader_autotune import measured_workers, with_cache
+from vit.training.checkpoint.run_folder import (
+    claim_folder,
+    look_at_folder,
+    require_same_settings,
+    settled,
+    write_start,
+)
 from vit.training.data_setup import check_channels, look_at_data
-from vit.training.devices import make_accelerator
-from vit.training.finetuning import complete_for_weights, wants_other_vocabulary
-from vit.training.linear_probe_init import init_head_from_probe
-from vit.training.loader_autotune import measured_workers, with_cache
+from vit.training.distributed.collectives import on_main
+from vit.training.distributed.devices import make_accelerator
+from vit.training.distributed.stop_signals import Interruption
+from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
+from vit.training.finetune.linear_probe_init import init_head_from_probe
+from vit.training.logging.trackers import require_tracker
+from vit.training.logging.training_progress import notifier, notify
 from vit.training.lr_schedule import total_steps
 from vit.training.plan import (
     is_planned,
@@ -37,20 +47,10 @@ from vit.training.plan import (
     summary_lines,
     with_chosen_weights,
 )
-from vit.training.run_folder import (
-    claim_folder,
-    look_at_folder,
-    require_same_settings,
-    settled,
-    write_start,
-)
 from vit.training.setup import make_network, make_training
-from vit.training.stop_signals import Interruption
 from vit.training.time_budget import TimeBudget, fit_time
-from vit.training.trackers import require_tracker
 from vit.training.trainer import Trainer, TrainingResult
 from vit.training.training_loaders import make_schedule
-from vit.training.training_progress import notify, teller
 from vit.weights.load_model import describe_source, open_pretrained
 from vit.weights.pretrained import Pretrained
 from vit.weights.resolve_source import locate_weights
@@ -97,7 +97,7 @@ def train(
     look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)
     resumed = folder if on_main(accelerator, look) else None
     if resume and resumed is None:
-        teller(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
+        notifier(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final from here on
     with translate_errors(), Interruption(echo_seconds()) as signals, ExitStack() as stack:
@@ -106,7 +106,7 @@ def train(
             config,
             resolved.release_source(),
             splits.classes,
-            teller(accelerator),
+            notifier(accelerator),
             splits.tokenizer,
         )
         steps = steps_of_epoch(config, splits, accelerator)
@@ -280,7 +280,7 @@ def look_at_weights(
         # an error on another process only is reported by that process
         error.on_all_processes = accelerator.is_main_process
         raise
-    tell = teller(accelerator)
+    tell = notifier(accelerator)
     for line in describe_source(where, source):
         tell(line)
     return complete_for_weights(config, source, given), source
@@ -314,7 +314,7 @@ def complete_settings(
     Returns:
         Settings, the images, unreadable images with the reason, and the time budget.
     """
-    tell = teller(accelerator)
+    tell = notifier(accelerator)
     if begun is not None:
         config = settled(config, begun, given)
     config, splits, failed = look_at_data(config, given, accelerator, tell, begun, known, listing)

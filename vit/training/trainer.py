@@ -12,24 +12,27 @@ from torch import Tensor
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, WeightsError, quoted
-from vit.training.best_checkpoints import BestEpochs, average_best_epochs
-from vit.training.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
-from vit.training.checkpoint_manager import CheckpointManager
-from vit.training.collectives import agreed_signal, require_same_step
-from vit.training.dry_run import largest
-from vit.training.eta import TimeRemaining, steps_left
+from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
+from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
+from vit.training.checkpoint.checkpoint_manager import CheckpointManager
+from vit.training.checkpoint.run_folder import write_config
+from vit.training.distributed.collectives import (
+    agreed_signal,
+    max_over_processes,
+    require_same_step,
+)
+from vit.training.distributed.fsdp import shard_like
+from vit.training.distributed.stop_signals import Interrupted
 from vit.training.final_report import finish_run
-from vit.training.fsdp import shard_like
-from vit.training.linear_probe_init import ProbeFit
+from vit.training.finetune.linear_probe_init import ProbeFit
+from vit.training.logging.metrics_logger import MetricsLogger
+from vit.training.logging.training_progress import Progress, TimeRemaining, steps_left
 from vit.training.lr_schedule import WarmupStableDecay, learning_rate, total_steps
-from vit.training.metrics_logger import MetricsLogger
-from vit.training.run_folder import write_config
 from vit.training.setup import fingerprint, preflight
-from vit.training.stop_signals import Interrupted
 from vit.training.time_budget import TimeBudget, settle_steps
 from vit.training.training_loaders import evaluation_loader, training_loader
-from vit.training.training_loop import Step, TrainingState, train_one_epoch
-from vit.training.training_progress import Progress
+from vit.training.training_loop import train_one_epoch
+from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation, validate
 
 # Relative change of the number of steps above which it is logged.
@@ -233,7 +236,7 @@ class Trainer:
         if step == start:  # all so far, with the start of the loaders, which may be most of it
             seconds = self.elapsed
             expected = costs.start + costs.between(run.config, self.steps, 0, step)
-        pace = largest(run.accelerator, seconds / expected)
+        pace = max_over_processes(run.accelerator, seconds / expected)
         config = settle_steps(run.config, self.budget, self.steps, step, pace, run.accelerator)
         if run.accelerator.is_main_process:
             write_config(self.folder, config)

@@ -14,7 +14,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
 from vit.data.transforms import TrainingTransform, Transform
 from vit.training.lr_schedule import image_side
-from vit.training.training_loop import TrainingState
+from vit.training.training_state import TrainingState
 
 
 @dataclass(frozen=True)

@@ -6,110 +6,26 @@ Every duration in this module is a number of optimiser steps.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from vit.config import Config
-from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset import Batch
-from vit.data.image_cache import ImageCache
-from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.errors import BadImage, RunError
+from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
-from vit.model.vision_transformer import VisionTransformer
-from vit.tasks.classification import Classification
-from vit.tasks.task import Task
-from vit.training.batch_norm_statistics import frozen_running_stats
-from vit.training.collectives import everyones, on_main
-from vit.training.ema import ExponentialMovingAverage
-from vit.training.fsdp import full_tensor
+from vit.training.distributed.collectives import all_reduce, widest_float
+from vit.training.distributed.fsdp import full_tensor
+from vit.training.distributed.stop_signals import Interruption
+from vit.training.logging.training_progress import Progress
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
-from vit.training.stop_signals import Interruption
-from vit.training.training_progress import Progress
+from vit.training.training_state import Step, TrainingState
 
 MIN_LOSS_SCALE = 1e-4
-T = TypeVar("T")
-
-
-@dataclass(kw_only=True)
-class TrainingState:
-    """Everything a training step reads or updates."""
-
-    config: Config
-    accelerator: Accelerator
-    network: VisionTransformer
-    """The network without wrappers; its parameter names are those of the files."""
-    model: nn.Module
-    """The same network as accelerate prepared it: distributed, in mixed precision."""
-    optimizer: Optimizer
-    average: ExponentialMovingAverage | None
-    preprocessing: Preprocessing
-    lr_at: Callable[[int], float]
-    task: Task = field(default_factory=Classification)
-    tokenizer: Tokenizer | None = None
-    """Tokenizer of the captions; None without a captioning task."""
-    cache: ImageCache | None = None
-    """Cache of decoded training images, if any."""
-    workers: int | None = None
-    """Measured number of loader processes; None if the setting `workers` is given."""
-    step: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
-    """Images that were left out, with the reason."""
-    interruption: Interruption = field(default_factory=Interruption)
-    """Records a signal sent to this process."""
-
-    @property
-    def processes(self) -> int:
-        return int(self.accelerator.num_processes)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of images, weights and losses."""
-        return torch.float64 if self.config.run.precision == "fp64" else torch.float32
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Compute in the precision of the training."""
-        context: contextlib.AbstractContextManager[None] = self.accelerator.autocast()
-        return context
-
-    def frozen_running_stats(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the network's running statistics as they are."""
-        return frozen_running_stats(self.network)
-
-    def gather(self, mine: list[T]) -> list[T]:
-        """Concatenate the lists of all processes."""
-        return everyones(mine)
-
-    def on_main(self, act: Callable[[], T]) -> T:
-        """Call `act` on the main process, and return its result on all."""
-        return on_main(self.accelerator, act)
-
-
-class Step(NamedTuple):
-    """Results of one optimiser step, equal on all processes."""
-
-    loss: float
-    """Mean loss of the images, without the routers' losses."""
-    images: int
-    """Images, over all processes."""
-    grad_norm: float
-    """Norm of the gradient of all parameters, before clipping."""
-    lr: float
-    """Learning rate of the step."""
-    signal: int
-    """Number of the signal that stops the run, or 0."""
-    due: bool
-    """Whether a process requests a checkpoint."""
-    routers: tuple[float, float] = (0.0, 0.0)
-    """Balance loss and z loss, summed over layers and before weighting; zeros without routers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +120,8 @@ def train_one_step(
     lr = run.lr_at(run.step)
     set_lr(run.optimizer, lr)
     choose_patch_size(run)
-    loss_sums = torch.zeros(3, device=run.accelerator.device, dtype=widest(run.accelerator.device))
+    device = run.accelerator.device
+    loss_sums = torch.zeros(3, device=device, dtype=widest_float(device))
     for index, batch in enumerate(micro_batches):
         with sync_gradients(run, last=index == len(micro_batches) - 1):
             losses = forward_losses(run, batch, epoch, micro_batch=index)
@@ -221,7 +138,7 @@ def train_one_step(
         signals=[int(run.interruption.number == number) for number in Interruption.SIGNALS],
     ).all_reduce(run.accelerator)
     if totals.failed:
-        leave_out(run, failed)
+        run.exclude_unreadable(failed)
     step = totals.summary(lr=lr, processes=run.processes)
     require_finite(run, step.loss, step.grad_norm)
     run.optimizer.step()
@@ -260,31 +177,6 @@ def objective(run: TrainingState, losses: Tensor) -> Tensor:
     loss, *routers = losses.unbind()
     weights = (run.config.training.balance_loss, run.config.training.router_z_loss)
     return loss + sum(weight * term for weight, term in zip(weights, routers, strict=False))
-
-
-def all_reduce(accelerator: Accelerator, totals: Tensor, counts: Sequence[float]) -> list[float]:
-    """Sum `totals`, on the device, and `counts` over all processes, in one message."""
-    message = torch.cat([totals, torch.tensor(counts, device=totals.device, dtype=totals.dtype)])
-    numbers: list[float] = accelerator.reduce(message).tolist()
-    return numbers
-
-
-def leave_out(run: TrainingState, failed: list[BadImage]) -> None:
-    """Record the images that could not be read, of all processes, in `run.failed`.
-
-    Raises:
-        BadImage: `on_bad_image` is stop; on all processes.
-    """
-    found = everyones(failed)
-    if run.config.data.on_bad_image == "stop":
-        run.optimizer.zero_grad()
-        raise BadImage(found[0].path, found[0].reason)
-    run.failed.update((bad.path, bad.reason) for bad in found)
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """The floating dtype with the highest precision that `device` has, for sums."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def forward_losses(

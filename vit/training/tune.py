@@ -44,20 +44,19 @@ from vit.evaluation.tune_report import (
     verdict,
 )
 from vit.text import format_duration, percent
-from vit.training.checkpoint import CHECKPOINTS
-from vit.training.collectives import on_main
-from vit.training.devices import make_accelerator
-from vit.training.dry_run import largest
+from vit.training.autotune.loader_autotune import shared_caches
+from vit.training.checkpoint.checkpoint import CHECKPOINTS
+from vit.training.checkpoint.run_folder import BEST, RESUMABLE_CHANGES, WEIGHTS, claim_folder, clear
+from vit.training.distributed.collectives import max_over_processes, on_main
+from vit.training.distributed.devices import make_accelerator
+from vit.training.distributed.stop_signals import Interrupted
 from vit.training.final_report import read_events
-from vit.training.loader_autotune import shared_caches
+from vit.training.logging.training_progress import notifier, redirect_lines, write_line
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.plan_rules import Plan, make_plan, neighbours
-from vit.training.run_folder import BEST, RESUMABLE_CHANGES, WEIGHTS, claim_folder, clear
-from vit.training.stop_signals import Interrupted
 from vit.training.time_budget import MOST_SECONDS, REPORT, SHARE, Costs, costs_of, count_that_fit
 from vit.training.train import complete_settings, train
 from vit.training.trainer import TrainingResult
-from vit.training.training_progress import redirect_lines, teller, write_line
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TUNE_FILE = "tune.json"
@@ -176,7 +175,7 @@ def tune(
     values, trials, folder = resumed_settings(checked(settings), out, trials, resume=resume)
     seconds = check_tunable(values, trials)
     accelerator = make_accelerator(before_plan(values).run)
-    tell = teller(accelerator)
+    tell = notifier(accelerator)
     with shared_caches(), contextlib.ExitStack() as stack:
         look = partial(claim, folder, values, trials, stack, resume=resume, overwrite=overwrite)
         record = on_main(accelerator, look)
@@ -387,7 +386,7 @@ def prepare(
     began: float,
 ) -> dict[str, Any]:
     """The record of a tuning before its first trial: what is tried, in how many steps."""
-    tell = teller(accelerator)
+    tell = notifier(accelerator)
     config, plan = plan_training({**values, "time": f"{SEARCH_SHARE * seconds:.1f}s"})
     for line in summary_lines(plan):
         tell(line)
@@ -396,12 +395,12 @@ def prepare(
     completed, splits, *_ = complete_settings(
         with_steps(config, 1), given, accelerator, None, beginning
     )
-    start = largest(accelerator, time.monotonic() - beginning)
+    start = max_over_processes(accelerator, time.monotonic() - beginning)
     made = make_trials(plan, values, int(values.get("seed", 0)), trials or max(NUMBERS))
     meter = CostMeter(completed, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
 
     def room() -> float:
-        return SEARCH_SHARE * seconds - largest(accelerator, time.monotonic() - began)
+        return SEARCH_SHARE * seconds - max_over_processes(accelerator, time.monotonic() - began)
 
     number = count_trials(
         len(made), meter(made[0]), images=len(splits.train), start=start, room=room(), asked=trials
@@ -695,7 +694,7 @@ def search(
     accelerator: Accelerator,
 ) -> None:
     """Train what is left of the trials, rung after rung; `record` gets their results."""
-    tell = teller(accelerator)
+    tell = notifier(accelerator)
     notes = Notes(tell)
     given = [name for name in record["settings"] if name != "time"]
     for rung, facts in enumerate(record["rungs"], 1):
@@ -715,7 +714,7 @@ def search(
                 continue
             began = time.monotonic()
             result = run_trial(record, rung, trial, folder, given, notes, accelerator)
-            result["seconds"] = round(largest(accelerator, time.monotonic() - began), 2)
+            result["seconds"] = round(max_over_processes(accelerator, time.monotonic() - began), 2)
             record["results"].append(result)
             save(accelerator, folder, record)
             tell(trial_line(record, rung, place, result))

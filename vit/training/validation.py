@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vit.data.dataloader import EvaluationLoader
 from vit.errors import BadImage, DataError, RunError
-from vit.training.collectives import agreed_signal
+from vit.training.distributed.collectives import agreed_signal, all_reduce, widest_float
 from vit.training.ema import swapped_weights
 from vit.training.moe_losses import track_expert_usage
-from vit.training.training_loop import TrainingState, all_reduce, leave_out, widest
+from vit.training.training_state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def validate(
             if agreed_signal(run.accelerator, run.interruption.number):
                 return None
         usage = () if routers is None else tuple(routers.describe(run.accelerator))
-    sums = tally.sums.to(device, widest(device))
+    sums = tally.sums.to(device, widest_float(device))
     *totals, lost = all_reduce(run.accelerator, sums, [len(failed)])
     count = totals[-1]
     assert count + lost == expected, f"{count:.0f} of {expected} validation images were measured"
     if lost:
-        leave_out(run, failed)
+        run.exclude_unreadable(failed)
     if not count:
         raise DataError("not one validation image can be read")
     measured = Validation(int(count), tally.scores(run, totals), int(lost), usage)

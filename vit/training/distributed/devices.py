@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from vit.config import RunConfig
 from vit.errors import ConfigError, RunError
 from vit.precision import Precision, resolve_device, resolve_precision
-from vit.training.fsdp import shard_on_cpus
+from vit.training.distributed.fsdp import shard_on_cpus
 
 # accelerate's mixed precisions; the others are configured by `configure_precision`
 MIXED = {"bf16": "bf16", "fp16": "fp16"}

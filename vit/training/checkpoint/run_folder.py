@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import errno
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from vit.config import Config
 from vit.config.parser import flatten, make_config, read_settings, write_settings
@@ -17,8 +16,8 @@ from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.errors import ConfigError, RunError, printable
 from vit.evaluation.run_report import REPORT_FILE
-from vit.training.checkpoint import CHECKPOINTS
-from vit.training.trackers import TRACKING
+from vit.training.checkpoint.checkpoint import CHECKPOINTS
+from vit.training.logging.trackers import TRACKING
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 from vit.weights.saved_model import TOKENIZER_FILE
 
@@ -190,50 +189,3 @@ def write_start(folder: Path, config: Config, splits: Splits) -> None:
             "val": [relative(sample.path, splits.root) for sample in splits.val],
         }
         write_text(folder / "split.json", json.dumps(record, indent=1) + "\n")
-
-
-class Metrics:
-    """Appends events to metrics.jsonl.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with explain_write_errors(path):
-            self.file = path.open("ab")
-
-    def cut(self, size: int) -> None:
-        """Truncate the file to `size` bytes, its size at a checkpoint.
-
-        Raises:
-            RunError: The file is shorter.
-        """
-        if self.file.seek(0, os.SEEK_END) < size:
-            name = printable(self.file.name)
-            raise RunError(
-                f"{name} is shorter than at its checkpoint: restore it, or start anew with "
-                "--overwrite"
-            )
-        self.file.truncate(size)
-        self.file.seek(size)
-
-    def write(self, event: dict[str, Any]) -> None:
-        """Add one line."""
-        line = json.dumps(event, allow_nan=False) + "\n"
-        with explain_write_errors(Path(self.file.name)):
-            self.file.write(line.encode())
-            self.file.flush()
-
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return self.file.tell()
-
-    def flush(self) -> None:
-        """Flush the file to the disk; another thread may write meanwhile."""
-        with explain_write_errors(Path(self.file.name)):
-            os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which has raised an error already
-            self.file.close()

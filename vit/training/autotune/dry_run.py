@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.data.dataset_types import Splits
 from vit.training.setup import make_training
-from vit.training.training_loop import TrainingState, widest
+from vit.training.training_state import TrainingState
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ LONG = 10**6
 STEPS = 10**12
 
 
-def rehearse(
+def dry_run(
     config: Config,
     accelerator: Accelerator,
     act: Callable[[TrainingState], T],
@@ -27,7 +27,7 @@ def rehearse(
     """Call `act` with a training of `config`, then discard the training.
 
     Random state, loss scale and the state of accelerate are restored. After an error, memory is
-    free once the exception is released and `forget` was called.
+    free once the exception is released and `accelerator.free_memory` was called.
 
     Args:
         config: Settings with a number for `accumulate`.
@@ -50,19 +50,4 @@ def rehearse(
             scaler._per_optimizer_states.clear()  # left by a step that ran out of memory
         if config.run.compile:
             torch.compiler.reset()  # else the real run compiles for sizes it never uses
-        forget(accelerator)
-
-
-def forget(accelerator: Accelerator) -> None:
-    """Free the memory of discarded trainings."""
-    accelerator.free_memory()
-
-
-def largest(accelerator: Accelerator, number: float) -> float:
-    """Maximum of `number` over all processes, on each of them.
-
-    Waits until the device has finished earlier work.
-    """
-    device = accelerator.device
-    mine = torch.tensor([number], dtype=widest(device), device=device)
-    return float(accelerator.gather(mine).max())
+        accelerator.free_memory()

@@ -21,9 +21,11 @@ from vit.data.dataset_types import Splits
 from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.tasks.task import get_task
+from vit.training.autotune.dry_run import dry_run
 from vit.training.batch_norm_statistics import local_batch_norm
-from vit.training.dry_run import forget, largest, rehearse
-from vit.training.training_loop import TrainingState, clip_gradients, forward_losses, objective
+from vit.training.distributed.collectives import max_over_processes
+from vit.training.training_loop import clip_gradients, forward_losses, objective
+from vit.training.training_state import TrainingState
 
 Notify = Callable[[str], None]
 
@@ -68,7 +70,7 @@ def fit_memory(
         torch.cuda.reset_peak_memory_stats(device)
         parts = share // size
         fitted = with_micro_batches(config, parts)
-        rehearse(fitted, accelerator, lambda run: take_steps(run, size), splits)
+        dry_run(fitted, accelerator, lambda run: take_steps(run, size), splits)
         return torch.cuda.max_memory_reserved(device)
 
     sizes = micro_batch_sizes(share, pairs=config.augment.mixes)
@@ -126,8 +128,9 @@ def largest_that_fits(
         except RuntimeError as error:
             if not should_reduce_batch_size(error):
                 raise
-        forget(accelerator)  # after the except block, whose traceback referred to the training
-        most = largest(accelerator, needed)
+        # after the except block, whose traceback referred to the training
+        accelerator.free_memory()
+        most = max_over_processes(accelerator, needed)
         if most == math.inf:
             raise torch.OutOfMemoryError(f"{size} images: out of memory.")
         return size, most
@@ -154,7 +157,7 @@ def limit_gpu_memory(accelerator: Accelerator) -> Iterator[float]:
     before = memory_fraction(device)
     free, total = torch.cuda.mem_get_info(device)
     mine = (1 - HEADROOM) * (free + torch.cuda.memory_reserved(device))
-    room = -largest(accelerator, -mine)
+    room = -max_over_processes(accelerator, -mine)
     torch.cuda.set_per_process_memory_fraction(min(room / total, before), device)
     try:
         yield room

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from vit.data.random_seed import random_seed
 from vit.evaluation.classification_metrics import wilson_interval
 from vit.text import plural
-from vit.training.logistic_regression import Eigenbasis, LogisticProblems, minimise
+from vit.training.finetune.logistic_regression import Eigenbasis, LogisticProblems, minimise
 
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
 """From 10 to 1e-5; of the squared weights of standardised features, beside the mean loss."""

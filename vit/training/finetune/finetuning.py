@@ -16,8 +16,8 @@ from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.freezing import freeze_backbone, trainable_line
-from vit.training.lora import add_lora, lora_line, merge_lora
+from vit.training.finetune.freezing import freeze_backbone, trainable_line
+from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
 from vit.weights.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sparse_upcycling import check_feedforward, is_upcycled

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.training.checkpoint import require_same
-from vit.training.run_folder import BEST
+from vit.training.checkpoint.checkpoint import require_same
+from vit.training.checkpoint.run_folder import BEST
 from vit.training.validation import Validation
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 

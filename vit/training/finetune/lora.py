@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.freezing import HEAD, freeze_except, trainable_line
+from vit.training.finetune.freezing import HEAD, freeze_except, trainable_line
 
 A, B = "lora_a", "lora_b"
 

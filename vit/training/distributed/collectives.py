@@ -1,11 +1,12 @@
 """Collective operations of a distributed training: broadcast, gather and common decisions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
 from vit.errors import RunError, VitError
 
@@ -39,10 +40,29 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     return answer
 
 
-def everyones(mine: list[T]) -> list[T]:
+def gather_lists(mine: list[T]) -> list[T]:
     """Concatenate the lists of all processes, on each of them."""
     found: list[T] = gather_object(mine)
     return found
+
+
+def max_over_processes(accelerator: Accelerator, number: float) -> float:
+    """Maximum of `number` over all processes; waits until the device has finished earlier work."""
+    device = accelerator.device
+    mine = torch.tensor([number], dtype=widest_float(device), device=device)
+    return float(accelerator.gather(mine).max())
+
+
+def all_reduce(accelerator: Accelerator, totals: Tensor, counts: Sequence[float]) -> list[float]:
+    """Sum `totals`, on the device, and `counts` over all processes, in one message."""
+    message = torch.cat([totals, torch.tensor(counts, device=totals.device, dtype=totals.dtype)])
+    numbers: list[float] = accelerator.reduce(message).tolist()
+    return numbers
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating dtype with the highest precision that `device` has, for sums."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def agreed_signal(accelerator: Accelerator, number: int) -> int:

@@ -17,18 +17,19 @@ from typing import Any
 from torch import Tensor
 
 from vit.errors import RunError, printable
-from vit.training.best_checkpoints import BestEpochs, Event
-from vit.training.checkpoint import (
+from vit.training.checkpoint.best_checkpoints import BestEpochs, Event
+from vit.training.checkpoint.checkpoint import (
     CHECKPOINTS,
     CheckpointState,
     Snapshot,
     take_snapshot,
     write_checkpoint,
 )
-from vit.training.finetuning import merged_state_dict
-from vit.training.fsdp import is_sharded
-from vit.training.run_folder import WEIGHTS, Metrics
-from vit.training.training_loop import TrainingState
+from vit.training.checkpoint.run_folder import WEIGHTS, clean_leftovers
+from vit.training.distributed.fsdp import is_sharded
+from vit.training.finetune.finetuning import merged_state_dict
+from vit.training.logging.metrics_logger import MetricsFile
+from vit.training.training_state import TrainingState
 from vit.weights.saved_model import SerializedModel, serialize_model
 
 
@@ -89,7 +90,7 @@ class CheckpointManager:
         folder: Path,
         classes: Sequence[str],
         best: BestEpochs,
-        metrics: Metrics | None,
+        metrics: MetricsFile | None,
     ) -> None:
         self.run = run
         self.folder = folder
@@ -100,6 +101,8 @@ class CheckpointManager:
         self.damaged: Collection[Path] = ()  # checkpoints that cannot be read
         self.writer = Writer()
         self.saved = time.monotonic()
+        if metrics is not None:
+            clean_leftovers(folder)
 
     def due(self) -> bool:
         """Whether `checkpoint_minutes` have passed on the main process since the last checkpoint.

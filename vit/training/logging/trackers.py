@@ -31,7 +31,7 @@ from accelerate.tracking import (
 )
 
 from vit.errors import ConfigError, printable
-from vit.training.training_progress import notify
+from vit.training.logging.training_progress import notify
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 PROJECT = "vit"

@@ -1,20 +1,74 @@
 """Logs a run: events to metrics.jsonl and an experiment tracker, lines to standard error."""
 
+import contextlib
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.config import DataConfig
 from vit.config.parser import flatten
-from vit.errors import BadImage, quoted
-from vit.training.collectives import on_main
-from vit.training.loader_autotune import data_wait_note
+from vit.errors import BadImage, RunError, printable, quoted
+from vit.training.distributed.collectives import on_main
+from vit.training.logging.trackers import Tracking
+from vit.training.logging.training_progress import Progress, notify
 from vit.training.moe_losses import expert_imbalance
-from vit.training.run_folder import Metrics, clean_leftovers
-from vit.training.trackers import Tracking
-from vit.training.training_loop import Step, TrainingState
-from vit.training.training_progress import Progress, notify
+from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation
+from vit.weights.safetensors_io import explain_write_errors
+
+MAX_WAIT_SHARE = 0.15
+"""Share of an epoch spent waiting for data above which a note is logged."""
+MIN_WAIT_SECONDS = 2.0
+
+
+class MetricsFile:
+    """Appends events to metrics.jsonl.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with explain_write_errors(path):
+            self.file = path.open("ab")
+
+    def truncate(self, size: int) -> None:
+        """Truncate the file to `size` bytes, its size at a checkpoint.
+
+        Raises:
+            RunError: The file is shorter.
+        """
+        if self.file.seek(0, os.SEEK_END) < size:
+            name = printable(self.file.name)
+            raise RunError(
+                f"{name} is shorter than at its checkpoint: restore it, or start anew with "
+                "--overwrite"
+            )
+        self.file.truncate(size)
+        self.file.seek(size)
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Add one line."""
+        line = json.dumps(event, allow_nan=False) + "\n"
+        with explain_write_errors(Path(self.file.name)):
+            self.file.write(line.encode())
+            self.file.flush()
+
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self.file.tell()
+
+    def flush(self) -> None:
+        """Flush the file to the disk; another thread may write meanwhile."""
+        with explain_write_errors(Path(self.file.name)):
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which has raised an error already
+            self.file.close()
 
 
 class MetricsLogger:
@@ -30,12 +84,11 @@ class MetricsLogger:
         self.folder = folder
         self.main = run.accelerator.is_main_process
         self.noted_ignored_images = self.noted_waiting = False
-        self.metrics: Metrics | None = None
+        self.metrics: MetricsFile | None = None
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
         if self.main:
-            clean_leftovers(folder)
-            self.metrics = Metrics(folder / "metrics.jsonl")
+            self.metrics = MetricsFile(folder / "metrics.jsonl")
 
     def start(self, *, metrics_bytes: int) -> None:
         """Truncate metrics.jsonl to its size at the checkpoint, and start the tracker.
@@ -50,7 +103,7 @@ class MetricsLogger:
 
         def start() -> None:
             assert self.metrics is not None
-            self.metrics.cut(metrics_bytes)
+            self.metrics.truncate(metrics_bytes)
             if config.run.track is not None:
                 self.tracking = Tracking(config.run.track, self.folder, flatten(config), step=step)
 
@@ -162,3 +215,17 @@ def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
         # fp16 skips a step whose gradient overflows, and JSON has no infinity
         "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
     }
+
+
+def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
+    """Advice if an epoch spent much of its time waiting for data, else None."""
+    share, seconds = event["data_wait"], event["seconds"]
+    if share <= MAX_WAIT_SHARE or share * seconds < MIN_WAIT_SECONDS:
+        return None
+    ways = {
+        "none": "--cache ram or --cache disk keeps images decoded; more loader processes (-j) "
+        "help where cores are idle, and smaller files on a nearer disk where they are not",
+        "disk": "--cache ram is nearer; more loader processes (-j) help where cores are idle",
+        "ram": "more loader processes (-j) help where cores are idle, or fewer augmentations",
+    }
+    return f"note: {share:.0%} of the epoch was spent waiting for images: {ways[data.cache]}"

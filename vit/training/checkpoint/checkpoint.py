@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.errors import DataError, RunError, WeightsError, printable
+from vit.training.distributed.fsdp import full_copies, reshard, shard_like
 from vit.training.ema import ExponentialMovingAverage
-from vit.training.fsdp import full_copies, reshard, shard_like
-from vit.training.training_loop import TrainingState
+from vit.training.training_state import TrainingState
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"

@@ -15,13 +15,18 @@ from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
 from vit.paths import user_cache
-from vit.training.collectives import agreed_signal, on_main
-from vit.training.feature_extraction import FeatureExtractor, Features, extract, weights_digest
-from vit.training.finetuning import merged_state_dict
-from vit.training.linear_probe import Probe, fit_probe, knn_accuracy, probe_summary
-from vit.training.stop_signals import Interrupted
-from vit.training.training_loop import TrainingState
-from vit.training.training_progress import teller
+from vit.training.distributed.collectives import agreed_signal, on_main
+from vit.training.distributed.stop_signals import Interrupted
+from vit.training.finetune.feature_extraction import (
+    FeatureExtractor,
+    Features,
+    extract,
+    weights_digest,
+)
+from vit.training.finetune.finetuning import merged_state_dict
+from vit.training.finetune.linear_probe import Probe, fit_probe, knn_accuracy, probe_summary
+from vit.training.logging.training_progress import notifier
+from vit.training.training_state import TrainingState
 
 # Enough images for a head that is trained further.
 MAX_PROBE_IMAGES = {"train": 20_000, "val": 5_000}
@@ -54,7 +59,7 @@ def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
     Raises:
         Interrupted: A signal arrived; the features computed so far are kept.
     """
-    config, notify = run.config, teller(run.accelerator)
+    config, notify = run.config, notifier(run.accelerator)
     train, val = probe_samples(config, splits, notify)
     features = FeatureExtraction(run, notify)
     on_train, on_val = features(train), features(val)

@@ -4,15 +4,14 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from vit.config import Config, DataConfig
+from vit.config import Config
 from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
 from vit.data.dataset_types import Sample, Splits
@@ -21,12 +20,12 @@ from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
-from vit.training.devices import inference_precision
-from vit.training.fsdp import is_sharded
+from vit.training.distributed.devices import inference_precision
+from vit.training.distributed.fsdp import is_sharded
+from vit.training.logging.training_progress import notifier
 from vit.training.lr_schedule import image_side
 from vit.training.training_loaders import TransformFor
-from vit.training.training_loop import TrainingState
-from vit.training.training_progress import teller
+from vit.training.training_state import TrainingState
 
 TIMED_IMAGES = 32
 """Images whose loading is timed."""
@@ -37,9 +36,6 @@ NEGLIGIBLE_SHARE = 0.05
 """Loading time relative to the network's below which no loader process is started."""
 SUFFICIENT_RATIO = 2
 """Loading rate relative to the network's rate on a CPU that is always sufficient."""
-MAX_WAIT_SHARE = 0.15
-"""Share of an epoch spent waiting for data above which a note is logged."""
-MIN_WAIT_SECONDS = 2.0
 MAX_SHARED_CACHES = 2
 """Caches in memory that consecutive trainings of a process share."""
 
@@ -123,7 +119,7 @@ def measured_workers(run: TrainingState, samples: Sequence[Sample]) -> int | Non
     fetch, decode = time_loading(run, samples)
     network = time_network(run) if fetch + decode else 0.0
     if fetch + decode < NEGLIGIBLE_SHARE * network:
-        teller(run.accelerator)(
+        notifier(run.accelerator)(
             f"loading: {1000 * (fetch + decode):.1f} ms an image, "
             f"{(fetch + decode) / network:.1%} of "
             "what the network takes: in this process (-j chooses loader processes)"
@@ -139,7 +135,7 @@ def measured_workers(run: TrainingState, samples: Sequence[Sample]) -> int | Non
     if run.cache is not None:
         return min(workers, share)
     if fetch + decode:
-        teller(run.accelerator)(
+        notifier(run.accelerator)(
             f"loading: {1000 * (fetch + decode):.1f} ms an image, "
             f"{fetch / (fetch + decode):.0%} of it to read its file: "
             f"{workers} loader processes a device (-j chooses others)"
@@ -198,17 +194,3 @@ def time_network(run: TrainingState) -> float:
             break
     run.network.train(was)
     return 3 * min(seconds) / len(images)
-
-
-def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
-    """Advice if an epoch spent much of its time waiting for data, else None."""
-    share, seconds = event["data_wait"], event["seconds"]
-    if share <= MAX_WAIT_SHARE or share * seconds < MIN_WAIT_SECONDS:
-        return None
-    ways = {
-        "none": "--cache ram or --cache disk keeps images decoded; more loader processes (-j) "
-        "help where cores are idle, and smaller files on a nearer disk where they are not",
-        "disk": "--cache ram is nearer; more loader processes (-j) help where cores are idle",
-        "ram": "more loader processes (-j) help where cores are idle, or fewer augmentations",
-    }
-    return f"note: {share:.0%} of the epoch was spent waiting for images: {ways[data.cache]}"

@@ -42,8 +42,8 @@ from vit.errors import BadImage, DataError, RunError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.text import plural
-from vit.training.collectives import on_main
-from vit.training.devices import arithmetic, inference_precision
+from vit.training.distributed.collectives import on_main
+from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.weights.safetensors_io import digest, explain_write_errors, read_tensors, write_tensors
 
 KEY_BYTES = 32
@@ -198,8 +198,8 @@ class FeatureExtractor:
                 found.update(zip(mine, pool.map(key_of, [paths[i] for i in mine]), strict=True))
                 if self.interrupted():
                     return None
-        everyones = {place: key for part in gather_object([found]) for place, key in part.items()}
-        return [everyones[place] for place in range(len(paths))]
+        keys = {place: key for part in gather_object([found]) for place, key in part.items()}
+        return [keys[place] for place in range(len(paths))]
 
     def make(self, files: Sequence[tuple[bytes, str]]) -> Generator[FeatureBatch, None, None]:
         """Features of `files`, a chunk at a time; the same on all processes.

@@ -1,0 +1,1 @@
+"""Settings that are measured before a run: micro-batch size, loader processes, image cache."""

@@ -1,0 +1,1 @@
+"""What a run writes to resume: checkpoints, best weights, the run folder."""

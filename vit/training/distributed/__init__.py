@@ -1,0 +1,1 @@
+"""Devices, processes and their communication."""

@@ -1,0 +1,1 @@
+"""Fine-tuning methods: full, LoRA, linear probe, and what each trains."""

@@ -1,0 +1,1 @@
+"""Events, log lines, progress and experiment trackers."""

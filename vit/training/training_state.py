@@ -1,0 +1,111 @@
+"""What a training step reads and updates: network, optimiser, settings and counters."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from vit.config import Config
+from vit.data.captions.tokenizer import Tokenizer
+from vit.data.image_cache import ImageCache
+from vit.data.preprocessing import Preprocessing
+from vit.errors import BadImage
+from vit.model.vision_transformer import VisionTransformer
+from vit.tasks.classification import Classification
+from vit.tasks.task import Task
+from vit.training.batch_norm_statistics import frozen_running_stats
+from vit.training.distributed.collectives import gather_lists, on_main
+from vit.training.distributed.stop_signals import Interruption
+from vit.training.ema import ExponentialMovingAverage
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """Everything a training step reads or updates."""
+
+    config: Config
+    accelerator: Accelerator
+    network: VisionTransformer
+    """The network without wrappers; its parameter names are those of the files."""
+    model: nn.Module
+    """The same network as accelerate prepared it: distributed, in mixed precision."""
+    optimizer: Optimizer
+    average: ExponentialMovingAverage | None
+    preprocessing: Preprocessing
+    lr_at: Callable[[int], float]
+    task: Task = field(default_factory=Classification)
+    tokenizer: Tokenizer | None = None
+    """Tokenizer of the captions; None without a captioning task."""
+    cache: ImageCache | None = None
+    """Cache of decoded training images, if any."""
+    workers: int | None = None
+    """Measured number of loader processes; None if the setting `workers` is given."""
+    step: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Images that were left out, with the reason."""
+    interruption: Interruption = field(default_factory=Interruption)
+    """Records a signal sent to this process."""
+
+    @property
+    def processes(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of images, weights and losses."""
+        return torch.float64 if self.config.run.precision == "fp64" else torch.float32
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Compute in the precision of the training."""
+        context: contextlib.AbstractContextManager[None] = self.accelerator.autocast()
+        return context
+
+    def frozen_running_stats(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the network's running statistics as they are."""
+        return frozen_running_stats(self.network)
+
+    def gather(self, mine: list[T]) -> list[T]:
+        """Concatenate the lists of all processes."""
+        return gather_lists(mine)
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """Call `act` on the main process, and return its result on all."""
+        return on_main(self.accelerator, act)
+
+    def exclude_unreadable(self, failed: list[BadImage]) -> None:
+        """Record the images that could not be read, of all processes, in `failed`.
+
+        Raises:
+            BadImage: `on_bad_image` is stop; on all processes.
+        """
+        found = gather_lists(failed)
+        if self.config.data.on_bad_image == "stop":
+            self.optimizer.zero_grad()
+            raise BadImage(found[0].path, found[0].reason)
+        self.failed.update((bad.path, bad.reason) for bad in found)
+
+
+class Step(NamedTuple):
+    """Results of one optimiser step, equal on all processes."""
+
+    loss: float
+    """Mean loss of the images, without the routers' losses."""
+    images: int
+    """Images, over all processes."""
+    grad_norm: float
+    """Norm of the gradient of all parameters, before clipping."""
+    lr: float
+    """Learning rate of the step."""
+    signal: int
+    """Number of the signal that stops the run, or 0."""
+    due: bool
+    """Whether a process requests a checkpoint."""
+    routers: tuple[float, float] = (0.0, 0.0)
+    """Balance loss and z loss, summed over layers and before weighting; zeros without routers."""
