@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.decoder_config import TRAINED
-from vit.data.captions.caption_ids import MOST_TOKENS, CaptionIds
+from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError, DataError
@@ -49,7 +49,9 @@ def prepare_captions(
         raise ConfigError(f"vocab_size={asked}: the tokenizer has {tokenizer.size}; leave it out")
     most = config.decoder.caption_tokens
     if most is None:
-        most = CaptionIds([captions], tokenizer, MOST_TOKENS).longest_kept or MOST_TOKENS
+        most = (
+            CaptionIds([captions], tokenizer, DEFAULT_MAX_TOKENS).longest_kept or DEFAULT_MAX_TOKENS
+        )
     train, on_train = drop_long_captions(splits.train, tokenizer, most)
     val, on_val = drop_long_captions(splits.val, tokenizer, most)
     if on_train or on_val:

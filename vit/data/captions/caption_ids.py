@@ -1,4 +1,4 @@
-"""Captions as numbers: tokenised once, before training, and padded to a batch."""
+"""Tokenised captions of a dataset, in flat arrays, padded to batches."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,77 +9,76 @@ from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
 
-MOST_TOKENS = 128
-"""Of a caption, with begin and end, that a decoder writes unless told otherwise."""
-LEAST_TOKENS = 2
-"""Of a caption: begin and end."""
+DEFAULT_MAX_TOKENS = 128
+"""Default maximum length of a caption, in tokens with begin and end."""
 
 
 class CaptionIds:
-    """The captions of all samples as ids, in flat arrays that forked processes share.
+    """Ids of the captions of all samples, in flat arrays that forked processes share.
 
-    Captions that are too long are left out, never cut: a cut one would teach to stop anywhere.
+    Captions that are too long are omitted, not truncated: a truncated one would teach the network
+    to stop anywhere.
 
     Args:
-        captions: Of each sample, any number.
-        tokenizer: Gives their ids.
-        most: Longest caption to keep, in tokens with begin and end.
+        captions: Captions of each sample, any number.
+        tokenizer: Tokenizer of the captions.
+        max_tokens: Maximum length of a caption, in tokens with begin and end.
 
     Attributes:
-        too_long: Number of captions that were left out.
-        longest_kept: Tokens of the longest caption that was kept, likewise; 0 without any.
-        longest: Tokens of the longest caption with begin and end, before any was left out; 0
-            without captions.
-        mean_tokens: Mean number of tokens to predict (the end is one) of the captions kept; 0
-            where none is.
+        too_long: Number of omitted captions.
+        longest: Length of the longest caption, in tokens with begin and end; 0 without captions.
+        longest_kept: The same of the captions that are kept.
+        mean_tokens: Mean number of target tokens (with the end) of the captions kept; 0 without.
 
     Raises:
         DataError: A caption cannot be tokenised.
     """
 
-    def __init__(self, captions: Sequence[Sequence[str]], tokenizer: Tokenizer, most: int) -> None:
+    def __init__(
+        self, captions: Sequence[Sequence[str]], tokenizer: Tokenizer, max_tokens: int
+    ) -> None:
         self._begin, self._end, self._pad = tokenizer.begin, tokenizer.end, tokenizer.pad
         self.too_long, self.longest, self.longest_kept = 0, 0, 0
-        # Grown in place: lists of numbers would take ten times the memory on the way.
-        ids, stops, kept = array("i"), array("q", [0]), array("q", [0])
+        # arrays grow in place: lists of numbers would take ten times the memory
+        ids, ends, counts = array("i"), array("q", [0]), array("q", [0])
         for texts in captions:
             for row in tokenizer.encode(texts):
-                length = len(row) + LEAST_TOKENS
+                length = len(row) + 2  # begin and end
                 self.longest = max(self.longest, length)
-                if length > most:
+                if length > max_tokens:
                     self.too_long += 1
                     continue
                 self.longest_kept = max(self.longest_kept, length)
                 ids.extend(row)
-                stops.append(len(ids))
-            kept.append(len(stops) - 1)
+                ends.append(len(ids))
+            counts.append(len(ends) - 1)
         self._ids = np.array(ids, dtype=np.int32)
-        self._stops, self._kept = np.array(stops), np.array(kept)
-        self.mean_tokens = len(ids) / (len(stops) - 1) + 1 if len(stops) > 1 else 0.0
+        self._ends, self._counts = np.array(ends), np.array(counts)
+        self.mean_tokens = len(ids) / (len(ends) - 1) + 1 if len(ends) > 1 else 0.0
 
     def count(self, sample: int) -> int:
-        """How many captions of `sample` there are to learn from."""
-        return int(self._kept[sample + 1] - self._kept[sample])
+        """Number of captions of `sample` that are kept."""
+        return int(self._counts[sample + 1] - self._counts[sample])
 
     def ids(self, sample: int, which: int) -> np.ndarray:
-        """Caption `which` of those that `count` counts: [begin, ..., end], (tokens,) int64.
+        """Caption `which` of a sample: [begin, ..., end], (tokens,) int64.
 
         Raises:
             IndexError: The sample has fewer.
         """
         if not 0 <= which < self.count(sample):
             raise IndexError(f"sample {sample} has {self.count(sample)} captions, no {which}")
-        caption = self._kept[sample] + which
-        words = self._ids[self._stops[caption] : self._stops[caption + 1]]
+        caption = self._counts[sample] + which
+        words = self._ids[self._ends[caption] : self._ends[caption + 1]]
         return np.concatenate([[self._begin], words, [self._end]]).astype(np.int64)
 
     def padded(self, chosen: Sequence[tuple[int, int]]) -> Tensor:
-        """`ids` of each (sample, which), (chosen, longest) int64, filled up behind the end."""
+        """`ids` of each (sample, which), (chosen, longest) int64, padded at the end."""
         return pad_ids([self.ids(sample, which) for sample, which in chosen], self._pad)
 
 
 def pad_ids(rows: Sequence[np.ndarray], pad: int) -> Tensor:
-    """Rows of ids of any length -> (batch, longest) int64, with `pad` behind the shorter ones."""
+    """Rows of ids of any length -> (batch, longest) int64, padded with `pad` at the end."""
     padded = np.full((len(rows), max(map(len, rows), default=0)), pad, dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

@@ -1,100 +1,133 @@
-"""Words to numbers and back, on the library `tokenizers`; a file of it is a plain tokenizer.json.
+"""Caption tokenizer on the `tokenizers` library: byte-level BPE or WordPiece, in a tokenizer.json.
 
-In tokenizers trained here, text is in Unicode's NFC, with one space where there was white space
-(what `str.split` splits at) and none at the ends. Case is kept. A token never reaches over a space,
-and the names of special tokens hold one: no text is ever taken for a special token.
+Tokenizers trained here normalise text to Unicode NFC with single spaces (of what `str.split` splits
+at) and none at the ends. Case is kept. A token never crosses a space, and the names of special
+tokens contain one: no text is ever taken for a special token.
+
+Source: Sennrich et al., section 3.2, arXiv:1508.07909, on bytes as in GPT-2; Schuster and Nakajima,
+"Japanese and Korean voice search" (2012), longest piece first as in BERT.
 """
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from vit.data.captions.tokenizer_training import (
-    BEGIN,
-    BEGINS,
-    END,
-    ENDS,
-    LEARNERS,
-    PAD,
-    PADS,
-    is_ours,
-    most_tokens,
-    one_thread,
-)
-from vit.errors import DataError, WeightsError, printable
+from vit.errors import ConfigError, DataError, WeightsError, printable
 
 Kind = Literal["bpe", "wordpiece"]
 
 FILE = "tokenizer.json"
-MOST_BYTES = 2**27
-MOST_IDS = 2**21
-DECODED = 64  # ids, to try a decoder
+MAX_BYTES = 2**27
+"""Of a tokenizer.json."""
+MAX_VOCAB = 2**21
+MAX_CACHED_WORDS = 2**18
+"""Words whose tokens are cached: a few dozen MB."""
+
+PAD, BEGIN, END, UNKNOWN = "<| pad |>", "<| begin |>", "<| end |>", "<| unknown |>"
+"""Special tokens; with a space, which no word contains."""
+ENDOFTEXT = "<|endoftext|>"
+PADS = (PAD, "<pad>", "[PAD]", "<PAD>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+BEGINS = (
+    *(BEGIN, "<s>", "[CLS]", "<bos>", "[BOS]", "<BOS>", "<sos>", "[SOS]", "<|begin_of_text|>"),
+    *("<|startoftext|>", "<|bos|>", "<start>", "<cls>", ENDOFTEXT),
+)
+ENDS = (
+    *(END, "</s>", "[SEP]", "<eos>", "[EOS]", "<EOS>", "<|end_of_text|>", "<|eos|>", "<end>"),
+    *("<sep>", ENDOFTEXT),
+)
+"""Names of the special tokens in other files; the first that a vocabulary has is used."""
+
+CONTINUATION = " ##"
+"""Prefix of pieces inside a word; without the space, a word could begin with it."""
+MAX_WORD_LENGTH = 1000
+"""In characters; the time of WordPiece grows with its cube."""
+
+# Marks belong to their letters, or Hindi and vocalised Arabic would be split at each.
+GROUPS = r"[\p{L}\p{M}]+|\p{N}+|[^\s\p{L}\p{M}\p{N}]+"
+SPLIT_SPACES = pre_tokenizers.WhitespaceSplit()
+SPLIT_GROUPS = pre_tokenizers.Sequence(
+    [SPLIT_SPACES, pre_tokenizers.Split(Regex(GROUPS), "isolated")]
+)
+SPLIT_BYTES = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(" ?(?:" + GROUPS + ")"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+_NORMALIZERS = [
+    normalizers.NFC(),
+    normalizers.Replace(Regex(r"[\s\x1c-\x1f]+"), " "),  # what str.split splits at
+    normalizers.Strip(),
+]
+NORMALIZER = normalizers.Sequence(_NORMALIZERS)
+# Each word includes the space before it, the first word too: it is the same token everywhere.
+PREFIXED_NORMALIZER = normalizers.Sequence([*_NORMALIZERS, normalizers.Prepend(" ")])
 DECODERS = {"ByteLevel": decoders.ByteLevel, "Metaspace": decoders.Metaspace}
-"""What undoes a pre-tokenizer, for files without a decoder."""
-MOST_WORDS = 2**18  # remembered with their tokens: a few dozen MB
+"""The inverse of a pre-tokenizer, for files without a decoder."""
 
 
 class Tokenizer:
-    """A tokenizer with tokens for padding, begin and end, which text can never become.
+    """A tokenizer with tokens for padding, begin and end, which no text contains.
 
-    Padding, truncation, sampling and added begin and end tokens that a file asks for do not act:
-    `encode` gives all tokens of a text, the same each time, and nothing else. All work happens in
-    the calling thread, so loader processes may be forked afterwards.
+    Padding, truncation, sampling and added begin and end tokens in a file are disabled: `encode`
+    returns exactly the tokens of a text, always the same ones. It starts no threads, so loader
+    processes may be forked afterwards.
 
     Args:
         library: The tokenizer to wrap; it is changed.
 
     Attributes:
-        pad: Id of padding; never that of another of the three.
-        begin: Id of what stands before a caption.
-        end: Id of what stands after a caption; the same as `begin` only where a file has the one
-            token `<|endoftext|>` for both.
-        size: Rows of an embedding table: the largest id and one.
+        pad: Id of padding; differs from `begin` and `end`.
+        begin: Id of the token before a caption.
+        end: Id of the token after a caption; equals `begin` only in a vocabulary whose one token
+            `<|endoftext|>` is for both.
+        size: Rows of an embedding table: the largest id plus one.
 
     Raises:
-        WeightsError: Its ids are not those of a usable vocabulary.
+        WeightsError: The ids of the vocabulary cannot be used.
     """
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self._library = library
-        _switch_off(library)
-        self.pad = _find(library, PADS, PAD)
-        self.begin = _find(library, BEGINS, BEGIN)
-        self.end = _find(library, ENDS, END)
+        _disable_options(library)
+        self.pad = _special_token(library, PADS)
+        self.begin = _special_token(library, BEGINS)
+        self.end = _special_token(library, ENDS)
         ids = library.get_vocab(with_added_tokens=True).values()
         self.size = max(ids) + 1
-        if self.size > MOST_IDS:
+        if self.size > MAX_VOCAB:
             raise WeightsError(f"an id of {self.size - 1:,}, and only {len(ids):,} tokens")
         if len(set(ids)) < len(ids):
             raise WeightsError("two tokens with one id")
         self._special = frozenset((self.pad, self.begin, self.end))
-        self._by_word = is_ours(library)
-        self._words: dict[str, list[int]] = {}
+        self._encode = self._encode_words if _is_ours(library) else self._encode_text
+        self._cache: dict[str, list[int]] = {}
 
     def encode(self, captions: Sequence[str]) -> list[list[int]]:
         """Ids of each caption, without begin and end.
 
         Raises:
-            DataError: A caption is no text (half of a surrogate pair), or holds what the tokenizer
-                has no token for, not even an unknown one.
+            DataError: A caption contains half of a surrogate pair, or something for which the
+                vocabulary has no token, not even an unknown token.
         """
-        encode = self._encode_words if self._by_word else self._encode_text
-        return [encode(caption) for caption in captions]
+        return [self._encode(caption) for caption in captions]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens, that for the unknown too, are left out.
+        """The text of `ids`, without special and unknown tokens.
 
-        Of a tokenizer trained here it is the inverse of `encode`, up to the normalisation that this
-        file's docstring tells and unknown tokens. Of another one it is as near as its file says:
-        BERT's puts spaces around punctuation.
+        For a tokenizer trained here it is the inverse of `encode` up to normalisation and unknown
+        tokens. Others may be less exact: BERT's puts spaces around punctuation.
 
         Raises:
-            WeightsError: The file it came from asks for the impossible.
+            WeightsError: The decoder of its file is invalid.
         """
         kept = [number for number in ids if number not in self._special]
         try:
@@ -103,63 +136,64 @@ class Tokenizer:
             raise WeightsError(f"the tokenizer cannot decode: {_reason(error)}") from None
 
     def count_unknown(self, captions: Iterable[str]) -> int:
-        """How many captions hold something that becomes the unknown token; none in BPE on bytes."""
+        """Number of captions with an unknown token; 0 for BPE on bytes."""
         model = json.loads(self._library.to_str())["model"]
         name, unknown = model.get("unk_token"), model.get("unk_id")
         number = unknown if name is None else self._library.token_to_id(name)
         return sum(number in self.encode([caption])[0] for caption in captions)
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json, which `tokenizers` and `transformers` open too."""
+        """The content of a tokenizer.json, as `tokenizers` and `transformers` read it."""
         return str(self._library.to_str())
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """The inverse of `to_json`, and a reader of any other tokenizer.json.
+        """The inverse of `to_json`; reads any other tokenizer.json too.
 
-        Padding, begin and end are found by name: ours, else the first of the usual ones that the
-        file has (`PADS`, `BEGINS`, `ENDS`); where there is none, ours is added after the last id.
+        Padding, begin and end are the first of `PADS`, `BEGINS`, `ENDS` that the vocabulary has;
+        if there is none, ours is added after the last id.
 
         Raises:
             WeightsError: It is damaged.
         """
         try:
-            return cls(_parsed(text))
+            return cls(_parse(text))
         except WeightsError as error:
             raise WeightsError(
                 f"this is no usable {FILE} ({error}); take the file from its source again"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as JSON: the library's own pickles forget that text is never special."""
+        # the library's own pickles lose `encode_special_tokens`
         return Tokenizer.from_json, (self.to_json(),)
 
     def _encode_words(self, caption: str) -> list[int]:
-        """Ids word by word: each is looked at once, which is ten times as fast."""
+        """Ids word by word, from a cache: ten times as fast."""
         ids: list[int] = []
         for word in caption.split():
-            known = self._words.get(word)
-            if known is None:
-                known = self._encode_text(word)
-                if len(self._words) < MOST_WORDS:
-                    self._words[word] = known
-            ids += known
+            cached = self._cache.get(word)
+            if cached is None:
+                cached = self._encode_text(word)
+                if len(self._cache) < MAX_CACHED_WORDS:
+                    self._cache[word] = cached
+            ids += cached
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
         try:
-            # One text a call: batches start threads, which a forked process would wait for.
+            # One text per call: batches start threads, for which a forked process would wait.
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         except BaseException as error:
             reason = _reason(error)
-            raise DataError(f"{_short(_checked(text))} cannot be tokenised: {reason}") from None
+            _check_text(text)
+            raise DataError(f"{_quote(text)} cannot be tokenised: {reason}") from None
         if self._special.isdisjoint(ids):
             return ids
-        # A vocabulary of whole words, or of SentencePiece, has the name as if it were a word.
-        return [part for number in ids for part in self._spelled(number)]
+        # Vocabularies of whole words or of SentencePiece contain the names of special tokens.
+        return [part for number in ids for part in self._spell(number)]
 
-    def _spelled(self, number: int) -> list[int]:
-        """The ids of a special token's name as text, any other id as it is."""
+    def _spell(self, number: int) -> list[int]:
+        """The ids of a special token's name as text; any other id itself."""
         if number not in self._special:
             return [number]
         name = str(self._library.id_to_token(number))
@@ -168,7 +202,7 @@ class Tokenizer:
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, or in a folder with one.
+    """Open a tokenizer.json, or a folder with one.
 
     Raises:
         DataError: There is none, or it cannot be used.
@@ -178,12 +212,12 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         file = file / FILE if file.is_dir() else file
         if not file.is_file():
             raise DataError(f"{printable(file)}: no such file; give a {FILE}, or a folder with one")
-        if file.stat().st_size > MOST_BYTES:
+        if file.stat().st_size > MAX_BYTES:
             raise DataError(
-                f"{printable(file)} is larger than {MOST_BYTES:,} bytes; "
+                f"{printable(file)} is larger than {MAX_BYTES:,} bytes; "
                 f"give a {FILE}, or a folder with one"
             )
-        return Tokenizer(_parsed(file.read_bytes().decode()))
+        return Tokenizer(_parse(file.read_bytes().decode()))
     except DataError:
         raise
     except (OSError, ValueError) as error:
@@ -193,53 +227,21 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ) from None
 
 
-def train_tokenizer(
-    captions: Iterable[str], *, kind: Kind = "bpe", vocab_size: int | None = None
-) -> Tokenizer:
-    """A tokenizer that knows the words of `captions`; their order does not matter.
-
-    Without `vocab_size`, every word (or number, or run of signs) that occurs at least twice becomes
-    one token, and nothing that occurs once does: its row would be learned from one caption. There
-    are at most 8,192 tokens for up to eight million words (COCO has six), then as many more as
-    the square root of their number grows, which is how fast new words come (Heaps' law), and 32,768
-    at the very most.
-
-    BPE falls back on bytes and carries any text. WordPiece knows the characters of `captions` (they
-    come on top of the 8,192): a word with another one, or longer than 1,000 characters, becomes
-    the unknown token, which `decode` leaves out. `Tokenizer.count_unknown` says where.
-
-    Args:
-        captions: Of the training images only.
-        kind: `bpe` or `wordpiece`.
-        vocab_size: Tokens at most, with special ones; None to choose by the rule above.
-
-    Raises:
-        ConfigError: `vocab_size` has no room for the single bytes or characters.
-        DataError: There are no words, or a caption is no text.
-    """
-    texts = list(captions)
-    words = sum(len(_checked(text).split()) for text in texts)
-    if not words:
-        raise DataError("the captions hold no words: there is nothing to train a tokenizer on")
-    with one_thread():
-        return Tokenizer(LEARNERS[kind](texts, vocab_size, most_tokens(words)))
-
-
-def _parsed(text: str) -> tokenizers.Tokenizer:
-    if len(text) > MOST_BYTES:
-        raise WeightsError(f"longer than {MOST_BYTES:,} characters")
+def _parse(text: str) -> tokenizers.Tokenizer:
+    if len(text) > MAX_BYTES:
+        raise WeightsError(f"longer than {MAX_BYTES:,} characters")
     try:
-        _check_prefix(json.loads(text)["model"])
+        _check_merges(json.loads(text)["model"])
         library = tokenizers.Tokenizer.from_str(text)
-        for ids in ([], list(range(DECODED))):  # some settings show only here that they are wrong
+        for ids in ([], list(range(64))):  # some invalid settings raise only when decoding
             library.decode(ids)
     except BaseException as error:
         raise WeightsError(_reason(error)) from None
     return library
 
 
-def _check_prefix(model: dict[str, Any]) -> None:
-    """Refuse what makes tokenizers 0.23 cut a token in mid-character, and end the process."""
+def _check_merges(model: dict[str, Any]) -> None:
+    """Refuse merges for which tokenizers 0.23 cuts a character in two and ends the process."""
     prefix = str(model.get("continuing_subword_prefix") or "")
     for merge in model.get("merges", ()) if prefix else ():
         second = merge.split(" ", 1)[1] if isinstance(merge, str) else merge[1]
@@ -248,52 +250,177 @@ def _check_prefix(model: dict[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the library says; it raises plain Exceptions, and Rust's panics as something else.
+    """The library's message: it raises Exception itself, and Rust's panics as a BaseException.
 
     Raises:
-        BaseException: It is not the library's.
+        BaseException: The error is not the library's.
     """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return printable(error)
     raise error
 
 
-def _switch_off(library: tokenizers.Tokenizer) -> None:
-    """What a file may ask for and a caption must not suffer; and the decoder it may have left out.
-
-    Sampled tokens (BPE dropout, Unigram sampling) would differ from call to call.
-    """
+def _disable_options(library: tokenizers.Tokenizer) -> None:
+    """Disable padding, truncation and sampling, and add a missing decoder."""
     library.encode_special_tokens = True
     library.no_padding()
     library.no_truncation()
-    for name in ("dropout", "alpha", "nbest_size"):
+    for name in ("dropout", "alpha", "nbest_size"):  # sampling of BPE and Unigram
         if hasattr(library.model, name):
             setattr(library.model, name, None)
     if library.decoder is None and library.pre_tokenizer is not None:
-        split = library.pre_tokenizer.__getstate__().decode()
-        fitting = [make() for name, make in DECODERS.items() if f'"type":"{name}"' in split]
+        state = library.pre_tokenizer.__getstate__().decode()
+        fitting = [make() for name, make in DECODERS.items() if f'"type":"{name}"' in state]
         library.decoder = next(iter(fitting), None)
 
 
-def _find(library: tokenizers.Tokenizer, names: Sequence[str], ours: str) -> int:
-    """Id of the first of `names` that the vocabulary has; `ours` is added where it has none."""
+def _special_token(library: tokenizers.Tokenizer, names: Sequence[str]) -> int:
+    """Id of the first of `names` in the vocabulary; the first name is added if there is none."""
     if all(library.token_to_id(name) is None for name in names):
-        library.add_special_tokens([ours])
+        library.add_special_tokens([names[0]])
     ids = (library.token_to_id(name) for name in names)
     return next(number for number in ids if number is not None)
 
 
-def _checked(text: str) -> str:
-    """`text`, unless it cannot be written as UTF-8."""
+def _is_ours(library: tokenizers.Tokenizer) -> bool:
+    """Whether it was trained here, so that the tokens of a word do not depend on its neighbours."""
+    parts = library.normalizer, library.pre_tokenizer
+    if None in parts:
+        return False
+    trained = (PREFIXED_NORMALIZER, SPLIT_BYTES), (NORMALIZER, SPLIT_SPACES)
+    states = [[part.__getstate__() for part in pair] for pair in (parts, *trained)]
+    added = library.get_added_tokens_decoder().values()
+    return states[0] in states[1:] and all(token.special for token in added)
+
+
+def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"{_short(text)} holds half of a surrogate pair, which is no text; mend the caption"
+            f"{_quote(text)} holds half of a surrogate pair, which is no text; correct the caption"
         ) from None
-    return text
 
 
-def _short(text: str) -> str:
-    shown = printable(text[:60])
-    return f"the text '{shown}{'...' * (len(text) > 60)}'"
+def _quote(text: str) -> str:
+    return f"the text '{printable(text[:60])}{'...' * (len(text) > 60)}'"
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def train_tokenizer(
+    captions: Iterable[str], *, kind: Kind = "bpe", vocab_size: int | None = None
+) -> Tokenizer:
+    """Train a tokenizer on `captions`; it depends neither on their order nor on the machine.
+
+    Without `vocab_size`, every word (or number, or run of punctuation) that occurs at least twice
+    becomes one token, and none that occurs once: its embedding would be learned from one caption.
+    There are at most 8,192 tokens for up to eight million words (COCO has six), then as many more
+    as the square root of their number grows (Heaps' law), and never more than 32,768.
+
+    BPE falls back to bytes and encodes any text. WordPiece has the characters of `captions` besides
+    the 8,192: a word with another one, or of more than 1,000, becomes the unknown token, which
+    `decode` omits; `Tokenizer.count_unknown` counts them.
+
+    Args:
+        captions: Those of the training images only.
+        kind: `bpe` or `wordpiece`.
+        vocab_size: Maximum number of tokens, with special ones; None for the rule above.
+
+    Raises:
+        ConfigError: `vocab_size` is less than the number of single bytes or characters.
+        DataError: There are no words, or a caption is not text.
+    """
+    texts = list(captions)
+    for text in texts:
+        _check_text(text)
+    words = sum(len(text.split()) for text in texts)
+    if not words:
+        raise DataError("the captions hold no words: there is nothing to train a tokenizer on")
+    train = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}[kind]
+    with _single_thread():
+        return Tokenizer(train(texts, vocab_size, default_vocab_size(words)))
+
+
+def default_vocab_size(words: int) -> int:
+    """The vocabulary size for so many words of captions, by the rule of `train_tokenizer`."""
+    return min(2**15, int(2**13 * max(1.0, sqrt(words / 2**23))))
+
+
+def _train_bpe(texts: Sequence[str], size: int | None, default: int) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer(models.BPE())
+    library.normalizer, library.pre_tokenizer = PREFIXED_NORMALIZER, SPLIT_BYTES
+    library.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD, BEGIN, END]
+    _check_vocab_size(size, len(alphabet) + len(special), "bytes")
+    _fit_bpe(library, texts, size or default, initial_alphabet=alphabet, special_tokens=special)
+    return library
+
+
+def _train_wordpiece(texts: Sequence[str], size: int | None, default: int) -> tokenizers.Tokenizer:
+    words = Counter(word for text in texts for word in NORMALIZER.normalize_str(text).split())
+    characters = sorted(set().union(*words))
+    special = [PAD, BEGIN, END, UNKNOWN]
+    base = [*special, *characters, *(CONTINUATION + sign for sign in characters)]
+    _check_vocab_size(size, len(base), "characters")
+    # trained for the default size in any case: the size of a run gives its tokenizer again
+    counts = _count_pieces(texts, words, len(characters) + default)
+    pieces = sorted(counts.keys() - set(base), key=lambda piece: (-counts[piece], piece))
+    pieces = pieces[: default if size is None else size - len(base)]
+    model = models.WordPiece(
+        {token: number for number, token in enumerate([*base, *pieces])},
+        unk_token=UNKNOWN,
+        max_input_chars_per_word=MAX_WORD_LENGTH,
+        continuing_subword_prefix=CONTINUATION,
+    )
+    library = tokenizers.Tokenizer(model)
+    library.normalizer, library.pre_tokenizer = NORMALIZER, SPLIT_SPACES
+    library.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
+    library.add_special_tokens(special)
+    return library
+
+
+def _count_pieces(texts: Sequence[str], words: Counter[str], size: int) -> dict[str, int]:
+    """Occurrences, at least two, of the pieces of words that BPE on characters finds.
+
+    The library's own trainer of WordPiece gives a different vocabulary each time.
+    """
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.normalizer, bpe.pre_tokenizer = NORMALIZER, SPLIT_GROUPS
+    _fit_bpe(bpe, texts, size)
+    pieces: Counter[str] = Counter()
+    for word, number in words.items():
+        head, *rest = bpe.encode(word).tokens
+        for piece in (head, *(CONTINUATION + part for part in rest)):
+            pieces[piece] += number
+    return {piece: number for piece, number in pieces.items() if number > 1}
+
+
+def _fit_bpe(
+    library: tokenizers.Tokenizer, texts: Sequence[str], size: int, **options: Any
+) -> None:
+    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False, **options)
+    library.train_from_iterator(texts, trainer)
+
+
+def _check_vocab_size(size: int | None, minimum: int, what: str) -> None:
+    if size is not None and size < minimum:
+        raise ConfigError(
+            f"vocab_size={size} has no room for all single {what} and the special tokens; "
+            f"give {minimum} or more"
+        )
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    """Keep the library from starting threads, for which a forked process would wait forever."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
