@@ -5,21 +5,31 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.text", "vit.version"}
-LEVEL_1 = {"vit.model", "vit.data", "vit.precision"}
-LEVEL_2 = {
-    *("vit.weights", "vit.evaluation", "vit.tasks", "vit.generation"),
-    *("vit.exported", "vit.output"),
+LEVEL_1 = {
+    *("vit.model", "vit.precision"),
+    *("vit.data", "vit.data.captions", "vit.data.sources", "vit.data.checks"),
 }
-LEVEL_3 = {"vit.training", "vit.inference", "vit.export"}
+LEVEL_2 = {
+    *("vit.weights", "vit.weights.formats", "vit.evaluation", "vit.tasks"),
+    *("vit.generation", "vit.exported", "vit.output"),
+}
+TRAINING = {
+    f"vit.training.{name}"
+    for name in ("autotune", "checkpoint", "distributed", "finetune", "logging")
+}
+LEVEL_3 = {"vit.training", *TRAINING, "vit.inference", "vit.export"}
 NUMERIC = {"torch", "numpy"}
 
-# part -> what it may import, besides the standard library and itself
+# package or module of vit/ -> what it may import, besides the standard library and itself.
+# A sub-package has a rule of its own: it is no part of the package around it. A rule may name a
+# single module of another package.
 ALLOWED = {
     "vit.errors": set(),
     "vit.version": set(),
@@ -28,23 +38,56 @@ ALLOWED = {
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},
     "vit.model": {"torch", "einops", *LEVEL_0},
+    "vit.data.captions": {"numpy", "torch", "tokenizers", *LEVEL_0},
     "vit.data": {
-        *NUMERIC, "torchvision", "PIL", "einops", "simplejpeg", "tokenizers",
-        "datasets", "fsspec", "pyarrow", *LEVEL_0,
+        *NUMERIC, "torchvision", "PIL", "einops", "simplejpeg", "pyarrow", *LEVEL_0,
+        "vit.data.captions",
+    },
+    "vit.data.sources": {
+        *NUMERIC, "torchvision", "PIL", "datasets", "fsspec", "pyarrow", *LEVEL_0,
+        "vit.data", "vit.data.captions",
+    },
+    "vit.data.checks": {
+        *NUMERIC, "PIL", *LEVEL_0, "vit.data", "vit.data.captions", "vit.data.sources",
+    },
+    "vit.weights.formats": {
+        *NUMERIC, "timm", "torchvision", "transformers", "einops", *LEVEL_0, *LEVEL_1,
     },
     "vit.weights": {
-        *NUMERIC, "safetensors", "timm", "torchvision", "transformers", "huggingface_hub", "einops",
-        "PIL", "yaml", *LEVEL_0, *LEVEL_1,
+        *NUMERIC, "safetensors", "transformers", "timm", "huggingface_hub", "einops", "PIL", "yaml",
+        *LEVEL_0, *LEVEL_1, "vit.weights.formats",
     },
     "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captions.tokenizer"},
     "vit.evaluation": {*NUMERIC, "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
     "vit.tasks": {*NUMERIC, *LEVEL_0, *LEVEL_1, "vit.evaluation", "vit.generation"},
+    "vit.training.distributed": {"torch", "accelerate", *LEVEL_0, "vit.precision"},
+    "vit.training.logging": {
+        *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.training.distributed",
+        *("vit.training.lr_schedule", "vit.training.moe_losses"),
+        *("vit.training.training_state", "vit.training.validation"),
+    },
+    "vit.training.finetune": {
+        *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+        "vit.training.distributed", "vit.training.logging", "vit.training.training_state",
+    },
+    "vit.training.checkpoint": {
+        *NUMERIC, "accelerate", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+        *("vit.training.distributed", "vit.training.finetune", "vit.training.logging"),
+        *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
+    },
+    "vit.training.autotune": {
+        *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+        *("vit.training.distributed", "vit.training.logging"),
+        *("vit.training.batch_norm_statistics", "vit.training.lr_schedule", "vit.training.setup"),
+        *("vit.training.training_loaders", "vit.training.training_loop"),
+        "vit.training.training_state",
+    },
     "vit.training": {
-        *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+        *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,
     },
     "vit.exported": {
         "numpy", "PIL", "onnxruntime", "openvino",
-        *LEVEL_0, "vit.data", "vit.generation.caption", "vit.output",
+        *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.caption", "vit.output",
     },
     "vit.output": {"numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.caption"},
     "vit.inference": {
@@ -57,24 +100,6 @@ ALLOWED = {
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip
-# sub-package -> the sub-packages beside it that it may import, also inside functions
-SUBPACKAGES: dict[str, set[str]] = {
-    "vit.data.captions": set(),
-    "vit.data.sources": set(),
-    "vit.data.checks": {"vit.data.sources"},
-    "vit.weights.formats": set(),
-    "vit.training.distributed": set(),
-    "vit.training.logging": {"vit.training.distributed"},
-    "vit.training.finetune": {"vit.training.distributed", "vit.training.logging"},
-    "vit.training.checkpoint": {
-        "vit.training.distributed",
-        "vit.training.finetune",
-        "vit.training.logging",
-    },
-    "vit.training.autotune": {"vit.training.distributed", "vit.training.logging"},
-}
-# a sub-package that imports modules of its package which import it
-ENTANGLED = {"vit.weights.formats"}
 # a library that only these files of a part may import
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
@@ -105,12 +130,18 @@ BLOCKS = {
 }
 
 
-def files(part: str) -> list[Path]:
-    """The module or the folder of modules called `part`; never empty."""
-    path = ROOT / part.replace(".", "/")
-    found = sorted(path.rglob("*.py")) or [path.with_suffix(".py")]
-    assert all(file.exists() for file in found), f"{part} is gone; update ALLOWED"
-    return found
+def module_name(file: Path) -> str:
+    """`vit.data.sampler` of vit/data/sampler.py, `vit.data` of vit/data/__init__.py."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in sorted((ROOT / "vit").rglob("*.py"))}
+
+
+def part_of(name: str) -> str:
+    """The package or module with a rule that the dotted `name` belongs to; "" if there is none."""
+    return max((part for part in ALLOWED if within(name, {part})), key=len, default="")
 
 
 @cache
@@ -130,79 +161,63 @@ def within(name: str, parts: set[str]) -> bool:
     return any(name == part or name.startswith(part + ".") for part in parts)
 
 
+def is_allowed(name: str, part: str) -> bool:
+    """Whether modules of `part` may import `name`; a sub-package needs a line of its own."""
+    owner, allowed = part_of(name), ALLOWED[part]
+    if not owner:
+        return name.split(".")[0] in sys.stdlib_module_names or within(name, allowed)
+    single_modules = allowed - ALLOWED.keys()
+    return owner == part or owner in allowed or within(name, single_modules)
+
+
 @pytest.mark.parametrize("part", ALLOWED)
 def test_imports_only_point_down(part):
-    for file in files(part):
+    files = [file for module, file in MODULES.items() if part_of(module) == part]
+    assert files, f"{part} is gone; update ALLOWED"
+    for file in files:
         for name in imports(file):
-            known = name.split(".")[0] in sys.stdlib_module_names
-            assert known or within(name, ALLOWED[part] | {part}), (
-                f"{file.relative_to(ROOT)} must not import {name}"
-            )
+            assert is_allowed(name, part), f"{file.relative_to(ROOT)} must not import {name}"
 
 
-def module_name(file: Path) -> str:
-    """`vit.data.sampler` of vit/data/sampler.py, `vit.data` of vit/data/__init__.py."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def test_no_packages_import_each_other():
+    """Inside functions neither. Where rules name modules of a package, each module is a node."""
+    rules = set().union(*ALLOWED.values())
+    by_module = {part_of(name) for name in (rules & MODULES.keys()) - ALLOWED.keys()}
+    assert by_module == {"vit.data.captions", "vit.generation", "vit.training"}
+
+    def node(name: str) -> str:
+        part = part_of(name)
+        if part not in by_module:
+            return part
+        return name if name in MODULES else name.rpartition(".")[0]
+
+    below: dict[str, set[str]] = {}
+    for module, file in MODULES.items():
+        needs = {node(name) for name in imports(file)} - {node(module), ""}
+        below.setdefault(node(module), set()).update(needs)
+    del below[""]  # vit/__init__.py and __main__.py import from everywhere
+    assert below["vit.weights"] >= {"vit.weights.formats", "vit.model"}
+    TopologicalSorter(below).prepare()  # raises CycleError with the names of the packages
 
 
-@pytest.mark.parametrize("part", SUBPACKAGES)
-def test_a_subpackage_imports_only_the_listed_ones_beside_it(part):
-    package = part.rpartition(".")[0]
-    forbidden = {other for other in SUBPACKAGES if other.startswith(package)}
-    forbidden -= SUBPACKAGES[part] | {part}
-    for file in files(part):
-        wrong = sorted(name for name in imports(file) if within(name, forbidden))
-        assert not wrong, f"{file.relative_to(ROOT)} must not import {wrong}"
-
-
-def test_every_subpackage_is_listed():
-    found = {module_name(path) for path in (ROOT / "vit").glob("*/*/__init__.py")}
-    assert found == SUBPACKAGES.keys()
-
-
-def imports_when_imported() -> dict[str, set[str]]:
-    """The modules of vit that each module imports at its top; a function may import later."""
-    modules = {module_name(file): file for file in sorted((ROOT / "vit").rglob("*.py"))}
-    found = {}
-    for module, file in modules.items():
+def test_no_module_imports_itself_over_others():
+    """Of what modules import when they are imported; a function may import later."""
+    left = {}
+    for module, file in MODULES.items():
         names = {
             f"{node.module}.{alias.name}"
             for node in ast.parse(file.read_text(encoding="utf-8")).body
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        found[module] = {
-            name if name in modules else name.rpartition(".")[0] for name in names
-        } & modules.keys()
-    assert len(found) > 100
-    return found
-
-
-def cycle(needs: dict[str, set[str]]) -> list[str]:
-    """What is on, or above, a circle of imports; empty without one."""
-    left = dict(needs)
-    while free := [name for name, others in left.items() if not others & left.keys() - {name}]:
-        for name in free:
-            del left[name]
-    return sorted(left)
-
-
-def test_no_module_imports_itself_over_others():
-    assert not cycle(imports_when_imported())
-
-
-def test_no_subpackage_imports_itself_over_others():
-    """As for modules, with each sub-package as one."""
-
-    def owner(module: str) -> str:
-        part = next((part for part in SUBPACKAGES if within(module, {part})), module)
-        return module if part in ENTANGLED else part
-
-    needs: dict[str, set[str]] = {}
-    for module, others in imports_when_imported().items():
-        needs.setdefault(owner(module), set()).update(map(owner, others))
-    assert not cycle(needs)
+        left[module] = {
+            name if name in MODULES else name.rpartition(".")[0] for name in names
+        } & MODULES.keys()
+    assert len(left) > 100
+    while free := [module for module, needs in left.items() if not needs & left.keys() - {module}]:
+        for module in free:
+            del left[module]
+    assert not left, f"these import each other: {sorted(left)}"
 
 
 def test_file_names_are_unique_and_stand_in_the_glossary():
@@ -214,8 +229,9 @@ def test_file_names_are_unique_and_stand_in_the_glossary():
 
 
 def test_every_part_of_the_package_has_its_rule():
-    parts = {f"vit.{path.stem}" for path in (ROOT / "vit").iterdir() if path.stem[0] != "_"}
-    assert parts - {"vit.py"} == set(ALLOWED)
+    packages = {module for module, file in MODULES.items() if file.stem == "__init__"} - {"vit"}
+    modules = {f"vit.{path.stem}" for path in (ROOT / "vit").glob("[!_]*.py")}
+    assert packages | modules == set(ALLOWED)
 
 
 @pytest.mark.parametrize("library", ONLY)

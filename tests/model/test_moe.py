@@ -31,7 +31,7 @@ from vit.model.moe import (
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.optimizers import make_optimizer, parameter_groups
 from vit.weights.convert import folder_contents
-from vit.weights.pretrained import Pretrained
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.saved_model import load_run, save_model
 
 DIM, HIDDEN, EXPERTS, TOKENS = 16, 24, 4, 9

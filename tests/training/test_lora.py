@@ -21,8 +21,7 @@ from vit.training.finetune.freezing import (
 )
 from vit.training.finetune.lora import LoRALinear, add_lora, lora_line, merge_lora
 from vit.training.optimizers import layer_of, parameter_groups
-from vit.weights.formats.state_dict_names import check_fit
-from vit.weights.saved_model import meta_model
+from vit.weights.formats.state_dict_names import check_fit, meta_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 LORA = {"rank": 4, "alpha": 16.0}

@@ -15,7 +15,7 @@ from vit.model.moe import MixtureOfExperts
 from vit.training.finetune.finetuning import complete_for_weights
 from vit.training.train import train
 from vit.weights.adapt_weights import adapt_weights
-from vit.weights.pretrained import Pretrained
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.saved_model import load_run, read_model_config, save_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}

@@ -16,10 +16,9 @@ from vit.model.build import build_classifier
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import AdaptationReport, adapt_weights, change_channels
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT
+from vit.weights.formats.pretrained import Pretrained
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, meta_model
 from vit.weights.formats.timm_weights import from_timm
-from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import meta_model
 
 TOLERANCE = 1e-3
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}

@@ -16,8 +16,9 @@ from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import adapt_weights
-from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import load_run, meta_model, save_model
+from vit.weights.formats.pretrained import Pretrained
+from vit.weights.formats.state_dict_names import meta_model
+from vit.weights.saved_model import load_run, save_model
 
 DENSE = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -18,13 +18,20 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from vit.config import SECTIONS, Config, PartialModelConfig
+from vit.config import SECTIONS, Config, DecoderConfig, ModelConfig, PartialModelConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError, printable
 from vit.paths import did_you_mean
 
 MAX_BYTES = 1_000_000
+# model settings in every config.json; the default of a newer one is what older runs did
+REQUIRED_SETTINGS = {
+    *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
+    *("hidden_dim", "class_token", "registers", "position", "norm", "norm_order", "qk_norm"),
+    *("feedforward", "activation", "layer_scale", "pooling"),
+    *("dropout", "attention_dropout", "drop_path"),
+}
 FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
 
 
@@ -157,6 +164,33 @@ def changed_settings(config: Config) -> list[str]:
     named = {"model": config.training.model, "task": config.training.task}
     usual = {**flatten(make_config(named)), "model": _default_model(), "task": "classify"}
     return [name for name, value in flatten(config).items() if value != usual[name]]
+
+
+def parse_model_config(values: Any) -> ModelConfig:
+    """The inverse of `asdict`, with every name and type checked.
+
+    Raises:
+        ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
+    """
+    known = section_types("model")
+    if not isinstance(values, dict) or not REQUIRED_SETTINGS <= values.keys() <= known.keys():
+        raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
+    return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
+
+
+def parse_decoder_config(values: Any) -> DecoderConfig:
+    """As `parse_model_config`, for the decoder."""
+    known = section_types("decoder")
+    if not isinstance(values, dict) or not {"vocab_size", "caption_tokens"} <= values.keys():
+        raise ConfigError("the decoder's settings are incomplete")
+    if unknown := values.keys() - known.keys():
+        raise ConfigError(f"{printable(min(unknown))} is not a setting of the decoder")
+    return DecoderConfig(**{name: convert(known[name], values[name], name) for name in values})
+
+
+def section_types(section: str) -> dict[str, Any]:
+    """Type of each setting of a section, by name."""
+    return {name: found.kind for name, found in all_settings().items() if found.section == section}
 
 
 def _default_model() -> str:

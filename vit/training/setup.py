@@ -32,7 +32,7 @@ from vit.training.lr_schedule import learning_rate
 from vit.training.optimizers import make_optimizer
 from vit.training.training_state import TrainingState
 from vit.weights.adapt_weights import adapt_weights
-from vit.weights.pretrained import Pretrained
+from vit.weights.formats.pretrained import Pretrained
 
 Notify = Callable[[str], None]
 

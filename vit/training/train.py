@@ -51,8 +51,8 @@ from vit.training.setup import make_network, make_training
 from vit.training.time_budget import TimeBudget, fit_time
 from vit.training.trainer import Trainer, TrainingResult
 from vit.training.training_loaders import make_schedule
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.load_model import describe_source, open_pretrained
-from vit.weights.pretrained import Pretrained
 from vit.weights.resolve_source import locate_weights
 
 ECHO_SECONDS = 3.0

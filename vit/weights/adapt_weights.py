@@ -28,14 +28,15 @@ from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
 from vit.text import join_names
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
     check_fit,
+    meta_model,
 )
 from vit.weights.formats.timm_config import first_convolution
-from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import LoadedRun, meta_model, split_decoder
+from vit.weights.saved_model import LoadedRun, split_decoder
 from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle
 
 # BEiT's code searches the ratio of the geometric progression in this interval; the upper bound

@@ -18,6 +18,7 @@ from vit.config import ModelConfig
 from vit.errors import RunError, WeightsError, printable
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.timm_config import (
     incompatibility_remedy,
     timm_config,
@@ -31,7 +32,6 @@ from vit.weights.load_model import (
     preprocessing_or_default,
 )
 from vit.weights.model_card import CARD_FILE, model_card
-from vit.weights.pretrained import Pretrained
 from vit.weights.safetensors_io import explain_write_errors, write_tensors, write_text
 
 Library = Literal["timm", "huggingface"]

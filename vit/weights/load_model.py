@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from vit.config import DataConfig, ModelConfig
-from vit.config.parser import all_settings, convert, nearest
+from vit.config.parser import convert, nearest, section_types
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
@@ -22,19 +22,19 @@ from vit.weights.adapt_weights import adapt_weights, changed_config
 from vit.weights.file_format import read_json
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.jax_weights import read_jax
+from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
+from vit.weights.formats.state_dict_names import meta_model
 from vit.weights.formats.timm_weights import (
     looks_like_timm,
     read_timm,
     read_timm_config,
 )
 from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
-from vit.weights.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.resolve_source import WeightsLocation, locate_weights
 from vit.weights.saved_model import (
     DECODER,
     LoadedRun,
     load_run,
-    meta_model,
     read_model_config,
     split_decoder,
 )
@@ -209,7 +209,7 @@ def _requested_config(
     settings: dict[str, Any],
 ) -> ModelConfig:
     config = pretrained.config
-    kinds = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
+    kinds = section_types("model")
     for name in settings.keys() - kinds.keys():
         raise ConfigError(f"{printable(name)} is not a model setting{nearest(name, kinds)}")
     if classes is not None and num_classes not in (None, len(classes)):

@@ -10,7 +10,7 @@ import yaml
 
 from vit.errors import printable
 from vit.version import __version__
-from vit.weights.pretrained import Pretrained
+from vit.weights.formats.pretrained import Pretrained
 
 CARD_FILE = "README.md"
 MAX_LISTED_CLASSES = 100

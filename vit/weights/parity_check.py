@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vit.data.image_io import read_image
 from vit.errors import WeightsError, printable
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.load_model import build_from_state, preprocessing_or_default
-from vit.weights.pretrained import Pretrained
 
 # Same weights and pixels differ by rounding only; another resizing changes scores further.
 OUTPUT_TOLERANCE = 1e-3

@@ -13,18 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vit.config import Config, DecoderConfig, ModelConfig
-from vit.config.parser import all_settings, convert
+from vit.config.parser import parse_decoder_config, parse_model_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, RunError, WeightsError, printable
-from vit.model.build import assemble_captioner, assemble_model
+from vit.errors import RunError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
-from vit.weights.formats.state_dict_names import check_fit
+from vit.weights.formats.state_dict_names import check_fit, meta_model
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.formats.timm_weights import from_timm, to_timm
 from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
@@ -129,41 +127,6 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
 def sha256(content: bytes) -> str:
     """SHA-256 as a hex string."""
     return hashlib.sha256(content).hexdigest()
-
-
-# settings in every run folder; the default of a newer setting reproduces the older behaviour
-REQUIRED_SETTINGS = {
-    *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
-    *("hidden_dim", "class_token", "registers", "position", "norm", "norm_order", "qk_norm"),
-    *("feedforward", "activation", "layer_scale", "pooling"),
-    *("dropout", "attention_dropout", "drop_path"),
-}
-
-
-def parse_model_config(values: Any) -> ModelConfig:
-    """The inverse of `asdict`, with every name and type checked.
-
-    Raises:
-        ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
-    """
-    known = {name: s.kind for name, s in all_settings().items() if s.section == "model"}
-    if not isinstance(values, dict) or not REQUIRED_SETTINGS <= values.keys() <= known.keys():
-        raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
-    return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
-
-
-def parse_decoder_config(values: Any) -> DecoderConfig:
-    """The inverse of `asdict`, with every name and type checked.
-
-    Raises:
-        ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
-    """
-    known = {name: s.kind for name, s in all_settings().items() if s.section == "decoder"}
-    if not isinstance(values, dict) or not {"vocab_size", "caption_tokens"} <= values.keys():
-        raise ConfigError("the decoder's settings are incomplete")
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{printable(min(unknown))} is not a setting of the decoder")
-    return DecoderConfig(**{name: convert(known[name], values[name], name) for name in values})
 
 
 def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
@@ -410,9 +373,3 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         tokenizer=tokenizer,
         thresholds=thresholds,
     )
-
-
-def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
-    """The network of `config` on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)

@@ -16,8 +16,8 @@ from vit.config.model_config import BELONGS_TO
 from vit.errors import WeightsError, printable
 from vit.model.initialization import init_weights
 from vit.text import join_names
-from vit.weights.pretrained import Pretrained
-from vit.weights.saved_model import meta_model
+from vit.weights.formats.pretrained import Pretrained
+from vit.weights.formats.state_dict_names import meta_model
 
 State = dict[str, Tensor]
 

@@ -21,7 +21,8 @@ from vit.weights.formats.huggingface_processor import (
     write_processor,
 )
 from vit.weights.formats.huggingface_writer import write_huggingface
-from vit.weights.saved_model import LoadedRun, meta_model
+from vit.weights.formats.state_dict_names import meta_model
+from vit.weights.saved_model import LoadedRun
 
 CLASSES = ("apple", "class10", "class2")
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}

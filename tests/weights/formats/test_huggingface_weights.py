@@ -15,7 +15,7 @@ from vit.model.build import ACTIVATIONS as OURS
 from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
 from vit.weights.formats.huggingface_weights import read_huggingface
-from vit.weights.pretrained import Pretrained
+from vit.weights.formats.pretrained import Pretrained
 
 TOLERANCE = 1e-4
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

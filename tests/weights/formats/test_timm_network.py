@@ -16,10 +16,10 @@ from vit.weights.adapt_weights import (
     geometric_interpolation,
     resize_offsets_geometric,
 )
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import check_fit
 from vit.weights.formats.timm_network import MODULES
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
-from vit.weights.pretrained import Pretrained
 
 TOLERANCE = 1e-4
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}

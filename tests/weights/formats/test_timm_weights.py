@@ -12,9 +12,8 @@ from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.formats.state_dict_names import check_fit
+from vit.weights.formats.state_dict_names import check_fit, meta_model
 from vit.weights.formats.timm_weights import from_timm, read_timm, read_timm_config, to_timm
-from vit.weights.saved_model import meta_model
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 ABOUT = {

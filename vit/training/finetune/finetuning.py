@@ -19,7 +19,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.training.finetune.freezing import freeze_backbone, trainable_line
 from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
-from vit.weights.pretrained import Pretrained, PretrainedDecoder
+from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sparse_upcycling import check_feedforward, is_upcycled
 
 # Defaults of a method where nobody chose: those of training from scratch are wrong by far.

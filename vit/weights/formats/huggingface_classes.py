@@ -13,11 +13,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
 
+from vit.config.parser import parse_model_config
 from vit.model.blocks import ParallelBlock
 from vit.model.build import BLOCKS, assemble_model
 from vit.model.initialization import init_weights
 from vit.weights.formats.huggingface_config import MODEL_TYPE
-from vit.weights.saved_model import parse_model_config
 
 
 class VitToolkitConfig(PretrainedConfig):  # type: ignore[no-untyped-call]

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from vit.config import ModelConfig
+from vit.config.parser import parse_model_config
 from vit.errors import WeightsError, printable
 from vit.weights.formats.state_dict_names import State
-from vit.weights.saved_model import parse_model_config
 
 MULTILABEL = "multi_label_classification"
 """problem_type of a classifier that gives an image any number of classes."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.build import assemble_model
 from vit.text import join_names
 from vit.weights.formats.huggingface_config import (
     MODEL_TYPE,
@@ -30,6 +29,7 @@ from vit.weights.formats.huggingface_config import (
     read_vision_config,
 )
 from vit.weights.formats.huggingface_processor import read_processor
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
@@ -40,9 +40,9 @@ from vit.weights.formats.state_dict_names import (
     deduplicate_names,
     expand_shared_bias,
     fuse_qkv,
+    meta_model,
     rename,
 )
-from vit.weights.pretrained import Pretrained
 
 SHORT = ("q", "k", "v")
 BLOCK_BIAS = f"blocks.{{b}}.attn.rel_pos.{BIAS_TABLE}"
@@ -296,8 +296,7 @@ def read_huggingface(
     try:
         if config.get("model_type") == MODEL_TYPE:
             found, ours = read_custom_model(config, state)
-            with torch.device("meta"):
-                check_fit(ours, assemble_model(found))
+            check_fit(ours, meta_model(found))
             notes: Notes = ()
         else:
             settings = read_vision_config(config)
@@ -435,8 +434,7 @@ def _check(config: ModelConfig, state: State) -> None:
             f"num_hidden_layers={config.depth}, but there are only {len(state)} tensors"
         )
     try:
-        with torch.device("meta"):
-            model = assemble_model(config)
+        model = meta_model(config)
     except RuntimeError as error:  # a tensor size overflows
         raise WeightsError(f"config.json asks for an impossible network: {error}") from None
     check_fit(state, model)

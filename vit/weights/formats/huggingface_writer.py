@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import assemble_model
 from vit.weights.formats.huggingface_config import MULTILABEL, swiglu_width, write_custom_model
 from vit.weights.formats.huggingface_processor import write_processor
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit, meta_model
 from vit.weights.formats.timm_config import incompatibility_remedy, unsupported_setting
 
 MAX_MLP_RATIO = 64
@@ -229,9 +228,7 @@ def write_huggingface(
     if len(classes or ()) != config.num_classes:
         raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
     processor = write_processor(preprocessing, config.image_size)
-    with torch.device("meta"):
-        model = assemble_model(config)
-    check_fit(state, model)
+    check_fit(state, meta_model(config))
     on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
     if config.stem == "conv":
         settings, tensors = write_custom_model(on_cpu, config, classes or ())

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError, printable
-from vit.model.build import assemble_model
 from vit.text import join_names
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
     State,
     check_fit,
     flatten_patches,
+    meta_model,
 )
-from vit.weights.pretrained import Pretrained
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -69,9 +69,7 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     """
     try:
         config, state, notes = _read(arrays)
-        with torch.device("meta"):
-            model = assemble_model(config)
-        check_fit(state, model)
+        check_fit(state, meta_model(config))
     except FAULTS as error:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
     return Pretrained(

@@ -12,8 +12,11 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
+from vit.config import DecoderConfig, ModelConfig
 from vit.errors import WeightsError, printable
+from vit.model.build import assemble_captioner, assemble_model
 from vit.model.relative_position_bias import PREFIX_ROWS
+from vit.model.vision_transformer import VisionTransformer
 from vit.text import join_names
 
 State = dict[str, Tensor]
@@ -159,6 +162,12 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
     found = [f"{what}: {join_names(names, 3)}" for what, names in faults.items() if names]
     if found:
         raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
+
+
+def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
+    """The network of `config` on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.build import assemble_model
 from vit.text import join_names
 from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
 from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
+from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
@@ -29,6 +29,7 @@ from vit.weights.formats.state_dict_names import (
     expand_shared_bias,
     flatten_patches,
     fuse_qkv,
+    meta_model,
 )
 from vit.weights.formats.timm_network import (
     RotaryOrder,
@@ -38,7 +39,6 @@ from vit.weights.formats.timm_network import (
     reorder_rotary_channels,
     rotary_order,
 )
-from vit.weights.pretrained import Pretrained
 
 RESIZES = {"center": "crop", "squash": "squash"}
 
@@ -232,8 +232,7 @@ def _read(
         model, size, assumptions = build_timm_model(architecture, model_args, about, theirs)
         config, order = config_from_timm(model, architecture, size), rotary_order(model)
     ours, dropped = _ours(theirs, config, order)
-    with torch.device("meta"):
-        check_fit(ours, assemble_model(config))
+    check_fit(ours, meta_model(config))
     names = label_names or about.get("label_names")
     classes, on_classes = class_names(names, config.num_classes)
     if not names and architecture is not None:

@@ -8,14 +8,19 @@ import math
 import re
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
-from vit.model.build import assemble_model
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, Table, check_fit, rename
-from vit.weights.pretrained import Pretrained
+from vit.weights.formats.pretrained import Pretrained
+from vit.weights.formats.state_dict_names import (
+    PATCH_WEIGHT,
+    State,
+    Table,
+    check_fit,
+    meta_model,
+    rename,
+)
 
 NAMES: Table = (
     (r"class_token", "cls_token"),
@@ -59,9 +64,7 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
         _refuse(state)
         ours = _shaped(rename(state, TABLE, SOURCE))
         config = _config(ours, state)
-        with torch.device("meta"):
-            model = assemble_model(config)
-        check_fit(ours, model)
+        check_fit(ours, meta_model(config))
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
     classes, notes = _classes(config.num_classes)
