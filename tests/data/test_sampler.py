@@ -124,7 +124,7 @@ def test_an_image_drawn_again_in_an_epoch_is_counted():
 def test_a_batch_that_holds_no_whole_repetitions_is_refused():
     with pytest.raises(DataError, match="batch_size=12 is not a multiple of repeats=5"):
         keys_of(repeats=5)
-    with pytest.raises(ConfigError, match="batch_size=64 is no multiple of repeats=3"):
+    with pytest.raises(ConfigError, match="batch_size=64 is not a multiple of repeats=3"):
         make_config({"aug_repeats": 3, "batch_size": 64})
     with pytest.raises(ConfigError, match="fills batch_size=4 with one image"):
         make_config({"repeats": 4, "batch_size": 4, "mixup": 0.2})

@@ -97,8 +97,8 @@ class Config:
         repeats, batch_size = self.augment.repeats, self.data.batch_size
         if batch_size % repeats:
             raise ConfigError(
-                f"batch_size={batch_size} is no multiple of repeats={repeats}: a batch holds each "
-                f"of its images {repeats} times; choose another of the two"
+                f"batch_size={batch_size} is not a multiple of repeats={repeats}, the copies of an "
+                "image in a batch; change one of them"
             )
         if batch_size == repeats > 1 and self.augment.mixes:
             raise ConfigError(

@@ -13,47 +13,47 @@ class DataConfig(Section):
     """The dataset, its loading and batches, and the evaluation transform."""
 
     data: str = ""
-    """A folder of images, a list (CSV, JSON lines), tar shards, or the name of a known set."""
+    """Image folder, list (CSV, JSON lines), tar shards, or the name of a dataset."""
     images: str | None = None
-    """Folder that file names of a list are relative to; the list's when left empty."""
+    """Folder that file names in a list are relative to; the list's own when left empty."""
     image_column: str | None = None
-    """Column of a list that names the images; found by its usual names when left empty."""
+    """Image column of a list; found by its usual names when left empty."""
     label_column: str | None = None
-    """Column of a list that has the classes; found by its usual names when left empty."""
+    """Class column of a list; found by its usual names when left empty."""
     allow_outside: bool = False
-    """Take images of a list that lie outside of its folder, or of images."""
+    """Accept images of a list outside of its folder, or of `images`."""
     group: str | None = None
-    """Column of a list, or regular expression over paths, whose equals stay on one side."""
+    """Column of a list, or regular expression over paths; equal values share a split."""
     folds: int | None = None
-    """Parts of a cross-validation: a training for each, which validates on it."""
+    """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None
-    """The only one of the folds to train, from 1; all when left empty."""
+    """The fold to train, from 1; all when left empty."""
     cache: Literal["none", "ram", "disk"] = "none"
-    """Keep decoded images, at the size that is needed, from the first epoch on."""
+    """Cache decoded images, at the size that is needed, from the first epoch on."""
     cache_folder: str | None = None
-    """Where cache=disk keeps them; in the user's cache folder when left empty."""
+    """Folder of cache=disk; in the user's cache folder when left empty."""
     decode: Literal["fast", "exact"] = "fast"
-    """Training crops by torch from JPEGs as small as suffices, or by Pillow from whole ones."""
+    """Training crops: by torch from JPEGs decoded at a reduced size, or by Pillow in full size."""
     val_share: float = 0.2
-    """Share of each class held out for validation where the data has no split of its own."""
+    """Share of each class held out for validation if the data has no split."""
     on_bad_image: Literal["stop", "skip"] = "stop"
-    """What an image that cannot be read does: stop the run, or be left out and counted."""
+    """Unreadable images: stop the run, or skip and count them."""
     workers: int | None = setting(None, "-j")
-    """Loader processes per device; found by measuring how images are read when left empty."""
+    """Loader processes per device; chosen by measuring the image loading when left empty."""
     batch_size: int = setting(128, "-b")
-    """Images in one optimiser step, over all devices; auto only finds what accumulate fits."""
+    """Images per optimiser step, over all devices; auto keeps this and chooses accumulate."""
     accumulate: int | None = setting(1, "--grad-accum-steps")
-    """Micro-batches that make one optimiser step; auto takes as few as a GPU's memory allows."""
+    """Micro-batches per optimiser step; auto: as few as the memory of a GPU allows."""
     resize: Literal["crop", "squash"] = "crop"
-    """Evaluation: centre crop after resizing the short side, or squeeze the whole image."""
+    """Evaluation: resize the short side and crop the centre, or resize to a square."""
     crop_share: float = setting(0.9, "--crop-pct")
     """Evaluation: share of the resized short side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
-    """How images are resized."""
+    """Interpolation of resized images."""
     mean: Triple = (0.5, 0.5, 0.5)
-    """Mean of each colour channel, as a share of full brightness, subtracted from images."""
+    """Mean of each colour channel in [0, 1], subtracted from images."""
     std: Triple = (0.5, 0.5, 0.5)
-    """Standard deviation of each colour channel, by which images are divided."""
+    """Standard deviation of each colour channel in [0, 1], by which images are divided."""
 
     def __post_init__(self) -> None:
         self.check_at_least(1, "batch_size")
@@ -96,9 +96,9 @@ class AugmentConfig(Section):
     """Augmentation of training images."""
 
     random_crop: Literal["resized", "simple"] = "resized"
-    """A part of any size and aspect, resized; or all of the short side at a random place."""
+    """Random resized crop, or a crop of the whole short side at a random position."""
     min_crop: float = 0.08
-    """Smallest share of an image's area that a random crop keeps; 1 switches crops off."""
+    """Smallest share of the image area in a random crop; 1 switches crops off."""
     crop_ratio: float = 4 / 3
     """Largest change of aspect ratio in a random crop."""
     hflip: float = 0.5
@@ -110,27 +110,27 @@ class AugmentConfig(Section):
     translate: float = 0.0
     """Largest random shift, as a share of the image's side."""
     color_jitter: float = 0.0
-    """Strength of random brightness, contrast and saturation; 0 is 0.3 under three, else off."""
+    """Strength of random brightness, contrast and saturation; 0 is off, with three 0.3."""
     auto_augment: Literal["none", "randaugment", "trivialaugment", "augmix", "three"] = setting(
         "none", "--aa"
     )
-    """A policy of random operations; three is the 3-Augment of DeiT III (arXiv:2204.07118)."""
+    """Augmentation policy; three is 3-Augment of DeiT III (arXiv:2204.07118)."""
     randaugment_layers: int = 2
-    """Operations on an image under randaugment."""
+    """RandAugment: operations per image."""
     randaugment_magnitude: int = 9
-    """Strength of each operation under randaugment, from 0 to 30."""
+    """RandAugment: strength of each operation, from 0 to 30."""
     erase: float = setting(0.0, "--reprob")
     """Probability of erasing a random rectangle (arXiv:1708.04896)."""
     repeats: int = setting(1, "--aug-repeats")
-    """How often a batch holds an image, each time augmented otherwise (arXiv:1901.09335)."""
+    """Repeated augmentation: copies of an image in a batch (arXiv:1901.09335)."""
     mixup: float = 0.0
     """Alpha of MixUp's Beta distribution (arXiv:1710.09412); 0 is off."""
     cutmix: float = 0.0
     """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
     mix_probability: float = setting(1.0, "--mixup-prob")
-    """Probability that a pair of images is mixed at all, where mixup or cutmix is on."""
+    """Probability that a pair of images is mixed, if mixup or cutmix is on."""
     cutmix_share: float = setting(0.5, "--mixup-switch-prob")
-    """Share of the mixed pairs that CutMix takes, where mixup and cutmix are both on."""
+    """Share of the mixed pairs that use CutMix, if mixup and cutmix are both on."""
 
     def __post_init__(self) -> None:
         shares = ("hflip", "vflip", "translate", "erase", "mix_probability", "cutmix_share")

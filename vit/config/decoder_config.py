@@ -19,37 +19,37 @@ class DecoderConfig(Section):
     decoder_depth: int = 4
     """Number of blocks."""
     decoder_heads: int | None = None
-    """Attention heads; the encoder's when left empty, or one for 64 of another width."""
+    """Attention heads; when empty, the encoder's, or decoder_dim // 64 for another width."""
     decoder_kv_heads: int | None = None
-    """Heads of keys and values; decoder_heads when left empty."""
+    """Key and value heads; decoder_heads when left empty."""
     decoder_hidden_dim: int | None = None
-    """Inner width of the feed-forward part; 4 x decoder_dim when left empty."""
+    """Hidden width of the feed-forward layer; 4 x decoder_dim when left empty."""
     decoder_position: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    """How words know their order."""
+    """Position embedding of the words."""
     decoder_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
     decoder_norm_order: Literal["pre", "post"] = "pre"
-    """Normalise before each part of a block, or after its residual sum."""
+    """Normalise the input of each branch, or the residual sum."""
     decoder_qk_norm: bool = False
     """Normalise queries and keys in each head."""
     decoder_feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
-    """Feed-forward part; moe: experts like those of the encoder, which must have some."""
+    """Feed-forward layer; moe: experts like those of the encoder, which must have some."""
     decoder_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
     """Activation of the mlp."""
     decoder_layer_scale: float = 0.0
-    """Initial value of a learned scale on each residual branch; 0 builds none."""
+    """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
     decoder_dropout: float = 0.1
-    """Probability of dropping an activation after positions, attention and feed-forward."""
+    """Dropout after the position embedding, attention and feed-forward layers."""
     decoder_drop_path: float = 0.0
-    """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
+    """Stochastic depth: probability at the last block, growing linearly from 0 at the first."""
     caption_dropout: float = setting(0.0, "--word-dropout")
-    """Share of the words hidden from the decoder in training, so that it looks at the image."""
+    """Share of the words hidden from the decoder in training, so that it relies on the image."""
     caption_tokens: int | None = setting(None, "--max-caption-tokens")
-    """Longest caption in tokens, begin and end included; from the data when left empty."""
+    """Maximum length of a caption in tokens, with begin and end; by the data when left empty."""
     tokenizer: str = "bpe"
     """bpe or wordpiece, trained on the captions; or a file tokenizer.json, or a folder with one."""
     vocab_size: int | None = None
-    """Most tokens that a trained tokenizer may have; chosen from the data when left empty."""
+    """Maximum vocabulary of a trained tokenizer; chosen from the data when left empty."""
 
     def __post_init__(self) -> None:
         self.check_at_least(1, "decoder_depth")

@@ -17,19 +17,19 @@ class FinetuneConfig(Section):
     weights: str | None = setting(None, "--pretrained")
     """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
     method: Literal["full", "linear", "lora", "probe"] | None = None
-    """What learns: all, the head, or LoRA; probe fits a head without steps; empty: LP-FT."""
+    """Trained parameters: all, head or LoRA; probe fits a head without steps; empty: LP-FT."""
     probe_first: bool | None = None
-    """Start from the head that a probe finds; when left empty, where no method is chosen."""
+    """Initialise the head with a linear probe; when left empty, if no method is chosen."""
     lora_rank: int = 8
-    """Rank of what LoRA adds to a weight matrix."""
+    """Rank of LoRA's update of a weight matrix."""
     lora_alpha: float = 16.0
-    """LoRA's addition is scaled by this, divided by the rank."""
+    """Scale of LoRA's update, which is divided by the rank."""
     lora_targets: str = "qkv,proj"
-    """Matrices of a block that LoRA adds to, of qkv, proj, fc1, fc2 (swiglu: fc1_g, fc1_x, fc2)."""
+    """Matrices with a LoRA update, of qkv, proj, fc1, fc2 (swiglu: fc1_g, fc1_x, fc2)."""
     license: str | None = None
-    """Terms of the run's weights, kept with them; those of the pretrained ones when left empty."""
+    """License of the trained weights; that of the pretrained weights when left empty."""
     feature_cache: str | None = None
-    """Folder of the features that probes have made; when left empty, in the user's cache."""
+    """Folder of cached probe features; in the user's cache folder when left empty."""
 
     def __post_init__(self) -> None:
         self.check_at_least(1, "lora_rank")

@@ -33,25 +33,25 @@ class ModelConfig(Section):
     """The architecture of the network."""
 
     image_size: int = setting(224, "--img-size")
-    """Side of the square image the network sees, in pixels; a multiple of patch_size."""
+    """Side of the square input image, in pixels; a multiple of patch_size."""
     patch_size: int = 16
     """Side of one square patch, in pixels."""
     patch_sizes: tuple[int, ...] = ()
-    """Further sides of patches, such as 8,32, of which each step draws one (arXiv:2212.08013)."""
+    """Additional patch sizes, such as 8,32; each step draws one (FlexiViT, arXiv:2212.08013)."""
     stem: Literal["linear", "conv"] = "linear"
-    """How patches become tokens: one linear projection, or 3x3 convolutions (arXiv:2106.14881)."""
+    """Patch embedding: one linear projection, or 3x3 convolutions (arXiv:2106.14881)."""
     stem_depth: int = 3
     """Convolutional stem: number of 3x3 convolutions."""
     stem_width: int | None = None
-    """Convolutional stem: channels of the first, doubled by each up to dim; dim // 4 when empty."""
+    """Convolutional stem: first channels, doubled by each layer up to dim; dim // 4 when empty."""
     stem_stride: int | None = None
-    """Convolutional stem: stride of the first; 2 when empty and patches have 8 pixels or more."""
+    """Convolutional stem: stride of the first; when empty, 2 for patch_size >= 8, else 1."""
     stem_norm: Literal["layernorm", "batchnorm"] = "batchnorm"
     """Convolutional stem: normalisation after each convolution."""
     channels: int = setting(3, "--in-chans")
-    """Channels of an image; vit train reads images as RGB, and takes 3 alone."""
+    """Channels of an image; `vit train` reads images as RGB and accepts only 3."""
     num_classes: int = 1000
-    """Number of classes; a training takes it from the data. 0 builds no head."""
+    """Number of classes; training takes it from the data. 0 builds no head."""
     dim: int = setting(384, "--embed-dim")
     """Width of a token."""
     depth: int = 12
@@ -59,81 +59,81 @@ class ModelConfig(Section):
     num_heads: int = 6
     """Attention heads; divides dim."""
     num_kv_heads: int | None = None
-    """Heads of keys and values (Ainslie et al., arXiv:2305.13245); num_heads when left empty."""
+    """Key and value heads (GQA, arXiv:2305.13245); num_heads when left empty."""
     repeat_blocks: int = 1
-    """Times the stack of blocks is applied with the same weights (ALBERT, arXiv:1909.11942)."""
+    """Number of times the blocks are applied with shared weights (ALBERT, arXiv:1909.11942)."""
     hidden_dim: int | None = None
-    """Inner width of the feed-forward part; 4 x dim when left empty."""
+    """Hidden width of the feed-forward layer; 4 x dim when left empty."""
     class_token: bool = True
     """Prepend a learned class token."""
     registers: int = setting(0, "--reg-tokens")
-    """Extra learned tokens (Darcet et al., arXiv:2309.16588)."""
+    """Number of register tokens (Darcet et al., arXiv:2309.16588)."""
     position: Literal[
         "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "relative", "none"
     ] = "learned"
     """Position embedding."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
-    """Which tokens before the patches have a position; auto: class token, none with registers."""
+    """Prefix tokens with a position embedding; auto: the class token, none with registers."""
     rotary_grid: Literal["index", "centred"] = "index"
-    """Rotary: angles grow with a patch's number, or from -1 to 1 across the image (DINOv3)."""
+    """Rotary: coordinates are patch indices, or from -1 to 1 across the image (DINOv3)."""
     rotary_temperature: float = 100.0
-    """Rotary: how much slower the last pair of channels turns than the first."""
+    """Rotary: base of the frequencies (theta)."""
     rotary_reference: int | None = None
-    """Rotary, index: patches on a side to which other sizes are scaled; none when left empty."""
+    """Rotary, index: grid side that coordinates are scaled to; no scaling when left empty."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
     norm_eps: float = 1e-6
-    """Added to a variance (or mean square) before its root is taken."""
+    """Epsilon of the normalisation layers."""
     norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """Normalise before each part of a block, after its residual sum, or before and after it."""
+    """Normalise the input of each branch, the residual sum, or the branch's input and output."""
     parallel_blocks: bool = False
-    """Attention and feed-forward part read the same tokens (Dehghani et al., arXiv:2302.05442)."""
+    """Attention and feed-forward in parallel, on the same tokens (ViT-22B, arXiv:2302.05442)."""
     norm_pre: bool = False
-    """Normalise the tokens before the first block too (CLIP)."""
+    """Normalise the tokens before the first block (CLIP)."""
     final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
-    """What the last norm is applied to; auto: all tokens, or with pooling=mean what is pooled."""
+    """Input of the last norm; auto: all tokens, or with pooling=mean the pooled vector."""
     patch_bias: bool = True
-    """Bias in the projection of patches."""
+    """Bias of the patch projection."""
     qkv_bias: bool = True
-    """Bias in the blocks' projections to queries, keys and values."""
+    """Bias of the query, key and value projections in the blocks."""
     proj_bias: bool = True
-    """Bias in the blocks' projection after attention and in their feed-forward part."""
+    """Bias of the blocks' attention output projection and feed-forward layers."""
     qk_norm: bool = False
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
     feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
-    """Feed-forward part; swiglu_packed: one matrix for gate and value; moe: experts."""
+    """Feed-forward layer; swiglu_packed: gate and value in one matrix; moe: mixture of experts."""
     num_experts: int = 8
-    """Experts: number of experts in a block."""
+    """MoE: number of experts in a block."""
     top_k: int = setting(2, "--experts-per-token")
-    """Experts: number of experts of each token."""
+    """MoE: number of experts per token."""
     moe_every: int = 2
-    """Experts: in every n-th block, counted from 1; the others have an mlp."""
+    """MoE: experts in every n-th block, counted from 1; the others have an mlp."""
     capacity_factor: float = 0.0
-    """Experts: capacity factor, relative to an equal share of tokens; 0 is no limit."""
+    """MoE: capacity factor, relative to an equal share of tokens; 0 is no limit."""
     router_weights: Literal["auto", "softmax", "renormalised"] = "auto"
-    """Experts: weights of their answers; auto: sum to one, or with top_k=1 the probability."""
+    """MoE: weights of the expert outputs; auto: renormalised, or softmax with top_k=1."""
     router_jitter: float = 0.0
-    """Experts: in training the router's inputs are multiplied by up to 1 +- this."""
+    """MoE: in training, router inputs are multiplied by random factors in 1 +- this."""
     router_priority: Literal["order", "score"] = "order"
-    """Experts, with a capacity: which tokens come first; score: the largest router scores."""
+    """MoE with a capacity: the tokens kept first; score: those with the largest router scores."""
     shared_expert: bool = False
-    """Experts: one more, used by every token."""
+    """MoE: one more expert, applied to every token."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
     """Activation of the mlp."""
     layer_scale: float = setting(0.0, "--init-values")
-    """Initial value of a learned scale on each residual branch; 0 builds none."""
+    """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
     pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
-    """What the head reads: class token, mean of the patches, a learned query's answer, or two."""
+    """Input of the head: class token, mean of patches, attention pooling, or token and mean."""
     dropout: float = setting(0.0, "--drop")
-    """Probability of dropping an activation after positions, attention and feed-forward."""
+    """Dropout after the position embedding, attention and feed-forward layers."""
     attention_dropout: float = setting(0.0, "--attn-drop")
-    """Probability of dropping an attention weight in a block."""
+    """Dropout of the attention weights in the blocks."""
     drop_path: float = 0.0
-    """Probability of skipping the last block's branches; grows linearly from 0 at the first."""
+    """Stochastic depth: probability at the last block, growing linearly from 0 at the first."""
     patch_dropout: float = 0.0
-    """Share of the patches that training leaves out of each image (arXiv:2212.00794)."""
+    """Share of the patches dropped from each training image (arXiv:2212.00794)."""
     merge_tokens: int = 0
-    """Patches merged into others in each block, at most half of them (ToMe, arXiv:2210.09461)."""
+    """Patches merged in each block, at most half of them (ToMe, arXiv:2210.09461)."""
 
     def __post_init__(self) -> None:
         self.check_each()

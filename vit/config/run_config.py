@@ -11,23 +11,23 @@ class RunConfig(Section):
     """Device, precision, checkpoints and tracking."""
 
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "auto"
-    """Arithmetic of the network; auto is bf16 where the hardware has it, else fp32 (not tf32)."""
+    """Arithmetic of the network; auto: bf16 if the hardware supports it, else fp32 (not tf32)."""
     deterministic: bool = False
-    """Give the same bits each time on a GPU too, where it costs speed; CPUs do anyhow."""
+    """Deterministic algorithms on GPUs, which are slower; CPUs are always deterministic."""
     compile: bool = setting(False, "--torchcompile")
-    """Compile the network; pays for runs of more than some minutes."""
+    """Compile the network by torch.compile; pays off for runs of more than some minutes."""
     checkpoint_activations: bool = setting(False, "--grad-checkpointing")
-    """Compute the inside of each encoder block again when needed: less memory, more work."""
+    """Recompute activations of encoder blocks in the backward pass: less memory, more work."""
     checkpoint_minutes: float = 10.0
-    """Longest time between two checkpoints; there is one after each epoch anyhow."""
+    """Maximum time between two checkpoints; one is saved after each epoch in any case."""
     checkpoint_steps: int | None = None
-    """Optimiser steps between two checkpoints; by time and epoch alone when left empty."""
+    """Optimiser steps between two checkpoints; only by time and epoch when left empty."""
     keep_best: int = 1
-    """How many of the best epochs keep their weights; those of the best are model.safetensors."""
+    """Number of best epochs whose weights are kept; the best is model.safetensors."""
     track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = None
-    """Send losses and scores to this experiment tracker as well."""
+    """Experiment tracker that losses and scores are sent to."""
 
     def __post_init__(self) -> None:
         self.check_above(0, "checkpoint_minutes")

@@ -27,29 +27,29 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = "classify"
-    """What the network learns: one class an image, any number of them, captions, or two tasks."""
+    """Task: one class per image, any number of classes, captions, or classes and captions."""
     model: str = "vit_tiny_patch16_224"
-    """Preset that gives the model settings not set otherwise; `vit models` lists them."""
+    """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = 30
-    """Passes over the training images, or as many times epoch_steps; a validation follows each."""
+    """Passes over the training images, or multiples of epoch_steps; each ends in a validation."""
     epoch_steps: int | None = None
-    """Optimiser steps of an epoch; one pass over the training images when left empty."""
+    """Optimiser steps per epoch; one pass over the training images when left empty."""
     steps: int | None = None
-    """Optimiser steps of the whole training, instead of epochs; the last epoch may be shorter."""
+    """Optimiser steps of the training, instead of epochs; the last epoch may be shorter."""
     time: str | None = None
-    """Time for the whole training, such as 90s, 30m or 2h; steps are chosen to fill it."""
+    """Duration of the training, such as 90s, 30m or 2h; the number of steps is chosen to fit."""
     lr: float = 1e-3
     """Peak learning rate, for the whole batch."""
     encoder_lr: float | None = None
     """Captions: peak learning rate of the encoder; lr when left empty."""
     schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched")
-    """Learning rate after the warm-up: a cosine, or constant with a linear end (2404.06395)."""
+    """Learning rate after the warm-up: cosine, or constant with a cooldown (arXiv:2404.06395)."""
     cooldown_epochs: float | None = None
-    """wsd: epochs of the linear end; 0.7 of all when left empty."""
+    """wsd: epochs of the linear cooldown; 0.7 of all when left empty."""
     cooldown_shares: tuple[float, ...] = ()
-    """wsd: shares of lr after each of the linear end's first epochs; a run with a time has them."""
+    """wsd: fractions of lr after the first epochs of the cooldown; set by a run with a time."""
     fallback_lr: float | None = None
-    """Muon: peak learning rate of what is not a matrix of a block; lr when left empty."""
+    """Muon: peak learning rate of all but the blocks' matrices; lr when left empty."""
     min_lr: float = 1e-6
     """Learning rate at the end."""
     warmup_epochs: float | None = None
@@ -57,36 +57,36 @@ class TrainingConfig(Section):
     optimizer: str = setting("adamw", "--opt")
     """adamw, muon, or the name of any optimiser in timm's factory."""
     weight_decay: float = 0.05
-    """Decay of weight matrices; biases, norms, positions and tokens have none."""
+    """Weight decay of matrices; biases, norms, position embeddings and tokens have none."""
     betas: tuple[float, float] | None = setting(None, "--opt-betas")
-    """Decays of the optimiser's moments, of Muon those of its AdamW; its own when left empty."""
+    """Betas of the optimiser (of Muon: its AdamW); the optimiser's defaults when left empty."""
     layer_decay: float = 1.0
-    """Factor on the learning rate from each block to the one before it; 1 is off."""
+    """Layer-wise learning rate decay, from each block to the one before it; 1 is off."""
     clip_grad: float = 1.0
-    """Largest norm of the gradient of all parameters; 0 is off."""
+    """Maximum norm of the gradient of all parameters; 0 is off."""
     smoothing: float = 0.1
-    """Share of a label that is spread over all classes."""
+    """Label smoothing: share of a label that is spread over all classes."""
     balance: Literal["none", "loss", "sampler", "logit-adjust"] = "none"
-    """Unequal classes: weigh the loss, draw rare ones more often, or shift logits by frequency."""
+    """Class imbalance: weighted loss, oversampled rare classes, or logits shifted by frequency."""
     balance_loss: float = 0.01
-    """Experts: weight of the loss that keeps them equally used (Switch, arXiv:2101.03961)."""
+    """MoE: weight of the load balancing loss (Switch, arXiv:2101.03961)."""
     router_z_loss: float = 0.001
-    """Experts: weight of the loss that keeps router logits small (ST-MoE, arXiv:2202.08906)."""
+    """MoE: weight of the router z-loss (ST-MoE, arXiv:2202.08906)."""
     ema: float = setting(0.0, "--model-ema-decay")
     """Decay per step of the moving average of the weights; 0 keeps none."""
     start_image_size: int | None = None
-    """Side of images in the first epochs, growing to image_size; image_size when left empty."""
+    """Progressive resizing: image side in the first epochs; image_size when left empty."""
     growth_epochs: float | None = None
-    """Epochs in which start_image_size grows to image_size; three quarters of all when empty."""
+    """Progressive resizing: epochs until image_size; three quarters of all when left empty."""
     seed: int = 0
-    """Decides initial weights, order and augmentation of images, dropout and our own split."""
+    """Seed of initial weights, data order, augmentation, dropout and train-validation split."""
     patience: int | None = None
-    """Stop after this many epochs without a better one; never early when left empty."""
+    """Early stopping: epochs without an improvement; off when left empty."""
     soup: bool = False
-    """At the end, average those of the keep_best epochs that are better together."""
+    """Model soup: average the keep_best epochs that improve the average (arXiv:2203.05482)."""
 
     caption_samples: int = 2000
-    """Captions: validation images that get one after each epoch, for BLEU and CIDEr."""
+    """Captions: validation images captioned after each epoch, for BLEU and CIDEr."""
 
     def __post_init__(self) -> None:
         self.check_at_least(1, "epochs", "caption_samples")

@@ -72,8 +72,8 @@ class MicroBatchSampler:
     def __post_init__(self) -> None:
         if self.batch_size % self.repeats:
             raise DataError(
-                f"batch_size={self.batch_size} is not a multiple of repeats={self.repeats}; "
-                "choose one"
+                f"batch_size={self.batch_size} is not a multiple of repeats={self.repeats}, the "
+                "copies of an image in a batch; change one of them"
             )
         parts = self.accumulate * self.world_size
         if self.batch_size % parts:
