@@ -85,13 +85,15 @@ class Beams:
     def select_beams(self, positions: Tensor) -> "Beams":
         """The beams at `positions`, (images, kept), of each image."""
         row = torch.arange(len(self.images)).unsqueeze(1)
-        parts = (self.tokens, self.ranks, self.scores, self.parents)
-        return Beams(self.images, *(part[row, positions] for part in parts))
+        return Beams(self.images, *(part[row, positions] for part in self._tensors()))
 
     def select_images(self, positions: list[int]) -> "Beams":
         """The beams of the images at `positions`."""
-        parts = (self.tokens, self.ranks, self.scores, self.parents)
-        return Beams([self.images[i] for i in positions], *(part[positions] for part in parts))
+        images = [self.images[i] for i in positions]
+        return Beams(images, *(part[positions] for part in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.ranks, self.scores, self.parents
 
 
 class BeamHypotheses:
@@ -154,14 +156,14 @@ def collect_finished(
     """Move finished hypotheses among the first beams of each image to `finished`."""
     tokens = beams.tokens[:, : search.beams]
     ended = tokens[:, :, -1] == end
-    over = ended | (tokens.shape[2] == search.max_tokens)
+    done = ended | (tokens.shape[2] == search.max_tokens)
     possible = beams.ranks[:, : search.beams] > -torch.inf
-    for image, beam in (over & possible).nonzero().tolist():
+    for image, beam in (done & possible).nonzero().tolist():
         ids = tokens[image, beam].tolist()
-        ends = ids[-1] == end
+        has_end = ids[-1] == end
         score = float(beams.scores[image, beam])
-        found = make_hypothesis(ids[:-1] if ends else ids, score, ended=ends)
-        finished[beams.images[image]].add(found, float(beams.ranks[image, beam]))
+        hypothesis = make_hypothesis(ids[:-1] if has_end else ids, score, ended=has_end)
+        finished[beams.images[image]].add(hypothesis, float(beams.ranks[image, beam]))
 
 
 def beam_search(
@@ -197,8 +199,8 @@ def beam_search(
         if length == search.max_tokens:
             break
         ended = (beams.tokens[:, :, -1] == end).byte()
-        going = ended.argsort(dim=1, stable=True)[:, : min(search.beams, width * (vocab - 1))]
-        beams = beams.select_beams(going)
+        unfinished = ended.argsort(dim=1, stable=True)[:, : min(search.beams, width * (vocab - 1))]
+        beams = beams.select_beams(unfinished)
         best = beams.ranks[:, 0].tolist()
         open_images = [
             position
@@ -212,10 +214,7 @@ def beam_search(
         if not torch.equal(parents, torch.arange(images * width)):
             decoder.select_rows(parents.to(device))
         ids = beams.tokens[:, :, -1].reshape(-1, 1).to(device)
-    return [_best_hypotheses(one) for one in finished]
-
-
-def _best_hypotheses(finished: BeamHypotheses) -> list[Hypothesis]:
-    if not finished.best:
-        make_hypothesis((), -torch.inf, ended=False)
-    return [found for _, _, found in finished.best]
+    for image in finished:
+        if not image.best:  # raise its error
+            make_hypothesis((), -torch.inf, ended=False)
+    return [[hypothesis for _, _, hypothesis in image.best] for image in finished]

@@ -57,10 +57,10 @@ def generate(
     selector: TokenSelector = (
         RandomSelector(search, numbers, device=device) if search.temperature else GreedySelector()
     )
-    sentences = generate_tokens(
+    hypotheses = generate_tokens(
         decoder, selector, rows=rows, begin=begin, end=end, search=search, device=device
     )
-    return [[one] for one in sentences]
+    return [[one] for one in hypotheses]
 
 
 @torch.no_grad()
@@ -89,12 +89,12 @@ def generate_captions(
     """
     if not len(memory):
         return []
-    most = decoder.max_new_tokens
-    if max(search.max_tokens, search.min_tokens) > most:
-        name = "max_tokens" if search.max_tokens > most else "min_tokens"
+    limit = decoder.max_new_tokens
+    if max(search.max_tokens, search.min_tokens) > limit:
+        name = "max_tokens" if search.max_tokens > limit else "min_tokens"
         value = getattr(search, name)
-        raise ConfigError(f"{name}={value}: this decoder writes at most {most}")
-    search = search if search.max_tokens else dataclasses.replace(search, max_tokens=most)
+        raise ConfigError(f"{name}={value}: this decoder writes at most {limit}")
+    search = search if search.max_tokens else dataclasses.replace(search, max_tokens=limit)
     hypotheses = generate(
         CachedDecoder(decoder, decoder.init_cache(memory)),
         rows=len(memory),
@@ -104,8 +104,7 @@ def generate_captions(
         numbers=numbers,
         device=memory.device,
     )
-    return [[_to_caption(one, tokenizer) for one in group] for group in hypotheses]
-
-
-def _to_caption(one: Hypothesis, tokenizer: Tokenizer) -> Caption:
-    return Caption(tokenizer.decode(one.ids), one.score, one.ids, one.ended)
+    return [
+        [Caption(tokenizer.decode(one.ids), one.score, one.ids, one.ended) for one in group]
+        for group in hypotheses
+    ]

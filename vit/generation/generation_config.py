@@ -96,7 +96,7 @@ class Search(Section):
         if self.beams > 1 and self.temperature:
             self.refuse(
                 "beams",
-                f"do not sample; set beams=1, or leave out {self._setting('temperature')}",
+                f"do not sample; set beams=1, or leave out temperature={self.temperature!r}",
             )
         if self.seed and not self.temperature:
             self.refuse("seed", "only sampling uses it; set temperature, such as 1.0")
@@ -106,9 +106,6 @@ class Search(Section):
             if getattr(self, name) != off and not self.temperature:
                 self.refuse(name, "only sampling uses it; set temperature, such as 1.0")
 
-    def _setting(self, name: str) -> str:
-        return f"{name}={getattr(self, name)!r}"
-
-    def _check_between(self, name: str, least: float, most: float, other: str = "") -> None:
-        if not least <= getattr(self, name) <= most:
-            self.refuse(name, f"must be {other}from {least} to {most}")
+    def _check_between(self, name: str, low: float, high: float, other: str = "") -> None:
+        if not low <= getattr(self, name) <= high:
+            self.refuse(name, f"must be {other}from {low} to {high}")

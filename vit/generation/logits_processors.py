@@ -8,29 +8,6 @@ from vit.generation.generation_config import Search
 SIGN_BIT = 31  # of a float32
 
 
-class RepetitionPenalty:
-    """Divides positive logits of tokens already in the sequence, and multiplies negative ones.
-
-    The begin token is not penalised. The paper divides all logits, which makes a token with a
-    negative logit more likely; this is the rule of transformers.
-
-    Args:
-        penalty: More than 1.
-
-    Source: Keskar et al., "CTRL", section 4.1, arXiv:1909.05858.
-    """
-
-    def __init__(self, penalty: float) -> None:
-        self.penalty = penalty
-
-    def __call__(self, logits: Tensor, written: Tensor) -> Tensor:
-        """(rows, vocab) logits, (rows, tokens) written so far -> (rows, vocab)"""
-        written = written.to(logits.device)
-        values = logits.gather(1, written)
-        values = torch.where(values < 0, values * self.penalty, values / self.penalty)
-        return logits.scatter(1, written, values)
-
-
 class LogitsProcessor:
     """Applies the repetition penalty, and suppresses the end token before `min_tokens` tokens.
 
@@ -41,12 +18,29 @@ class LogitsProcessor:
 
     def __init__(self, search: Search, *, end: int) -> None:
         self.end, self.min_tokens = end, search.min_tokens
-        on = search.repetition_penalty != 1
-        self.penalty = RepetitionPenalty(search.repetition_penalty) if on else None
+        self.penalty = search.repetition_penalty
 
-    def penalize(self, logits: Tensor, written: Tensor) -> Tensor:
-        """`logits` after the repetition penalty; the same tensor without one."""
-        return logits if self.penalty is None else self.penalty(logits, written)
+    def penalize(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Repetition penalty on the logits of tokens already in the sequence, without begin.
+
+        Positive logits are divided and negative ones multiplied, as in transformers. The paper
+        divides all, which makes a token with a negative logit more likely.
+
+        Args:
+            logits: (rows, vocab).
+            tokens: The sequences, (rows, tokens).
+
+        Returns:
+            (rows, vocab); the same tensor if the penalty is 1.
+
+        Source: Keskar et al., "CTRL", section 4.1, arXiv:1909.05858.
+        """
+        if self.penalty == 1:
+            return logits
+        tokens = tokens.to(logits.device)
+        values = logits.gather(1, tokens)
+        values = torch.where(values < 0, values * self.penalty, values / self.penalty)
+        return logits.scatter(1, tokens, values)
 
     def suppress_end(self, logits: Tensor, length: int) -> Tensor:
         """`logits`, (rows, vocab), with the end token at -inf if `length` is too short."""
@@ -56,9 +50,9 @@ class LogitsProcessor:
         logits[:, self.end] = -torch.inf
         return logits
 
-    def __call__(self, logits: Tensor, written: Tensor) -> Tensor:
-        """(rows, vocab) logits, (rows, tokens) written so far -> (rows, vocab)"""
-        return self.suppress_end(self.penalize(logits, written), written.shape[1])
+    def __call__(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """(rows, vocab) logits, (rows, tokens) of the sequences -> (rows, vocab)"""
+        return self.suppress_end(self.penalize(logits, tokens), tokens.shape[1])
 
 
 def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -60,35 +60,35 @@ def generate_tokens(
     Each step synchronises with the device once, to see which sequences ended.
     """
     processor = LogitsProcessor(search, end=end)
-    done: dict[int, Hypothesis] = {}
-    going = list(range(rows))
+    finished: dict[int, Hypothesis] = {}
+    open_rows = list(range(rows))
     ids = torch.full((rows, 1), begin, device=device)
-    written, scores = ids[:, :0], torch.empty(rows, 0, device=device)
+    tokens, scores = ids[:, :0], torch.empty(rows, 0, device=device)
     for index in range(search.max_tokens):
         logits = decoder(ids).float()
-        ids = selector(processor(logits, written), index)
-        chances = logits.gather(1, ids) - logits.logsumexp(dim=1, keepdim=True)
-        scores = torch.cat([scores, chances], dim=1)
-        over: list[bool] = (ids[:, 0] == end).tolist()
-        if any(over):
-            left = [place for place, ended in enumerate(over) if ended]
-            kept = [place for place, ended in enumerate(over) if not ended]
-            done |= _finish([going[place] for place in left], written[left], scores[left], True)
+        ids = selector(processor(logits, tokens), index)
+        log_probabilities = logits.gather(1, ids) - logits.logsumexp(dim=1, keepdim=True)
+        scores = torch.cat([scores, log_probabilities], dim=1)
+        ended: list[bool] = (ids[:, 0] == end).tolist()
+        if any(ended):
+            done = [at for at, end_token in enumerate(ended) if end_token]
+            kept = [at for at, end_token in enumerate(ended) if not end_token]
+            finished |= _finish([open_rows[at] for at in done], tokens[done], scores[done], True)
             if not kept:
                 break
-            going = [going[place] for place in kept]
+            open_rows = [open_rows[at] for at in kept]
             rows_kept = torch.tensor(kept, device=device)
-            ids, written, scores = ids[rows_kept], written[rows_kept], scores[rows_kept]
+            ids, tokens, scores = ids[rows_kept], tokens[rows_kept], scores[rows_kept]
             decoder.select_rows(rows_kept)
             selector.select_rows(rows_kept)
-        written = torch.cat([written, ids], dim=1)
+        tokens = torch.cat([tokens, ids], dim=1)
     else:
-        done |= _finish(going, written, scores, False)
-    return [done[row] for row in range(rows)]
+        finished |= _finish(open_rows, tokens, scores, False)
+    return [finished[row] for row in range(rows)]
 
 
 def _finish(rows: list[int], tokens: Tensor, scores: Tensor, ended: bool) -> dict[int, Hypothesis]:
-    """Hypotheses of `rows` from ids (rows, tokens) and log probabilities (rows, tokens and end)."""
+    """Hypotheses by row, from ids (rows, tokens) and log probabilities (rows, tokens and end)."""
     return {
         row: make_hypothesis(ids, math.fsum(parts), ended=ended)
         for row, ids, parts in zip(rows, tokens.tolist(), scores.tolist(), strict=True)
