@@ -90,7 +90,7 @@ def test_the_soup_is_the_greedy_one(tmp_path, seed):
 
 def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[dict, float]:
     """The soup of epochs whose one weight is their number; `soups` gives accuracy by weight."""
-    best = BestEpochs(tmp_path, len(scores, RANK))
+    best = BestEpochs(tmp_path, len(scores), RANK)
     for epoch, top1 in enumerate(scores, 1):
         best.save(epoch, {"w": torch.tensor([float(epoch)])})
         best.add(event(epoch, top1))

@@ -1,178 +1,21 @@
-"""A search from the plan on: what it tries, how long, and that a kill changes nothing of it."""
+"""`tune`: a search that is killed resumes to the same result, and leaves other files alone."""
 
 import contextlib
-import dataclasses
 import json
-import re
-from pathlib import Path
 
 import pytest
 import yaml
 
-from vit.config.parser import make_config
+from tests.training.searches import COSTS
 from vit.errors import BadImage, ConfigError, RunError
-from vit.evaluation.tune_report import axis, noise, tune_page, verdict
 from vit.training import plan as planning
-from vit.training import training_loop
+from vit.training import successive_halving, training_loop
 from vit.training import tune as tuning
 from vit.training.checkpoint.run_folder import stored_config
 from vit.training.distributed.stop_signals import Interrupted
-from vit.training.plan_rules import (
-    PHOTO_NETWORKS,
-    TINY_NETWORKS,
-    Facts,
-    make_plan,
-    neighbours,
-    network_settings,
-)
-from vit.training.time_budget import Costs
+from vit.training.successive_halving import with_steps
 from vit.training.trainer import TrainingResult
-from vit.training.tune import (
-    LEAST_STEPS,
-    SPACE,
-    count_trials,
-    entrants,
-    make_rungs,
-    make_trials,
-    network_key,
-    rung_sizes,
-    seconds_of_first_rung,
-    steps_in,
-    tune,
-    with_steps,
-)
-
-PHOTOS = Facts(
-    images=3000,
-    classes=10,
-    side=160,
-    grey=False,
-    validation=600,
-    divided=True,
-    device="cpu",
-    flops=80e9,
-    memory=8 * 2**30,
-    seconds=600.0,
-)
-DIGITS = dataclasses.replace(PHOTOS, images=1442, side=8, grey=True, validation=355)
-COSTS = Costs(start=1.0, small_step=0.1, full_step=0.1, validation=0.5, saving=0.0, ending=0.0)
-
-
-def trials_of(facts=PHOTOS, seed=0, most=12, **values):
-    given = {"data": "photos", **values}
-    return make_trials(make_plan(facts, given), given, seed, most)
-
-
-@pytest.mark.parametrize("facts", [PHOTOS, DIGITS])
-def test_trials_are_the_plan_and_different_changes_of_it(facts):
-    trials = trials_of(facts)
-    assert len(trials) == 12
-    assert trials[0]["changes"] == {}
-    plan = make_plan(facts, {"data": "photos"})
-    planned = make_config({"data": "photos", **plan.settings, "time": None})
-    assert make_config({**trials[0]["settings"], "time": None}) == planned
-    assert all(trial["changes"] for trial in trials[1:])
-    assert len({json.dumps(trial["settings"]) for trial in trials}) == 12
-    for trial in trials:
-        make_config(trial["settings"])  # they fit together
-
-
-def test_each_setting_of_the_table_is_searched():
-    trials = trials_of(most=18)
-    assert {name for trial in trials for name in trial["changes"]} == {one.name for one in SPACE}
-    plan = trials[0]["settings"]
-    for trial in trials:
-        settings = trial["settings"]
-        # as the plan has it: the root of the batch above 64, times a factor between 0.4 and 2.5
-        scale = max(settings["batch_size"] / max(plan["batch_size"], 64), 1) ** 0.5
-        assert 0.39 < settings["lr"] / plan["lr"] / scale < 2.51
-        assert settings["lr"] / settings["fallback_lr"] == pytest.approx(1.5, rel=0.01)
-
-
-def test_a_trial_is_a_function_of_the_seed_and_of_what_is_searched():
-    assert trials_of() == trials_of()
-    assert trials_of(most=4) == trials_of()[:4]
-    assert trials_of(seed=1)[1:] != trials_of()[1:]
-    # a setting that is given stays, and the others are drawn as if it were not
-    free, fixed = trials_of(), trials_of(drop_path=0.15)
-    assert {trial["settings"]["drop_path"] for trial in fixed} == {0.15}
-    assert not any("drop_path" in trial["changes"] for trial in fixed)
-    both = zip(free, fixed, strict=True)
-    same = [("lr" in one["changes"]) == ("lr" in other["changes"]) for one, other in both]
-    assert sum(same) >= 10
-
-
-def test_characters_are_not_cut():
-    assert not any("min_crop" in trial["changes"] for trial in trials_of(DIGITS))
-
-
-def test_a_chosen_network_is_not_searched():
-    for given in ({"depth": 3}, {"image_size": 96, "patch_size": 8}):
-        networks = {trial["values"]["network"] for trial in trials_of(**given)}
-        assert len(networks) == 1
-
-
-def test_neighbours_stand_beside_the_plan_on_the_ladder():
-    plan = make_plan(dataclasses.replace(PHOTOS, seconds=6000.0), {})
-    # of images of 160 px
-    ladder = [network_settings(row) for row in PHOTO_NETWORKS if row.side <= 160]
-    (at,) = (n for n, network in enumerate(ladder) if network.items() <= plan.settings.items())
-    assert 0 < at < len(ladder) - 1
-    assert neighbours(plan) == [ladder[at - 1], ladder[at + 1]]
-    assert neighbours(make_plan(PHOTOS, {"dim": 100, "num_heads": 4})) == []
-    smallest = make_plan(dataclasses.replace(DIGITS, seconds=10.0), {})
-    (larger,) = neighbours(smallest)
-    assert larger.items() >= {"image_size": 16, "patch_size": 4, "stem_width": 24}.items()
-
-
-def test_each_network_of_a_ladder_has_a_name_of_its_own():
-    for ladder in (PHOTO_NETWORKS, TINY_NETWORKS):
-        assert len({network_key(network_settings(network)) for network in ladder}) == len(ladder)
-
-
-@pytest.mark.parametrize(
-    ("trials", "sizes"),
-    [(2, [2]), (3, [3]), (5, [5, 2]), (6, [6, 2]), (9, [9, 3]), (18, [18, 6, 2])],
-)
-def test_each_rung_has_a_third_of_the_trials(trials, sizes):
-    assert rung_sizes(trials) == sizes
-    parts = [size * 3**at for at, size in enumerate(sizes)]
-    assert seconds_of_first_rung(trials, 60.0) * sum(parts) == pytest.approx(60.0)
-
-
-def test_more_time_tries_more():
-    config = make_config({"batch_size": 50, "schedule": "wsd"})
-
-    def number(room):
-        return count_trials(18, (config, COSTS), images=1000, start=1.0, room=room, asked=None)
-
-    numbers = [number(room) for room in (30.0, 300.0, 600.0, 3000.0, 30_000.0)]
-    assert numbers == sorted(numbers)
-    assert {numbers[0], numbers[-1]} == {3, 18}
-    assert count_trials(5, (config, COSTS), images=1000, start=1.0, room=1.0, asked=5) == 5
-    with pytest.raises(ConfigError, match="leave only 2 different trials"):
-        count_trials(2, (config, COSTS), images=1000, start=1.0, room=1.0, asked=None)
-
-
-def test_all_trials_of_a_rung_have_the_same_time():
-    config = make_config({"batch_size": 50, "schedule": "wsd"})
-    dearer = dataclasses.replace(COSTS, small_step=0.3, full_step=0.3)
-    costs = [(config, COSTS), (config, dearer), (config, COSTS), (config, COSTS)]
-    rungs = make_rungs(costs, start=1.0, room=300.0, seconds=700.0, asked=True)
-    assert [rung["trials"] for rung in rungs] == [4, 2]
-    assert rungs[1]["seconds"] == pytest.approx(3 * rungs[0]["seconds"], abs=0.1)
-    for rung in rungs:
-        for (one, cost), steps in zip(costs, rung["steps"], strict=True):
-            sized = with_steps(one, steps)
-            took = 1.0 + cost.of(sized, sized.training.epoch_steps, steps)
-            assert took <= rung["seconds"]
-            assert took == pytest.approx(rung["seconds"], abs=0.9)
-        assert rung["steps"][0] > 2.5 * rung["steps"][1]
-    assert steps_in(0.0, config, COSTS) == LEAST_STEPS
-    with pytest.raises(
-        ConfigError, match=r"time=20s: half of it .* use --time \d+s or more, or fe"
-    ):
-        make_rungs(costs, start=1.0, room=8.0, seconds=20.0, asked=True)
+from vit.training.tune import tune
 
 
 @pytest.mark.parametrize(
@@ -203,54 +46,6 @@ def test_one_trial_is_no_search(tmp_path):
         tune({"data": "digits", "time": "5m"}, tmp_path / "out", trials=1)
 
 
-def result(rung, trial, score, **more):
-    return {
-        "rung": rung,
-        "trial": trial,
-        "measure": "top1",
-        "score": score,
-        "loss": 1.0,
-        "scores": {"top1": score, "loss": 1.0},
-        "epochs": [score / 2, score],
-        "epoch": 2,
-        "steps": 10,
-        "seconds": 1.0,
-    } | more
-
-
-def test_the_plan_and_the_best_go_on():
-    record = {
-        "trials": [{"trial": n} for n in range(6)],
-        "rungs": [{"trials": 6}, {"trials": 2}],
-        "results": [result(1, n, score) for n, score in enumerate([0.1, 0.5, 0.9, 0.4, 0.9, 0.2])],
-    }
-    assert entrants(record, 1) == [0, 1, 2, 3, 4, 5]
-    assert entrants(record, 2) == [0, 2]  # of equals the earlier one, and the plan for comparison
-    record["results"][2] = {"rung": 1, "trial": 2, "error": "the loss became nan"}
-    assert entrants(record, 2) == [0, 4]
-
-
-def test_the_verdict_knows_noise():
-    record = {"validation": 400, "results": [result(1, 0, 0.8), result(1, 3, 0.7)]}
-    plan, little, much = result(1, 0, 0.80), result(1, 3, 0.81), result(1, 3, 0.95)
-    assert 0.05 < noise(0.8, 0.81, 400) < 0.06
-    assert noise(1.0, 1.0, 400) > 0.004
-    assert "1.0 points above the plan" in verdict(record, little, plan)
-    assert "and this is no more" in verdict(record, little, plan)
-    assert "and this is more" in verdict(record, much, plan)
-    assert "No trial was better than the plan" in verdict(record, plan, plan)
-    assert "No trial was compared" in verdict({**record, "results": [plan]}, plan, plan)
-
-
-def test_an_axis_is_logarithmic_where_many_numbers_are_above_zero():
-    place, marks = axis([0.1, 0.2, 0.4, 0.8, 1.6, 3.2], 0.4)
-    assert place(0.4) - place(0.2) == pytest.approx(place(3.2) - place(1.6))
-    assert sorted(marks.values()) == [0.1, 0.4, 3.2]
-    assert sorted(axis([0.1, 0.2, 0.4, 0.8, 1.6, 3.2], 3.0)[1].values()) == [0.1, 3.2]
-    place, marks = axis(["b", "a", "b"], "a")
-    assert (place("a"), place("b")) == (0.0, 1.0)
-
-
 TINY = {
     "dim": 16,
     "num_heads": 2,
@@ -268,7 +63,7 @@ TINY = {
 @pytest.fixture
 def quick(monkeypatch, colour_data):
     """Settings of a tuning of four trials whose lengths do not depend on any clock."""
-    monkeypatch.setattr(tuning, "costs_of", lambda *_: COSTS)
+    monkeypatch.setattr(successive_halving, "costs_of", lambda *_: COSTS)
     monkeypatch.setattr(planning, "measured_flops", lambda *_: 80e9)
     monkeypatch.setattr(
         tuning,
@@ -407,22 +202,22 @@ def test_a_tuning_that_is_killed_ends_as_if_it_had_not_been(quick, cut, tmp_path
 
 
 def test_a_trial_that_fails_is_the_last(pretended, tmp_path, capsys):
-    find_result = tune(pretended, tmp_path / "out", trials=4)
-    assert find_result.record["results"][2] == {
+    finished = tune(pretended, tmp_path / "out", trials=4)
+    assert finished.record["results"][2] == {
         "rung": 1, "trial": 2, "steps": 8, "error": "the loss became nan",
-        "seconds": find_result.record["results"][2]["seconds"],
+        "seconds": finished.record["results"][2]["seconds"],
     }  # fmt: skip
     assert "trial 2  failed: the loss became nan" in capsys.readouterr().err
-    assert any("failed" in line and "the loss became nan" in line for line in find_result.lines)
+    assert any("failed" in line and "the loss became nan" in line for line in finished.lines)
     assert "the loss became nan" in (tmp_path / "out" / "tune.html").read_text()
 
 
 def test_a_search_that_is_too_slow_ends(pretended, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "seconds_spent", lambda record: 1300.0 * len(record["results"]))
-    find_result = tune(pretended, tmp_path / "out", trials=4)
-    assert [one["trial"] for one in find_result.record["results"]] == [0, 1, 2]
+    finished = tune(pretended, tmp_path / "out", trials=4)
+    assert [one["trial"] for one in finished.record["results"]] == [0, 1, 2]
     assert "the search ended in rung 1, before trial 3" in capsys.readouterr().err
-    assert find_result.record["time"] == "450.0s"
+    assert finished.record["time"] == "450.0s"
 
 
 @pytest.mark.parametrize("stop", [Interrupted("x", 15), BadImage("a.png", "cut")])
@@ -445,46 +240,3 @@ def test_other_peoples_folders_are_left_alone(quick, tmp_path):
     with pytest.raises(RunError, match=r"no tuning wrote \(thesis\.txt\)"):
         tune(quick, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").is_file()
-
-
-def test_the_page_draws_each_setting_where_there_are_enough_trials(tmp_path):
-    trials = [{"trial": n, **trial} for n, trial in enumerate(trials_of(most=9))]
-    record = {
-        "settings": {"data": "photos", "time": "5m"},
-        "validation": 100,
-        "seconds": 1.0,
-        "time": "150s",
-        "trials": trials,
-        "rungs": [{"trials": 9, "seconds": 3.0, "steps": [9] * 9}],
-        "results": [result(1, n, 0.5 + n / 50) for n in range(9)],
-        "result": {"epoch": 2, "scores": {"top1": 0.9, "loss": 0.1}},
-    }
-    leaderboard = record["results"][::-1]
-    page = tune_page(record, leaderboard, record["results"][0], tmp_path / "runs")
-    varied = {name for trial in trials for name in trial["changes"]}
-    charts = re.findall(r"<svg.*?</svg>", page)
-    assert len(charts) == len(varied) + 1  # and the curves
-    for chart in charts[1:]:
-        points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="5" class="(\w+)"', chart)
-        assert len(points) == 9
-        assert [style for *_, style in points].count("val") == 1
-        assert all(54 <= float(x) <= 402 and 46 <= float(y) <= 220 for x, y, _ in points)
-    assert "\\n" not in page
-    assert "90.00%" in page
-
-
-def test_names_on_the_page_are_escaped(tmp_path):
-    evil = "<script>alert(1)</script>"
-    trial = {"values": {"lr": 1.0}, "changes": {}, "settings": {"lr": 1.0}}
-    record = {
-        "settings": {"data": evil, "time": "5m"},
-        "validation": 10,
-        "seconds": 1.0,
-        "time": "9s",
-        "trials": [{"trial": 0, **trial}, {"trial": 1, **trial, "changes": {"lr": evil}}],
-        "rungs": [{"trials": 2, "seconds": 3.0, "steps": [1, 1]}],
-        "results": [result(1, 0, 0.5), result(1, 1, 0.0, error=evil)],
-    }
-    page = tune_page(record, record["results"], record["results"][0], Path(tmp_path / evil[:5]))
-    assert evil not in page
-    assert "&lt;script&gt;" in page
