@@ -122,7 +122,7 @@ ONLY = {
     "simplejpeg": {"vit/data/image_io.py"},
     "sacrebleu": {"vit/evaluation/caption_metrics.py"},
     "tokenizers": {"vit/data/captions/tokenizer.py"},
-    "transformers": {"vit/weights/parity_check.py", "vit/weights/formats/huggingface_classes.py"},
+    "transformers": {"vit/weights/convert.py", "vit/weights/formats/huggingface_classes.py"},
 }
 BLOCKS = {
     *("PreNormBlock", "PostNormBlock", "SandwichNormBlock", "ParallelBlock"),

@@ -43,10 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import vit.data.sources.builtin_datasets
     from vit.data.image_io import read_image
-    from vit.weights.convert import convert
+    from vit.weights.convert import check_parity, convert
     from vit.weights.hub import check_repository_name, push_to_hub
     from vit.weights.load_model import describe_source
-    from vit.weights.parity_check import check_parity
 
     if args.push:
         check_repository_name(args.push)

@@ -32,6 +32,7 @@ from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
+    State,
     check_fit,
     meta_model,
 )
@@ -42,180 +43,8 @@ from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upc
 # BEiT's code searches the ratio of the geometric progression in this interval; the upper bound
 # grows for large grids.
 MIN_RATIO, MAX_RATIO = 1.01, 1.5
-
-
-def resize_offsets_geometric(
-    table: Tensor, old: tuple[int, int], new: tuple[int, int], *, num_prefix_rows: int
-) -> Tensor:
-    """Resize a relative position bias table as BEiT does: near offsets are hardly changed.
-
-    Args:
-        table: (offsets of the old grid + num_prefix_rows, heads).
-        old: Rows and columns of the table's grid, in patches.
-        new: Rows and columns of the new grid.
-        num_prefix_rows: Last rows of the table, which belong to prefix tokens; they are kept.
-
-    Returns:
-        (offsets of the new grid + num_prefix_rows, heads), in the same dtype.
-    """
-    count = len(table) - num_prefix_rows
-    across = 2 * old[1] - 1
-    plane = rearrange(table[:count].double(), "(rows cols) heads -> heads rows cols", cols=across)
-    rows, cols = (geometric_interpolation(*sides) for sides in zip(old, new, strict=True))
-    spread = rearrange(rows @ plane @ cols.T, "heads rows cols -> (rows cols) heads")
-    return torch.cat([spread.to(table), table[count:]])
-
-
-def geometric_interpolation(old: int, new: int) -> Tensor:
-    """Interpolation matrix from old to new offsets of one axis, (2 new - 1, 2 old - 1) in float64.
-
-    The old offsets 0, 1, 2, ... are placed at 0, 1, 1 + q, 1 + q + q^2, ..., with q >= MIN_RATIO
-    chosen such that the last is at new - 1. Values are interpolated linearly between these knots
-    and constant beyond the last.
-    """
-    if old == 1:
-        return torch.ones(2 * new - 1, 1, dtype=torch.float64)
-    low, high = MIN_RATIO, MAX_RATIO
-    while old > 2 and _geometric_sum(high, old) < new - 1:
-        high *= 2
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (low, middle) if _geometric_sum(middle, old) > new - 1 else (middle, high)
-    side = (low ** torch.arange(old - 1, dtype=torch.float64)).cumsum(0)
-    knots = torch.cat([-side.flip(0), torch.zeros(1), side])
-    offsets = torch.arange(1 - new, new, dtype=torch.float64)
-    right = torch.bucketize(offsets, knots).clamp(1, len(knots) - 1)
-    gaps = knots[right] - knots[right - 1]
-    weight = ((offsets - knots[right - 1]) / gaps).clamp(0, 1)[:, None]
-    matrix = torch.zeros(len(offsets), len(knots), dtype=torch.float64)
-    matrix.scatter_(1, right[:, None] - 1, 1 - weight)
-    return matrix.scatter_(1, right[:, None], weight)
-
-
-def _geometric_sum(ratio: float, side: int) -> float:
-    """1 + q + ... + q^(side - 2)"""
-    return sum(ratio**power for power in range(side - 1))
-
-
-def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
-    """Convert a patch projection from `old` to `new` input channels.
-
-    For one new channel the old kernels are summed: a grey image gets the tokens it would have as
-    an RGB image of three equal channels. Otherwise the old kernels are repeated in order and
-    scaled by old / new, so that activations keep their scale.
-
-    Args:
-        matrix: (dim, old * pixels).
-        old: Input channels of `matrix`.
-        new: Input channels of the result.
-
-    Returns:
-        (dim, new * pixels), in the same dtype.
-    """
-    kernels = rearrange(
-        matrix.double(), "dim (channels pixels) -> dim channels pixels", channels=old
-    )
-    order = torch.arange(new) % old
-    changed = kernels.sum(dim=1, keepdim=True) if new == 1 else kernels[:, order] * (old / new)
-    return changed.flatten(1).to(matrix)
-
-
-State = dict[str, Tensor]
-
 MAX_NAMES = 5
 HEAD = ("head.weight", "head.bias")
-
-
-def adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
-    """Remove the pooling from `state` where `config` has none, and return the list of changes.
-
-    The norm after pooling becomes the final norm of all tokens.
-    """
-    if config.pooling != "none" or source.pooling == "none":
-        return []
-    gone = [name for name in state if name.startswith("attn_pool.")]
-    for name in gone:
-        del state[name]
-    moved = []
-    for part in ("weight", "bias"):
-        norm = state.pop(f"fc_norm.{part}", None)
-        if norm is not None:
-            state[f"norm.{part}"] = norm
-            moved = ["fc_norm -> norm"]
-    return [*(["attn_pool left out"] if gone else []), *moved]
-
-
-def adapt_head(
-    state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
-) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Adapt the head in place; return added parts, dropped parts and a line about kept classes."""
-    old_count, new_count = pretrained.config.num_classes, config.num_classes
-    if classes is not None:
-        _check_class_names(classes, pretrained.classes, new_count)
-    if not new_count:
-        gone = [state.pop(name) for name in HEAD if name in state]
-        return (), (f"head ({old_count} classes)",) if gone else (), ""
-    rows = _head_rows(pretrained, new_count, classes)
-    kept = sum(row is not None for row in rows)
-    by_name = "" if classes is None else " by name"
-    if kept and rows == list(range(old_count)):
-        return (), (), f"all {new_count} classes kept{by_name}"
-    like = meta_model(config).state_dict()
-    for name in HEAD:
-        tensor = torch.zeros(like[name].shape)
-        for new, old in enumerate(rows):
-            if old is not None:
-                tensor[new] = state[name][old]
-        state[name] = tensor
-    if not kept:
-        left_out = (f"head ({_dropped_head(pretrained, classes)})",) if old_count else ()
-        return (f"head ({new_count} classes, zeros)",), left_out, ""
-    left_out = (f"head ({old_count - kept} of {old_count} classes)",) if kept < old_count else ()
-    if kept == new_count:
-        return (), left_out, f"all {new_count} classes kept by name"
-    assert classes is not None
-    new_names = join_names(
-        (c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES
-    )
-    return (), left_out, f"{kept} of {new_count} classes kept by name; new: {new_names}"
-
-
-def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_count: int) -> None:
-    """Check that there are `new_count` distinct class names.
-
-    Raises:
-        WeightsError: There are too many or too few, or two are equal.
-    """
-    if len(classes) != new_count:
-        raise WeightsError(
-            f"{len(classes)} class names for num_classes={new_count}: give one for each class"
-        )
-    twice = [name for name, count in Counter(classes).items() if count > 1]
-    if twice and tuple(classes) != known:
-        raise WeightsError(f"two classes have the same name, {join_names(twice, 3)}: rename one")
-
-
-def _head_rows(
-    pretrained: Pretrained, new_count: int, classes: Sequence[str] | None
-) -> list[int | None]:
-    """Row of the source's head for each new class; None where it has none."""
-    old_count, known = pretrained.config.num_classes, pretrained.classes
-    if classes is None or (old_count and tuple(classes) == known):
-        return list(range(old_count)) if old_count == new_count else [None] * new_count
-    # a name of two classes in the source is ambiguous
-    names = Counter(known or ())
-    rows = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
-    return [rows.get(name) for name in classes]
-
-
-def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
-    """Describe the dropped head, with the reason why no row was kept."""
-    old_count = f"{pretrained.config.num_classes} classes"
-    if classes is None:
-        return old_count
-    return f"{old_count}, {'names unknown' if pretrained.classes is None else 'none of these'}"
-
-
 POSITION_TABLE = "pos_embed"
 # Settings in which the new network may differ from the source.
 ADAPTABLE_SETTINGS = ("image_size", "patch_size", "channels", "num_classes")
@@ -318,6 +147,72 @@ def implied_settings(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str
     return found
 
 
+def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
+    """`config` with the `changed` settings and those implied by them."""
+    return dataclasses.replace(config, **{**implied_settings(config, changed), **changed})
+
+
+def change_patches(
+    run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
+) -> LoadedRun:
+    """`run` with the same weights at another patch size or with token merging.
+
+    Without either, `run` itself is returned. A decoder is kept unchanged.
+
+    Args:
+        run: A loaded network.
+        merge_tokens: Patches merged in each block.
+        patch_size: Side of a patch in pixels; the projection and the positions are resized.
+
+    Raises:
+        ConfigError: The blocks do not support token merging, or `patch_size` does not divide the
+            image size.
+    """
+    requested = {"merge_tokens": merge_tokens, "patch_size": patch_size}
+    kinds, config = all_settings(), run.config
+    changed = {
+        name: convert(kinds[name].kind, value, name)
+        for name, value in requested.items()
+        if value is not None
+    }
+    if not changed:
+        return run
+    _check_patch_size(config, changed.get("patch_size", config.patch_size))
+    target = changed_config(config, changed)
+    encoder, words = split_decoder(run.model.state_dict())
+    pretrained = Pretrained(
+        state=encoder,
+        config=config,
+        classes=run.classes,
+        preprocessing=run.preprocessing,
+        license=None,
+        origin="the network",
+        linear_offsets=run.linear_offsets,
+    )
+    state, _ = adapt_weights(pretrained, target)
+    model = meta_model(target, run.decoder)
+    model.load_state_dict({**state, **words}, assign=True)
+    return dataclasses.replace(run, model=model.eval(), config=target)
+
+
+def _check_patch_size(config: ModelConfig, size: int) -> None:
+    """Check that the patch size divides the image size.
+
+    Raises:
+        ConfigError: With the nearest smaller and larger divisors.
+    """
+    side = config.image_size
+    if size > 0 and not side % size:
+        return
+    fit = [number for number in range(1, side + 1) if side % number == 0]
+    smaller, larger = [n for n in fit if n < size], [n for n in fit if n > size]
+    near = [*smaller[-1:], *larger[:1]]
+    raise ConfigError(
+        f"patch_size={size}: does not divide the {side} pixels of an image; choose "
+        f"{' or '.join(map(str, near))}"
+    )
+
+
 def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     """Check that `config` differs from the source only in adaptable settings.
 
@@ -398,6 +293,29 @@ def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConf
     return changed
 
 
+def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
+    """Convert a patch projection from `old` to `new` input channels.
+
+    For one new channel the old kernels are summed: a grey image gets the tokens it would have as
+    an RGB image of three equal channels. Otherwise the old kernels are repeated in order and
+    scaled by old / new, so that activations keep their scale.
+
+    Args:
+        matrix: (dim, old * pixels).
+        old: Input channels of `matrix`.
+        new: Input channels of the result.
+
+    Returns:
+        (dim, new * pixels), in the same dtype.
+    """
+    kernels = rearrange(
+        matrix.double(), "dim (channels pixels) -> dim channels pixels", channels=old
+    )
+    order = torch.arange(new) % old
+    changed = kernels.sum(dim=1, keepdim=True) if new == 1 else kernels[:, order] * (old / new)
+    return changed.flatten(1).to(matrix)
+
+
 def _adapt_positions(
     state: State, source: ModelConfig, config: ModelConfig, *, linear_offsets: bool
 ) -> list[str]:
@@ -421,67 +339,144 @@ def _adapt_positions(
     return [f"{POSITION_TABLE} {sizes}"]
 
 
-def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConfig:
-    """`config` with the `changed` settings and those implied by them."""
-    return dataclasses.replace(config, **{**implied_settings(config, changed), **changed})
-
-
-def change_patches(
-    run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
-) -> LoadedRun:
-    """`run` with the same weights at another patch size or with token merging.
-
-    Without either, `run` itself is returned. A decoder is kept unchanged.
+def resize_offsets_geometric(
+    table: Tensor, old: tuple[int, int], new: tuple[int, int], *, num_prefix_rows: int
+) -> Tensor:
+    """Resize a relative position bias table as BEiT does: near offsets are hardly changed.
 
     Args:
-        run: A loaded network.
-        merge_tokens: Patches merged in each block.
-        patch_size: Side of a patch in pixels; the projection and the positions are resized.
+        table: (offsets of the old grid + num_prefix_rows, heads).
+        old: Rows and columns of the table's grid, in patches.
+        new: Rows and columns of the new grid.
+        num_prefix_rows: Last rows of the table, which belong to prefix tokens; they are kept.
+
+    Returns:
+        (offsets of the new grid + num_prefix_rows, heads), in the same dtype.
+    """
+    count = len(table) - num_prefix_rows
+    across = 2 * old[1] - 1
+    plane = rearrange(table[:count].double(), "(rows cols) heads -> heads rows cols", cols=across)
+    rows, cols = (geometric_interpolation(*sides) for sides in zip(old, new, strict=True))
+    spread = rearrange(rows @ plane @ cols.T, "heads rows cols -> (rows cols) heads")
+    return torch.cat([spread.to(table), table[count:]])
+
+
+def geometric_interpolation(old: int, new: int) -> Tensor:
+    """Interpolation matrix from old to new offsets of one axis, (2 new - 1, 2 old - 1) in float64.
+
+    The old offsets 0, 1, 2, ... are placed at 0, 1, 1 + q, 1 + q + q^2, ..., with q >= MIN_RATIO
+    chosen such that the last is at new - 1. Values are interpolated linearly between these knots
+    and constant beyond the last.
+    """
+    if old == 1:
+        return torch.ones(2 * new - 1, 1, dtype=torch.float64)
+    low, high = MIN_RATIO, MAX_RATIO
+    while old > 2 and _geometric_sum(high, old) < new - 1:
+        high *= 2
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _geometric_sum(middle, old) > new - 1 else (middle, high)
+    side = (low ** torch.arange(old - 1, dtype=torch.float64)).cumsum(0)
+    knots = torch.cat([-side.flip(0), torch.zeros(1), side])
+    offsets = torch.arange(1 - new, new, dtype=torch.float64)
+    right = torch.bucketize(offsets, knots).clamp(1, len(knots) - 1)
+    gaps = knots[right] - knots[right - 1]
+    weight = ((offsets - knots[right - 1]) / gaps).clamp(0, 1)[:, None]
+    matrix = torch.zeros(len(offsets), len(knots), dtype=torch.float64)
+    matrix.scatter_(1, right[:, None] - 1, 1 - weight)
+    return matrix.scatter_(1, right[:, None], weight)
+
+
+def _geometric_sum(ratio: float, side: int) -> float:
+    """1 + q + ... + q^(side - 2)"""
+    return sum(ratio**power for power in range(side - 1))
+
+
+def adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+    """Remove the pooling from `state` where `config` has none, and return the list of changes.
+
+    The norm after pooling becomes the final norm of all tokens.
+    """
+    if config.pooling != "none" or source.pooling == "none":
+        return []
+    gone = [name for name in state if name.startswith("attn_pool.")]
+    for name in gone:
+        del state[name]
+    moved = []
+    for part in ("weight", "bias"):
+        norm = state.pop(f"fc_norm.{part}", None)
+        if norm is not None:
+            state[f"norm.{part}"] = norm
+            moved = ["fc_norm -> norm"]
+    return [*(["attn_pool left out"] if gone else []), *moved]
+
+
+def adapt_head(
+    state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Adapt the head in place; return added parts, dropped parts and a line about kept classes."""
+    old_count, new_count = pretrained.config.num_classes, config.num_classes
+    if classes is not None:
+        _check_class_names(classes, pretrained.classes, new_count)
+    if not new_count:
+        gone = [state.pop(name) for name in HEAD if name in state]
+        return (), (f"head ({old_count} classes)",) if gone else (), ""
+    rows = _head_rows(pretrained, new_count, classes)
+    kept = sum(row is not None for row in rows)
+    by_name = "" if classes is None else " by name"
+    if kept and rows == list(range(old_count)):
+        return (), (), f"all {new_count} classes kept{by_name}"
+    like = meta_model(config).state_dict()
+    for name in HEAD:
+        tensor = torch.zeros(like[name].shape)
+        for new, old in enumerate(rows):
+            if old is not None:
+                tensor[new] = state[name][old]
+        state[name] = tensor
+    if not kept:
+        left_out = (f"head ({_dropped_head(pretrained, classes)})",) if old_count else ()
+        return (f"head ({new_count} classes, zeros)",), left_out, ""
+    left_out = (f"head ({old_count - kept} of {old_count} classes)",) if kept < old_count else ()
+    if kept == new_count:
+        return (), left_out, f"all {new_count} classes kept by name"
+    assert classes is not None
+    new_names = join_names(
+        (c for c, row in zip(classes, rows, strict=True) if row is None), MAX_NAMES
+    )
+    return (), left_out, f"{kept} of {new_count} classes kept by name; new: {new_names}"
+
+
+def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_count: int) -> None:
+    """Check that there are `new_count` distinct class names.
 
     Raises:
-        ConfigError: The blocks do not support token merging, or `patch_size` does not divide the
-            image size.
+        WeightsError: There are too many or too few, or two are equal.
     """
-    requested = {"merge_tokens": merge_tokens, "patch_size": patch_size}
-    kinds, config = all_settings(), run.config
-    changed = {
-        name: convert(kinds[name].kind, value, name)
-        for name, value in requested.items()
-        if value is not None
-    }
-    if not changed:
-        return run
-    _check_patch_size(config, changed.get("patch_size", config.patch_size))
-    target = changed_config(config, changed)
-    encoder, words = split_decoder(run.model.state_dict())
-    pretrained = Pretrained(
-        state=encoder,
-        config=config,
-        classes=run.classes,
-        preprocessing=run.preprocessing,
-        license=None,
-        origin="the network",
-        linear_offsets=run.linear_offsets,
-    )
-    state, _ = adapt_weights(pretrained, target)
-    model = meta_model(target, run.decoder)
-    model.load_state_dict({**state, **words}, assign=True)
-    return dataclasses.replace(run, model=model.eval(), config=target)
+    if len(classes) != new_count:
+        raise WeightsError(
+            f"{len(classes)} class names for num_classes={new_count}: give one for each class"
+        )
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice and tuple(classes) != known:
+        raise WeightsError(f"two classes have the same name, {join_names(twice, 3)}: rename one")
 
 
-def _check_patch_size(config: ModelConfig, size: int) -> None:
-    """Check that the patch size divides the image size.
+def _head_rows(
+    pretrained: Pretrained, new_count: int, classes: Sequence[str] | None
+) -> list[int | None]:
+    """Row of the source's head for each new class; None where it has none."""
+    old_count, known = pretrained.config.num_classes, pretrained.classes
+    if classes is None or (old_count and tuple(classes) == known):
+        return list(range(old_count)) if old_count == new_count else [None] * new_count
+    # a name of two classes in the source is ambiguous
+    names = Counter(known or ())
+    rows = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
+    return [rows.get(name) for name in classes]
 
-    Raises:
-        ConfigError: With the nearest smaller and larger divisors.
-    """
-    side = config.image_size
-    if size > 0 and not side % size:
-        return
-    fit = [number for number in range(1, side + 1) if side % number == 0]
-    smaller, larger = [n for n in fit if n < size], [n for n in fit if n > size]
-    near = [*smaller[-1:], *larger[:1]]
-    raise ConfigError(
-        f"patch_size={size}: does not divide the {side} pixels of an image; choose "
-        f"{' or '.join(map(str, near))}"
-    )
+
+def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
+    """Describe the dropped head, with the reason why no row was kept."""
+    old_count = f"{pretrained.config.num_classes} classes"
+    if classes is None:
+        return old_count
+    return f"{old_count}, {'names unknown' if pretrained.classes is None else 'none of these'}"

@@ -18,6 +18,7 @@ from vit.config.parser import convert, nearest, section_types
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import join_names
 from vit.weights.adapt_weights import adapt_weights, changed_config
 from vit.weights.file_format import read_json
 from vit.weights.formats.huggingface_weights import read_huggingface
@@ -39,7 +40,7 @@ from vit.weights.saved_model import (
     split_decoder,
 )
 from vit.weights.sparse_upcycling import check_feedforward
-from vit.weights.state_dict_readers import StateFile, read_npz, read_state
+from vit.weights.state_dict_readers import read_npz, read_state
 
 Source = str | os.PathLike[str]
 Notify = Callable[[str], object]
@@ -74,17 +75,37 @@ def read_source_config(source: Source) -> ModelConfig:
 
 
 def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretrained:
-    read = {"run": _from_run, "timm": _from_timm, "huggingface": _from_huggingface}
-    if found.kind in read:
-        pretrained = read[found.kind](found)
+    where, notes = str(found.weights), found.notes
+    if found.kind == "run":
+        pretrained = _from_run(found)
     elif found.kind == "npz":
-        pretrained = read_jax(read_npz(found.weights), str(found.weights))
+        pretrained = read_jax(read_npz(found.weights), where)
     else:
-        pretrained = _from_file(found, model)
+        file = read_state(found.weights)
+        notes += file.notes
+        config = None if found.config is None else read_json(found.config)
+        if found.kind == "timm":
+            about = {} if config is None else read_timm_config(config)
+            if architecture(about.get("architecture")) != architecture(found.name):
+                # two networks share a repository, and its config.json describes the other one
+                about = {"architecture": found.name}
+            pretrained = read_timm(file.tensors, **about, where=where)
+        elif config is not None and found.kind == "huggingface":
+            processor = None if found.processor is None else read_json(found.processor)
+            pretrained = read_huggingface(config, processor, file.tensors, where)
+        elif looks_like_torchvision(file.tensors):
+            pretrained = read_torchvision(file.tensors, where)
+        elif looks_like_timm(file.tensors):
+            pretrained = read_timm(file.tensors, architecture=model, where=where)
+        else:
+            raise WeightsError(
+                f"{printable(where)} has tensors that no known Vision Transformer has "
+                f"({join_names(file.tensors, 3)}); give the folder with its config.json"
+            )
     return dataclasses.replace(
         pretrained,
         license=found.license or pretrained.license,
-        notes=(*found.notes, *pretrained.notes),
+        notes=(*notes, *pretrained.notes),
     )
 
 
@@ -102,57 +123,15 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         classes=run.classes,
         preprocessing=run.preprocessing,
         thresholds=run.thresholds,
-        license=_license_of_run(found),
+        license=None,  # WeightsLocation has it
         origin=f"run {printable(found.folder)}",
         linear_offsets=True,
     )
 
 
-def _license_of_run(found: WeightsLocation) -> str | None:
-    assert found.config is not None
-    license_ = read_json(found.config).get("pretrained_cfg", {}).get("license")
-    return license_ if isinstance(license_, str) else None
-
-
-def _from_timm(found: WeightsLocation) -> Pretrained:
-    file = read_state(found.weights)
-    about = {} if found.config is None else read_timm_config(read_json(found.config))
-    if architecture(about.get("architecture")) != architecture(found.name):
-        # two networks share a repository, and its config.json describes the other one
-        about = {"architecture": found.name}
-    return _with_notes(read_timm(file.tensors, **about, where=str(found.weights)), file)
-
-
 def architecture(name: str | None) -> str:
     """timm model name without its tag."""
     return (name or "").partition(".")[0]
-
-
-def _from_huggingface(found: WeightsLocation) -> Pretrained:
-    assert found.config is not None
-    file = read_state(found.weights)
-    processor = None if found.processor is None else read_json(found.processor)
-    pretrained = read_huggingface(
-        read_json(found.config), processor, file.tensors, str(found.weights)
-    )
-    return _with_notes(pretrained, file)
-
-
-def _from_file(found: WeightsLocation, model: str | None) -> Pretrained:
-    file, where = read_state(found.weights), str(found.weights)
-    if looks_like_torchvision(file.tensors):
-        return _with_notes(read_torchvision(file.tensors, where), file)
-    if looks_like_timm(file.tensors):
-        return _with_notes(read_timm(file.tensors, architecture=model, where=where), file)
-    names = ", ".join(printable(name) for name in list(file.tensors)[:3])
-    raise WeightsError(
-        f"{printable(where)} has tensors that no known Vision Transformer has ({names}, ...); "
-        "give the folder with its config.json"
-    )
-
-
-def _with_notes(pretrained: Pretrained, file: StateFile) -> Pretrained:
-    return dataclasses.replace(pretrained, notes=(*file.notes, *pretrained.notes))
 
 
 def describe_source(source: Source, pretrained: Pretrained) -> list[str]:
@@ -242,7 +221,7 @@ def load_model(
 
     Args:
         source: A run folder, or any other source of weights with a head.
-        notify: Called with each line about foreign weights and assumptions; None for silence.
+        notify: Called with each line about the weights and assumptions; None for silence.
         headless: Accept weights without a head; the network then has no classes.
 
     Raises:

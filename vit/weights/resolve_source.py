@@ -24,7 +24,6 @@ from vit.weights.formats import timm_registry
 from vit.weights.state_dict_readers import is_npz
 
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
-
 CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 MODEL_CARD = "README.md"
@@ -49,6 +48,10 @@ TRAINING_STATE_FILES = re.compile(
 )
 MAX_CARD_BYTES = 65_536
 MAX_LICENSE_LENGTH = 160
+HUB = ("hf-hub:", "hf_hub:", "hf/")
+LOCAL = "local-dir:"
+TIMM = "timm/"
+FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,167 +81,6 @@ class WeightsLocation:
     license: str | None = None
     searched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def locate_in_folder(folder: Path) -> WeightsLocation:
-    """Locate the weights in `folder`.
-
-    Raises:
-        WeightsError: There are none, the choice is ambiguous, or config.json does not describe a
-            network.
-    """
-    try:
-        names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
-    except OSError as error:
-        raise WeightsError(f"{printable(folder)} cannot be read: {error.strerror}") from None
-    if CONFIG in names and _kind(read_json(folder / CONFIG)) == "run":
-        return _describe_files(folder / PREFERRED_FILES[0])
-    try:
-        name, notes = choose_weights_file(names)
-    except WeightsError as error:
-        raise WeightsError(f"{printable(folder)}: {error}") from None
-    return replace(_describe_files(folder / name), notes=notes)
-
-
-def locate_file(path: Path) -> WeightsLocation:
-    """Locate the weights in the file `path`, described by the config.json next to it, if any.
-
-    Raises:
-        WeightsError: The file has no readable weights, or config.json does not describe a network.
-    """
-    if path.name in (CONFIG, *PROCESSORS):
-        raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
-    return _describe_files(path)
-
-
-def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Choose the weight file among the names of a folder; return it with notes on the others.
-
-    Raises:
-        WeightsError: There is no weight file, or the choice is ambiguous.
-    """
-    preferred = [name for name in PREFERRED_FILES if name in names]
-    others = [
-        name
-        for suffix in SUFFIXES
-        for name in names
-        if name.endswith(suffix) and not TRAINING_STATE_FILES.fullmatch(name) and not is_shard(name)
-    ]
-    found = list(dict.fromkeys(preferred + others))
-    if not found:
-        onnx = next((name for name in names if name.endswith(".onnx")), None)
-        if onnx is not None:
-            raise WeightsError(f"{printable(onnx)} is {ONNX}")
-        there = f"it has {join_names(sorted(names), 3)}" if names else "it has no files"
-        raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
-    first = found[0]
-    ending = next((s for s in SUFFIXES if first.endswith(s)), "")
-    rivals = [name for name in found if name.endswith(ending)]
-    if not preferred and len(rivals) > 1:
-        raise WeightsError(
-            f"several files of weights: {join_names(rivals, limit=6)}; give one of them"
-        )
-    passed_over = f"took {printable(first)}, not {join_names(found[1:], 3)}"
-    return first, (passed_over,) if len(found) > 1 else ()
-
-
-def is_shard(name: str) -> bool:
-    """Whether a file is named as one shard of a sharded checkpoint."""
-    return re.search(r"-\d{5}-of-\d{5}\.(safetensors|bin)$", name) is not None
-
-
-def required_files(names: Sequence[str]) -> list[str]:
-    """Names of the files of a repository that loading reads: weights, settings, model card.
-
-    Raises:
-        WeightsError: As `choose_weights_file`.
-    """
-    top = [name for name in names if "/" not in name]
-    weights, _ = choose_weights_file(top)
-    small = [name for name in (CONFIG, *PROCESSORS, MODEL_CARD) if name in top]
-    stem, ending = Path(weights.removesuffix(INDEX)).stem, Path(weights.removesuffix(INDEX)).suffix
-    shards = [n for n in top if is_shard(n) and n.startswith(f"{stem}-") and n.endswith(ending)]
-    return [*small, weights, *(shards if weights.endswith(INDEX) else [])]
-
-
-def _describe_files(weights: Path) -> WeightsLocation:
-    folder = weights.parent
-    config = folder / CONFIG if (folder / CONFIG).is_file() else None
-    content = read_json(config) if config else {}
-    kind = _kind(content) if config else "file"
-    if kind == "run" and weights.name != PREFERRED_FILES[0]:
-        kind, config, content = "file", None, {}  # another file in a run folder
-    if kind != "run" and detect_format(weights) == "zip" and is_npz(weights):
-        kind = "npz"
-    processors = (folder / name for name in PROCESSORS)
-    own = weights.name.partition(".")[0] if kind in ("file", "npz") else folder.resolve().name
-    return WeightsLocation(
-        kind=kind,
-        folder=folder,
-        weights=weights,
-        config=config,
-        processor=next((path for path in processors if path.is_file()), None),
-        name=_timm_name(content) if kind == "timm" else own,
-        license=_license(content) or (card_license(folder / MODEL_CARD) if config else None),
-    )
-
-
-def _kind(config: dict[str, Any]) -> SourceKind:
-    if isinstance(config.get("vit"), dict):
-        return "run"
-    # transformers' wrapper of timm writes both; the tensors are timm's
-    if isinstance(config.get("architecture"), str) or "pretrained_cfg" in config:
-        return "timm"
-    if "model_type" in config or "architectures" in config:
-        return "huggingface"
-    raise WeightsError(
-        f"{CONFIG} is of no known library: it has neither architecture (timm) nor model_type "
-        "(Hugging Face); to load the weights alone, copy their file elsewhere"
-    )
-
-
-def _timm_name(config: dict[str, Any]) -> str:
-    nested = _nested(config)
-    architecture = config.get("architecture") or nested.get("architecture")
-    tag = nested.get("tag")
-    if not isinstance(architecture, str):
-        raise WeightsError(f"{CONFIG} names no architecture; timm's files have one")
-    return f"{architecture}.{tag}" if tag and isinstance(tag, str) else architecture
-
-
-def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    nested = config.get("pretrained_cfg", config)  # old files of timm are flat
-    return nested if isinstance(nested, dict) else {}
-
-
-def _license(config: dict[str, Any]) -> str | None:
-    terms = _nested(config).get("license")
-    return printable(terms)[:MAX_LICENSE_LENGTH] if terms and isinstance(terms, str) else None
-
-
-def card_license(card: Path) -> str | None:
-    """License in the YAML front matter of a model card (README.md); None if missing."""
-    if not card.is_file():
-        return None
-    with open_file(card) as file:
-        text = file.read(MAX_CARD_BYTES).decode("utf-8", errors="replace")
-    head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
-    if head is None:
-        return None
-    # license fields are single lines, so no YAML parser is needed
-    lines = re.findall(r"^(license(?:_name|_link)?):[ \t]*(?:\n- )?([^#\n]*)", head[1], re.M)
-    terms = {key: value.strip().strip("'\"[]") for key, value in lines}
-    name, link = terms.get("license", ""), terms.get("license_link", "")
-    if name == "other" and terms.get("license_name"):
-        name = terms["license_name"]
-    shown = f"{name} ({link})" if name and link else name
-    return printable(shown)[:MAX_LICENSE_LENGTH] or None
-
-
-HUB = ("hf-hub:", "hf_hub:", "hf/")
-LOCAL = "local-dir:"
-TIMM = "timm/"
-FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
 
 
 def locate_weights(
@@ -422,3 +264,158 @@ def _not_found(repository: hub.Repository, text: str, searched: list[str], why: 
         f"{printable(text)} was not found: {why}. Looked at {looked}. Where there is a network, "
         f"run {repository.fetch_command()}, copy the folder here, and give it: --weights {folder}"
     )
+
+
+def locate_in_folder(folder: Path) -> WeightsLocation:
+    """Locate the weights in `folder`.
+
+    Raises:
+        WeightsError: There are none, the choice is ambiguous, or config.json does not describe a
+            network.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    except OSError as error:
+        raise WeightsError(f"{printable(folder)} cannot be read: {error.strerror}") from None
+    if CONFIG in names and _kind(read_json(folder / CONFIG)) == "run":
+        return _describe_files(folder / PREFERRED_FILES[0])
+    try:
+        name, notes = choose_weights_file(names)
+    except WeightsError as error:
+        raise WeightsError(f"{printable(folder)}: {error}") from None
+    return replace(_describe_files(folder / name), notes=notes)
+
+
+def locate_file(path: Path) -> WeightsLocation:
+    """Locate the weights in the file `path`, described by the config.json next to it, if any.
+
+    Raises:
+        WeightsError: The file has no readable weights, or config.json does not describe a network.
+    """
+    if path.name in (CONFIG, *PROCESSORS):
+        raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
+    return _describe_files(path)
+
+
+def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Choose the weight file among the names of a folder; return it with notes on the others.
+
+    Raises:
+        WeightsError: There is no weight file, or the choice is ambiguous.
+    """
+    preferred = [name for name in PREFERRED_FILES if name in names]
+    others = [
+        name
+        for suffix in SUFFIXES
+        for name in names
+        if name.endswith(suffix) and not TRAINING_STATE_FILES.fullmatch(name) and not is_shard(name)
+    ]
+    found = list(dict.fromkeys(preferred + others))
+    if not found:
+        onnx = next((name for name in names if name.endswith(".onnx")), None)
+        if onnx is not None:
+            raise WeightsError(f"{printable(onnx)} is {ONNX}")
+        there = f"it has {join_names(sorted(names), 3)}" if names else "it has no files"
+        raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
+    first = found[0]
+    ending = next((s for s in SUFFIXES if first.endswith(s)), "")
+    rivals = [name for name in found if name.endswith(ending)]
+    if not preferred and len(rivals) > 1:
+        raise WeightsError(
+            f"several files of weights: {join_names(rivals, limit=6)}; give one of them"
+        )
+    passed_over = f"took {printable(first)}, not {join_names(found[1:], 3)}"
+    return first, (passed_over,) if len(found) > 1 else ()
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file is named as one shard of a sharded checkpoint."""
+    return re.search(r"-\d{5}-of-\d{5}\.(safetensors|bin)$", name) is not None
+
+
+def required_files(names: Sequence[str]) -> list[str]:
+    """Names of the files of a repository that loading reads: weights, settings, model card.
+
+    Raises:
+        WeightsError: As `choose_weights_file`.
+    """
+    top = [name for name in names if "/" not in name]
+    weights, _ = choose_weights_file(top)
+    small = [name for name in (CONFIG, *PROCESSORS, MODEL_CARD) if name in top]
+    stem, ending = Path(weights.removesuffix(INDEX)).stem, Path(weights.removesuffix(INDEX)).suffix
+    shards = [n for n in top if is_shard(n) and n.startswith(f"{stem}-") and n.endswith(ending)]
+    return [*small, weights, *(shards if weights.endswith(INDEX) else [])]
+
+
+def _describe_files(weights: Path) -> WeightsLocation:
+    folder = weights.parent
+    config = folder / CONFIG if (folder / CONFIG).is_file() else None
+    content = read_json(config) if config else {}
+    kind = _kind(content) if config else "file"
+    if kind == "run" and weights.name != PREFERRED_FILES[0]:
+        kind, config, content = "file", None, {}  # another file in a run folder
+    if kind != "run" and detect_format(weights) == "zip" and is_npz(weights):
+        kind = "npz"
+    processors = (folder / name for name in PROCESSORS)
+    own = weights.name.partition(".")[0] if kind in ("file", "npz") else folder.resolve().name
+    return WeightsLocation(
+        kind=kind,
+        folder=folder,
+        weights=weights,
+        config=config,
+        processor=next((path for path in processors if path.is_file()), None),
+        name=_timm_name(content) if kind == "timm" else own,
+        license=_license(content) or (card_license(folder / MODEL_CARD) if config else None),
+    )
+
+
+def _kind(config: dict[str, Any]) -> SourceKind:
+    if isinstance(config.get("vit"), dict):
+        return "run"
+    # transformers' wrapper of timm writes both; the tensors are timm's
+    if isinstance(config.get("architecture"), str) or "pretrained_cfg" in config:
+        return "timm"
+    if "model_type" in config or "architectures" in config:
+        return "huggingface"
+    raise WeightsError(
+        f"{CONFIG} is of no known library: it has neither architecture (timm) nor model_type "
+        "(Hugging Face); to load the weights alone, copy their file elsewhere"
+    )
+
+
+def _timm_name(config: dict[str, Any]) -> str:
+    nested = _nested(config)
+    architecture = config.get("architecture") or nested.get("architecture")
+    tag = nested.get("tag")
+    if not isinstance(architecture, str):
+        raise WeightsError(f"{CONFIG} names no architecture; timm's files have one")
+    return f"{architecture}.{tag}" if tag and isinstance(tag, str) else architecture
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    nested = config.get("pretrained_cfg", config)  # old files of timm are flat
+    return nested if isinstance(nested, dict) else {}
+
+
+def _license(config: dict[str, Any]) -> str | None:
+    terms = _nested(config).get("license")
+    return printable(terms)[:MAX_LICENSE_LENGTH] if terms and isinstance(terms, str) else None
+
+
+def card_license(card: Path) -> str | None:
+    """License in the YAML front matter of a model card (README.md); None if missing."""
+    if not card.is_file():
+        return None
+    with open_file(card) as file:
+        text = file.read(MAX_CARD_BYTES).decode("utf-8", errors="replace")
+    head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    if head is None:
+        return None
+    # license fields are single lines, so no YAML parser is needed
+    lines = re.findall(r"^(license(?:_name|_link)?):[ \t]*(?:\n- )?([^#\n]*)", head[1], re.M)
+    terms = {key: value.strip().strip("'\"[]") for key, value in lines}
+    name, link = terms.get("license", ""), terms.get("license_link", "")
+    if name == "other" and terms.get("license_name"):
+        name = terms["license_name"]
+    shown = f"{name} ({link})" if name and link else name
+    return printable(shown)[:MAX_LICENSE_LENGTH] or None

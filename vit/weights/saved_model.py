@@ -35,131 +35,6 @@ VERSION = 1
 MAX_CONFIG_BYTES = 50_000_000
 DEFAULT_THRESHOLD = 0.5
 """Threshold of a class until one is chosen on validation data."""
-
-
-def read_config(folder: Path) -> bytes:
-    """Read the bytes of config.json in a run folder.
-
-    Raises:
-        RunError: The file is missing or cannot be read.
-        WeightsError: It is too large.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        if not path.is_file():
-            there = "has no config.json" if folder.is_dir() else "is not a folder"
-            hint = "" if folder.exists() else did_you_mean(folder)
-            remedy = hint or "; give the run folder of a training"
-            raise RunError(f"{printable(folder)} {there}{remedy}")
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise WeightsError(f"{printable(path)} is larger than {MAX_CONFIG_BYTES:,} bytes")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
-
-
-def vit_section(content: Any) -> dict[str, Any]:
-    """Our section of config.json; timm reads the rest.
-
-    Raises:
-        WeightsError: It was not written by this version of the format.
-    """
-    own = content.get("vit") if isinstance(content, dict) else None
-    if not isinstance(own, dict):
-        raise WeightsError(f"{CONFIG_FILE} has no key 'vit': it was not written by vit")
-    if own.get("version") != VERSION:
-        raise WeightsError(
-            f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
-            "install the vit that wrote it"
-        )
-    if own.keys() - {"decoder", "thresholds"} != {"version", "config", "preprocessing", "classes"}:
-        raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
-    return own
-
-
-def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) -> None:
-    """Write the thresholds of a multi-label run to its config.json.
-
-    The run is valid at any time, with the old or the new thresholds, because the weight file
-    stores the digests of both versions of config.json.
-
-    Raises:
-        RunError, WeightsError: The run cannot be read or written.
-    """
-    where = Path(folder)
-    raw = read_config(where)
-    content = json.loads(raw)
-    texts = []
-    for values in ([DEFAULT_THRESHOLD] * len(thresholds), list(thresholds)):
-        vit_section(content)["thresholds"] = values
-        texts.append(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    tensors, notes = read_tensors(where / WEIGHTS_FILE)
-    known = dict.fromkeys([*(sha256(text.encode()) for text in texts), sha256(raw)])
-    write_tensors(where / WEIGHTS_FILE, tensors, {**notes, CONFIG_DIGEST: " ".join(known)})
-    write_text(where / CONFIG_FILE, texts[1])
-
-
-def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
-    """Read the tokenizer of a run.
-
-    Args:
-        folder: Run folder.
-        digest: Expected SHA-256 of the file.
-
-    Raises:
-        WeightsError: It is missing, damaged, or does not match `digest`.
-    """
-    path = folder / TOKENIZER_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{printable(path)} cannot be read: {printable(error)}") from None
-    if digest is not None and digest != sha256(text.encode()):
-        raise WeightsError(
-            f"{printable(path)} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
-            "both from one copy"
-        )
-    return Tokenizer.from_json(text)
-
-
-def sha256(content: bytes) -> str:
-    """SHA-256 as a hex string."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
-    """Check that there is one distinct class name per output, and return them as a tuple.
-
-    Raises:
-        WeightsError: The names are invalid.
-    """
-    names = tuple(classes) if isinstance(classes, list | tuple) else ()
-    if not config.num_classes and isinstance(classes, list | tuple) and not names:
-        return ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise WeightsError("classes must be a list of names")
-    if len(set(names)) != len(names):
-        raise WeightsError("two classes have the same name")
-    if len(names) != config.num_classes:
-        raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
-    return names
-
-
-def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:
-    """Check that there is one probability per class, and return them as a tuple.
-
-    Raises:
-        WeightsError: The thresholds are invalid.
-    """
-    numbers = tuple(values) if isinstance(values, list | tuple) else ()
-    plain = all(isinstance(value, int | float) and 0 <= value <= 1 for value in numbers)
-    if not plain or len(numbers) != len(classes):
-        raise WeightsError("thresholds must be a probability for each class")
-    return tuple(map(float, numbers))
-
-
 TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER = "decoder."
 
@@ -290,12 +165,6 @@ def serialize_model(
     )
 
 
-def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a state dict into the tensors of the encoder and of the decoder."""
-    decoder = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
-    return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder
-
-
 def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
     """Load the model of a run folder.
 
@@ -373,3 +242,132 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         tokenizer=tokenizer,
         thresholds=thresholds,
     )
+
+
+def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split a state dict into the tensors of the encoder and of the decoder."""
+    decoder = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
+    return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder
+
+
+def read_config(folder: Path) -> bytes:
+    """Read the bytes of config.json in a run folder.
+
+    Raises:
+        RunError: The file is missing or cannot be read.
+        WeightsError: It is too large.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        if not path.is_file():
+            there = "has no config.json" if folder.is_dir() else "is not a folder"
+            hint = "" if folder.exists() else did_you_mean(folder)
+            remedy = hint or "; give the run folder of a training"
+            raise RunError(f"{printable(folder)} {there}{remedy}")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise WeightsError(f"{printable(path)} is larger than {MAX_CONFIG_BYTES:,} bytes")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
+
+
+def vit_section(content: Any) -> dict[str, Any]:
+    """Our section of config.json; timm reads the rest.
+
+    Raises:
+        WeightsError: It was not written by this version of the format.
+    """
+    own = content.get("vit") if isinstance(content, dict) else None
+    if not isinstance(own, dict):
+        raise WeightsError(f"{CONFIG_FILE} has no key 'vit': it was not written by vit")
+    if own.get("version") != VERSION:
+        raise WeightsError(
+            f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
+            "install the vit that wrote it"
+        )
+    if own.keys() - {"decoder", "thresholds"} != {"version", "config", "preprocessing", "classes"}:
+        raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
+    return own
+
+
+def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) -> None:
+    """Write the thresholds of a multi-label run to its config.json.
+
+    The run is valid at any time, with the old or the new thresholds, because the weight file
+    stores the digests of both versions of config.json.
+
+    Raises:
+        RunError, WeightsError: The run cannot be read or written.
+    """
+    where = Path(folder)
+    raw = read_config(where)
+    content = json.loads(raw)
+    texts = []
+    for values in ([DEFAULT_THRESHOLD] * len(thresholds), list(thresholds)):
+        vit_section(content)["thresholds"] = values
+        texts.append(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    tensors, notes = read_tensors(where / WEIGHTS_FILE)
+    known = dict.fromkeys([*(sha256(text.encode()) for text in texts), sha256(raw)])
+    write_tensors(where / WEIGHTS_FILE, tensors, {**notes, CONFIG_DIGEST: " ".join(known)})
+    write_text(where / CONFIG_FILE, texts[1])
+
+
+def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
+    """Read the tokenizer of a run.
+
+    Args:
+        folder: Run folder.
+        digest: Expected SHA-256 of the file.
+
+    Raises:
+        WeightsError: It is missing, damaged, or does not match `digest`.
+    """
+    path = folder / TOKENIZER_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{printable(path)} cannot be read: {printable(error)}") from None
+    if digest is not None and digest != sha256(text.encode()):
+        raise WeightsError(
+            f"{printable(path)} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
+            "both from one copy"
+        )
+    return Tokenizer.from_json(text)
+
+
+def sha256(content: bytes) -> str:
+    """SHA-256 as a hex string."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
+    """Check that there is one distinct class name per output, and return them as a tuple.
+
+    Raises:
+        WeightsError: The names are invalid.
+    """
+    names = tuple(classes) if isinstance(classes, list | tuple) else ()
+    if not config.num_classes and isinstance(classes, list | tuple) and not names:
+        return ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise WeightsError("classes must be a list of names")
+    if len(set(names)) != len(names):
+        raise WeightsError("two classes have the same name")
+    if len(names) != config.num_classes:
+        raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
+    return names
+
+
+def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:
+    """Check that there is one probability per class, and return them as a tuple.
+
+    Raises:
+        WeightsError: The thresholds are invalid.
+    """
+    numbers = tuple(values) if isinstance(values, list | tuple) else ()
+    plain = all(isinstance(value, int | float) and 0 <= value <= 1 for value in numbers)
+    if not plain or len(numbers) != len(classes):
+        raise WeightsError("thresholds must be a probability for each class")
+    return tuple(map(float, numbers))

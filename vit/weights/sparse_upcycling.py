@@ -9,7 +9,6 @@ Source: Komatsuzaki et al., "Sparse Upcycling", section 3, arXiv:2212.05055.
 """
 
 import torch
-from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.config.model_config import BELONGS_TO
@@ -17,9 +16,7 @@ from vit.errors import WeightsError, printable
 from vit.model.initialization import init_weights
 from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import meta_model
-
-State = dict[str, Tensor]
+from vit.weights.formats.state_dict_names import State, meta_model
 
 # Settings that only a network with experts has.
 MOE_SETTINGS = (

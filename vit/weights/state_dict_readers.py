@@ -8,6 +8,7 @@ against an allow-list, and declared sizes against the size of the file.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -16,7 +17,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,7 @@ from torch import Tensor
 from vit.errors import WeightsError, printable
 from vit.text import join_names
 from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
+from vit.weights.formats.state_dict_names import wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -40,7 +42,6 @@ EXPANSION_ALLOWANCE = 16_000_000
 MAX_ENTRIES = 50_000
 MAX_OPCODES = 5_000_000
 """Pickle opcodes; the checkpoint of a large network has a tenth of them."""
-
 # Globals that a pickle may import. torch allows more: bytearray and encode could exhaust memory.
 ALLOWED_GLOBALS = re.compile(
     r"collections (OrderedDict|Counter)"
@@ -54,180 +55,10 @@ ALLOWED_GLOBALS = re.compile(
 )
 OTHER_GLOBAL_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
 """Other opcodes that import objects; torch.save has never used them."""
-
-
-def read_checkpoint(path: Path, *, zipped: bool) -> Any:
-    """Load a file of torch.save to the CPU.
-
-    Args:
-        path: The file.
-        zipped: Whether it is a zip archive, as torch writes since 1.6.
-
-    Raises:
-        WeightsError: It is damaged, imports anything but tensors and plain values, or declares
-            far more bytes than it has.
-    """
-    try:
-        if zipped:
-            with zipfile.ZipFile(path) as archive:
-                _check_pickle(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
-        else:
-            with open_file(path) as file:
-                _check_legacy(file, path)
-        with (
-            open_file(path) as file,  # an open file, because torch trusts the name
-            warnings.catch_warnings(),
-            torch.serialization.safe_globals([argparse.Namespace]),
-        ):
-            warnings.simplefilter("ignore")  # torch warns about its old formats
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except WeightsError:
-        raise
-    except pickle.UnpicklingError:
-        raise WeightsError(f"{printable(path)} cannot be read safely; {NO_CODE}") from None
-    except Exception as error:  # torch raises a dozen kinds on damaged files
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise WeightsError(
-                f"{printable(path)} asks for more memory than there is; use a larger machine, or "
-                f"{NO_CODE}"
-            ) from None
-        reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
-        raise WeightsError(
-            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
-        ) from None
-
-
-def check_archive(archive: zipfile.ZipFile, path: Path) -> None:
-    """Check the declared size of an archive (zip bombs).
-
-    Raises:
-        WeightsError: It is far larger than the file, or there are too many entries.
-    """
-    size, declared = path.stat().st_size, sum(entry.file_size for entry in archive.infolist())
-    if declared > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
-        raise WeightsError(
-            f"{printable(path)} declares {declared:,} bytes in a file of {size:,}: it is no honest "
-            "file of weights"
-        )
-    if len(archive.infolist()) > MAX_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} entries")
-
-
-def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
-    check_archive(archive, path)
-    names = archive.namelist()
-    if any(name.endswith("/constants.pkl") for name in names):
-        raise WeightsError(
-            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict"
-        )
-    found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
-    if len(found) != 1:
-        raise WeightsError(
-            f"{printable(path)} is a zip archive, but none of torch.save; unpack it, or {NO_CODE}"
-        )
-    return found[0]
-
-
-def _check_legacy(file: IO[bytes], path: Path) -> None:
-    magic = _check_pickle(file, path)
-    if magic != LEGACY_MAGIC:
-        raise WeightsError(f"{printable(path)} is a Python pickle, but not of torch; {NO_CODE}")
-    for _ in range(LEGACY_PICKLES - 1):
-        _check_pickle(file, path)
-
-
-def _check_pickle(file: IO[bytes], path: Path) -> object:
-    """Check the opcodes of one pickle without running it, and return its last integer."""
-    foreign: dict[str, None] = {}
-    number: object = None
-    for step, (code, value, _) in enumerate(pickletools.genops(file)):
-        if step == MAX_OPCODES:
-            raise WeightsError(f"{printable(path)} is a program too long for weights; {NO_CODE}")
-        if code.name == "GLOBAL" and not ALLOWED_GLOBALS.fullmatch(str(value)):
-            foreign[str(value).replace(" ", ".")] = None
-        elif code.name in OTHER_GLOBAL_OPCODES:
-            foreign[f"an object named by {code.name}"] = None
-        elif isinstance(value, int):
-            number = value
-    if foreign:
-        names = ", ".join(printable(name)[:80] for name in list(foreign)[:3])
-        more = " and others" if len(foreign) > 3 else ""
-        raise WeightsError(
-            f"{printable(path)} holds Python objects ({names}{more}), which could run code; "
-            f"{NO_CODE}, or for one that torch.save made of a state_dict"
-        )
-    return number
-
-
-def is_npz(path: Path) -> bool:
-    """Whether the zip archive `path` contains only numpy arrays."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError):
-        return False
-    return bool(names) and all(name.endswith(".npy") for name in names)
-
-
-def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the arrays of a .npz file by name; floats are converted to float32.
-
-    Raises:
-        WeightsError: The file is missing, damaged, of another format, or has anything but finite
-            numbers.
-    """
-    if detect_format(path) != "zip":
-        raise WeightsError(f"{printable(path)} is no .npz file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            check_archive(archive, path)
-            entries = {entry.filename: entry for entry in archive.infolist()}
-            if len(entries) != len(archive.infolist()):
-                raise WeightsError(f"{printable(path)} has two arrays of one name")
-            return {
-                name.removesuffix(".npy"): _read_array(archive, entry, path)
-                for name, entry in entries.items()
-            }
-    except WeightsError:
-        raise
-    except Exception as error:  # of zipfile, zlib and numpy, a dozen kinds
-        reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
-        raise WeightsError(
-            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
-        ) from None
-
-
-def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
-    where = f"{printable(path)}: {printable(entry.filename)}"
-    with archive.open(entry) as file:
-        first = npy.read_magic(file) == (1, 0)
-        shape, _, kind = (npy.read_array_header_1_0 if first else npy.read_array_header_2_0)(file)
-    if kind.hasobject:
-        raise WeightsError(f"{where} holds Python objects, which could run code; {NO_CODE}")
-    if math.prod(shape) * kind.itemsize > entry.file_size:
-        raise ValueError(f"{printable(entry.filename)} is shorter than it says")
-    with archive.open(entry) as file:
-        array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
-    if kind.kind in "iub":
-        return array
-    if kind.kind == "V" and kind.itemsize == 2 and kind.fields is None:
-        # bfloat16, which numpy does not know, is the upper half of a float32
-        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif kind.kind != "f":
-        raise WeightsError(f"{where} holds {kind.name}, which are no weights; give float32")
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    if not np.isfinite(array).all():
-        raise WeightsError(
-            f"{where} has values that are not finite; its training broke down, or the file is "
-            "damaged"
-        )
-    return array
-
-
 CHECKPOINT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
 """Keys of the weights in a training checkpoint; the first present one is used, as in timm."""
 WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
+NOT_FINITE = "has values that are not finite; its training broke down, or the file is damaged"
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
@@ -330,12 +161,7 @@ def _check_extent(state: Mapping[Any, object], path: Path) -> None:
                 f"{printable(path)} holds sparse, quantised or empty tensors; {NO_CODE} with "
                 "plain ones"
             )
-    needed, size = sum(tensor.nbytes for tensor in tensors), path.stat().st_size
-    if needed > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
-        raise WeightsError(
-            f"{printable(path)} declares tensors of {needed:,} bytes in a file of {size:,}: it is "
-            "no honest file of weights"
-        )
+    _check_size(sum(tensor.nbytes for tensor in tensors), "tensors of ", path)
 
 
 def _classify_entries(
@@ -350,7 +176,9 @@ def _classify_entries(
         if not isinstance(value, Tensor):
             others.append(name)
         elif value.dtype in FLOAT_TYPES:
-            tensors[name] = _finite(value.detach().float().contiguous(), name, path)
+            tensors[name] = value.detach().float().contiguous()
+            if not torch.isfinite(tensors[name]).all():
+                raise WeightsError(f"{printable(path)}: {printable(name)} {NOT_FINITE}")
         elif value.dtype in INTEGER_TYPES:
             integers[name] = value.contiguous()
         else:
@@ -369,21 +197,13 @@ def _classify_entries(
     return StateFile(tensors, integers, key, notes)
 
 
-def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
-    if not torch.isfinite(tensor).all():
-        raise WeightsError(
-            f"{printable(path)}: {printable(name)} has values that are not finite; its training "
-            "broke down, or the file is damaged"
-        )
-    return tensor
-
-
 def _strip_wrappers(file: StateFile) -> StateFile:
     """Remove prefixes of training wrappers that all names share."""
-    tensors, integers = file.tensors, file.integers
-    while prefix := next((p for p in WRAPPERS if all(n.startswith(p) for n in tensors)), ""):
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        integers = {name.removeprefix(prefix): tensor for name, tensor in integers.items()}
+    prefix = wrapper_prefix(file.tensors, WRAPPERS)
+    tensors, integers = (
+        {name.removeprefix(prefix): tensor for name, tensor in part.items()}
+        for part in (file.tensors, file.integers)
+    )
     return replace(file, tensors=tensors, integers=integers)
 
 
@@ -431,3 +251,169 @@ def _is_beside(file: str) -> bool:
     """Whether `file` is a plain file name, and not an index, which could be recursive."""
     plain = Path(file).name == file and not any(mark in file for mark in "/\\:\0")
     return plain and file[:1] not in ("", ".") and not file.endswith(".json")
+
+
+def read_checkpoint(path: Path, *, zipped: bool) -> Any:
+    """Load a file of torch.save to the CPU.
+
+    Args:
+        path: The file.
+        zipped: Whether it is a zip archive, as torch writes since 1.6.
+
+    Raises:
+        WeightsError: It is damaged, imports anything but tensors and plain values, or declares
+            far more bytes than it has.
+    """
+    with _explain_damage(path):
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                _check_pickle(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
+        else:
+            with open_file(path) as file:
+                _check_legacy(file, path)
+        with (
+            open_file(path) as file,  # an open file, because torch trusts the name
+            warnings.catch_warnings(),
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
+            warnings.simplefilter("ignore")  # torch warns about its old formats
+            try:
+                return torch.load(file, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError:
+                raise WeightsError(f"{printable(path)} cannot be read safely; {NO_CODE}") from None
+
+
+@contextlib.contextmanager
+def _explain_damage(path: Path) -> Iterator[None]:
+    """Convert the errors of torch, zipfile, zlib and numpy on damaged files to WeightsError."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise WeightsError(
+                f"{printable(path)} asks for more memory than there is; use a larger machine, or "
+                f"{NO_CODE}"
+            ) from None
+        reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
+        raise WeightsError(
+            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
+        ) from None
+
+
+def _check_size(declared: int, what: str, path: Path) -> None:
+    """Refuse a file that declares far more bytes than it has (zip bombs, repeating strides)."""
+    size = path.stat().st_size
+    if declared > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
+        raise WeightsError(
+            f"{printable(path)} declares {what}{declared:,} bytes in a file of {size:,}: it is no "
+            "honest file of weights"
+        )
+
+
+def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
+    _check_size(sum(entry.file_size for entry in archive.infolist()), "", path)
+    if len(archive.infolist()) > MAX_ENTRIES:
+        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} entries")
+
+
+def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
+    _check_archive(archive, path)
+    names = archive.namelist()
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise WeightsError(
+            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict"
+        )
+    found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
+    if len(found) != 1:
+        raise WeightsError(
+            f"{printable(path)} is a zip archive, but none of torch.save; unpack it, or {NO_CODE}"
+        )
+    return found[0]
+
+
+def _check_legacy(file: IO[bytes], path: Path) -> None:
+    magic = _check_pickle(file, path)
+    if magic != LEGACY_MAGIC:
+        raise WeightsError(f"{printable(path)} is a Python pickle, but not of torch; {NO_CODE}")
+    for _ in range(LEGACY_PICKLES - 1):
+        _check_pickle(file, path)
+
+
+def _check_pickle(file: IO[bytes], path: Path) -> object:
+    """Check the opcodes of one pickle without running it, and return its last integer."""
+    foreign: dict[str, None] = {}
+    number: object = None
+    for step, (code, value, _) in enumerate(pickletools.genops(file)):
+        if step == MAX_OPCODES:
+            raise WeightsError(f"{printable(path)} is a program too long for weights; {NO_CODE}")
+        if code.name == "GLOBAL" and not ALLOWED_GLOBALS.fullmatch(str(value)):
+            foreign[str(value).replace(" ", ".")] = None
+        elif code.name in OTHER_GLOBAL_OPCODES:
+            foreign[f"an object named by {code.name}"] = None
+        elif isinstance(value, int):
+            number = value
+    if foreign:
+        names = ", ".join(printable(name)[:80] for name in list(foreign)[:3])
+        more = " and others" if len(foreign) > 3 else ""
+        raise WeightsError(
+            f"{printable(path)} holds Python objects ({names}{more}), which could run code; "
+            f"{NO_CODE}, or for one that torch.save made of a state_dict"
+        )
+    return number
+
+
+def is_npz(path: Path) -> bool:
+    """Whether the zip archive `path` contains only numpy arrays."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return False
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """Read the arrays of a .npz file by name; floats are converted to float32.
+
+    Raises:
+        WeightsError: The file is missing, damaged, of another format, or has anything but finite
+            numbers.
+    """
+    if detect_format(path) != "zip":
+        raise WeightsError(f"{printable(path)} is no .npz file")
+    with _explain_damage(path), zipfile.ZipFile(path) as archive:
+        _check_archive(archive, path)
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        if len(entries) != len(archive.infolist()):
+            raise WeightsError(f"{printable(path)} has two arrays of one name")
+        return {
+            name.removesuffix(".npy"): _read_array(archive, entry, path)
+            for name, entry in entries.items()
+        }
+
+
+def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
+    where = f"{printable(path)}: {printable(entry.filename)}"
+    with archive.open(entry) as file:
+        first = npy.read_magic(file) == (1, 0)
+        shape, _, kind = (npy.read_array_header_1_0 if first else npy.read_array_header_2_0)(file)
+    if kind.hasobject:
+        raise WeightsError(f"{where} holds Python objects, which could run code; {NO_CODE}")
+    if math.prod(shape) * kind.itemsize > entry.file_size:
+        raise ValueError(f"{printable(entry.filename)} is shorter than it says")
+    with archive.open(entry) as file:
+        array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
+    if kind.kind in "iub":
+        return array
+    if kind.kind == "V" and kind.itemsize == 2 and kind.fields is None:
+        # bfloat16, which numpy does not know, is the upper half of a float32
+        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif kind.kind != "f":
+        raise WeightsError(f"{where} holds {kind.name}, which are no weights; give float32")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise WeightsError(f"{where} {NOT_FINITE}")
+    return array

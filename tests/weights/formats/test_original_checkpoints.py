@@ -101,7 +101,7 @@ SIZES = {"embed_dim": 192, "depth": 12, "num_heads": 3, "patch_size": 16}
         (lambda s: s.update(dist_token=torch.zeros(1, 1, 128)), "unknown: dist_token"),
         (lambda s: s.update(reg_token=torch.zeros(4)), "x: "),
         (lambda s: s["head.bias"].fill_(float("nan")), "not finite: head.bias"),
-        (lambda s: s.update({"norm.bias": torch.zeros(128).byte()}), "norm.bias hold torch.uint8"),
+        (lambda s: s.update({"norm.bias": torch.zeros(128).byte()}), "norm.bias holds torch.uint8"),
         (lambda s: s.update({"module.norm.bias": torch.zeros(128)}), "unknown: module.norm.bias"),
         (
             lambda s: (

@@ -17,9 +17,8 @@ from vit.errors import WeightsError
 from vit.model.build import build_classifier
 from vit.weights import library_registration
 from vit.weights.adapt_weights import change_patches
-from vit.weights.convert import convert
+from vit.weights.convert import check_parity, convert
 from vit.weights.load_model import open_pretrained
-from vit.weights.parity_check import check_parity
 from vit.weights.saved_model import load_run, save_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}

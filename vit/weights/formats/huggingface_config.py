@@ -31,6 +31,9 @@ MLP_PARTS = ("fc1", "fc1_g", "fc1_x", "fc2")
 RELATIVE = ("relative_position_bias", "shared_relative_position_bias")
 WITH_TEXT = ("clip", "siglip")
 """Families with the encoder settings under `vision_config`."""
+MODEL_TYPE = "vit_toolkit"
+PREFIX = "network."
+CLASSES = {True: "VitToolkitForImageClassification", False: "VitToolkitModel"}
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,6 @@ DINOV3 |= {"mlp_bias": True, "use_gated_mlp": False, "num_register_tokens": 0}
 CLIP = {**COMMON, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu", "patch_size": 32}
 SIGLIP = {**COMMON, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 SIGLIP |= {"vision_use_head": True}
-
 FAMILIES = {
     "vit": Family(_vit, VIT),
     "vit_mae": Family(_vit, VIT),
@@ -308,11 +310,6 @@ FAMILIES = {
     "siglip": Family(_siglip, SIGLIP),
     "siglip_vision_model": Family(_siglip, SIGLIP),
 }
-
-
-MODEL_TYPE = "vit_toolkit"
-PREFIX = "network."
-CLASSES = {True: "VitToolkitForImageClassification", False: "VitToolkitModel"}
 
 
 def write_custom_model(

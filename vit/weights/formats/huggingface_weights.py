@@ -42,13 +42,13 @@ from vit.weights.formats.state_dict_names import (
     fuse_qkv,
     meta_model,
     rename,
+    to_float32,
 )
 
 SHORT = ("q", "k", "v")
 BLOCK_BIAS = f"blocks.{{b}}.attn.rel_pos.{BIAS_TABLE}"
 Patterns = tuple[tuple[str, str], ...]
 """Pairs of a pattern for tensor names and a description of these tensors."""
-
 # {m} is the prefix of the encoder, which the bare encoder class omits; {l} is that of a block.
 HEAD: Table = ((r"classifier.{p}", "head.{p}"),)
 EMBEDDINGS: Table = (
@@ -150,6 +150,9 @@ TEXT: Patterns = (
     (r"visual_projection\.weight|logit_scale|logit_bias", "the comparison with texts"),
     (r"(vision_model\.)?embeddings\.position_ids", "numbers from 0 on"),
 )
+Notes = tuple[str, ...]
+PLACEHOLDER = r"LABEL_\d+"
+TOKENS = ("cls_token", "reg_token", "pos_embed", "attn_pool.latent")
 
 
 @dataclass(frozen=True)
@@ -271,11 +274,6 @@ def drop_tensors(state: Mapping[str, Tensor], patterns: Patterns) -> tuple[State
     )
 
 
-Notes = tuple[str, ...]
-PLACEHOLDER = r"LABEL_\d+"
-TOKENS = ("cls_token", "reg_token", "pos_embed", "attn_pool.latent")
-
-
 def read_huggingface(
     config: Mapping[str, Any],
     processor: Mapping[str, Any] | None,
@@ -370,14 +368,9 @@ def _fill_biases(state: State, without: tuple[str, ...]) -> State:
 def _convert_tensors(state: State) -> State:
     """Convert tensors to float32 and our shapes: fused qkv, unpacked gates."""
     shaped: State = {}
-    for name, tensor in state.items():
-        if not tensor.is_floating_point():
-            raise WeightsError(f"{name} holds {tensor.dtype}, expected floats")
-        if not tensor.ndim:
-            raise WeightsError(f"{name} is a single number")
+    for name, tensor in to_float32(state).items():
         if tensor.numel() == 0:
             continue  # the registers of a model without registers are an empty tensor
-        tensor = tensor.detach().cpu().float()
         if name in TOKENS:
             tensor = tensor.reshape(1, -1, tensor.shape[-1])
         elif name == PATCH_WEIGHT and tensor.ndim > 1:

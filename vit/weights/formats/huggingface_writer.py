@@ -24,8 +24,9 @@ from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit,
 from vit.weights.formats.timm_config import incompatibility_remedy, unsupported_setting
 
 MAX_MLP_RATIO = 64
-
 Traits = dict[str, Any]
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Our activation names to transformers'; the others are the same."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,6 @@ def _phrase(name: str, value: object) -> str:
 
 
 MULTIPLE = "a feed-forward part of a whole multiple of dim"
-
-
 BASE: dict[str, tuple[Any, ...]] = {
     "norm": ("layernorm",),
     "norm_order": ("pre",),
@@ -191,10 +190,6 @@ def mlp_ratio(config: ModelConfig) -> int | None:
         ):
             return ratio
     return None
-
-
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-"""Our activation names to transformers'; the others are the same."""
 
 
 def write_huggingface(

@@ -201,10 +201,6 @@ def _take(left: Arrays, name: str, axes: int | None = None) -> Tensor:
     array = left.pop(name)
     if axes is not None and array.ndim != axes:
         raise WeightsError(f"{name} {array.shape} has not {axes} axes")
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        # numpy has no bfloat16, which is the upper half of a float32
-        bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << 16
-        array = bits.view(np.float32)
     if array.dtype.kind != "f":
         raise WeightsError(f"{name} holds {array.dtype}, not numbers with a fraction")
     return torch.from_numpy(np.array(array, dtype=np.float32))

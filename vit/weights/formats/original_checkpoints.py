@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.text import join_names
-
-State = dict[str, Tensor]
+from vit.weights.formats.state_dict_names import State, wrapper_prefix
 
 # Prefixes of DistributedDataParallel, torch.compile and Lightning.
 WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -62,7 +61,8 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
         WeightsError: Two tensors get the same name, or a mask is not one of zeros and ones.
     """
     notes: list[str] = []
-    plain = _image_tower(_strip_wrappers(state), notes)
+    start = wrapper_prefix(state, WRAPPERS)
+    plain = _image_tower({name.removeprefix(start): t for name, t in state.items()}, notes)
     plain = _from_clip(plain, notes) if "class_embedding" in plain else plain
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
@@ -87,16 +87,6 @@ def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
     for theirs, ours in table:
         name = re.sub(theirs, ours, name)
     return name
-
-
-def _strip_wrappers(state: Mapping[str, Tensor]) -> State:
-    plain = dict(state)
-    while plain:
-        start = next((w for w in WRAPPERS if all(name.startswith(w) for name in plain)), None)
-        if start is None:
-            break
-        plain = {name.removeprefix(start): tensor for name, tensor in plain.items()}
-    return plain
 
 
 def _image_tower(state: State, notes: list[str]) -> State:

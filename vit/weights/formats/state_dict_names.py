@@ -6,7 +6,7 @@ projection differs, which is a matrix here and a convolution everywhere else.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isqrt
 
 import torch
@@ -80,6 +80,32 @@ def _compile(theirs: str) -> re.Pattern[str]:
     for word, meaning in PLACEHOLDERS.items():
         pattern = pattern.replace(word, meaning)
     return re.compile(pattern)
+
+
+def wrapper_prefix(names: Iterable[str], wrappers: Sequence[str]) -> str:
+    """The prefixes of training wrappers that all names begin with, such as "module._orig_mod."."""
+    names, prefix = list(names), ""
+    while names:
+        longer = [prefix + wrapper for wrapper in wrappers]
+        found = next((p for p in longer if all(name.startswith(p) for name in names)), None)
+        if found is None:
+            break
+        prefix = found
+    return prefix
+
+
+def to_float32(state: Mapping[str, Tensor]) -> State:
+    """Convert the tensors to float32 on the CPU.
+
+    Raises:
+        WeightsError: A tensor has integers, or is a single number.
+    """
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            raise WeightsError(f"{printable(name)} holds {tensor.dtype}, expected floats")
+        if not tensor.ndim:
+            raise WeightsError(f"{printable(name)} is a single number")
+    return {name: tensor.detach().cpu().float() for name, tensor in state.items()}
 
 
 def fuse_qkv(state: Mapping[str, Tensor]) -> State:

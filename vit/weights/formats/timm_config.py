@@ -48,7 +48,6 @@ NAMED_EPSILON = 1e-6
 UNKNOWN_ARCHITECTURE = "vit_toolkit"
 CONV_STEM = "vit_conv_stem"
 """Architecture that vit registers with timm."""
-
 POOLINGS = {
     "class_token": "token",
     "mean": "avg",
@@ -58,7 +57,6 @@ POOLINGS = {
 }
 CROP_MODES = {"crop": "center", "squash": "squash"}
 GRIDS = {"index": "cat", "centred": "dinov3"}
-
 # Settings that timm cannot build. Sinusoidal tables are no obstacle: they are stored as weights.
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
@@ -99,6 +97,8 @@ REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
         lambda c: c.is_rotary and c.pooling == "attention" and c.num_prefix_tokens > 0,
     ),
 )
+REMEDY = "; --merge-tokens 0 leaves merging out, with slightly other answers"
+UNSUPPORTED_SETTINGS = ("parallel_blocks", "repeat_blocks", "num_kv_heads", "merge_tokens")
 
 
 def timm_config(
@@ -280,10 +280,6 @@ def mlp_ratio(dim: int, hidden_dim: int) -> float:
     while int(dim * ratio) < hidden_dim:
         ratio = math.nextafter(ratio, math.inf)
     return ratio
-
-
-REMEDY = "; --merge-tokens 0 leaves merging out, with slightly other answers"
-UNSUPPORTED_SETTINGS = ("parallel_blocks", "repeat_blocks", "num_kv_heads", "merge_tokens")
 
 
 def unsupported_setting(config: ModelConfig) -> str | None:

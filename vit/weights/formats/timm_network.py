@@ -25,6 +25,7 @@ from vit.text import join_names
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
     PATCH_WEIGHT,
+    State,
     bias_table_side,
 )
 
@@ -147,9 +148,6 @@ def _patch_grid(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[str
     return "pos_embed", isqrt(patches)
 
 
-State = dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class RotaryOrder:
     """Channel order of a rotary embedding within a head.
@@ -250,7 +248,6 @@ KNOWN_ATTRIBUTES: dict[str, str] = {
 }
 KNOWN = {kind: frozenset(names.split()) for kind, names in KNOWN_ATTRIBUTES.items()}
 INERT_MODULES = (nn.Identity, nn.Dropout)
-
 # Descriptions of unsupported modules, for error messages.
 DESCRIPTIONS = {
     "VisionTransformerDistilled": "has two heads (a distilled DeiT)",

@@ -30,6 +30,7 @@ from vit.weights.formats.state_dict_names import (
     flatten_patches,
     fuse_qkv,
     meta_model,
+    to_float32,
 )
 from vit.weights.formats.timm_network import (
     RotaryOrder,
@@ -41,6 +42,83 @@ from vit.weights.formats.timm_network import (
 )
 
 RESIZES = {"center": "crop", "squash": "squash"}
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+# Errors caused by malformed tensors and values in a file.
+FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
+
+
+def read_timm(
+    state: Mapping[str, Tensor],
+    *,
+    architecture: str | None,
+    model_args: Mapping[str, Any] = NOTHING,
+    pretrained_cfg: Mapping[str, Any] = NOTHING,
+    label_names: Sequence[str] | Mapping[Any, str] | None = None,
+    where: str,
+) -> Pretrained:
+    """Convert weights with timm's names or those of the original repositories.
+
+    Args:
+        state: Tensors of the file.
+        architecture: timm model name, with or without a tag; None to infer the settings from
+            the tensors.
+        model_args: Arguments with which timm builds the network.
+        pretrained_cfg: timm's metadata: preprocessing, license, tag.
+        label_names: Class names.
+        where: Source of the tensors, for error messages.
+
+    Raises:
+        WeightsError: timm does not know the architecture, our network cannot express it, or the
+            tensors do not match it; without an architecture, no or several networks fit.
+    """
+    try:
+        return _read(state, architecture, model_args, dict(pretrained_cfg), label_names)
+    except FAULTS as error:
+        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
+
+
+def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
+    """Whether `read_timm` recognises the names in `state`."""
+    try:
+        return is_vision_transformer(to_timm_names(state)[0])
+    except WeightsError:
+        return False
+
+
+def _read(
+    state: Mapping[str, Tensor],
+    architecture: str | None,
+    model_args: Mapping[str, Any],
+    about: dict[str, Any],
+    label_names: Sequence[str] | Mapping[Any, str] | None,
+) -> Pretrained:
+    theirs, notes = to_timm_names(state)
+    order = None
+    if architecture is None:
+        if model_args:
+            raise WeightsError("model_args need the architecture that they are for")
+        config, assumptions = infer_config(theirs, original=state.keys())
+    else:
+        about = about or known_pretrained_cfg(architecture)
+        model, size, assumptions = build_timm_model(architecture, model_args, about, theirs)
+        config, order = config_from_timm(model, architecture, size), rotary_order(model)
+    ours, dropped = _ours(theirs, config, order)
+    check_fit(ours, meta_model(config))
+    names = label_names or about.get("label_names")
+    classes, on_classes = class_names(names, config.num_classes)
+    if not names and architecture is not None:
+        classes, on_classes = imagenet_names(architecture, about, config.num_classes)
+    prepared, on_images = preprocessing(about, config.image_size)
+    terms = about.get("license")
+    return Pretrained(
+        state=ours,
+        config=config,
+        classes=classes,
+        preprocessing=prepared,
+        license=terms if isinstance(terms, str) else None,
+        origin=f"timm {architecture}" if architecture else "a network in timm's names",
+        notes=(*notes, *assumptions, *dropped, *on_classes, *on_images),
+    )
 
 
 def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,49 +214,6 @@ def imagenet_names(
     return tuple(ImageNetInfo(subset).label_names()), (note,)
 
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-# Errors caused by malformed tensors and values in a file.
-FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
-
-
-def read_timm(
-    state: Mapping[str, Tensor],
-    *,
-    architecture: str | None,
-    model_args: Mapping[str, Any] = NOTHING,
-    pretrained_cfg: Mapping[str, Any] = NOTHING,
-    label_names: Sequence[str] | Mapping[Any, str] | None = None,
-    where: str,
-) -> Pretrained:
-    """Convert weights with timm's names or those of the original repositories.
-
-    Args:
-        state: Tensors of the file.
-        architecture: timm model name, with or without a tag; None to infer the settings from
-            the tensors.
-        model_args: Arguments with which timm builds the network.
-        pretrained_cfg: timm's metadata: preprocessing, license, tag.
-        label_names: Class names.
-        where: Source of the tensors, for error messages.
-
-    Raises:
-        WeightsError: timm does not know the architecture, our network cannot express it, or the
-            tensors do not match it; without an architecture, no or several networks fit.
-    """
-    try:
-        return _read(state, architecture, model_args, dict(pretrained_cfg), label_names)
-    except FAULTS as error:
-        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
-
-
-def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
-    """Whether `read_timm` recognises the names in `state`."""
-    try:
-        return is_vision_transformer(to_timm_names(state)[0])
-    except WeightsError:
-        return False
-
-
 def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     """Convert tensors of timm's Vision Transformers to our names and shapes.
 
@@ -212,42 +247,6 @@ def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     if not config.is_rotary:
         return theirs
     return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
-
-
-def _read(
-    state: Mapping[str, Tensor],
-    architecture: str | None,
-    model_args: Mapping[str, Any],
-    about: dict[str, Any],
-    label_names: Sequence[str] | Mapping[Any, str] | None,
-) -> Pretrained:
-    theirs, notes = to_timm_names(state)
-    order = None
-    if architecture is None:
-        if model_args:
-            raise WeightsError("model_args need the architecture that they are for")
-        config, assumptions = infer_config(theirs, original=state.keys())
-    else:
-        about = about or known_pretrained_cfg(architecture)
-        model, size, assumptions = build_timm_model(architecture, model_args, about, theirs)
-        config, order = config_from_timm(model, architecture, size), rotary_order(model)
-    ours, dropped = _ours(theirs, config, order)
-    check_fit(ours, meta_model(config))
-    names = label_names or about.get("label_names")
-    classes, on_classes = class_names(names, config.num_classes)
-    if not names and architecture is not None:
-        classes, on_classes = imagenet_names(architecture, about, config.num_classes)
-    prepared, on_images = preprocessing(about, config.image_size)
-    terms = about.get("license")
-    return Pretrained(
-        state=ours,
-        config=config,
-        classes=classes,
-        preprocessing=prepared,
-        license=terms if isinstance(terms, str) else None,
-        origin=f"timm {architecture}" if architecture else "a network in timm's names",
-        notes=(*notes, *assumptions, *dropped, *on_classes, *on_images),
-    )
 
 
 def _put(state: State, name: str, tensor: Tensor) -> None:
@@ -291,12 +290,7 @@ def _ours(
     kept = {name: tensor for name, tensor in theirs.items() if name != PERIODS}
     if len(kept) < len(theirs):
         notes.append(f"left out: {PERIODS} (computed from rotary_temperature)")
-    whole = [name for name, tensor in kept.items() if not tensor.is_floating_point()]
-    if whole:
-        raise WeightsError(
-            f"{join_names(whole, 3)} hold {kept[whole[0]].dtype}, not numbers with a fraction"
-        )
-    ours = {name: tensor.float() for name, tensor in from_timm(kept).items()}
+    ours = from_timm(to_float32(kept))
     biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
     if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
         notes.append(f"left out: {join_names(biases, 3)} (all zeros, and the network has none)")

@@ -14,12 +14,13 @@ from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError, printable
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
-    PATCH_WEIGHT,
     State,
     Table,
     check_fit,
+    flatten_patches,
     meta_model,
     rename,
+    to_float32,
 )
 
 NAMES: Table = (
@@ -62,8 +63,9 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
     """
     try:
         _refuse(state)
-        ours = _shaped(rename(state, TABLE, SOURCE))
+        ours = to_float32(rename(state, TABLE, SOURCE))
         config = _config(ours, state)
+        ours = flatten_patches(ours)
         check_fit(ours, meta_model(config))
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
@@ -94,16 +96,6 @@ def _refuse(state: Mapping[str, Tensor]) -> None:
             f"{SOURCE} has a convolutional stem, which this network does not have; take one that "
             "was built without conv_stem_configs"
         )
-
-
-def _shaped(state: State) -> State:
-    shaped: State = {}
-    for name, tensor in state.items():
-        if not tensor.is_floating_point() or not tensor.ndim:
-            raise WeightsError(f"{name} holds {tensor.dtype}, expected floats")
-        tensor = tensor.detach().cpu().float()
-        shaped[name] = tensor.flatten(1) if name == PATCH_WEIGHT and tensor.ndim > 1 else tensor
-    return shaped
 
 
 def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
