@@ -105,16 +105,15 @@ def adapt_weights(
             distinct names, or the source does not match its own settings.
     """
     _check_compatible(pretrained, config)
-    check_fit(_to_meta(pretrained.state), meta_model(pretrained.config))
+    shapes = {name: tensor.to("meta") for name, tensor in pretrained.state.items()}
+    check_fit(shapes, meta_model(pretrained.config))
     state = dict(pretrained.state)
     resized = [
         *_adapt_patch_projection(state, pretrained.config, config),
-        *_adapt_positions(
-            state, pretrained.config, config, linear_offsets=pretrained.linear_offsets
-        ),
+        *_adapt_positions(state, pretrained, config),
+        *_adapt_pooling(state, pretrained.config, config),
     ]
-    resized += adapt_pooling(state, pretrained.config, config)
-    added, left_out, head = adapt_head(state, pretrained, config, classes)
+    added, left_out, head = _adapt_head(state, pretrained, config, classes)
     routers, upcycled = upcycle(state, pretrained, config)
     check_fit(state, meta_model(config))
     reused = sum(state.get(name) is tensor for name, tensor in pretrained.state.items())
@@ -196,29 +195,20 @@ def change_patches(
 
 
 def _check_patch_size(config: ModelConfig, size: int) -> None:
-    """Check that the patch size divides the image size.
-
-    Raises:
-        ConfigError: With the nearest smaller and larger divisors.
-    """
+    """Check that the patch size divides the image size; the error has the nearest divisors."""
     side = config.image_size
     if size > 0 and not side % size:
         return
-    fit = [number for number in range(1, side + 1) if side % number == 0]
-    smaller, larger = [n for n in fit if n < size], [n for n in fit if n > size]
-    near = [*smaller[-1:], *larger[:1]]
+    divisors = [number for number in range(1, side + 1) if side % number == 0]
+    smaller, larger = [n for n in divisors if n < size], [n for n in divisors if n > size]
     raise ConfigError(
         f"patch_size={size}: does not divide the {side} pixels of an image; choose "
-        f"{' or '.join(map(str, near))}"
+        f"{' or '.join(map(str, [*smaller[-1:], *larger[:1]]))}"
     )
 
 
 def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
-    """Check that `config` differs from the source only in adaptable settings.
-
-    Raises:
-        WeightsError: With the settings, both values and the remedy.
-    """
+    """Check that `config` differs from the source only in adaptable settings."""
     source = pretrained.config
     check_feedforward(pretrained, config.feedforward)
     if source.stem == config.stem == "conv" and source.patch_size != config.patch_size:
@@ -271,11 +261,6 @@ def _display_value(config: ModelConfig, name: str) -> object:
     return _resolved_value(config, name) if value is None else value
 
 
-def _to_meta(state: State) -> State:
-    """Copy to the meta device: names and shapes only, which are cheap to check."""
-    return {name: tensor.to("meta") for name, tensor in state.items()}
-
-
 def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
     """Adapt the patch projection in place, and return the list of changes."""
     changed = []
@@ -316,15 +301,14 @@ def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
     return changed.flatten(1).to(matrix)
 
 
-def _adapt_positions(
-    state: State, source: ModelConfig, config: ModelConfig, *, linear_offsets: bool
-) -> list[str]:
+def _adapt_positions(state: State, pretrained: Pretrained, config: ModelConfig) -> list[str]:
     """Adapt position tables in place, and return the list of changes."""
+    source = pretrained.config
     if source.grid == config.grid:
         return []
     (old_rows, old_cols), (rows, cols) = source.grid, config.grid
     sizes = f"{old_rows}x{old_cols} -> {rows}x{cols}"
-    resize = resize_bias_table if linear_offsets else resize_offsets_geometric
+    resize = resize_bias_table if pretrained.linear_offsets else resize_offsets_geometric
     tables = [name for name in state if name.endswith(BIAS_TABLE)]
     for name in tables:
         extra = PREFIX_ROWS if source.num_prefix_tokens else 0
@@ -392,7 +376,7 @@ def _geometric_sum(ratio: float, side: int) -> float:
     return sum(ratio**power for power in range(side - 1))
 
 
-def adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+def _adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
     """Remove the pooling from `state` where `config` has none, and return the list of changes.
 
     The norm after pooling becomes the final norm of all tokens.
@@ -411,7 +395,7 @@ def adapt_pooling(state: State, source: ModelConfig, config: ModelConfig) -> lis
     return [*(["attn_pool left out"] if gone else []), *moved]
 
 
-def adapt_head(
+def _adapt_head(
     state: State, pretrained: Pretrained, config: ModelConfig, classes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Adapt the head in place; return added parts, dropped parts and a line about kept classes."""
@@ -434,7 +418,9 @@ def adapt_head(
                 tensor[new] = state[name][old]
         state[name] = tensor
     if not kept:
-        left_out = (f"head ({_dropped_head(pretrained, classes)})",) if old_count else ()
+        why = ", names unknown" if pretrained.classes is None else ", none of these"
+        why = "" if classes is None else why
+        left_out = (f"head ({old_count} classes{why})",) if old_count else ()
         return (f"head ({new_count} classes, zeros)",), left_out, ""
     left_out = (f"head ({old_count - kept} of {old_count} classes)",) if kept < old_count else ()
     if kept == new_count:
@@ -447,11 +433,7 @@ def adapt_head(
 
 
 def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_count: int) -> None:
-    """Check that there are `new_count` distinct class names.
-
-    Raises:
-        WeightsError: There are too many or too few, or two are equal.
-    """
+    """Check that there are `new_count` distinct class names."""
     if len(classes) != new_count:
         raise WeightsError(
             f"{len(classes)} class names for num_classes={new_count}: give one for each class"
@@ -472,11 +454,3 @@ def _head_rows(
     names = Counter(known or ())
     rows = {name: row for row, name in enumerate(known or ()) if names[name] == 1}
     return [rows.get(name) for name in classes]
-
-
-def _dropped_head(pretrained: Pretrained, classes: Sequence[str] | None) -> str:
-    """Describe the dropped head, with the reason why no row was kept."""
-    old_count = f"{pretrained.config.num_classes} classes"
-    if classes is None:
-        return old_count
-    return f"{old_count}, {'names unknown' if pretrained.classes is None else 'none of these'}"

@@ -52,7 +52,8 @@ def detect_format(path: Path) -> FileFormat:
         start = file.read(HEADER_BYTES)
     if not start:
         raise WeightsError(f"{printable(path)} is empty; fetch it again")
-    if is_safetensors(start, size):
+    header_length = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and 8 + header_length <= size:
         return "safetensors"
     if start.startswith(b"PK\x03\x04"):
         return "zip"
@@ -87,12 +88,6 @@ def open_file(path: Path) -> BinaryIO:
             raise
         reason = getattr(error, "strerror", None) or error
         raise WeightsError(f"{printable(path)} cannot be read: {printable(reason)}") from None
-
-
-def is_safetensors(start: bytes, size: int) -> bool:
-    """Whether a file of `size` bytes has a safetensors header that fits into it."""
-    length = int.from_bytes(start[:8], "little")
-    return start[8:9] == b"{" and 8 + length <= size
 
 
 def describe_foreign_format(start: bytes) -> str:

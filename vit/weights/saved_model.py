@@ -259,18 +259,16 @@ def read_config(folder: Path) -> bytes:
     """
     path = folder / CONFIG_FILE
     try:
-        if not path.is_file():
-            there = "has no config.json" if folder.is_dir() else "is not a folder"
-            hint = "" if folder.exists() else did_you_mean(folder)
-            remedy = hint or "; give the run folder of a training"
-            raise RunError(f"{printable(folder)} {there}{remedy}")
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise WeightsError(f"{printable(path)} is larger than {MAX_CONFIG_BYTES:,} bytes")
-        return path.read_bytes()
+        if path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
+            return path.read_bytes()
+        exists, is_folder = path.is_file(), folder.is_dir()
     except (OSError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
         raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
+    if exists:
+        raise WeightsError(f"{printable(path)} is larger than {MAX_CONFIG_BYTES:,} bytes")
+    there = "has no config.json" if is_folder else "is not a folder"
+    hint = "" if folder.exists() else did_you_mean(folder)
+    raise RunError(f"{printable(folder)} {there}{hint or '; give the run folder of a training'}")
 
 
 def vit_section(content: Any) -> dict[str, Any]:

@@ -90,11 +90,7 @@ def _copy_mlp(state: State, part: str, config: ModelConfig) -> None:
 
 
 def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
-    """Check that router weights sum to one, so that copies of an MLP give its output.
-
-    Raises:
-        WeightsError: They do not.
-    """
+    """Check that router weights sum to one, so that copies of an MLP give its output."""
     if config.expert_weights == "renormalised" or config.top_k == config.num_experts:
         return
     remedy = "router_weights=auto" if config.router_weights == "softmax" else ""

@@ -97,8 +97,9 @@ def _read(given: Mapping[str, Any]) -> Preprocessing:
     for key in ("do_resize", "do_rescale"):
         if values[key] is not True:
             raise _InexpressibleError(f"{key}={values[key]!r}, here this is always done")
-    if not _is_close(values["rescale_factor"], BYTE):
-        raise _InexpressibleError(f"rescale_factor={values['rescale_factor']!r} is not 1 / 255")
+    factor = values["rescale_factor"]
+    if not (isinstance(factor, int | float) and abs(factor - BYTE) < 1e-9):
+        raise _InexpressibleError(f"rescale_factor={factor!r} is not 1 / 255")
     for key in values.keys() - {*PROCESSORS[match[1]], "do_convert_rgb"}:
         if str(key).startswith("do_") and values[key]:
             raise _InexpressibleError(f"{key}={values[key]!r}, here this is never done")
@@ -155,18 +156,14 @@ def _share(crop: int, full: int) -> float:
 
 def _triple(values: Mapping[str, Any], key: str) -> tuple[float, float, float]:
     given = values[key]
-    if not isinstance(given, list | tuple) or len(given) != 3 or not all(map(_number, given)):
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != 3
+        or any(type(value) not in (int, float) for value in given)
+    ):
         raise _InexpressibleError(f"{key}={given!r} is not three numbers")
     red, green, blue = map(float, given)
     return red, green, blue
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_close(value: object, expected: float) -> bool:
-    return isinstance(value, int | float) and abs(value - expected) < 1e-9
 
 
 def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, Any]:

@@ -45,15 +45,13 @@ class TransformersClass:
 
     def mismatches(self, traits: Traits) -> list[str]:
         """Traits that do not meet the requirements, as text."""
-        return [
-            f"{' or '.join(_phrase(name, value) for value in allowed)}, not {traits[name]}"
-            for name, allowed in self.requirements.items()
-            if traits[name] not in allowed
-        ]
-
-
-def _phrase(name: str, value: object) -> str:
-    return str(value) if name in ("head", "width") else f"{name}={value}"
+        found = []
+        for name, allowed in self.requirements.items():
+            if traits[name] not in allowed:
+                prefix = "" if name in ("head", "width") else f"{name}="
+                needs = " or ".join(f"{prefix}{value}" for value in allowed)
+                found.append(f"{needs}, not {traits[name]}")
+        return found
 
 
 MULTIPLE = "a feed-forward part of a whole multiple of dim"
@@ -162,6 +160,7 @@ def nearest_class(config: ModelConfig) -> TransformersClass:
 
 def traits_of(config: ModelConfig) -> Traits:
     """Traits of our network that decide which class can express it."""
+    all_placed = config.num_positioned_prefix_tokens == config.num_prefix_tokens
     table = {"rotary": f"rotary ({config.rotary_grid})", "learned_rotary": "learned and rotary"}
     table["relative"] = "relative"
     same = ("norm", "norm_order", "qk_norm", "norm_pre", "class_token", "feedforward")
@@ -172,13 +171,9 @@ def traits_of(config: ModelConfig) -> Traits:
         "layer_scale": config.layer_scale > 0,
         "final_norm": config.last_norm,
         "head": "a head" if config.num_classes else "no head",
-        "prefix_positions": "all" if _all_placed(config) else "not all",
+        "prefix_positions": "all" if all_placed else "not all",
         "width": MULTIPLE if mlp_ratio(config) else f"hidden_dim={config.feedforward_dim}",
     }
-
-
-def _all_placed(config: ModelConfig) -> bool:
-    return config.num_positioned_prefix_tokens == config.num_prefix_tokens
 
 
 def mlp_ratio(config: ModelConfig) -> int | None:

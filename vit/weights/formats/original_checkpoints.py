@@ -66,14 +66,14 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     plain = _from_clip(plain, notes) if "class_embedding" in plain else plain
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
-        if names:
-            notes.append(f"left out: {join_names(names, 3)} ({meaning})")
-            plain = {name: tensor for name, tensor in plain.items() if name not in names}
+        plain = _drop(plain, names, meaning, notes)
     indices = [name for name in plain if name.endswith(INDEX)]
-    if indices:
-        notes.append(f"left out: {join_names(indices, 3)} (they follow from the grid)")
-        plain = {name: tensor for name, tensor in plain.items() if name not in indices}
-    plain = _apply_bias_masks(_drop_two_layer_head(plain, notes))
+    plain = _drop(plain, indices, "they follow from the grid", notes)
+    # the first ViT on ImageNet-21k
+    if head := [name for name in plain if name.startswith("pre_logits.")]:
+        head += [name for name in plain if name.startswith("head.")]
+        plain = _drop(plain, head, "a head of two layers", notes, limit=4)
+    plain = _apply_bias_masks(plain)
     renamed: State = {}
     for name, tensor in plain.items():
         ours = _renamed(name, SIMPLE)
@@ -89,14 +89,19 @@ def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
+def _drop(state: State, names: list[str], meaning: str, notes: list[str], limit: int = 3) -> State:
+    if not names:
+        return state
+    notes.append(f"left out: {join_names(names, limit)} ({meaning})")
+    return {name: tensor for name, tensor in state.items() if name not in names}
+
+
 def _image_tower(state: State, notes: list[str]) -> State:
     """Select the image tower of an image-text model."""
     for start in TRUNKS:
-        inside = {name: t for name, t in state.items() if name.startswith(start)}
-        if inside:
-            others = [name for name in state if name not in inside]
-            if others:
-                notes.append(f"left out: {join_names(others, 3)} (not of the tower of images)")
+        if any(name.startswith(start) for name in state):
+            others = [name for name in state if not name.startswith(start)]
+            inside = _drop(state, others, "not of the tower of images", notes)
             return {name.removeprefix(start): tensor for name, tensor in inside.items()}
     return state
 
@@ -104,21 +109,11 @@ def _image_tower(state: State, notes: list[str]) -> State:
 def _from_clip(state: State, notes: list[str]) -> State:
     plain = {_renamed(name, CLIP): tensor for name, tensor in state.items()}
     if plain.pop("proj", None) is not None:
-        notes.append("left out: proj (CLIP's projection beside texts, which names no classes)")
+        notes.append("left out: proj (CLIP's projection to the space of texts)")
     plain["cls_token"] = plain["cls_token"].reshape(1, 1, -1)
     if "pos_embed" in plain:
         plain["pos_embed"] = plain["pos_embed"].unsqueeze(0)
     return plain
-
-
-def _drop_two_layer_head(state: State, notes: list[str]) -> State:
-    """Drop the two-layer head (pre_logits) of the first ViT on ImageNet-21k."""
-    old = [name for name in state if name.startswith("pre_logits.")]
-    if not old:
-        return state
-    old += [name for name in state if name.startswith("head.")]
-    notes.append(f"left out: {join_names(old, limit=4)} (a head of two layers)")
-    return {name: tensor for name, tensor in state.items() if name not in old}
 
 
 def _apply_bias_masks(state: State) -> State:

@@ -183,7 +183,9 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
         "missing": [name for name in expected if name not in state],
         "unknown": [name for name in state if name not in expected],
         "of another shape": shapes,
-        "not finite": [name for name, tensor in state.items() if not _finite(tensor)],
+        "not finite": [
+            name for name, t in state.items() if not (t.is_meta or torch.isfinite(t).all())
+        ],
     }
     found = [f"{what}: {join_names(names, 3)}" for what, names in faults.items() if names]
     if found:
@@ -194,10 +196,6 @@ def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> Vis
     """The network of `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
         return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)
-
-
-def _finite(tensor: Tensor) -> bool:
-    return tensor.is_meta or bool(torch.isfinite(tensor).all())
 
 
 def deduplicate_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

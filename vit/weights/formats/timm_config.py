@@ -186,7 +186,13 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "global_pool": POOLINGS[config.pooling],
     }
     if config.position == "relative":
-        return {**shared, **_relative_args(config, last)}
+        return {
+            **shared,
+            "init_values": config.layer_scale,  # 0, unlike null, overrides the architecture's
+            "fc_norm": last == "pooled",
+            "rel_pos_type": "bias",
+            "shared_rel_pos": False,
+        }
     shared["no_embed_class"] = (
         config.num_positioned_prefix_tokens == 0 and config.num_prefix_tokens > 0
     )
@@ -219,15 +225,6 @@ def _stem_args(config: ModelConfig) -> dict[str, Any]:
         "stem_stride": config.stem_stride,
         "stem_norm": config.stem_norm,
         "stem_eps": config.norm_eps,
-    }
-
-
-def _relative_args(config: ModelConfig, last: str) -> dict[str, Any]:
-    return {
-        "init_values": config.layer_scale,  # 0, unlike null, overrides the architecture's
-        "fc_norm": last == "pooled",
-        "rel_pos_type": "bias",
-        "shared_rel_pos": False,
     }
 
 

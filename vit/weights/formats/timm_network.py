@@ -366,30 +366,21 @@ def _registers(model: Any) -> int:
 
 
 def _patches(model: Any) -> dict[str, Any]:
-    patches = model.patch_embed
-    if isinstance(patches, ConvStem):
-        return _stem(patches)
-    projection = patches.proj
-    side = patches.patch_size[0]
-    square = (side, side)
-    if {square} != {tuple(patches.patch_size), projection.kernel_size, projection.stride}:
-        raise UnsupportedNetwork(f"has patches of {patches.patch_size} pixels")
-    rows, columns = patches.img_size
+    patches: Any = model.patch_embed
+    side, (rows, columns) = patches.patch_size[0], patches.img_size
     if rows != columns:
         raise UnsupportedNetwork(f"has images of {rows} x {columns} pixels")
+    if isinstance(model.patch_embed, ConvStem):  # of timm_conv_stem.py
+        return {"stem": "conv", "patch_size": side, "channels": patches.channels, **patches.stem}
+    projection = patches.proj
+    sizes = {tuple(patches.patch_size), projection.kernel_size, projection.stride}
+    if sizes != {(side, side)}:
+        raise UnsupportedNetwork(f"has patches of {patches.patch_size} pixels")
     return {
         "patch_size": side,
         "channels": projection.in_channels,
         "patch_bias": projection.bias is not None,
     }
-
-
-def _stem(stem: Any) -> dict[str, Any]:
-    """Settings of a stem of vit/weights/formats/timm_conv_stem.py."""
-    rows, columns = stem.img_size
-    if rows != columns:
-        raise UnsupportedNetwork(f"has images of {rows} x {columns} pixels")
-    return {"stem": "conv", "patch_size": stem.side, "channels": stem.channels, **stem.stem}
 
 
 def _block(block: Any) -> dict[str, Any]:
