@@ -6,7 +6,11 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.layers import (
+    resample_abs_pos_embed,
+    resample_patch_embed,
+    resize_rel_pos_bias_table,
+)
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
@@ -15,7 +19,13 @@ from vit.errors import WeightsError
 from vit.model.build import build_classifier
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.adapt_weights import AdaptationReport, adapt_weights, change_channels
+from vit.weights.adapt_weights import (
+    AdaptationReport,
+    adapt_weights,
+    change_channels,
+    geometric_interpolation,
+    resize_offsets_geometric,
+)
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, meta_model
 from vit.weights.formats.timm_weights import from_timm
@@ -394,3 +404,26 @@ def test_weights_that_do_not_match_their_settings_raise(pretrained, change, mess
     change(source.state)
     with pytest.raises(WeightsError, match=message):
         adapt_weights(source, changed(source, image_size=48))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("new", [(12, 12), (6, 6), (12, 6), (20, 9)])
+def test_spread_offsets_equal_timms(new):
+    table = torch.randn(13 * 13 + 3, 4)
+    shape = ((2 * new[0] - 1) * (2 * new[1] - 1) + 3, 4)
+    expected = resize_rel_pos_bias_table(table, new, shape)
+    spread = resize_offsets_geometric(table, (7, 7), new, num_prefix_rows=3)
+    torch.testing.assert_close(spread, expected, atol=1e-3, rtol=0)  # its search stops at 1e-6
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 4), (2, 5), (3, 20), (5, 3)])
+def test_near_offsets_are_unchanged_and_far_ones_reach_the_border(old, new):
+    line = torch.arange(1 - old, old, dtype=torch.float64)
+    spread = geometric_interpolation(old, new) @ line
+    assert spread.shape == (2 * new - 1,)
+    torch.testing.assert_close(spread, -spread.flip(0))
+    assert (spread.diff() >= 0).all()
+    near = torch.arange(-1, 2) * (old > 1)
+    torch.testing.assert_close(spread[new - 2 : new + 1], near.double())
+    if new >= old:
+        torch.testing.assert_close(spread[-1], line[-1])

@@ -1,8 +1,6 @@
 """timm and transformers open networks with a convolutional stem when vit is imported."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -15,7 +13,6 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.build import build_classifier
-from vit.weights import library_registration
 from vit.weights.adapt_weights import change_patches
 from vit.weights.convert import check_parity, convert
 from vit.weights.load_model import open_pretrained
@@ -161,56 +158,3 @@ def test_timm_has_no_rotary_network_with_a_stem(tmp_path):
         convert(run, "timm", tmp_path / "out")
     assert json.loads((run / "config.json").read_text())["architecture"] == "vit_toolkit"
     assert torch.equal(load_run(run).model(images), model(images))
-
-
-OPENING = {
-    "timm": "import timm; model = timm.create_model('local-dir:{run}', pretrained=True).eval()",
-    "huggingface": "import transformers; from transformers import AutoModelForImageClassification;"
-    " net = AutoModelForImageClassification.from_pretrained('{out}').eval();"
-    " model = lambda images: net(images).logits",
-}
-
-
-@pytest.mark.parametrize(
-    ("first", "library"),
-    [
-        pytest.param("vit", "timm", marks=pytest.mark.slow),
-        ("theirs", "timm"),
-        pytest.param("vit", "huggingface", marks=pytest.mark.slow),
-        pytest.param("theirs", "huggingface", marks=pytest.mark.slow),
-    ],
-)
-def test_vit_and_the_library_may_be_imported_in_any_order(tmp_path, library, first):
-    run, model, images = network(tmp_path)
-    convert(run, "huggingface", tmp_path / "out")
-    torch.save({"images": images, "logits": model(images).detach()}, tmp_path / "pair.pt")
-    imports = {"timm": "import timm", "huggingface": "from transformers import AutoModel"}[library]
-    lines = ["import vit", imports] if first == "vit" else [imports, "import vit"]
-    code = f"""
-import sys
-{lines[0]}
-assert {first != "vit"} or not {{"torch", "timm", "transformers"}} & set(sys.modules)
-{lines[1]}
-{OPENING[library].format(run=run, out=tmp_path / "out")}
-import torch
-pair = torch.load({str(tmp_path / "pair.pt")!r})
-with torch.no_grad():
-    print(float((model(pair["images"]) - pair["logits"]).abs().max()))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) < 1e-5
-
-
-def test_an_incompatible_library_is_still_imported():
-    with pytest.warns(UserWarning, match="no_such_plugin is not registered"):
-        library_registration.import_plugin("no_such_plugin")
-
-
-def test_a_check_whether_the_library_is_installed_keeps_the_plugin_pending():
-    finder = library_registration.PluginFinder()
-    finder.pending = {"this": "a_plugin"}
-    for _ in range(2):
-        spec = finder.find_spec("this")
-        assert spec is not None
-        assert isinstance(spec.loader, library_registration.PluginLoader)

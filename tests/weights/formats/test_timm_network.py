@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from timm.layers import resize_rel_pos_bias_table
 from torch import nn
 
 from vit.config import ModelConfig
@@ -13,8 +12,6 @@ from vit.errors import WeightsError
 from vit.model.build import assemble_model
 from vit.weights.adapt_weights import (
     adapt_weights,
-    geometric_interpolation,
-    resize_offsets_geometric,
 )
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import check_fit
@@ -153,29 +150,6 @@ def test_relative_positions_equal_timms_at_other_sizes(name, args, size, randomi
     side = size // 4
     assert report.resized == (f"2 relative_position_bias_table 8x8 -> {side}x{side}",)
     compare(ours(replace(found, state=state, config=config)), model, config)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("new", [(12, 12), (6, 6), (12, 6), (20, 9)])
-def test_spread_offsets_equal_timms(new):
-    table = torch.randn(13 * 13 + 3, 4)
-    shape = ((2 * new[0] - 1) * (2 * new[1] - 1) + 3, 4)
-    expected = resize_rel_pos_bias_table(table, new, shape)
-    spread = resize_offsets_geometric(table, (7, 7), new, num_prefix_rows=3)
-    torch.testing.assert_close(spread, expected, atol=1e-3, rtol=0)  # its search stops at 1e-6
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 4), (2, 5), (3, 20), (5, 3)])
-def test_near_offsets_are_unchanged_and_far_ones_reach_the_border(old, new):
-    line = torch.arange(1 - old, old, dtype=torch.float64)
-    spread = geometric_interpolation(old, new) @ line
-    assert spread.shape == (2 * new - 1,)
-    torch.testing.assert_close(spread, -spread.flip(0))
-    assert (spread.diff() >= 0).all()
-    near = torch.arange(-1, 2) * (old > 1)
-    torch.testing.assert_close(spread[new - 2 : new + 1], near.double())
-    if new >= old:
-        torch.testing.assert_close(spread[-1], line[-1])
 
 
 @pytest.mark.slow
