@@ -1,12 +1,21 @@
 """Settings from files and flags: right ones are taken, wrong ones are refused in one line."""
 
 import typing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from vit.config import Config, ModelConfig
-from vit.config.parser import all_settings, flatten, make_config, read_settings, write_settings
+from vit.config import Config, DecoderConfig, ModelConfig
+from vit.config.parser import (
+    all_settings,
+    flatten,
+    make_config,
+    parse_decoder_config,
+    parse_model_config,
+    read_settings,
+    write_settings,
+)
 from vit.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -142,9 +151,22 @@ def test_aliases_are_unique():
     assert len({*aliases, *flags}) == len(aliases) + len(flags)
 
 
-def test_hidden_dim_is_four_times_dim_unless_set():
-    assert ModelConfig(dim=48, num_heads=3).feedforward_dim == 192
-    assert ModelConfig(dim=48, num_heads=3, hidden_dim=10).feedforward_dim == 10
+def test_stored_settings_of_a_model_are_parsed_back():
+    config = ModelConfig(dim=48, num_heads=3, patch_sizes=(8, 32))
+    stored = {**asdict(config), "patch_sizes": [8, 32]}  # as JSON has them
+    assert parse_model_config(stored) == config
+    for wrong in ({}, {**stored, "lr": 1}, [], None):
+        with pytest.raises(ConfigError, match="must be exactly"):
+            parse_model_config(wrong)
+
+
+def test_stored_settings_of_a_decoder_are_parsed_back():
+    config = DecoderConfig(vocab_size=100, caption_tokens=8)
+    assert parse_decoder_config(asdict(config)) == config
+    with pytest.raises(ConfigError, match="incomplete"):
+        parse_decoder_config({"vocab_size": 100})
+    with pytest.raises(ConfigError, match="dim is not a setting of the decoder"):
+        parse_decoder_config({**asdict(config), "dim": 3})
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -91,24 +91,18 @@ def convert(
         WeightsError: `source` cannot be opened, or the target library cannot express it.
         RunError: `out` exists or cannot be written.
     """
-    pretrained = open_pretrained(source)
-    config = pretrained.config
+    found = open_pretrained(source)
+    config = found.config
     if merge_tokens is not None:
         config = dataclasses.replace(config, merge_tokens=merge_tokens)
-    config = as_exported(config, to)
-    same = config == pretrained.config
-    lines = conversion_notes(pretrained.config, config, to)
-    pretrained = dataclasses.replace(pretrained, config=config)
-    preprocessing, assumed = preprocessing_or_default(pretrained)
-    lines += [assumed] * bool(assumed)
-    if pretrained.decoder is not None:
-        lines.append("note: the encoder alone is written: the decoder has no place in that folder")
-    lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]
-    if to == "huggingface":
-        lines += [f"note: {note}" for note in processor_notes(preprocessing)]
+    if to == "huggingface" and config.pooling == "none" and config.class_token:
+        config = dataclasses.replace(config, pooling="class_token")  # a captioning encoder
+    pretrained = dataclasses.replace(found, config=config)
+    lines = conversion_notes(found.config, pretrained, to)
     files = folder_contents(pretrained, to)
     place = Path(out).absolute()
-    card = model_card(source, pretrained, to, name=place.name, with_scores=same)
+    has_scores = config == found.config
+    card = model_card(source, pretrained, to, name=place.name, with_scores=has_scores)
     with atomic_folder(place, overwrite=overwrite) as folder:
         for name, content in files.items():
             if isinstance(content, str):
@@ -119,27 +113,33 @@ def convert(
     return pretrained, lines
 
 
-def as_exported(config: ModelConfig, to: Library) -> ModelConfig:
-    """For transformers, pool a captioning encoder by its class token."""
-    if to == "huggingface" and config.pooling == "none" and config.class_token:
-        return dataclasses.replace(config, pooling="class_token")
-    return config
+def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -> list[str]:
+    """Lines on what the folder lacks, what it requires, and what was assumed.
 
-
-def conversion_notes(source: ModelConfig, config: ModelConfig, to: Library) -> list[str]:
-    """Notes on settings of `source` that the converted model lacks, and on what it requires."""
+    Args:
+        source: Settings of the source.
+        pretrained: Weights and settings that are written.
+        to: Target library.
+    """
     dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
     lines = [
         f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
         "library trains without it"
         for name in dropped
     ]
-    lines += [IMPORT_NOTES[to]] if config.stem == "conv" else []
-    if source.merge_tokens != config.merge_tokens:
+    lines += [IMPORT_NOTES[to]] if source.stem == "conv" else []
+    if source.merge_tokens != pretrained.config.merge_tokens:
         lines.append(
             f"note: without the merge_tokens={source.merge_tokens} of its training the network "
             "gives other answers, so the card has no scores"
         )
+    preprocessing, assumed = preprocessing_or_default(pretrained)
+    lines += [assumed] if assumed else []
+    if pretrained.decoder is not None:
+        lines.append("note: the encoder alone is written: the decoder has no place in that folder")
+    lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]
+    if to == "huggingface":
+        lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     return lines
 
 

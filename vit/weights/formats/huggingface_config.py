@@ -322,21 +322,27 @@ def write_custom_model(
         config: Settings of the network.
         classes: Class names, by output.
     """
-    labels = {
-        "id2label": {str(index): name for index, name in enumerate(classes)},
-        "label2id": {name: index for index, name in enumerate(classes)},
-    }
     settings = {
         "architectures": [CLASSES[config.num_classes > 0]],
         "model_type": MODEL_TYPE,
         "image_size": config.image_size,
         "num_channels": config.channels,
-        **(labels if classes else {}),
+        **label_settings(classes),
         "network": asdict(config),
     }
     # safetensors requires tensors that share no memory
     tensors = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in state.items()}
     return settings, tensors
+
+
+def label_settings(classes: Sequence[str]) -> dict[str, Any]:
+    """Class names as in config.json, both ways; empty without classes."""
+    if not classes:
+        return {}
+    return {
+        "id2label": {str(index): name for index, name in enumerate(classes)},
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
 
 
 def read_custom_model(

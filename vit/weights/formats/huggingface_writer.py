@@ -17,7 +17,12 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.weights.formats.huggingface_config import MULTILABEL, swiglu_width, write_custom_model
+from vit.weights.formats.huggingface_config import (
+    MULTILABEL,
+    label_settings,
+    swiglu_width,
+    write_custom_model,
+)
 from vit.weights.formats.huggingface_processor import write_processor
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit, meta_model
@@ -270,15 +275,11 @@ def _config(
     if target.model_type.startswith("siglip"):
         encoder |= {"vision_use_head": config.pooling == "attention"}
     with_text = target.model_type in ("clip", "siglip")
-    labels = {
-        "id2label": {str(index): name for index, name in enumerate(classes)},
-        "label2id": {name: index for index, name in enumerate(classes)},
-    }
     return {
         "architectures": [target.architecture],
         "model_type": target.model_type,
         **({"vision_config": encoder} if with_text else encoder),
-        **(labels if classes else {}),
+        **label_settings(classes),
     }
 
 
