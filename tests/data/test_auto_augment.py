@@ -40,7 +40,7 @@ def kinds(image: Image.Image, augment) -> tuple[dict[str, int], list[float]]:
     return found, sharpness
 
 
-def test_three_augment_equals_timms_in_operations_and_distribution():
+def test_three_augment_has_the_operations_and_probabilities_of_timm():
     noise = np.random.RandomState(0).randint(0, 256, (24, 20, 3)).astype(np.uint8)
     image = Image.fromarray(noise)
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_three_augment_equals_timms_in_operations_and_distribution():
     assert ends[0] == pytest.approx(ends[1], rel=0.35)
 
 
-def test_the_jitter_of_three_augment_is_its_papers_unless_another_is_chosen():
+def test_three_augment_jitters_colours_by_the_paper_s_default_or_the_setting():
     for chosen, expected in ((0.0, THREE_JITTER), (0.1, 0.1)):
         config = AugmentConfig(auto_augment="three", color_jitter=chosen)
         *_, jitter = build_operations(config, GREY)
@@ -66,7 +66,7 @@ def test_the_jitter_of_three_augment_is_its_papers_unless_another_is_chosen():
     assert build_operations(AugmentConfig(), GREY) == []
 
 
-def test_augmix_is_torchvisions_with_the_papers_operations(pil_image):
+def test_augmix_equals_torchvision_with_the_paper_s_operations(pil_image):
     (ours,) = build_operations(AugmentConfig(auto_augment="augmix"), GREY)
     theirs = v2.AugMix(3, 3, -1, 1.0, all_ops=False, fill=list(GREY))
     for seed in range(5):
@@ -81,7 +81,7 @@ def test_augmix_is_torchvisions_with_the_papers_operations(pil_image):
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 30), (30, 40), (24, 32), (5, 7)])
-def test_a_simple_crop_is_a_window_of_torchvisions_padded_image(pil_image, width, height):
+def test_a_simple_crop_is_a_window_of_torchvision_s_padded_image(pil_image, width, height):
     image = pil_image(width, height)
     whole = v2.Resize(24, v2.InterpolationMode.BICUBIC)(image)
     padded = np.asarray(v2.Pad(4, padding_mode="reflect")(whole))
@@ -98,7 +98,7 @@ def test_a_simple_crop_is_a_window_of_torchvisions_padded_image(pil_image, width
     assert max(row for row, _ in seen) > windows.shape[0] - 3
 
 
-def test_a_simple_crop_of_a_very_long_image_is_made_of_the_crop_alone(pil_image):
+def test_a_simple_crop_of_a_very_long_image_resizes_only_the_crop(pil_image):
     image = pil_image(1, 300).resize((1, 60_000))
     config = AugmentConfig(random_crop="simple")
     transform = TrainingTransform(config, Preprocessing(image_size=(224, 224)))
@@ -106,7 +106,7 @@ def test_a_simple_crop_of_a_very_long_image_is_made_of_the_crop_alone(pil_image)
     assert transform(image).shape == (3, 224, 224)
 
 
-def test_three_augment_draws_from_torchs_generator_alone(pil_image):
+def test_three_augment_uses_only_torch_s_generator(pil_image):
     config = AugmentConfig(auto_augment="three", random_crop="simple")
     transform = TrainingTransform(config, Preprocessing(image_size=(24, 24)))
     state = random.getstate(), np.random.get_state()[1].tolist()
@@ -128,18 +128,18 @@ def test_three_augment_draws_from_torchs_generator_alone(pil_image):
         ({"auto_augment": "augmax"}, "did you mean augmix"),
     ],
 )
-def test_settings_that_would_be_ignored_are_refused(settings, reason):
+def test_augmentation_settings_without_an_effect_are_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         make_config(settings)
 
 
-def test_a_simple_crop_replaces_the_usual_crop_of_captions():
+def test_a_simple_crop_replaces_the_default_crop_of_captioning():
     usual = make_config({"task": "caption"}).augment.min_crop
     assert usual != AugmentConfig.min_crop
     simple = make_config({"task": "caption", "random_crop": "simple"})
     assert simple.augment.min_crop == AugmentConfig.min_crop
 
 
-def test_every_policy_of_the_settings_is_known():
+def test_every_policy_of_the_config_can_be_built():
     for name in ("randaugment", "trivialaugment", "augmix", "three"):
         assert len(auto_augment._policy(AugmentConfig(auto_augment=name), GREY)) == 1

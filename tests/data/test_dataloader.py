@@ -53,7 +53,7 @@ def assert_equal(first: list[Batch], second: list[Batch]) -> None:
         assert torch.equal(one, other)
 
 
-def test_batches_hold_what_they_say(samples):
+def test_batches_contain_the_images_labels_and_indices_of_their_samples(samples):
     batches = everything(samples)
     assert len(batches) == EPOCHS * 2  # the last 4 of 20 images make no whole batch
     for batch in batches:
@@ -64,18 +64,18 @@ def test_batches_hold_what_they_say(samples):
         assert batch.failed == []
 
 
-def test_an_epoch_shows_no_image_twice_and_each_epoch_differs(samples):
+def test_an_epoch_has_no_image_twice_and_every_epoch_another_order(samples):
     orders = [batch.indices.tolist() for batch in everything(samples, batch_size=20)]
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert len({tuple(order) for order in orders}) == EPOCHS
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_loader_processes_change_nothing(samples, workers):
+def test_batches_are_equal_with_and_without_loader_processes(samples, workers):
     assert_equal(everything(samples, workers=workers), everything(samples))
 
 
-def test_a_seed_changes_order_and_augmentation(samples):
+def test_another_seed_gives_another_order_and_augmentation(samples):
     first, second = everything(samples), everything(samples, seed=1)
     assert not torch.equal(first[0].indices, second[0].indices)
     one, other = (
@@ -87,7 +87,7 @@ def test_a_seed_changes_order_and_augmentation(samples):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_starting_anywhere_gives_the_rest(samples, workers):
+def test_an_epoch_can_start_at_any_step(samples, workers):
     whole = everything(samples)
     late = loader(samples, workers=workers)
     batches = [*late.epoch(1, start_step=1), *late.epoch(2)]
@@ -95,7 +95,7 @@ def test_starting_anywhere_gives_the_rest(samples, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_skipped_steps_are_not_read(samples, workers):
+def test_images_of_skipped_steps_are_not_read(samples, workers):
     early = loader(samples).sampler.micro_batches(1)
     for key in next(early):
         os.remove(samples[key.sample].path)
@@ -105,7 +105,7 @@ def test_skipped_steps_are_not_read(samples, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_epochs_may_be_left_and_asked_for_in_any_order(samples, workers):
+def test_epochs_can_be_abandoned_and_requested_in_any_order(samples, workers):
     whole = everything(samples)
     batches = loader(samples, workers=workers)
     next(batches.epoch(0))
@@ -114,7 +114,7 @@ def test_epochs_may_be_left_and_asked_for_in_any_order(samples, workers):
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 4), (2, 2)])
-def test_slices_of_all_devices_make_the_batch(samples, world_size, accumulate):
+def test_the_micro_batches_of_all_devices_form_the_batch(samples, world_size, accumulate):
     whole = everything(samples)
     ranks = [
         everything(samples, rank=rank, world_size=world_size, accumulate=accumulate)
@@ -125,7 +125,7 @@ def test_slices_of_all_devices_make_the_batch(samples, world_size, accumulate):
         assert torch.equal(one, other)
 
 
-def test_loading_leaves_the_global_generator_alone(samples):
+def test_loading_does_not_change_the_global_generator(samples):
     torch.manual_seed(5)
     state = torch.get_rng_state()
     for workers in (0, 1):
@@ -143,7 +143,7 @@ class Growing:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_images_may_grow_from_epoch_to_epoch(samples, workers):
+def test_the_image_size_can_grow_from_epoch_to_epoch(samples, workers):
     batches = everything(samples, workers=workers, transform_for=Growing())
     assert [batch.images.shape[-1] for batch in batches] == [8, 8, 16, 16, 24, 24]
 
@@ -156,7 +156,7 @@ def broken(samples) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_image_stops_by_its_name(samples, broken, workers):
+def test_a_bad_image_raises_an_error_with_its_path(samples, broken, workers):
     with pytest.raises(BadImage) as caught:
         everything(samples, batch_size=20, workers=workers)
     assert caught.value.path == broken
@@ -164,7 +164,7 @@ def test_a_bad_image_stops_by_its_name(samples, broken, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_image_is_skipped_counted_and_never_replaced(samples, broken, workers):
+def test_a_skipped_bad_image_is_listed_and_not_replaced(samples, broken, workers):
     keys = next(loader(samples, batch_size=20).sampler.micro_batches(0))
     place = next(key.position for key in keys if key.sample == 5)
     batch = everything(samples, batch_size=20, workers=workers, on_bad_image="skip")[0]
@@ -174,7 +174,7 @@ def test_a_bad_image_is_skipped_counted_and_never_replaced(samples, broken, work
     assert batch.indices.tolist() == [key.sample for key in keys if key.sample != 5]
 
 
-def test_a_batch_without_any_good_image_is_empty(samples):
+def test_a_batch_of_bad_images_is_empty(samples):
     for sample in samples:
         Path(sample.path).write_bytes(b"nothing")
     batch = everything(samples, on_bad_image="skip")[0]
@@ -190,12 +190,12 @@ def test_a_batch_without_any_good_image_is_empty(samples):
         ({"batch_size": 32}, r"batch_size=32 is more than the 20 training images"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(samples, settings, message):
+def test_impossible_batch_sizes_are_refused(samples, settings, message):
     with pytest.raises(DataError, match=message):
         loader(samples, **settings)
 
 
-def test_the_batch_size_can_be_fitted():
+def test_the_batch_size_is_reduced_to_fit_a_small_dataset():
     assert fitting_batch_size(1000, 128, 4) == 128
     assert fitting_batch_size(10, 128, 4) == 8
     with pytest.raises(DataError, match="3 training images are too few for 4"):
@@ -211,7 +211,7 @@ class Deadly:
         os._exit(1)
 
 
-def test_a_killed_loader_process_is_one_clear_line(samples):
+def test_a_killed_loader_process_is_a_one_line_error(samples):
     with pytest.raises(DataError, match="loader process was killed"):
         everything(samples, workers=1, transform_for=ConstantTransform(Deadly()))
 
@@ -223,14 +223,14 @@ class Buggy:
         raise ZeroDivisionError("oh")
 
 
-def test_a_bug_in_a_transform_names_the_image(samples):
+def test_an_error_in_a_transform_names_the_image(samples):
     with pytest.raises(RuntimeError, match=r"\d\d.png: the transform failed: oh"):
         everything(samples, transform_for=ConstantTransform(Buggy()))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_evaluation_shows_each_image_once_every_time(samples, workers, world_size):
+def test_evaluation_loads_each_image_once_in_every_iteration(samples, workers, world_size):
     seen = []
     for rank in range(world_size):
         evaluation = EvaluationLoader(
@@ -257,7 +257,7 @@ def test_evaluation_reports_bad_images(samples, broken):
         list(EvaluationLoader(samples, PREPROCESSING, on_bad_image="stop", **settings))
 
 
-def test_more_devices_than_images(samples):
+def test_evaluation_works_with_more_devices_than_images(samples):
     evaluation = EvaluationLoader(
         samples[:1], PREPROCESSING, batch_size=6, rank=1, world_size=2, workers=1
     )
@@ -312,7 +312,7 @@ print("left")
         pytest.param("fork", marks=pytest.mark.slow),
     ],
 )
-def test_a_script_ends_in_the_middle_of_an_epoch(samples, how):
+def test_a_script_can_end_in_the_middle_of_an_epoch(samples, how):
     paths = [sample.path for sample in samples]
     left = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LEAVING, how, *paths],
@@ -336,6 +336,6 @@ class Changing:
 @pytest.mark.parametrize(
     "later", [torch.zeros(3, 8, 1, dtype=torch.uint8), torch.zeros(3, 8, 8)], ids=["shape", "type"]
 )
-def test_images_of_a_batch_that_do_not_fit_together_are_refused(samples, later):
+def test_images_of_different_shapes_in_a_batch_are_refused(samples, later):
     with pytest.raises(RuntimeError, match=r"\d\d.png: the transform gave .* after \(3, 8, 8\)"):
         everything(samples, transform_for=ConstantTransform(Changing(later)))

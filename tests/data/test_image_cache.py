@@ -45,7 +45,7 @@ def built(paths, tmp_path, **settings):
     return open_cache(paths, **settings), told
 
 
-def test_images_are_kept_at_the_side_that_crops_need(paths, tmp_path):
+def test_images_are_cached_at_the_side_that_crops_need(paths, tmp_path):
     cache, told = built(paths, tmp_path)
     assert len(told) == 1
     assert "6 images with a short side of 20 px" in told[0]
@@ -56,14 +56,14 @@ def test_images_are_kept_at_the_side_that_crops_need(paths, tmp_path):
         assert np.abs(pixels.astype(int) - np.asarray(small)).max() <= 2
 
 
-def test_small_images_are_kept_as_they_are(paths, tmp_path):
+def test_small_images_are_cached_unchanged(paths, tmp_path):
     cache, _ = built(paths, tmp_path, side=100)
     for number, path in enumerate(paths):
         with Image.open(path) as image:
             assert np.array_equal(cache.pixels(number), np.asarray(image))
 
 
-def test_it_is_built_once_and_again_after_a_change(paths, tmp_path, pil_image):
+def test_the_cache_is_built_once_and_again_after_a_change(paths, tmp_path, pil_image):
     built(paths, tmp_path)
     assert built(paths, tmp_path)[1] == []
     assert len(built(paths, tmp_path, side=16)[1]) == 1
@@ -76,7 +76,7 @@ def test_it_is_built_once_and_again_after_a_change(paths, tmp_path, pil_image):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_damaged_index_is_built_anew(paths, tmp_path, damage):
+def test_a_cache_with_a_damaged_index_is_rebuilt(paths, tmp_path, damage):
     cache, _ = built(paths, tmp_path)
     content = bytearray(cache.file.read_bytes())
     content[150] ^= 1
@@ -86,7 +86,7 @@ def test_a_damaged_index_is_built_anew(paths, tmp_path, damage):
     assert again.pixels(0).shape == (20, 27, 3)
 
 
-def test_bad_images_have_no_place_and_stay_bad(paths, tmp_path):
+def test_bad_images_are_not_cached_and_still_raise_their_error(paths, tmp_path):
     Path(paths[2]).write_bytes(b"no image")
     os.unlink(paths[4])
     cache, _ = built(paths, tmp_path)
@@ -117,7 +117,7 @@ def loaded(paths, cache, workers=0, start=0):
     loader.close()
 
 
-def test_batches_come_from_it_on_any_number_of_processes_and_after_a_resume(paths, tmp_path):
+def test_cached_batches_are_equal_for_any_number_of_processes_and_after_resuming(paths, tmp_path):
     cache, _ = built(paths, tmp_path)
     for path in paths:
         os.unlink(path)
@@ -128,21 +128,21 @@ def test_batches_come_from_it_on_any_number_of_processes_and_after_a_resume(path
         assert all(map(torch.equal, images, alone[-len(images) :]))
 
 
-def test_another_process_maps_it_anew(paths, tmp_path):
+def test_an_unpickled_cache_maps_the_file_itself(paths, tmp_path):
     cache, _ = built(paths, tmp_path)
     sent = pickle.dumps(cache)
     assert len(sent) < 2000
     assert np.array_equal(pickle.loads(sent).pixels(3), cache.pixels(3))
 
 
-def test_no_room_is_told_before_anything_is_written(paths, tmp_path, monkeypatch):
+def test_a_lack_of_space_is_reported_before_anything_is_written(paths, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "free_bytes", lambda *_args, **_: 1000)
     with pytest.raises(DataError, match=r"6 images need 0\.0 MiB, and 0\.0 MiB of space"):
         built(paths, tmp_path)
     assert not list((tmp_path / "cache").glob("images-*[!k]"))
 
 
-def test_memory_is_free_when_the_last_process_ends(paths, tmp_path, monkeypatch):
+def test_memory_is_freed_when_the_last_process_ends(paths, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     cache, told = built(paths, tmp_path, kind="ram", folder=None)
     assert "MiB of memory" in told[0]
@@ -175,7 +175,7 @@ def started(paths, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_killed_build_leaves_nothing_that_is_used(paths, tmp_path):
+def test_files_of_a_killed_build_are_deleted(paths, tmp_path):
     process, marks = started(paths, tmp_path)
     while not any(marks.iterdir()):
         time.sleep(0.01)
@@ -189,7 +189,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(paths, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_two_processes_build_it_once(paths, tmp_path):
+def test_two_processes_build_the_cache_once(paths, tmp_path):
     processes = [started(paths, tmp_path) for _ in range(2)]
     for process, _ in processes:
         process.join()
@@ -197,7 +197,7 @@ def test_two_processes_build_it_once(paths, tmp_path):
     assert len(list(processes[0][1].iterdir())) == len(paths)
 
 
-def test_the_side_keeps_crops_of_the_mean_area_from_being_enlarged():
+def test_the_cached_side_does_not_upsample_crops_of_mean_area():
     assert cache_side(224, 1.0) == 224
     assert cache_side(224, 0.08) == 305
 
@@ -208,7 +208,7 @@ def one_image(path, colour):
     os.utime(path, (0, 0))
 
 
-def test_another_image_of_the_same_name_size_and_time_is_another_one(tmp_path, monkeypatch):
+def test_a_replaced_image_of_the_same_name_size_and_time_is_detected(tmp_path, monkeypatch):
     for folder, colour in (("a", "red"), ("b", "blue")):
         one_image(tmp_path / folder / "x.bmp", colour)
     for folder, first in (("a", 255), ("b", 0)):
@@ -221,7 +221,7 @@ def test_another_image_of_the_same_name_size_and_time_is_another_one(tmp_path, m
     assert cache.pixels(0)[0, 0, 0] == 255
 
 
-def test_the_stamp_of_something_in_a_file_is_that_of_the_file(tmp_path):
+def test_the_fingerprint_of_an_archive_member_is_that_of_the_archive(tmp_path):
     file = tmp_path / "x.tar"
     file.write_bytes(b"12345")
     assert file_fingerprint(str(file))[0] == 5
@@ -231,7 +231,7 @@ def test_the_stamp_of_something_in_a_file_is_that_of_the_file(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="/dev/shm is of Linux")
 @pytest.mark.parametrize("how", ["open", "link"])
-def test_a_shared_folder_that_others_could_write_is_refused(paths, tmp_path, monkeypatch, how):
+def test_a_shared_folder_that_other_users_can_write_is_refused(paths, tmp_path, monkeypatch, how):
     monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     folder, elsewhere = tmp_path / f"vit-toolkit-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
@@ -245,7 +245,7 @@ def test_a_shared_folder_that_others_could_write_is_refused(paths, tmp_path, mon
     assert not list(folder.iterdir())
 
 
-def test_a_cache_that_is_forgotten_while_it_is_opened_is_built_anew(paths, tmp_path, monkeypatch):
+def test_a_cache_deleted_while_it_is_opened_is_rebuilt(paths, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
     first, _ = built(paths, tmp_path, kind="ram", folder=None)
     original = cache_module.read_valid_index
@@ -261,7 +261,7 @@ def test_a_cache_that_is_forgotten_while_it_is_opened_is_built_anew(paths, tmp_p
     assert np.array_equal(first.pixels(3), second.pixels(3))
 
 
-def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, pil_image):
+def test_pixels_and_index_belong_to_the_same_file(paths, tmp_path, pil_image):
     cache, _ = built(paths, tmp_path)
     pil_image(60, 50, 99).save(paths[0])
     built(paths, tmp_path)
@@ -269,7 +269,7 @@ def test_pixels_are_of_the_file_that_the_index_is_of(paths, tmp_path, pil_image)
         ImageCache(cache.file, cache.index)
 
 
-def test_forgetting_waits_for_those_who_open_it(paths, tmp_path):
+def test_unlinking_waits_for_processes_that_open_the_cache(paths, tmp_path):
     pytest.importorskip("fcntl")
     cache, _ = built(paths, tmp_path)
     thread = threading.Thread(target=cache.unlink)
@@ -281,7 +281,7 @@ def test_forgetting_waits_for_those_who_open_it(paths, tmp_path):
     assert not cache.file.exists()
 
 
-def test_the_least_recently_used_caches_make_room(paths, tmp_path, monkeypatch):
+def test_the_least_recently_used_caches_are_evicted(paths, tmp_path, monkeypatch):
     pytest.importorskip("fcntl")
     used, _ = built(paths[:1], tmp_path)  # the oldest, and open
     files = [used.file]

@@ -14,7 +14,14 @@ import pytest
 from PIL import Image
 
 from vit.data import archives, image_io
-from vit.data.image_io import FORMATS, check_header, read_image
+from vit.data.image_io import (
+    FORMATS,
+    check_header,
+    count_scans,
+    decode_jpeg,
+    read_image,
+    read_pixels,
+)
 from vit.errors import BadImage
 
 # Four corners of different colours, so that any turn shows.
@@ -41,6 +48,10 @@ def encoded(image: Image.Image, kind: str, **settings) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **settings)
     return buffer.getvalue()
+
+
+def encode_jpeg(image: Image.Image, *, kind: str = "JPEG", **settings) -> bytes:
+    return encoded(image, kind, **settings)
 
 
 def exif(orientation: int) -> bytes:
@@ -96,7 +107,7 @@ JPEG = {"quality": 95, "subsampling": 0}
         ("QOI", {}, 0),
     ],
 )
-def test_formats_by_content_and_not_by_name(write, kind, settings, tolerance):
+def test_formats_are_recognised_by_content_not_by_name(write, kind, settings, tolerance):
     content = encoded(Image.fromarray(CORNERS), kind, **settings)
     for name in ("x.jpg", "X.PNG", "without suffix"):
         path = write(content, name)
@@ -104,21 +115,21 @@ def test_formats_by_content_and_not_by_name(write, kind, settings, tolerance):
         check_header(path)
 
 
-def test_this_pillow_has_all_formats():
+def test_pillow_supports_all_formats():
     Image.init()
     assert set(FORMATS) <= Image.OPEN.keys()
 
 
 @pytest.mark.parametrize("orientation", STORED)
 @pytest.mark.parametrize(("kind", "settings"), [("JPEG", JPEG), ("PNG", {}), ("TIFF", {})])
-def test_images_stand_upright(write, orientation, kind, settings):
+def test_exif_orientation_is_applied(write, orientation, kind, settings):
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](CORNERS)))
     path = write(encoded(stored, kind, exif=exif(orientation), **settings))
     assert_shows(path, CORNERS, 12)
 
 
 @pytest.mark.parametrize("tags", [b"", b"Exif\0\0", b"Exif\0\0garbage" * 9, exif(0), exif(99)])
-def test_a_damaged_tag_costs_no_image(write, tags):
+def test_a_damaged_exif_tag_is_ignored(write, tags):
     jpeg = encoded(Image.fromarray(CORNERS), "JPEG", **JPEG)
     segment = b"\xff\xe1" + struct.pack(">H", len(tags) + 2) + tags
     assert_shows(write(jpeg[:2] + segment + jpeg[2:]), CORNERS, 12)
@@ -141,7 +152,7 @@ def grey_rgb(values) -> np.ndarray:
         (GREY.astype(np.float32), "TIFF", GREY),
     ],
 )
-def test_deep_and_shallow_greys_are_scaled_and_not_clipped(write, pixels, kind, expected):
+def test_grey_images_of_any_depth_are_scaled_not_clipped(write, pixels, kind, expected):
     path = write(encoded(Image.fromarray(np.ascontiguousarray(pixels)), kind))
     assert_shows(path, grey_rgb(expected), 1)
 
@@ -153,14 +164,14 @@ def test_floating_point_without_a_known_scale_is_refused(write, value):
     assert "grey values" in refusal(write(encoded(Image.fromarray(pixels), "TIFF")))
 
 
-def test_16_bit_big_endian(write):
+def test_big_endian_16_bit_images_are_read(write):
     header = f"P5\n{GREY.shape[1]} {GREY.shape[0]}\n65535\n".encode()
     path = write(header + (GREY.astype(">u2") * 257).tobytes())
     assert_shows(path, grey_rgb(GREY), 1)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_transparency_is_over_white(write, mode):
+def test_transparency_is_composited_over_white(write, mode):
     image = Image.fromarray(CORNERS).convert(mode)
     image.putalpha(Image.fromarray(np.full((32, 48), 96, np.uint8)))
     shown = CORNERS if mode == "RGBA" else grey_rgb(GREY)
@@ -168,7 +179,7 @@ def test_transparency_is_over_white(write, mode):
     assert_shows(write(encoded(image, "PNG")), expected, 2)
 
 
-def test_palettes_with_a_transparent_entry(write):
+def test_transparent_palette_entries_are_composited_over_white(write):
     image = Image.fromarray(CORNERS).quantize(4)
     index = image.getpixel((0, 0))
     expected = CORNERS.astype(int)
@@ -180,7 +191,7 @@ def test_palettes_with_a_transparent_entry(write):
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "LAB", "P"])
-def test_other_colour_modes(write, mode):
+def test_other_colour_modes_are_converted_to_rgb(write, mode):
     image = Image.fromarray(CORNERS).convert("RGB")
     if mode == "LAB":
         from PIL import ImageCms
@@ -193,14 +204,14 @@ def test_other_colour_modes(write, mode):
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("GIF", {}), ("PNG", {}), ("TIFF", {})])
-def test_of_several_frames_the_first(write, kind, settings):
+def test_the_first_of_several_frames_is_read(write, kind, settings):
     rest = [Image.new("RGB", (48, 32), "black")]
     content = encoded(Image.fromarray(CORNERS), kind, save_all=True, append_images=rest, **settings)
     assert_shows(write(content), CORNERS)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 3000), (3000, 1)])
-def test_odd_sizes(write, size):
+def test_images_of_one_pixel_width_or_height_are_read(write, size):
     assert read_image(write(encoded(Image.new("RGB", size), "PNG"))).size == size
 
 
@@ -221,7 +232,7 @@ def test_odd_sizes(write, size):
         (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "damaged"),
     ],
 )
-def test_what_is_no_image_is_refused_by_name(write, content, reason):
+def test_files_that_are_not_images_are_refused_with_their_content(write, content, reason):
     path = write(content)
     assert reason in refusal(path)
     with pytest.raises(BadImage):
@@ -230,13 +241,13 @@ def test_what_is_no_image_is_refused_by_name(write, content, reason):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_half_an_image_is_no_image(write, kind, share):
+def test_truncated_images_are_refused(write, kind, share):
     noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
     content = encoded(Image.fromarray(noise), kind)
     assert refusal(write(content[: int(len(content) * share)]))
 
 
-def test_a_cut_png_is_known_by_its_header(write):
+def test_a_truncated_png_is_detected_from_its_chunks(write):
     content = encoded(Image.fromarray(CORNERS), "PNG")
     check_header(write(content))
     check_header(write(content[:-16]))  # all pixels are there
@@ -254,7 +265,7 @@ def png(width: int, height: int, chunks: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("side", [10_001, 14_000, 100_000])
-def test_bombs_are_refused_unread(write, side):
+def test_decompression_bombs_are_refused_before_decoding(write, side):
     path = write(png(side, side, zlib.compress(bytes(1000))))
     assert len(path.read_bytes()) < 200
     for reader in (read_image, check_header):
@@ -262,14 +273,14 @@ def test_bombs_are_refused_unread(write, side):
             reader(path)
 
 
-def test_a_file_of_too_many_bytes_is_refused_unread(tmp_path):
+def test_an_oversized_file_is_refused_before_reading(tmp_path):
     path = tmp_path / "sparse.jpg"
     with open(path, "wb") as file:
         file.truncate(archives.MAX_BYTES + 1)
     assert "bytes are more than the limit" in refusal(path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_pipes_devices_and_folders_are_refused(tmp_path):
     (tmp_path / "folder.jpg").mkdir()
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "dangling.jpg").symlink_to("nowhere.jpg")
@@ -287,7 +298,7 @@ def test_what_is_no_regular_file(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads anything")
-def test_no_permission(write):
+def test_a_file_without_read_permission_is_refused(write):
     path = write(encoded(Image.fromarray(CORNERS), "PNG"))
     path.chmod(0)
     assert refusal(path) == "no permission to read it"
@@ -296,7 +307,7 @@ def test_no_permission(write):
 @pytest.mark.parametrize(
     "name", ["日本.jpg", "new\nline.jpg", "-rf.jpg", "[a]*?.jpg", "esc\x1b[31m.jpg"]
 )
-def test_odd_names(write, name):
+def test_unusual_file_names_are_read(write, name):
     assert_shows(write(encoded(Image.fromarray(CORNERS), "PNG"), name), CORNERS)
     bad = write(b"", "bad " + name)
     with pytest.raises(BadImage) as caught:
@@ -305,20 +316,20 @@ def test_odd_names(write, name):
     assert "\x1b" not in str(caught.value)
 
 
-def test_a_name_that_is_not_utf8(tmp_path):
+def test_file_names_that_are_not_utf8_are_read(tmp_path):
     path = os.fsencode(tmp_path) + b"/latin1_\xe9.jpg"
     with open(path, "wb") as file:
         file.write(encoded(Image.fromarray(CORNERS), "PNG"))
     assert_shows(os.fsdecode(path), CORNERS)
 
 
-def test_any_failure_of_a_parser_is_a_bad_image(write, monkeypatch):
+def test_any_exception_of_a_decoder_becomes_a_bad_image(write, monkeypatch):
     path = write(encoded(Image.fromarray(CORNERS), "PNG"))
     monkeypatch.setattr(image_io, "to_rgb", lambda _: 1 / 0)
     assert "division by zero" in refusal(path)
 
 
-def test_warnings_of_pillow_neither_show_nor_refuse(write):
+def test_pillow_warnings_are_not_shown_and_not_raised(write):
     # A palette with transparency as bytes warns on conversion, bad EXIF on reading it.
     jpeg = encoded(Image.fromarray(CORNERS), "JPEG", **JPEG)
     tags = b"Exif\0\0" + exif(1)[6:20]
@@ -333,3 +344,110 @@ def test_warnings_of_pillow_neither_show_nor_refuse(write):
             thread.join()
         read_image(path)
     assert warnings.filters == before
+
+
+# --- fast JPEG decoding
+
+
+def full_size(width: int, height: int) -> tuple[int, int]:
+    return width, height
+
+
+JPEG_SETTINGS = [
+    {"quality": 90},
+    {"quality": 30, "subsampling": 0},
+    {"quality": 95, "subsampling": 1},
+    {"quality": 90, "progressive": True},
+    {"quality": 90, "restart_marker_blocks": 2},
+    {"quality": 90, "optimize": True},
+    {"kind": "MPO"},
+]
+
+
+@pytest.mark.parametrize("settings", JPEG_SETTINGS)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_fast_jpeg_decoding_equals_pillow(pil_image, settings, mode):
+    data = encode_jpeg(pil_image(83, 61).convert(mode), **settings)
+    fast = decode_jpeg(data)
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(image.convert("RGB"))
+    assert np.array_equal(fast, expected)
+
+
+def test_jpegs_are_read_without_pillow_s_decoder(pil_image, tmp_path, monkeypatch):
+    (path := tmp_path / "x.jpg").write_bytes(encode_jpeg(pil_image(40, 30)))
+    monkeypatch.setattr(Image.core, "jpeg_decoder", None)  # Pillow's, which must not be missed
+    assert read_image(path).size == (40, 30)
+
+
+def decode_or_none(path, monkeypatch, *, fast: bool) -> np.ndarray | None:
+    with monkeypatch.context() as patch:
+        if not fast:
+            patch.setattr(image_io, "decode_jpeg", lambda *_: None)
+        try:
+            return np.asarray(read_image(path))
+        except BadImage:
+            return None
+
+
+def test_fast_decoding_refuses_the_same_damaged_jpegs_as_pillow(pil_image, tmp_path, monkeypatch):
+    random, path = np.random.default_rng(0), tmp_path / "x.jpg"
+    good = encode_jpeg(pil_image(64, 48), quality=85)
+    accepted = refused = 0
+    for number in range(150):
+        data = bytearray(good if number % 3 else good[: random.integers(2, len(good))])
+        for place in random.integers(0, len(data), size=number % 4):
+            data[place] ^= 1 << int(random.integers(8))
+        path.write_bytes(data)
+        ours, theirs = (decode_or_none(path, monkeypatch, fast=fast) for fast in (True, False))
+        assert (ours is None) == (theirs is None), number
+        if ours is not None:
+            assert np.array_equal(ours, theirs), number
+        accepted, refused = accepted + (ours is not None), refused + (ours is None)
+    assert min(accepted, refused) > 20
+
+
+def repeat_last_scan(data: bytes, count: int) -> bytes:
+    """A progressive JPEG whose last scan comes `count` times."""
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * count + data[-2:]
+
+
+def test_a_jpeg_with_endless_scans_is_refused(pil_image, tmp_path, monkeypatch):
+    data = encode_jpeg(pil_image(64, 48), progressive=True)
+    assert 3 < count_scans(data) < 20
+    assert count_scans(encode_jpeg(pil_image(64, 48))) == 1
+    (path := tmp_path / "x.jpg").write_bytes(repeat_last_scan(data, 500))
+    assert count_scans(path.read_bytes()) > 500
+    monkeypatch.setattr(image_io, "MAX_SCANNED_PIXELS", 64 * 48 * 400)
+    for read in (read_image, lambda path: read_pixels(path, full_size)):
+        with pytest.raises(BadImage, match="scans of 64 x 48 pixels: too many"):
+            read(path)
+    path.write_bytes(data)
+    read_image(path)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_read_pixels_equals_read_image(pil_image, tmp_path, orientation, kind):
+    path = tmp_path / "x"
+    pil_image(50, 34).save(path, kind, exif=exif(orientation))
+    assert np.array_equal(read_pixels(path, full_size), np.asarray(read_image(path)))
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_large_jpeg_is_decoded_at_reduced_size(pil_image, tmp_path, orientation):
+    path = tmp_path / "x.jpg"
+    path.write_bytes(encode_jpeg(pil_image(640, 400), exif=exif(orientation), quality=95))
+    sizes = []
+
+    def quarter(width: int, height: int) -> tuple[int, int]:
+        sizes.append((width, height))
+        return width // 4, height // 4
+
+    pixels = read_pixels(path, quarter)
+    full = read_image(path)
+    assert sizes == [full.size]
+    assert pixels.shape == (full.height // 4, full.width // 4, 3)
+    small = np.asarray(full.reduce(4)).astype(int)
+    assert np.abs(pixels - small).mean() < 2

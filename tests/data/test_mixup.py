@@ -57,7 +57,7 @@ def test_cutmix_of_a_pair_equals_torchvision(batch, monkeypatch, lam, row, col):
 
 
 @pytest.mark.parametrize("config", [BOTH, AugmentConfig(mixup=0.2), AugmentConfig(cutmix=1.0)])
-def test_any_split_into_whole_pairs_gives_the_same(batch, config):
+def test_mixing_does_not_depend_on_the_split_into_pairs(batch, config):
     images, targets, positions = batch
     plan = plan_of(config)
     whole = mix(images, targets, positions, plan)
@@ -68,7 +68,7 @@ def test_any_split_into_whole_pairs_gives_the_same(batch, config):
             assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
 
 
-def test_a_missing_partner_leaves_an_image_alone_and_moves_no_other(batch):
+def test_an_image_without_its_partner_is_not_mixed_and_others_are_unchanged(batch):
     plan = plan_of(BOTH)
     whole = mix(*batch, plan)
     keep = torch.tensor([position for position in range(BATCH) if position not in (3, 8)])
@@ -79,7 +79,7 @@ def test_a_missing_partner_leaves_an_image_alone_and_moves_no_other(batch):
         assert torch.equal(targets[row], source[1][position])
 
 
-def test_shares_of_the_targets_add_up_and_match_the_pixels(batch):
+def test_target_weights_sum_to_one_and_equal_the_pixel_shares(batch):
     plan = plan_of(AugmentConfig(cutmix=1.0))
     images = torch.arange(BATCH).float()[:, None, None, None].expand(BATCH, 3, 12, 16)
     own = torch.eye(BATCH)
@@ -90,7 +90,7 @@ def test_shares_of_the_targets_add_up_and_match_the_pixels(batch):
         torch.testing.assert_close(targets[row, row], share)
 
 
-def test_draws_depend_on_the_step_alone():
+def test_random_parameters_depend_only_on_the_step():
     first, again, other = plan_of(BOTH), plan_of(BOTH), plan_of(BOTH, step=1)
     assert np.array_equal(first.lam, again.lam)
     assert not np.array_equal(first.lam, other.lam)
@@ -98,13 +98,13 @@ def test_draws_depend_on_the_step_alone():
     assert not first.use_cutmix.all()
 
 
-def test_draws_are_the_same_on_every_machine_and_version():
+def test_random_parameters_are_the_same_on_every_machine_and_version():
     plan = plan_of(BOTH)
     assert plan.use_cutmix.tolist() == GOLDEN_CUT
     np.testing.assert_allclose(plan.lam, GOLDEN_LAM, atol=1e-6)
 
 
-def test_the_probability_leaves_pairs_alone(batch):
+def test_pairs_are_mixed_with_the_given_probability(batch):
     plan = plan_of(AugmentConfig(mixup=1.0, mix_probability=0.5))
     alone = plan.lam == 1
     assert 0 < alone.sum() < len(alone)
@@ -114,14 +114,14 @@ def test_the_probability_leaves_pairs_alone(batch):
 
 
 @pytest.mark.parametrize("config", [AugmentConfig(), AugmentConfig(mixup=1, mix_probability=0)])
-def test_off_is_the_identity(batch, config):
+def test_without_mixing_images_and_targets_are_unchanged(batch, config):
     assert plan_of(config) is None
     images, targets = mix(*batch, None)
     assert images is batch[0]
     assert targets is batch[1]
 
 
-def test_an_empty_batch_and_an_odd_one(batch):
+def test_empty_and_odd_batches_are_mixed(batch):
     plan = plan_of(BOTH)
     images, _ = mix(*(part[:0] for part in batch), plan)
     assert images.shape == (0, 3, 12, 16)
@@ -130,7 +130,7 @@ def test_an_empty_batch_and_an_odd_one(batch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_the_share_of_cutmix_is_timms_switch(share):
+def test_the_share_of_cutmix_equals_timm_s_switch_probability(share):
     config = AugmentConfig(mixup=0.8, cutmix=1.0, cutmix_share=share)
     plans = [
         sample_mix_plan(config, seed=0, epoch=0, step=step, batch_size=BATCH) for step in range(100)

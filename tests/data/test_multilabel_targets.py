@@ -14,7 +14,7 @@ from vit.data.sampler import SampleKey
 from vit.errors import BadImage
 
 
-def test_rows_are_those_of_a_table():
+def test_multi_hot_rows_equal_a_dense_table():
     random = np.random.default_rng(0)
     table = random.random((50, 7)) < 0.3
     table[3] = False
@@ -27,17 +27,17 @@ def test_rows_are_those_of_a_table():
     assert len(rows) == 50
 
 
-def test_numbers_are_kept_and_no_table():
+def test_targets_are_stored_as_sparse_indices():
     rows = MultiHot([(5, 900)] * 10_000, 1000)
     assert rows.flat.nbytes + rows.ends.nbytes < 200_000  # a table has 10,000,000 bytes
 
 
-def test_a_number_of_no_class_is_refused():
+def test_a_class_index_out_of_range_is_refused():
     with pytest.raises(ValueError, match="from 0 to 2"):
         MultiHot([(0,), (3,)], 3)
 
 
-def test_batches_have_rows(tmp_path):
+def test_batches_of_multilabel_data_have_multi_hot_rows(tmp_path):
     samples = []
     for number, labels in enumerate([(0, 2), (), (1,)]):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
@@ -50,7 +50,7 @@ def test_batches_have_rows(tmp_path):
     assert dataset.empty_batch(Preprocessing(image_size=(8, 8))).labels.shape == (0, 3)
 
 
-def test_one_class_is_one_of_several(tmp_path):
+def test_a_single_label_dataset_becomes_a_multilabel_one(tmp_path):
     one = tuple(Sample(f"{number}", number % 2) for number in range(4))
     splits = Splits(("a", "b"), one, one[:1], (), made=False, root=tmp_path)
     multilabel = to_multilabel(splits)
@@ -62,7 +62,7 @@ def test_one_class_is_one_of_several(tmp_path):
     assert to_multilabel(multilabel) is multilabel
 
 
-def test_a_bad_image_takes_no_class_away_that_others_have(tmp_path):
+def test_excluding_a_bad_image_keeps_classes_that_other_images_have(tmp_path):
     samples = tuple(Sample(f"{n}", NO_LABEL, labels=(0, 1)) for n in range(3))
     splits = Splits(("a", "b"), samples, samples[:1], (), False, tmp_path, multilabel=True)
     assert len(exclude_images(splits, [BadImage("2", "cut")]).train) == 2

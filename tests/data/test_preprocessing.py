@@ -18,7 +18,7 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("crop_share", [0.875, 0.9, 1.0])
 @pytest.mark.parametrize("image_size", [(32, 32), (64, 64), (24, 48)])
-def test_equals_timm(pil_image, resize, interpolation, crop_share, image_size):
+def test_preprocessing_equals_timm(pil_image, resize, interpolation, crop_share, image_size):
     ours = Preprocessing(
         image_size=image_size,
         resize=resize,
@@ -42,7 +42,7 @@ def test_equals_timm(pil_image, resize, interpolation, crop_share, image_size):
         assert torch.equal(ours.normalise(pixels[None])[0], theirs(image))
 
 
-def test_a_line_of_pixels_is_not_blown_up(pil_image, monkeypatch):
+def test_a_very_thin_image_is_not_resized_as_a_whole(pil_image, monkeypatch):
     ours = Preprocessing(image_size=(16, 16))
     image = pil_image(2, 400)
     whole = ours(image)
@@ -56,13 +56,13 @@ def test_a_line_of_pixels_is_not_blown_up(pil_image, monkeypatch):
     assert big(pil_image(1, 30_000)).shape == (3, 224, 224)
 
 
-def test_mean_colour_becomes_zero():
+def test_the_mean_colour_is_normalised_to_zero():
     ours = Preprocessing(image_size=(2, 2), **IMAGENET)
     colour = torch.tensor(ours.mean_colour, dtype=torch.uint8)[None, :, None, None]
     assert ours.normalise(colour).abs().max() < 0.01
 
 
-def test_survives_json():
+def test_preprocessing_survives_json():
     ours = Preprocessing(image_size=(24, 48), resize="squash", crop_share=1.0, **IMAGENET)
     assert Preprocessing.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
 
@@ -85,13 +85,13 @@ def test_survives_json():
         ({"mean": [float("nan"), 0, 0]}, "mean"),
     ],
 )
-def test_refuses_what_it_did_not_write(change, message):
+def test_invalid_stored_preprocessing_is_refused(change, message):
     values = Preprocessing(image_size=(32, 32)).to_dict() | change
     with pytest.raises(ConfigError, match=message):
         Preprocessing.from_dict(values)
 
 
-def test_refuses_a_missing_key():
+def test_stored_preprocessing_with_a_missing_key_is_refused():
     values = Preprocessing(image_size=(32, 32)).to_dict()
     del values["crop_share"]
     with pytest.raises(ConfigError, match="crop_share"):
@@ -99,7 +99,7 @@ def test_refuses_a_missing_key():
 
 
 @pytest.mark.parametrize("patches", [1, 4, 196, 12 * 20])
-def test_a_grid_of_the_image_s_aspect_has_no_more_patches_than_usual(patches):
+def test_a_grid_of_the_image_s_aspect_ratio_has_at_most_the_given_patches(patches):
     for aspect in (1e-4, 0.01, 0.3, 0.5, 0.9, 1.0, 1.4, 2.0, 7.0, 300.0, 1e5):
         rows, cols = grid_of_aspect(aspect, patches)
         assert rows >= 1
@@ -115,7 +115,7 @@ def test_a_grid_of_the_image_s_aspect_has_no_more_patches_than_usual(patches):
 @pytest.mark.parametrize(
     ("size", "expected"), [((50, 100), (40, 24)), ((100, 50), (24, 40)), ((3, 900), (128, 8))]
 )
-def test_whole_images_keep_their_aspect(pil_image, size, expected):
+def test_keep_aspect_resizes_without_cropping(pil_image, size, expected):
     preprocessing = Preprocessing(image_size=(32, 32), crop_share=0.5)
     image = pil_image(*size)
     assert preprocessing.keep_aspect(image, 8).shape == (3, *expected)

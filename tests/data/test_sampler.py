@@ -28,7 +28,7 @@ def transform_for(epoch):
     return TrainingTransform(AugmentConfig(), Preprocessing(image_size=(8, 8)))
 
 
-def test_without_repeats_every_draw_is_the_one_it_always_was(samples):
+def test_orders_without_repeats_are_unchanged_between_versions(samples):
     generator = torch.Generator().manual_seed(random_seed(3, "order", 1))
     order = torch.randperm(COUNT, generator=generator).tolist()
     keys = keys_of(1)
@@ -43,7 +43,7 @@ def test_without_repeats_every_draw_is_the_one_it_always_was(samples):
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4])
-def test_each_image_of_a_batch_comes_so_often_and_neighbours_differ(repeats):
+def test_a_batch_has_each_image_so_many_times_and_different_neighbours(repeats):
     keys = keys_of(repeats=repeats)
     assert len(keys) == 48  # an epoch keeps its steps
     seen = set()
@@ -86,7 +86,7 @@ def test_a_step_has_the_same_images_on_any_number_of_devices(parts):
     assert [key for batch in later for key in batch] == whole[2 * BATCH :]
 
 
-def test_repetitions_are_augmented_otherwise_and_alike_with_loader_processes(samples):
+def test_repetitions_are_augmented_differently_and_reproducibly(samples):
     schedule = MicroBatchSampler(count=20, seed=0, batch_size=4, repeats=2)
     taken = []
     for workers in (0, 2):
@@ -99,7 +99,7 @@ def test_repetitions_are_augmented_otherwise_and_alike_with_loader_processes(sam
         assert not torch.equal(alone.images[:2], alone.images[2:])
 
 
-def test_a_balanced_epoch_has_as_many_of_each_class():
+def test_a_balanced_epoch_has_equally_many_images_of_each_class():
     classes = torch.tensor([0] * 3 + [2] * 10 + [5] * 37)
     generator = torch.Generator().manual_seed(0)
     drawn = balanced_order(classes, generator)
@@ -112,7 +112,7 @@ def test_a_balanced_epoch_has_as_many_of_each_class():
     assert len(first_half) == 3
 
 
-def test_an_image_drawn_again_in_an_epoch_is_counted():
+def test_repetitions_of_an_image_in_a_balanced_epoch_are_counted():
     order = torch.tensor([4, 1, 4, 4, 2, 1])
     assert count_repetitions(order).tolist() == [0, 0, 1, 2, 0, 1]
     keys = keys_of(balanced=torch.arange(COUNT) // 48)  # a class of 2 images
@@ -121,7 +121,7 @@ def test_an_image_drawn_again_in_an_epoch_is_counted():
     assert max(key.repetition for key in keys) >= 9
 
 
-def test_a_batch_that_holds_no_whole_repetitions_is_refused():
+def test_a_batch_size_that_is_no_multiple_of_repeats_is_refused():
     with pytest.raises(DataError, match="batch_size=12 is not a multiple of repeats=5"):
         keys_of(repeats=5)
     with pytest.raises(ConfigError, match="batch_size=64 is not a multiple of repeats=3"):

@@ -36,7 +36,7 @@ def addresses(pool: SharedMemoryPool) -> range:
     return range(start, start + pool.num_slots * pool.slot_bytes)
 
 
-def test_images_are_read_where_the_loader_process_wrote_them(samples):
+def test_images_are_read_from_the_slot_that_the_loader_process_wrote(samples):
     loader = make_loader(samples)
     batches = loader.epoch(0)
     within = addresses(loader.loader.pool)
@@ -64,7 +64,7 @@ def test_a_slot_is_released_with_the_last_view_of_it(samples):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_batches_that_are_kept_are_never_overwritten(samples, workers):
+def test_batches_in_use_are_never_overwritten(samples, workers):
     alone, forked = (make_loader(samples, workers=count) for count in (0, workers))
     kept = [batch for epoch in range(EPOCHS) for batch in forked.epoch(epoch)]
     assert len(kept) > forked.loader.pool.num_slots
@@ -75,7 +75,7 @@ def test_batches_that_are_kept_are_never_overwritten(samples, workers):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_pool_has_slots_for_a_step_and_the_next(samples, accumulate):
+def test_the_pool_has_slots_for_two_steps(samples, accumulate):
     loader = make_loader(samples, workers=2, accumulate=accumulate)
     batches = loader.epoch(0)
     within = addresses(loader.loader.pool)
@@ -115,7 +115,7 @@ class FloatTransform:
 @pytest.mark.parametrize(
     "transform_for", [LargerSecondEpoch(), ConstantTransform(FloatTransform())]
 )
-def test_batches_that_do_not_fit_arrive_and_release_their_slots(samples, transform_for):
+def test_batches_larger_than_a_slot_arrive_and_release_it(samples, transform_for):
     alone, forked = (
         make_loader(samples, workers=count, transform_for=transform_for) for count in (0, 2)
     )
@@ -171,7 +171,7 @@ def test_pages_of_free_slots_are_returned_to_the_system():
     assert kept.eq(9).all()
 
 
-def test_a_batch_that_is_not_in_its_slot_releases_it():
+def test_a_batch_outside_its_slot_releases_it():
     pool = SharedMemoryPool(1, 100)
     pool.allocate()
     slot = pool.acquire()
@@ -183,7 +183,7 @@ def test_a_batch_that_is_not_in_its_slot_releases_it():
     assert pool.acquire() == slot
 
 
-def test_a_tensor_of_an_earlier_mapping_releases_no_slot_of_the_next():
+def test_a_tensor_over_an_earlier_mapping_releases_no_slot_of_the_next():
     pool = SharedMemoryPool(2, 100)
     pool.allocate()
     images = pool.read_batch(pool.acquire(), Layout((5,), (1,)))

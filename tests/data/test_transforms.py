@@ -8,10 +8,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from vit.config import AugmentConfig
+from vit.data.image_io import read_image, read_pixels
 from vit.data.preprocessing import Preprocessing
-from vit.data.transforms import TrainingTransform, random_crop_box, random_erasing
+from vit.data.transforms import FastCrop, TrainingTransform, random_crop_box, random_erasing
 
 PREPROCESSING = Preprocessing(image_size=(24, 32))
 NOTHING = {"min_crop": 1.0, "hflip": 0.0}
@@ -29,7 +31,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_varies_images_by_torchs_generator_alone(pil_image, option):
+def test_every_option_is_random_by_torch_s_generator_only(pil_image, option):
     transform = TrainingTransform(AugmentConfig(**OPTIONS[option]), PREPROCESSING)
     transform = pickle.loads(pickle.dumps(transform))
     image = pil_image(40, 30)
@@ -44,7 +46,7 @@ def test_every_option_varies_images_by_torchs_generator_alone(pil_image, option)
     assert any(not torch.equal(results[0], other) for other in results)
 
 
-def test_with_everything_off_it_is_the_evaluation_transform(pil_image):
+def test_without_augmentation_it_equals_the_evaluation_transform(pil_image):
     transform = TrainingTransform(AugmentConfig(**NOTHING), PREPROCESSING)
     state = torch.get_rng_state()
     assert torch.equal(transform(pil_image(40, 30)), PREPROCESSING(pil_image(40, 30)))
@@ -52,20 +54,20 @@ def test_with_everything_off_it_is_the_evaluation_transform(pil_image):
 
 
 @pytest.mark.parametrize(("option", "axis"), [("hflip", 2), ("vflip", 1)])
-def test_flips(pil_image, option, axis):
+def test_a_flip_of_probability_one_flips_every_image(pil_image, option, axis):
     transform = TrainingTransform(AugmentConfig(**NOTHING | {option: 1.0}), PREPROCESSING)
     plain = PREPROCESSING(pil_image(40, 30))
     assert torch.equal(transform(pil_image(40, 30)), plain.flip(axis))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (17, 5), (160, 160)])
-def test_any_size_of_image(pil_image, size):
+def test_images_of_any_size_are_transformed(pil_image, size):
     config = AugmentConfig(rotate=10, translate=0.1, erase=1.0)
     transform = TrainingTransform(config, PREPROCESSING)
     assert transform(pil_image(*size)).shape == (3, 24, 32)
 
 
-def test_crops_keep_their_promises():
+def test_random_crops_have_the_given_areas_and_aspect_ratios():
     torch.manual_seed(0)
     shares, ratios = [], []
     for _ in range(500):
@@ -80,14 +82,14 @@ def test_crops_keep_their_promises():
     assert 1.25 < max(ratios) < 1.334
 
 
-def test_a_thin_image_gives_a_centred_crop():
+def test_a_very_thin_image_is_cropped_at_its_centre():
     left, top, right, bottom = random_crop_box(1, 300, 0.9, 4 / 3)
     assert (left, right) == (0, 1)
     assert bottom - top == pytest.approx(4 / 3)
     assert top + bottom == pytest.approx(300)
 
 
-def test_erasing_paints_one_rectangle_in_the_mean_colour():
+def test_random_erasing_fills_one_rectangle_with_the_mean_colour():
     torch.manual_seed(1)
     pixels = torch.zeros(3, 24, 32, dtype=torch.uint8)
     random_erasing(pixels, (1, 2, 3))
@@ -98,7 +100,7 @@ def test_erasing_paints_one_rectangle_in_the_mean_colour():
     assert torch.equal(pixels[:, painted].unique(dim=1).flatten(), torch.tensor([1, 2, 3]))
 
 
-def test_shifted_in_parts_have_the_mean_colour(pil_image):
+def test_translation_fills_borders_with_the_mean_colour(pil_image):
     config = AugmentConfig(**NOTHING | {"translate": 1.0})
     torch.manual_seed(4)
     white = pil_image(32, 24).point(lambda _: 255)
@@ -106,9 +108,47 @@ def test_shifted_in_parts_have_the_mean_colour(pil_image):
     assert set(pixels.unique().tolist()) == {128, 255}
 
 
-def test_importing_costs_no_torchvision():
+def test_importing_transforms_does_not_import_torchvision():
     code = (
         "import sys, vit.data.transforms, vit.data.dataloader;"
         "assert 'torchvision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_the_fast_crop_equals_pillow_s_up_to_rounding(pil_image, interpolation):
+    image, box = pil_image(400, 300), (31, 20, 331, 290)
+    crop = FastCrop((96, 112), interpolation, lambda *_: box)
+    pixels = crop(lambda _min_size: np.array(image)).permute(1, 2, 0).numpy()
+    expected = image.resize((112, 96), getattr(Image.Resampling, interpolation.upper()), box=box)
+    assert np.abs(pixels.astype(int) - np.asarray(expected)).max() <= 2
+
+
+def test_the_fast_crop_of_a_small_image_keeps_fractions_of_pixels(pil_image):
+    image, box = pil_image(20, 16), (2.3, 1.7, 14.9, 12.1)
+    crop = FastCrop((24, 24), "bicubic", lambda *_: box)
+    pixels = crop(lambda _min_size: np.array(image)).permute(1, 2, 0).numpy()
+    expected = image.resize((24, 24), Image.Resampling.BICUBIC, box=box)
+    assert np.array_equal(pixels, np.asarray(expected))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"vflip": 1.0}, {"erase": 1.0}, {"rotate": 20.0, "translate": 0.1}, {"color_jitter": 0.4}],
+)
+def test_fast_and_exact_crops_use_the_same_random_numbers(pil_image, tmp_path, changes):
+    path = tmp_path / "x.png"
+    pil_image(90, 80).save(path)
+    config, size = AugmentConfig(min_crop=0.9, **changes), Preprocessing(image_size=(48, 48))
+    results = []
+    for fast in (False, True):
+        transform = TrainingTransform(config, size, fast_crop=fast)
+        torch.manual_seed(3)
+        read = transform(read_image(path)) if not fast else None
+        pixels = (
+            transform.apply(lambda min_size: read_pixels(path, min_size)) if read is None else read
+        )
+        results.append(pixels.to(torch.int16))
+    assert results[0].shape == results[1].shape == (3, 48, 48)
+    assert (results[0] - results[1]).abs().float().mean() < 3  # edges at whole pixels, and rounding

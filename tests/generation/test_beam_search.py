@@ -18,7 +18,7 @@ def run(search, images, vocab, **settings):
 @pytest.mark.parametrize("limits", [(0, 4), (1, 3), (2, 4), (3, 3)])
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("repetition", [1.0, 1.6])
-def test_a_beam_that_covers_everything_finds_the_best_of_all(limits, penalty, repetition):
+def test_an_exhaustive_beam_finds_the_best_sequences(limits, penalty, repetition):
     search = Search(
         beams=120, n_best=6, length_penalty=penalty, repetition_penalty=repetition,
         min_tokens=limits[0], max_tokens=limits[1],
@@ -34,7 +34,7 @@ def test_a_beam_that_covers_everything_finds_the_best_of_all(limits, penalty, re
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize(("beams", "n_best", "least"), [(2, 1, 1), (3, 3, 0), (4, 2, 4)])
-def test_stopping_early_changes_nothing(penalty, beams, n_best, least):
+def test_early_stopping_does_not_change_the_result(penalty, beams, n_best, least):
     search = Search(
         beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=9
     )
@@ -47,7 +47,7 @@ def test_stopping_early_changes_nothing(penalty, beams, n_best, least):
         assert sum(table.calls) < 12 * (1 + 8 * beams)
 
 
-def test_an_image_leaves_as_soon_as_its_answer_is_known():
+def test_complete_images_leave_the_batch():
     search = Search(beams=3, length_penalty=0.0, max_tokens=20)
     _, table = run(search, list(range(20)), 8, lean=2.0)
     assert table.calls[:2] == [20, 60]
@@ -60,7 +60,7 @@ def test_an_image_leaves_as_soon_as_its_answer_is_known():
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("repetition", [1.0, 1.5])
-def test_one_beam_is_greedy(ties, repetition):
+def test_one_beam_equals_greedy_decoding(ties, repetition):
     search = Search(length_penalty=0.0, max_tokens=8, min_tokens=2, repetition_penalty=repetition)
     images = list(range(40))
     greedy, _ = run(search, images, 7, ties=ties)
@@ -72,7 +72,7 @@ def test_one_beam_is_greedy(ties, repetition):
     ]
 
 
-def test_equal_sums_go_to_the_beam_that_stood_first_then_to_the_lower_id():
+def test_ties_go_to_the_earlier_beam_and_then_to_the_lower_id():
     search = Search(beams=4, n_best=4, max_tokens=3)
     answers, table = run(search, list(range(10)), 5, ties=True, spread=0.7)
     for image, sentences in enumerate(answers):
@@ -80,13 +80,13 @@ def test_equal_sums_go_to_the_beam_that_stood_first_then_to_the_lower_id():
         assert found == narrow_search(table, image, search)
 
 
-def test_a_small_vocabulary_gives_what_it_has():
+def test_a_small_vocabulary_may_have_fewer_hypotheses():
     answers, table = run(Search(beams=5, n_best=5, max_tokens=2), [0], 2)
     assert sorted((one.ids, one.ended) for one in answers[0]) == [((0,), True), ((0, 0), False)]
     assert table.calls == [1, 1]
 
 
-def test_more_beams_never_find_a_worse_first_sum():
+def test_more_beams_never_find_a_worse_best_score():
     wide, _ = run(Search(beams=64, length_penalty=0.0, max_tokens=4), list(range(20)), 5)
     narrow, _ = run(Search(length_penalty=0.0, max_tokens=4), list(range(20)), 5)
     assert all(w[0].score >= n[0].score - 1e-6 for w, n in zip(wide, narrow, strict=True))

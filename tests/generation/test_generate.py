@@ -3,13 +3,11 @@
 import math
 
 import pytest
-import torch
 
 from tests.generation.tables import BEGIN, END, Table
 from vit.errors import WeightsError
 from vit.generation.generate import generate
 from vit.generation.generation_config import Hypothesis, Search
-from vit.generation.logits_processors import stable_topk
 
 DRAWN = Search(temperature=1.3, top_k=6, top_p=0.95, max_tokens=12, seed=5)
 KINDS = {
@@ -47,7 +45,7 @@ def likeliest(table, image, search):
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_every_word_is_the_likeliest(ties, penalty):
+def test_greedy_decoding_chooses_the_most_likely_token_each_time(ties, penalty):
     search = Search(max_tokens=8, min_tokens=2, repetition_penalty=penalty)
     answers, table = run(search, list(range(40)), ties=ties)
     expected = [likeliest(table, image, search) for image in range(40)]
@@ -65,7 +63,7 @@ def test_a_score_is_the_sum_of_the_networks_log_probabilities(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_does_not_depend_on_the_batch(kind):
+def test_the_result_of_an_image_does_not_depend_on_the_batch(kind):
     images = [7, 3, 11, 2, 5, 13, 0, 42]
     together, _ = run(KINDS[kind], images)
     backwards, _ = run(KINDS[kind], images[::-1])
@@ -76,7 +74,7 @@ def test_an_answer_does_not_depend_on_the_batch(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_finished_rows_leave(kind):
+def test_finished_rows_leave_the_batch(kind):
     search = KINDS[kind]
     answers, table = run(search, list(range(30)), lean=1.0)
     assert len(table.calls) <= search.max_tokens
@@ -91,7 +89,7 @@ def test_finished_rows_leave(kind):
         assert table.calls[-1] < 90
 
 
-def test_the_end_waits_for_min_tokens_and_words_stop_at_max_tokens():
+def test_lengths_are_between_min_tokens_and_max_tokens():
     eager, _ = run(Search(min_tokens=4, max_tokens=9), [0, 1, 2], lean=50.0)
     assert [(len(one.ids), one.ended) for (one,) in eager] == [(4, True)] * 3
     empty, _ = run(Search(min_tokens=0, max_tokens=9), [0], lean=50.0)
@@ -107,7 +105,7 @@ def test_the_end_waits_for_min_tokens_and_words_stop_at_max_tokens():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_logits_that_are_no_numbers_are_told(kind, value):
+def test_logits_that_are_not_finite_are_refused(kind, value):
     class Broken(Table):
         def logits(self, row):
             return super().logits(row) * 0 + value
@@ -119,25 +117,10 @@ def test_logits_that_are_no_numbers_are_told(kind, value):
 SHORT = Search(max_tokens=8)
 
 
-def test_there_may_be_no_image_and_numbers_must_fit():
+def test_no_images_give_no_hypotheses_and_wrong_arguments_are_refused():
     for search in KINDS.values():
         assert generate(Table([], 9), rows=0, begin=BEGIN, end=END, search=search) == []
     with pytest.raises(ValueError, match="2 numbers of images for 1 rows"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=SHORT, numbers=[0, 1])
     with pytest.raises(ValueError, match="max_tokens=0: give the maximum"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=Search())
-
-
-def test_the_largest_come_in_the_order_of_a_stable_sort():
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(50, 200, generator=generator) * 3).round()
-    logits[::3] *= -0.0  # zeros of both signs are equal
-    logits[1::3] += torch.rand(200, generator=generator)  # hardly any tie
-    logits[0, :9] = torch.tensor([0.0, -0.0, 0.0, -0.0, 1e-30, -1e-30, 3e38, -torch.inf, 5.0])
-    values, ids = logits.sort(dim=1, descending=True, stable=True)
-    for count in (1, 7, 199, 200):
-        for row in range(50):  # by itself, so that rows with and without ties take their own way
-            found, places = stable_topk(logits[row : row + 1], count)
-            assert torch.equal(places[0], ids[row, :count])
-            assert torch.equal(found[0], values[row, :count])
-        assert torch.equal(stable_topk(logits, count)[1], ids[:, :count])

@@ -32,14 +32,14 @@ from vit.generation.generation_config import Search
         ({"seed": -1}, "seed=-1: must be at least 0"),
     ],
 )
-def test_a_contradiction_is_one_line(settings, says):
+def test_contradicting_settings_are_refused_in_one_line(settings, says):
     with pytest.raises(ConfigError) as error:
         Search(**settings)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_what_fits_together_is_taken():
+def test_consistent_settings_are_accepted():
     Search()
     Search(beams=5, n_best=5, length_penalty=-1.0, repetition_penalty=1.2, min_tokens=0)
     Search(temperature=0.7, top_k=50, top_p=0.9, seed=3, min_tokens=4, max_tokens=4)

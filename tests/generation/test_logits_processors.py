@@ -7,7 +7,7 @@ from transformers.generation import logits_process as theirs
 
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
-from vit.generation.logits_processors import LogitsProcessor
+from vit.generation.logits_processors import LogitsProcessor, stable_topk
 from vit.generation.sampling import sampling_weights
 
 BEGIN, END, VOCAB, ROWS = 0, 1, 24, 6
@@ -71,7 +71,7 @@ def cut(row):
 
 @pytest.mark.parametrize("least", [0, 1, 5])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_greedy_equals_generate(gpt2, least, penalty):
+def test_greedy_decoding_equals_transformers(gpt2, least, penalty):
     search = Search(min_tokens=least, max_tokens=LONGEST, repetition_penalty=penalty)
     # their penalty would count begin, too
     mine = theirs.RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=2)
@@ -84,7 +84,7 @@ def test_greedy_equals_generate(gpt2, least, penalty):
 @pytest.mark.parametrize("least", [0, 4])
 @pytest.mark.parametrize(("beams", "n_best"), [(2, 1), (4, 4), (7, 2)])
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
-def test_beam_search_equals_generate(gpt2, least, beams, n_best, penalty):
+def test_beam_search_equals_transformers(gpt2, least, beams, n_best, penalty):
     search = Search(
         beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=LONGEST
     )
@@ -117,7 +117,7 @@ def test_beam_search_equals_generate(gpt2, least, beams, n_best, penalty):
         ),
     ],
 )  # fmt: skip
-def test_filters_equal_logits_processors(settings, processors):
+def test_top_k_and_top_p_equal_transformers(settings, processors):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 100, generator=generator) * 3
     written = torch.randint(2, 100, (64, 6), generator=generator)
@@ -134,7 +134,7 @@ def test_filters_equal_logits_processors(settings, processors):
 
 
 @pytest.mark.parametrize("least", [0, 3, 4, 5])
-def test_limits_equal_logits_processors(least):
+def test_penalty_and_minimum_length_equal_transformers(least):
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
     written = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(2))
     for penalty in (1.0, 1.2, 5.0):
@@ -146,3 +146,20 @@ def test_limits_equal_logits_processors(least):
             ]
         )(written, logits.clone())
         assert torch.equal(limits(logits, written), expected)
+
+
+def test_stable_topk_equals_a_stable_sort():
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(50, 200, generator=generator) * 3).round()
+    logits[::3] *= -0.0  # zeros of both signs are equal
+    logits[1::3] += torch.rand(200, generator=generator)  # hardly any tie
+    logits[0, :9] = torch.tensor([0.0, -0.0, 0.0, -0.0, 1e-30, -1e-30, 3e38, -torch.inf, 5.0])
+    values, ids = logits.sort(dim=1, descending=True, stable=True)
+    for count in (1, 7, 199, 200):
+        for row in range(
+            50
+        ):  # by itself, so that rows with and without ties use their own implementation
+            found, indices = stable_topk(logits[row : row + 1], count)
+            assert torch.equal(indices[0], ids[row, :count])
+            assert torch.equal(found[0], values[row, :count])
+        assert torch.equal(stable_topk(logits, count)[1], ids[:, :count])

@@ -31,7 +31,7 @@ class Same:
     "settings",
     [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 7, "top_p": 0.9}],
 )
-def test_words_come_as_often_as_the_filtered_distribution_says(settings):
+def test_sampled_tokens_have_the_filtered_distribution(settings):
     logits = torch.tensor([[0.3, -50.0, 1.2, 0.1, -0.4, 2.0, 1.1, -1.5, 0.9, 0.0]])
     search = Search(**{"temperature": 1.0, "max_tokens": 1, "seed": 4, **settings})
     answers = generate(Same(logits, COUNT), rows=COUNT, begin=BEGIN, end=END, search=search)
@@ -71,7 +71,7 @@ def filtered(logits, search):
         {"temperature": 0.001, "top_k": 4, "top_p": 0.9},
     ],
 )
-def test_the_limits_of_drawing_are_the_likeliest_words(settings):
+def test_the_limits_of_sampling_equal_greedy_decoding(settings):
     def run(search, **table):
         return generate(Table(range(30), 9, **table), rows=30, begin=BEGIN, end=END, search=search)
 
@@ -81,7 +81,7 @@ def test_the_limits_of_drawing_are_the_likeliest_words(settings):
         assert run(Search(**settings, **limits), ties=True) == run(Search(**limits), ties=True)
 
 
-def test_a_number_decides_what_an_image_gets():
+def test_the_image_index_determines_the_sample():
     def run(numbers, seed=0):
         table = Table([9] * len(numbers), 50)
         search = Search(temperature=2.0, max_tokens=10, seed=seed)
@@ -96,7 +96,7 @@ def test_a_number_decides_what_an_image_gets():
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_random_numbers_are_even_and_longer_sentences_start_alike():
+def test_random_numbers_are_uniform_and_prefixes_of_longer_ones():
     assert random_integers(1, 2, 5) == random_integers(1, 2, 40)[:5]
     assert random_integers(1, 23, 5) != random_integers(12, 3, 5)
     values = (
@@ -111,7 +111,7 @@ def test_random_numbers_are_even_and_longer_sentences_start_alike():
     assert abs(float((centred[:, 1:] * centred[:, :-1]).mean())) < 0.002
 
 
-def test_shares_do_not_depend_on_the_rows_beside():
+def test_sampling_weights_do_not_depend_on_the_other_rows():
     logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0)) * 4
     for settings in ({}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}):
         search = Search(temperature=0.8, **settings)
@@ -122,7 +122,7 @@ def test_shares_do_not_depend_on_the_rows_beside():
             assert torch.equal(alone[1][0], together[1][row])
 
 
-def test_the_smallest_and_the_largest_number_draw_a_word_with_a_share():
+def test_the_extreme_random_numbers_sample_a_token_of_the_nucleus():
     drawn = RandomSelector(Search(temperature=1.0, max_tokens=2), [0], device="cpu")
     drawn.random = torch.tensor([[0, 2**31 - 1]])
     logits = torch.tensor([[-torch.inf, -90.0, 1.0, 2.0, -90.0, -torch.inf]])

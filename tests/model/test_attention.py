@@ -45,7 +45,7 @@ def masks() -> dict[str, Tensor | None]:
     return {"none": None, "causal": causal, "padding": padding}
 
 
-def test_equals_torch(attention, tokens):
+def test_self_attention_equals_torch(attention, tokens):
     reference = nn.MultiheadAttention(DIM, HEADS, batch_first=True).eval()
     reference.in_proj_weight.data = attention.qkv.weight.data
     reference.in_proj_bias.data = torch.randn(3 * DIM)
@@ -59,7 +59,7 @@ def test_equals_torch(attention, tokens):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_queries_equal_llama_s(tokens, kv_heads):
+def test_grouped_query_attention_equals_llama(tokens, kv_heads):
     settings = LlamaConfig(
         hidden_size=DIM, num_attention_heads=HEADS, num_key_value_heads=kv_heads,
         attention_bias=True, attn_implementation="eager",
@@ -78,14 +78,14 @@ def test_grouped_queries_equal_llama_s(tokens, kv_heads):
     torch.testing.assert_close(recorder.maps, [weights])
 
 
-def test_numbers_may_be_added_to_the_scores():
+def test_a_float_mask_is_added_to_the_scores():
     query, key, value, bias = heads(0), heads(1), heads(2), heads(3) @ heads(4).mT
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     torch.testing.assert_close(explicit_attention(query, key, value, mask=bias), expected)
 
 
 @pytest.mark.parametrize("mask", masks())
-def test_explicit_equals_the_fused_kernel_in_values_and_gradients(mask):
+def test_explicit_attention_equals_the_fused_kernel_in_values_and_gradients(mask):
     query, key, value = heads(0), heads(1), heads(2)
     ours = explicit_attention(query, key, value, mask=masks()[mask])
     theirs = F.scaled_dot_product_attention(query, key, value, attn_mask=masks()[mask])
@@ -96,13 +96,13 @@ def test_explicit_equals_the_fused_kernel_in_values_and_gradients(mask):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_queries_may_be_fewer_than_keys():
+def test_attention_may_have_fewer_queries_than_keys():
     query, key, value = heads(0, tokens=3), heads(1), heads(2)
     expected = F.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(explicit_attention(query, key, value), expected)
 
 
-def test_the_mask_reaches_every_path(attention, tokens):
+def test_every_implementation_of_attention_applies_the_mask(attention, tokens):
     here, recorder = AttentionContext(mask=masks()["causal"]), AttentionRecorder()
     changed = tokens.clone()
     changed[:, 4:] += 1.0
@@ -117,7 +117,9 @@ def test_the_mask_reaches_every_path(attention, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("length", [module.MAX_EXPLICIT_TOKENS, module.MAX_EXPLICIT_TOKENS + 1])
-def test_half_precision_on_the_cpu_is_explicit_up_to_a_length(monkeypatch, dtype, length):
+def test_half_precision_on_the_cpu_uses_explicit_attention_up_to_a_length(
+    monkeypatch, dtype, length
+):
     calls = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: calls.append(1) or q)
     x = torch.zeros(1, 1, length, 4, dtype=dtype)
@@ -126,13 +128,13 @@ def test_half_precision_on_the_cpu_is_explicit_up_to_a_length(monkeypatch, dtype
     assert len(calls) == (0 if half and length == module.MAX_EXPLICIT_TOKENS else 1)
 
 
-def test_bfloat16_is_close_to_float32(attention, tokens):
+def test_attention_in_bfloat16_is_close_to_float32(attention, tokens):
     expected = attention(tokens)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(attention(tokens).float(), expected, rtol=0.05, atol=0.01)
 
 
-def test_normed_queries_keep_the_precision_of_autocast(tokens):
+def test_normalised_queries_keep_the_precision_of_autocast(tokens):
     attention = SelfAttention(
         DIM, HEADS, q_norm=nn.LayerNorm(DIM // HEADS), k_norm=nn.LayerNorm(DIM // HEADS)
     )
@@ -140,7 +142,7 @@ def test_normed_queries_keep_the_precision_of_autocast(tokens):
         assert attention(tokens).dtype == torch.bfloat16
 
 
-def test_dropout_drops_weights_only_in_training(tokens):
+def test_attention_dropout_acts_only_in_training(tokens):
     torch.manual_seed(0)
     attention = SelfAttention(DIM, HEADS, attention_dropout=0.5)
     for autocast in (False, True):
@@ -151,7 +153,7 @@ def test_dropout_drops_weights_only_in_training(tokens):
             assert torch.equal(attention(tokens), attention(tokens))
 
 
-def test_explicit_dropout_keeps_the_mean():
+def test_dropout_of_explicit_attention_keeps_the_mean():
     query, key = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 5000, 4)
     value = torch.ones(1, 1, 5000, 4)
     torch.manual_seed(0)
@@ -160,13 +162,13 @@ def test_explicit_dropout_keeps_the_mean():
     assert not torch.equal(dropped, torch.ones(1, 1, 1, 4))
 
 
-def test_weights_of_each_query_sum_to_one():
+def test_attention_weights_of_a_query_sum_to_one():
     weights = attention_weights(heads(0), heads(1))
     torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
 
 
 @pytest.mark.parametrize(("way", "growth"), [(dot_product_attention, 4), (explicit_attention, 16)])
-def test_what_is_kept_for_backward_grows_with_the_tokens_or_with_their_square(way, growth):
+def test_memory_for_backward_is_linear_with_the_fused_kernel_and_quadratic_without(way, growth):
     layer, largest = SelfAttention(8, 1), []
     for tokens in (64, 256):
         kept: list[int] = []

@@ -73,7 +73,7 @@ SHORTER = [{"merge_tokens": 1, "position": "rotary", "pooling": "mean"}]
 
 
 @pytest.mark.parametrize("field", TABLES)
-def test_names_agree_with_the_config(field):
+def test_the_option_tables_have_the_names_of_the_config(field):
     assert set(TABLES[field]) == set(get_args(get_type_hints(ModelConfig)[field]))
 
 
@@ -91,7 +91,7 @@ def test_names_agree_with_the_config(field):
         ("pre", "mean", "none", None),
     ],
 )
-def test_where_the_last_norm_stands(order, pooling, final, stands):
+def test_the_last_norm_is_before_or_after_pooling(order, pooling, final, stands):
     settings = {"norm_order": order, "pooling": pooling, "final_norm": final}
     model = build_classifier(ModelConfig(**{**SMALL, **settings}))
     found = [name for name in ("norm", "fc_norm") if list(getattr(model, name).parameters())]
@@ -116,7 +116,7 @@ def test_every_option_trains_every_parameter(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option_takes_other_image_sizes_and_shows_its_attention(options):
+def test_every_option_accepts_other_image_sizes_and_has_attention_maps(options):
     config = ModelConfig(**{**SMALL, **options})
     model = build_classifier(config).eval()
     torch.nn.init.normal_(model.head.weight)
@@ -131,14 +131,14 @@ def test_every_option_takes_other_image_sizes_and_shows_its_attention(options):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_timm_s_parameters(name):
+def test_every_preset_has_the_parameters_of_timm(name):
     with torch.device("meta"):
         ours, theirs = create_model(name), timm.create_model(name, num_classes=1000)
     shapes = {key: p.numel() for key, p in ours.named_parameters()}
     assert shapes == {key: p.numel() for key, p in theirs.named_parameters()}
 
 
-def test_create_model_takes_settings():
+def test_create_model_accepts_settings():
     model = create_model("vit_tiny_patch16_224", num_classes=7, depth=1, image_size=32)
     assert model.num_classes == 7
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
@@ -156,7 +156,7 @@ def test_create_model_takes_settings():
         ("vit_tiny_patch16_224", {"image_size": 225}, "not a multiple of patch_size=16"),
     ],
 )
-def test_create_model_refuses_what_it_does_not_know(name, settings, message):
+def test_create_model_refuses_unknown_names_and_settings(name, settings, message):
     with pytest.raises(ValueError, match=message):
         create_model(name, **settings)
 
@@ -199,12 +199,12 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused(settings, message):
+def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**SMALL, **settings})
 
 
-def test_reset_classifier_starts_from_zeros():
+def test_reset_classifier_initialises_the_head_to_zeros():
     model = create_model("vit_tiny_patch16_224", depth=1, image_size=32).bfloat16()
     model.reset_classifier(5)
     assert model.num_classes == 5
@@ -216,7 +216,7 @@ def test_reset_classifier_starts_from_zeros():
 
 
 @pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
-def test_every_option_has_the_gradients_of_its_values(options):
+def test_gradients_of_every_option_equal_finite_differences(options):
     """Along random directions of images and all parameters, against differences in float64."""
     model = random_network(options).double().eval()
     parameters = dict(model.named_parameters())
@@ -295,7 +295,7 @@ EACH = QUICK + [
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.onnx, on names of its own
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @torch.no_grad()
-def test_runs_in_onnxruntime_with_any_batch(options, tmp_path):
+def test_a_conv_stem_runs_in_onnxruntime_with_any_batch(options, tmp_path):
     model = random_network(options).eval()
     batch = {0: torch.export.Dim("batch", min=1, max=64)}
     example = torch.randn(3, channels(options), 16, 16)
@@ -343,7 +343,7 @@ PAIRS = pairwise({f: [name for field, name in CHOICES if field == f] for f in GR
 
 
 @pytest.mark.parametrize("options", PAIRS, ids=lambda options: "-".join(options.values()))
-def test_every_two_options_train_together(options):
+def test_every_pair_of_options_can_be_trained(options):
     torch.manual_seed(0)
     model = build_classifier(ModelConfig(**{**SMALL, **options}))
     torch.nn.init.normal_(model.head.weight, std=0.1)

@@ -104,7 +104,7 @@ def pair(norm, patch_size, depth, stride, pools, given=None):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("context", PLACES, ids=lambda p: f"patch{p[0]}-depth{p[1]}-stride{p[2]}")
 @pytest.mark.parametrize("training", [True, False])
-def test_equals_torch_s_layers_before_timm_s_blocks(norm, context, training):
+def test_the_conv_stem_equals_torch_s_layers(norm, context, training):
     ours, theirs = pair(norm, *context)
     side = image_size(context[0])
     images = torch.randn(3, 3, side, side, dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_equals_torch_s_layers_before_timm_s_blocks(norm, context, training):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_images_may_lie_in_memory_in_any_way(norm):
+def test_the_conv_stem_accepts_any_memory_format(norm):
     model = build_classifier(ModelConfig(**SMALL, stem="conv", stem_norm=norm)).double()
     images = torch.randn(2, 3, 32, 64, dtype=torch.float64)
     expected, grid = model.patch_embed(images)
@@ -135,7 +135,7 @@ def test_images_may_lie_in_memory_in_any_way(norm):
         torch.testing.assert_close(model.patch_embed(other)[0], expected)
 
 
-def test_a_token_sees_beyond_its_patch_and_stands_at_its_place():
+def test_the_receptive_field_of_a_token_is_centred_and_larger_than_its_patch():
     torch.manual_seed(0)
     model = build_classifier(ModelConfig(**SMALL, stem="conv")).double().eval()
     images = torch.zeros(1, 3, 32, 32, dtype=torch.float64, requires_grad=True)
@@ -149,7 +149,7 @@ def test_a_token_sees_beyond_its_patch_and_stands_at_its_place():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_are_those_of_differences(norm):
+def test_gradients_of_the_conv_stem_equal_finite_differences(norm):
     torch.manual_seed(0)
     options = {**SMALL, "image_size": 8, "patch_size": 4, "dim": 8, "stem_norm": norm}
     stem = build_classifier(ModelConfig(**options, stem="conv")).double().train().patch_embed
@@ -188,12 +188,12 @@ def test_gradients_are_those_of_differences(norm):
         ),
     ],
 )
-def test_stems_that_cannot_be_are_refused(settings, message):
+def test_impossible_stems_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**SMALL, **settings})
 
 
-def test_images_that_are_no_whole_patches_are_refused():
+def test_images_that_are_not_whole_patches_are_refused():
     stem = build_classifier(ModelConfig(**SMALL, stem="conv")).patch_embed
     with pytest.raises(ValueError, match="width=36 is not a multiple of patch_size=8"):
         stem(torch.zeros(1, 3, 32, 36))
@@ -201,7 +201,7 @@ def test_images_that_are_no_whole_patches_are_refused():
         stem(torch.zeros(1, 1, 32, 32))
 
 
-def test_statistics_by_sums_are_those_of_torch():
+def test_distributed_batch_statistics_equal_torch_s():
     torch.manual_seed(0)
     x = torch.randn(4, 5, 3, 3, dtype=torch.float64, requires_grad=True)
     ours, by_sums = BatchNorm(5).double(), BatchNorm(5).double()
@@ -217,7 +217,7 @@ def test_statistics_by_sums_are_those_of_torch():
 
 
 @pytest.mark.parametrize("total", [None, lambda mine: mine])
-def test_no_image_leaves_the_statistics(total):
+def test_an_empty_batch_does_not_change_the_statistics(total):
     norm = BatchNorm(5)
     norm.sum_over_processes = total
     assert norm(torch.zeros(0, 5, 3, 3)).shape == (0, 5, 3, 3)
@@ -226,7 +226,7 @@ def test_no_image_leaves_the_statistics(total):
 
 
 @pytest.mark.parametrize("total", [None, lambda mine: 1 * mine])
-def test_what_does_not_count_leaves_the_statistics(total):
+def test_a_placeholder_image_does_not_change_the_statistics(total):
     torch.manual_seed(0)
     norm = BatchNorm(5)
     norm.sum_over_processes = total
@@ -241,7 +241,7 @@ def test_what_does_not_count_leaves_the_statistics(total):
     assert norm.running_mean.all()
 
 
-def test_a_frozen_stem_keeps_its_statistics():
+def test_the_statistics_of_a_frozen_stem_do_not_change():
     model = build_classifier(ModelConfig(**SMALL, stem="conv"))
     model.patch_embed.requires_grad_(False)
     model.train()

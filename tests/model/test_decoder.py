@@ -113,11 +113,11 @@ def some_memory(batch: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("field", TABLES)
-def test_names_agree_with_the_config(field):
+def test_the_option_tables_have_the_names_of_the_config(field):
     assert set(TABLES[field]) == set(get_args(get_type_hints(DecoderConfig)[field]))
 
 
-def test_each_two_options_are_tried_together():
+def test_the_option_combinations_cover_every_pair():
     for first, second in combinations(CROSSED, 2):
         pairs = {(mixture[first], mixture[second]) for mixture in MIXTURES}
         assert pairs == {*product(CROSSED[first], CROSSED[second])}
@@ -125,7 +125,7 @@ def test_each_two_options_are_tried_together():
 
 @pytest.mark.parametrize("options", MIXTURES, ids=lambda o: " ".join(map(str, o.values())))
 @torch.inference_mode()
-def test_a_cache_changes_nothing_nor_does_the_future_nor_the_neighbours(options):
+def test_logits_do_not_depend_on_the_cache_the_future_or_other_rows(options):
     model, ids, memory = decoder(**options).double(), some_ids(), some_memory().double()
     whole = model(ids, memory)
     assert whole.shape == (2, WORDS, VOCAB)
@@ -149,7 +149,7 @@ def test_a_cache_changes_nothing_nor_does_the_future_nor_the_neighbours(options)
 
 @pytest.mark.parametrize("options", MIXTURES[::4], ids=lambda o: " ".join(map(str, o.values())))
 @torch.inference_mode()
-def test_padding_changes_nothing_behind_or_in_front(options):
+def test_padding_before_or_after_the_text_does_not_change_its_logits(options):
     model, ids, memory = decoder(**options).double(), some_ids(), some_memory().double()
     whole, pad = model(ids, memory), torch.full((2, 3), 7)
     for behind in (True, False):
@@ -174,7 +174,7 @@ def test_word_order_matters(position):
 
 @pytest.mark.parametrize("position", build.TEXT_POSITIONS)
 @torch.inference_mode()
-def test_rows_of_a_cache_are_kept_repeated_and_reordered(position):
+def test_rows_of_the_cache_can_be_selected_repeated_and_reordered(position):
     model, memory = decoder(decoder_position=position, decoder_kv_heads=2), some_memory(3)
     ids, rows = some_ids(3), torch.tensor([2, 0, 2, 1])
     whole = model(ids[rows], memory[rows])
@@ -257,7 +257,7 @@ def test_gradients_equal_finite_differences(options):
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
 @torch.inference_mode()
-def test_classes_are_those_of_the_encoder_alone(encoder):
+def test_class_logits_of_a_captioner_equal_those_of_its_encoder(encoder):
     model, images = captioner(encoder), torch.randn(2, 3, 16, 16)
     alone = build_classifier(settings({}, encoder)[0]).eval()
     state = model.state_dict()
@@ -270,7 +270,7 @@ def test_classes_are_those_of_the_encoder_alone(encoder):
 
 
 @torch.inference_mode()
-def test_the_image_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
+def test_the_image_affects_the_logits_and_a_normalised_memory_s_scale_does_not():
     model, images, ids = captioner({"pooling": "mean"}), torch.randn(2, 3, 16, 16), some_ids()
     words = model(images, ids).caption_logits
     assert not torch.isclose(model(images.flip(0), ids).caption_logits, words, atol=1e-3).all()
@@ -278,7 +278,7 @@ def test_the_image_matters_and_its_memory_s_scale_does_not_where_it_is_normed():
     torch.testing.assert_close(model.decoder(ids, 9 * memory), words, rtol=0, atol=1e-4)
 
 
-def test_a_language_model_learns_next_words_from_text_alone():
+def test_a_language_model_learns_next_tokens_from_text_only():
     text = torch.tensor(
         [[(start + step) % VOCAB for step in range(MOST)] for start in range(VOCAB)]
     )
@@ -296,7 +296,7 @@ def test_a_language_model_learns_next_words_from_text_alone():
 
 @pytest.mark.parametrize("encoder", [{}, {"pooling": "mean"}, {"norm_order": "post"}], ids=str)
 @pytest.mark.parametrize("options", MIXTURES[::10], ids=lambda o: " ".join(map(str, o.values())))
-def test_a_language_model_s_weights_are_some_of_a_captioner_s(encoder, options):
+def test_a_language_model_has_a_subset_of_a_captioner_s_weights(encoder, options):
     alone = assemble_decoder(*settings(options, encoder)[::-1], language_model=True)
     both = build_both(*settings(options, encoder)).decoder
     shapes = {name: tensor.shape for name, tensor in both.state_dict().items()}
@@ -310,7 +310,7 @@ def test_a_language_model_s_weights_are_some_of_a_captioner_s(encoder, options):
 
 
 @torch.inference_mode()
-def test_another_layout_of_the_matrices_changes_no_answer():
+def test_column_major_weights_give_the_same_logits():
     model, ids, memory = decoder(), some_ids(), some_memory()
     before, state = model(ids, memory), {k: v.clone() for k, v in model.state_dict().items()}
     use_column_major_weights(model)
@@ -321,14 +321,14 @@ def test_another_layout_of_the_matrices_changes_no_answer():
 
 
 @torch.inference_mode()
-def test_a_language_model_reads_with_a_cache_as_without():
+def test_a_language_model_gives_the_same_logits_with_and_without_a_cache():
     model, ids = decoder(language_model=True, decoder_position="rotary"), some_ids()
     cache = model.init_cache(None)
     parts = [model.decode(part, cache) for part in ids.split([3, 1, 5], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids), rtol=0, atol=1e-5)
 
 
-def test_words_are_hidden_whole_in_training_alone_and_the_others_are_not_scaled():
+def test_word_dropout_zeroes_whole_tokens_in_training_without_scaling():
     hide, x = WordDropout(0.3), torch.ones(100, 50, 8)
     hidden = hide(x)
     share = (hidden == 0).all(dim=-1).float().mean()
@@ -342,7 +342,7 @@ def test_words_are_hidden_whole_in_training_alone_and_the_others_are_not_scaled(
     assert not torch.equal(model(ids, memory), model(ids, memory))
 
 
-def test_the_sinusoidal_table_is_the_paper_s_and_embeddings_are_scaled():
+def test_sinusoidal_text_positions_equal_the_paper_and_scale_embeddings():
     positions, x = SinusoidalTextPositions(MOST, 8), torch.randn(2, 4, 8)
     y, _ = positions(x, 5, None)
     for token, entry in product(range(4), range(8)):
@@ -352,7 +352,7 @@ def test_the_sinusoidal_table_is_the_paper_s_and_embeddings_are_scaled():
         assert difference.tolist() == pytest.approx([expected] * 2, abs=1e-6)
 
 
-def test_rotary_equals_llama_s():
+def test_rotary_text_positions_equal_llama():
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=MOST)
     query, key = torch.randn(2, 2, 4, 6, 8)
     context = torch.arange(3, 9).expand(2, -1)
@@ -399,7 +399,7 @@ def gpt2(*, cross: bool) -> tuple[TextDecoder, GPT2LMHeadModel]:
 
 @pytest.mark.parametrize("cross", [False, True])
 @torch.inference_mode()
-def test_equals_gpt2_of_transformers(cross):
+def test_a_language_model_equals_gpt2_of_transformers(cross):
     ours, theirs = gpt2(cross=cross)
     ids, memory = some_ids(), some_memory() if cross else None
     expected = theirs(ids, encoder_hidden_states=memory).logits
@@ -416,7 +416,7 @@ def test_equals_gpt2_of_transformers(cross):
 @pytest.mark.parametrize(
     "options", [{}, {"decoder_position": "rotary", "decoder_kv_heads": 2}], ids=str
 )
-def test_compiles_without_a_break(options):
+def test_a_captioner_compiles_as_one_graph(options):
     model, images, ids = captioner(**options), torch.randn(2, 3, 16, 16), some_ids()
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(images, ids), model(images, ids), rtol=0, atol=1e-4)
@@ -425,7 +425,7 @@ def test_compiles_without_a_break(options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", MIXTURES[::15], ids=lambda o: " ".join(map(str, o.values())))
 @torch.inference_mode()
-def test_half_precision_is_close_with_a_cache_and_without(dtype, options):
+def test_half_precision_is_close_with_and_without_a_cache(dtype, options):
     model, images, ids = captioner(**options), torch.randn(2, 3, 16, 16), some_ids()
     classes, words = model(images, ids)
     size = words.abs().max()

@@ -29,7 +29,7 @@ def build(dim: int = 32, **options) -> VisionTransformer:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_leaves_no_parameter_untouched(options):
+def test_every_parameter_is_initialised(options):
     model = build(**OPTIONS[options])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -39,7 +39,7 @@ def test_leaves_no_parameter_untouched(options):
     assert untouched == []
 
 
-def test_refuses_a_parameter_without_a_rule():
+def test_a_parameter_without_a_rule_is_refused():
     model = build()
     model.novelty = nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="no rule initialises novelty"):
@@ -51,7 +51,7 @@ def test_the_same_seed_gives_the_same_weights():
         assert torch.equal(ours, again)
 
 
-def test_draws_what_the_jax_vit_draws():
+def test_initial_weights_have_the_distributions_of_the_jax_vit():
     model = build(dim=256, registers=4)
     block = model.blocks[0]
     # uniform in +-sqrt(6 / (fan_in + fan_out)) has this standard deviation
@@ -74,7 +74,7 @@ def test_draws_what_the_jax_vit_draws():
     assert bool((block.norm1.weight == 1).all())
 
 
-def test_both_swiglus_start_alike():
+def test_packed_and_separate_swiglu_have_the_same_initialisation():
     torch.manual_seed(0)
     kinds = ("swiglu", "swiglu_packed")
     nets = [build(feedforward=kind) for kind in kinds]
@@ -84,7 +84,7 @@ def test_both_swiglus_start_alike():
         assert 0.9 * bound < matrix.abs().max() <= bound
 
 
-def test_layer_scales_start_at_their_value():
+def test_layer_scales_are_initialised_to_their_value():
     model = build(layer_scale=0.25)
     init_weights(model)
     assert bool((model.blocks[1].ls2.gamma == 0.25).all())

@@ -25,7 +25,7 @@ def test_swiglu_equals_timm(tokens):
     torch.testing.assert_close(ours(tokens), theirs(tokens))
 
 
-def test_packed_swiglu_equals_timm_and_the_separate_one(tokens):
+def test_packed_swiglu_equals_timm_and_swiglu(tokens):
     ours = PackedSwiGLU(DIM, HIDDEN)
     theirs = timm.layers.SwiGLUPacked(DIM, 2 * HIDDEN)
     theirs.load_state_dict(ours.state_dict())

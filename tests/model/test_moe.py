@@ -119,7 +119,7 @@ def oracle(moe: MixtureOfExperts, x: Tensor, options: dict) -> tuple[Tensor, lis
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_equals_the_oracle_in_values_gradients_and_routing(way):
+def test_moe_equals_a_plain_reference_in_values_gradients_and_routing(way):
     options = WAYS[way]
     moe, x = layer(**options), tokens().requires_grad_()
     expected, chosen, dropped = oracle(moe, x, options)
@@ -141,7 +141,7 @@ def test_equals_the_oracle_in_values_gradients_and_routing(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_finite_differences(way):
+def test_moe_gradients_equal_finite_differences(way):
     moe, x = layer(**WAYS[way]), tokens(1).requires_grad_()
 
     def answer_and_losses(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
@@ -153,13 +153,13 @@ def test_gradients_are_those_of_finite_differences(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_image_does_not_depend_on_its_neighbours(way):
+def test_moe_output_of_an_image_does_not_depend_on_the_batch(way):
     moe, x = layer(**WAYS[way]).eval(), tokens(8)
     alone = torch.cat([moe(image) for image in x.split(1)])
     torch.testing.assert_close(moe(x), alone)
 
 
-def test_who_is_dropped():
+def test_assignments_over_capacity_are_dropped_by_order_or_score():
     """Of three tokens of expert 0, whose capacity is two, the last or least probable is dropped."""
     probabilities = torch.tensor([[[0.5], [0.9], [0.8], [0.6]]])
     experts = torch.tensor([[[0], [0], [0], [1]]])
@@ -168,14 +168,14 @@ def test_who_is_dropped():
         assert drop(probabilities, experts).flatten().tolist() == expected
 
 
-def test_places_are_counted_without_errors_of_rounding():
+def test_capacity_has_no_rounding_errors():
     """200 tokens * 1.1 / 4 experts is 55, which floating point makes 55.00000000000001."""
     experts = torch.zeros(1, 200, 1, dtype=torch.int64)
     kept = capacity(4, 1.1, token_order)(torch.ones(1, 200, 1), experts)
     assert (kept == 0).sum() == 55
 
 
-def test_a_dropped_answer_counts_nothing_whatever_its_row_is(monkeypatch):
+def test_a_dropped_assignment_has_no_effect_whatever_its_output(monkeypatch):
     """The fused product gives rows that belong to no group to the last expert."""
     x, bound = tokens(), layer(top_k=2, order="order", factor=0.5)
     expected = bound(x)
@@ -184,13 +184,13 @@ def test_a_dropped_answer_counts_nothing_whatever_its_row_is(monkeypatch):
     torch.testing.assert_close(bound.float()(x.float()).to(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_exports_in_bfloat16():
+def test_moe_exports_in_bfloat16():
     model, x = layer(top_k=2).eval().bfloat16(), tokens().bfloat16()
     program = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(program(x), model(x), rtol=0.05, atol=0.05)
 
 
-def test_a_capacity_for_all_drops_nothing():
+def test_a_large_capacity_drops_nothing():
     free, bound = layer(top_k=2), layer(top_k=2, order="score", factor=EXPERTS / 2)
     bound.load_state_dict(free.state_dict())
     x = tokens()
@@ -208,7 +208,7 @@ def groups(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_way_of_the_products_gives_the_same(with_bias, device):
+def test_all_implementations_of_grouped_linear_agree(with_bias, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     x, weight, bias, counts = (t.detach().to(device) for t in groups())
@@ -222,7 +222,7 @@ def test_every_way_of_the_products_gives_the_same(with_bias, device):
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_the_loop_is_a_linear_layer_a_group():
+def test_looped_linear_equals_a_linear_layer_for_each_group():
     x, weight, bias, counts = groups(torch.float64)
     parts = zip(x.split(counts.tolist()), weight, bias, strict=True)
     expected = torch.cat([F.linear(*part) for part in parts])
@@ -236,13 +236,13 @@ def test_the_loop_is_a_linear_layer_a_group():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own
-def test_the_operators_keep_torch_s_contract():
+def test_custom_operators_pass_torch_s_opcheck():
     x, weight, bias, counts = groups()
     for arguments in ((x, weight, bias, counts), (x, weight, None, counts)):
         torch.library.opcheck(grouped_linear.looped_linear, arguments)
 
 
-def test_the_exported_way_gives_the_same():
+def test_the_loop_over_experts_equals_the_grouped_product():
     for way in ("plain", "score"):
         moe, x = layer(**WAYS[way]), tokens()
         moe.experts.sort_by_expert = moe.experts.loop_over_experts
@@ -250,7 +250,7 @@ def test_the_exported_way_gives_the_same():
         torch.testing.assert_close(moe(x), expected)
 
 
-def test_shapes_alone_are_enough_to_count_operations():
+def test_flops_are_counted_on_the_meta_device():
     with torch.device("meta"):
         experts = layer(top_k=2)
         with FlopCounterMode(display=False) as counter:
@@ -262,7 +262,7 @@ def test_shapes_alone_are_enough_to_count_operations():
     assert forward_and_backward - router_input - first_input <= counted <= forward_and_backward
 
 
-def test_permute_rows_and_its_gradient():
+def test_permute_rows_equals_indexing_in_values_and_gradients():
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     index = torch.randperm(10)
     inverse = index.argsort()
@@ -271,7 +271,7 @@ def test_permute_rows_and_its_gradient():
     assert torch.autograd.gradcheck(grouped_linear.permute_rows, (x, index, inverse, 2))
 
 
-def test_equals_mixtral():
+def test_moe_equals_mixtral():
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import (
         MixtralSparseMoeBlock,
@@ -306,7 +306,7 @@ def test_equals_mixtral():
     torch.testing.assert_close(balance * 2, load_balancing_loss_func(logits, EXPERTS, 2).double())
 
 
-def test_equals_the_router_and_losses_of_switch():
+def test_router_and_losses_equal_switch_transformers():
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
@@ -335,7 +335,7 @@ def test_balance_loss_is_the_paper_s_formula():
     assert balance_loss(collapsed, collapsed.float(), torch.tensor(12), 1) == 4
 
 
-def test_sums_of_passes_give_the_loss_of_the_whole():
+def test_losses_of_summed_statistics_equal_those_of_one_pass():
     moe, x = layer(top_k=2), tokens(4)
     moe(x)
     counts, probabilities, count, z, _, _ = moe.routing
@@ -368,7 +368,7 @@ def test_a_collapsed_router_recovers_under_the_balance_loss(weight, recovers):
     assert loads[-1] < 0.5 if recovers else loads[-1] > 0.7
 
 
-def test_jitter_disturbs_the_router_in_training_only():
+def test_router_jitter_acts_only_in_training():
     moe, x = layer(top_k=2, jitter=0.5), tokens()
     assert not torch.equal(moe.router_logits(x), moe.router_logits(x))
     moe.eval()
@@ -401,7 +401,7 @@ def test_every_second_block_has_experts():
     assert [routing.tokens.item() for routing in collect_routing(model)] == [10, 10]
 
 
-def test_each_expert_starts_as_an_mlp_does():
+def test_experts_are_initialised_like_an_mlp():
     model = network(dim=128, num_experts=3, shared_expert=True)
     moe = model.blocks[1].mlp
     for weight in (*moe.experts.fc1_weight, *moe.experts.fc2_weight, moe.shared.fc1.weight):
@@ -410,7 +410,7 @@ def test_each_expert_starts_as_an_mlp_does():
     assert moe.experts.fc1_bias.std().item() == pytest.approx(1e-6, rel=0.2)
 
 
-def test_a_model_is_copied_after_a_pass():
+def test_a_model_can_be_deep_copied_after_a_forward_pass():
     model = network()
     model(torch.randn(2, 3, 16, 16))
     again = copy.deepcopy(model)
@@ -420,7 +420,7 @@ def test_a_model_is_copied_after_a_pass():
     torch.testing.assert_close(theirs, Routing(*(t.detach() for t in ours)))
 
 
-def test_bfloat16_is_close_and_its_router_is_float32():
+def test_under_autocast_the_router_is_float32_and_outputs_are_close():
     moe, x = layer(top_k=2, shared=True).float(), tokens().float()
     expected = moe(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -448,7 +448,7 @@ def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8, "router_priority": "score"}])
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings(*OLDER)
-def test_recomputed_blocks_give_the_same_losses_and_gradients(options, backend):
+def test_activation_checkpointing_gives_the_same_losses_and_gradients(options, backend):
     model, images = network(router_jitter=0.1, **options), torch.randn(4, 3, 16, 16)
     again = copy.deepcopy(model)
     recompute_blocks(again)
@@ -461,7 +461,7 @@ def test_recomputed_blocks_give_the_same_losses_and_gradients(options, backend):
     torch.testing.assert_close(gradients(again, images), expected)
 
 
-def test_recomputing_keeps_the_first_routing():
+def test_activation_checkpointing_keeps_the_routing_of_the_forward_pass():
     model = network()
     recompute_blocks(model)
     loss = losses(model, torch.randn(2, 3, 16, 16))
@@ -554,12 +554,12 @@ def test_exports_to_onnx_with_any_batch(options, tmp_path):
         ({"router_jitter": 1.0}, "router_jitter=1.0: must be a share"),
     ],
 )
-def test_refuses_what_makes_no_sense(options, message):
+def test_contradicting_moe_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**MOE, **options})
 
 
-def test_a_run_folder_brings_it_back_and_others_refuse_it(tmp_path):
+def test_moe_is_saved_in_a_run_folder_and_refused_by_other_formats(tmp_path):
     model, settings = network(shared_expert=True), ModelConfig(**MOE, shared_expert=True)
     model.eval()
     classes, preprocessing = ("a", "b", "c"), Preprocessing(image_size=(16, 16))
@@ -590,7 +590,7 @@ def test_a_run_folder_brings_it_back_and_others_refuse_it(tmp_path):
             folder_contents(pretrained, target)
 
 
-def test_biases_of_experts_do_not_decay_and_muon_takes_no_stacks():
+def test_expert_biases_have_no_weight_decay_and_muon_skips_stacked_weights():
     model = network()
     groups = parameter_groups(model, depth=2, weight_decay=0.1, layer_decay=1.0)
     decays = {name: group["weight_decay"] for group in groups for name in group["names"]}

@@ -21,7 +21,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("reference", [nn.RMSNorm(DIM, eps=1e-6), timm.layers.RmsNorm(DIM)])
-def test_rmsnorm_equals_the_others(reference, tokens):
+def test_rmsnorm_equals_torch_and_timm(reference, tokens):
     norm = RMSNorm(DIM)
     nn.init.normal_(norm.weight)
     reference.load_state_dict(norm.state_dict())

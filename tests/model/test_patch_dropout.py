@@ -15,7 +15,7 @@ SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
-def test_keeps_the_tokens_that_timm_keeps(prefix):
+def test_patch_dropout_keeps_the_same_tokens_as_timm(prefix):
     theirs = PatchDropoutWithIndices(0.75, num_prefix_tokens=prefix)
     tokens = torch.randn(4, prefix + 16, 5)
     kept, index = theirs(tokens)
@@ -26,14 +26,14 @@ def test_keeps_the_tokens_that_timm_keeps(prefix):
     assert torch.equal(gather_tokens(tokens, AttentionContext(), drawn)[0], kept)
 
 
-def test_patches_that_stay_keep_their_order():
+def test_kept_patches_stay_in_order():
     drawn = PatchDropout(0.5, prefix=1).sample_indices(torch.zeros(20, 33, 1))
     assert torch.equal(drawn, drawn.sort(dim=1).values)
     whole = PatchDropout(0.01, prefix=1).sample_indices(torch.zeros(20, 33, 1))
     assert torch.equal(whole, torch.arange(33).expand(20, -1))
 
 
-def test_keeps_other_patches_of_each_image_in_each_step_and_all_in_evaluation():
+def test_each_image_and_step_drops_other_patches_and_evaluation_drops_none():
     layer, tokens = PatchDropout(0.5, prefix=2), torch.arange(18.0).repeat(3, 1)[..., None]
     first, second = (layer(tokens, AttentionContext())[0][..., 0] for _ in range(2))
     for row in (*first, *second):
@@ -44,7 +44,7 @@ def test_keeps_other_patches_of_each_image_in_each_step_and_all_in_evaluation():
     assert layer.eval()(tokens, AttentionContext())[0] is tokens
 
 
-def test_every_patch_is_kept_as_often_as_any_other():
+def test_every_patch_is_kept_equally_often():
     torch.manual_seed(0)
     drawn = PatchDropout(0.75, prefix=1).sample_indices(torch.zeros(4000, 17, 1))
     often = drawn.flatten().bincount(minlength=17) / 4000
@@ -53,14 +53,14 @@ def test_every_patch_is_kept_as_often_as_any_other():
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.5, 8), (0.9, 2), (0.97, 1), (0.999, 1), (0.01, 16)])
-def test_the_share_is_rounded_and_one_patch_stays(share, kept):
+def test_the_number_of_kept_patches_is_rounded_and_at_least_one(share, kept):
     assert PatchDropout(share, prefix=1).sample_indices(torch.zeros(1, 17, 1)).shape == (
         1,
         1 + kept,
     )
 
 
-def test_queries_are_turned_by_the_places_of_the_patches_that_stay():
+def test_kept_patches_are_rotated_by_their_own_positions():
     rotary = RotaryEmbedding(8, coordinates=index_coordinates, temperature=100.0, prefix=1)
     x = torch.randn(2, 3, 13, 8)
     rotate = rotary((3, 4), x)
@@ -75,7 +75,7 @@ def test_queries_are_turned_by_the_places_of_the_patches_that_stay():
     ("position", "merge_tokens"),
     [("rotary", 2), pytest.param("learned", 0, marks=pytest.mark.slow)],
 )
-def test_compiles_as_one_graph_in_training_and_draws_from_torch_s_generator(position, merge_tokens):
+def test_patch_dropout_compiles_as_one_graph_and_uses_torch_s_generator(position, merge_tokens):
     settings = {
         **SMALL,
         "depth": 1,
@@ -99,11 +99,11 @@ def test_compiles_as_one_graph_in_training_and_draws_from_torch_s_generator(posi
     assert model.forward_features(images).shape == (2, 1 + 8 - merge_tokens, 32)
 
 
-def test_a_share_of_all_is_refused():
+def test_dropping_all_patches_is_refused():
     with pytest.raises(ConfigError, match=r"patch_dropout=1\.0: must be a share from 0 to 1"):
         ModelConfig(**SMALL, patch_dropout=1.0)
 
 
-def test_relative_positions_need_the_whole_grid():
+def test_relative_positions_are_refused_without_the_whole_grid():
     with pytest.raises(ConfigError, match=r"patch_dropout.*position=relative needs the whole grid"):
         ModelConfig(**SMALL, position="relative", patch_dropout=0.5)

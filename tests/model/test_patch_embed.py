@@ -23,7 +23,7 @@ def network(**changes):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_projects_by_the_weights_that_timm_resizes(size):
+def test_flexible_patches_equal_timm_s_resized_projection(size):
     patches = FlexiblePatchEmbedding(3, 8, 32, patch_sizes=(8, *SIZES))
     patches.current_patch_size, images = size, torch.randn(2, 3, 48, 96)
     tokens, grid = patches(images)
@@ -36,7 +36,7 @@ def test_projects_by_the_weights_that_timm_resizes(size):
 @pytest.mark.parametrize("position", ["learned", "sinusoidal_2d", "rotary", "relative"])
 @pytest.mark.parametrize("size", SIZES)
 @torch.no_grad()
-def test_equals_a_network_built_at_that_size(size, position):
+def test_a_flexible_network_equals_one_built_at_that_patch_size(size, position):
     model, images = network(position=position).double(), torch.randn(2, 3, 48, 48).double()
     built = network(position=position, patch_size=size, patch_sizes=()).double().eval()
     state = model.state_dict()
@@ -56,7 +56,7 @@ def test_equals_a_network_built_at_that_size(size, position):
     torch.testing.assert_close(model.train()(images), built(images), atol=1e-5, rtol=1e-5)
 
 
-def test_evaluation_has_the_usual_size_and_nothing_more_is_saved():
+def test_evaluation_uses_the_default_patch_size_and_saves_no_other_weights():
     model, plain = network(), network(patch_sizes=())
     assert type(plain.patch_embed) is PatchEmbedding
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -69,7 +69,7 @@ def test_evaluation_has_the_usual_size_and_nothing_more_is_saved():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_gradients_reach_the_one_matrix(size):
+def test_gradients_of_all_patch_sizes_reach_the_projection(size):
     patches = FlexiblePatchEmbedding(1, 8, 4, patch_sizes=SIZES).double()
     patches.current_patch_size, images = size, torch.randn(1, 1, 48, 48).double()
 
@@ -81,7 +81,7 @@ def test_gradients_reach_the_one_matrix(size):
 
 
 @pytest.mark.slow
-def test_compiles_as_one_graph_a_size():
+def test_flexible_patches_compile_as_one_graph_for_each_size():
     model = network(depth=1).train()
     compiled, images = (
         torch.compile(model, backend="eager", fullgraph=True),
@@ -100,12 +100,12 @@ def test_compiles_as_one_graph_a_size():
         ((8,), "is patch_size alone"),
     ],
 )
-def test_sizes_that_cannot_be_cut_are_refused(sizes, message):
+def test_patch_sizes_that_do_not_divide_the_image_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**SMALL, patch_sizes=sizes)
 
 
-def test_growing_images_do_not_go_with_several_sizes():
+def test_growing_images_are_refused_with_several_patch_sizes():
     with pytest.raises(ConfigError, match="start_image_size=24: the patches of patch_sizes must"):
         Config(
             model=ModelConfig(**SMALL, patch_sizes=SIZES),

@@ -19,6 +19,6 @@ def tokens() -> torch.Tensor:
     return torch.randn(3, 7, DIM)
 
 
-def test_pooling_reads_what_it_says(tokens):
+def test_pooling_returns_the_class_token_or_the_mean_patch(tokens):
     assert torch.equal(ClassTokenPooling()(tokens, AttentionContext()), tokens[:, 0])
     torch.testing.assert_close(MeanPooling(2)(tokens, AttentionContext()), tokens[:, 2:].mean(1))

@@ -17,7 +17,7 @@ from vit.model.position_embedding import (
 )
 
 
-def test_2d_equals_a_plain_loop():
+def test_sinusoidal_2d_equals_a_plain_loop():
     rows, cols, dim = 3, 5, 16
     expected = np.zeros((rows * cols, dim))
     for row in range(rows):
@@ -34,14 +34,14 @@ def test_2d_equals_a_plain_loop():
     np.testing.assert_allclose(sinusoidal_2d((rows, cols), dim).numpy(), expected, atol=1e-7)
 
 
-def test_2d_equals_timm_with_rows_and_columns_exchanged():
+def test_sinusoidal_2d_equals_timm_with_rows_and_columns_exchanged():
     theirs = timm.layers.build_sincos2d_pos_embed([3, 5], 32, interleave_sin_cos=True)
     by_row, by_col = theirs.chunk(2, dim=1)
     ours = sinusoidal_2d((3, 5), 32)
     torch.testing.assert_close(ours, torch.cat([by_col, by_row], dim=1), atol=1e-6, rtol=0)
 
 
-def test_1d_equals_a_plain_loop():
+def test_sinusoidal_1d_equals_a_plain_loop():
     rows, cols, dim = 2, 4, 6
     expected = np.zeros((rows * cols, dim))
     for place in range(rows * cols):
@@ -53,7 +53,7 @@ def test_1d_equals_a_plain_loop():
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 @pytest.mark.parametrize("new", [(4, 4), (8, 3), (7, 7)])
-def test_resizing_equals_timm(prefix, new):
+def test_resizing_learned_positions_equals_timm(prefix, new):
     table = torch.randn(1, prefix + 25, 8)
     theirs = timm.layers.resample_abs_pos_embed(table, new, (5, 5), num_prefix_tokens=prefix)
     torch.testing.assert_close(resize_positions(table, (5, 5), new, prefix=prefix), theirs)
@@ -81,6 +81,6 @@ def test_the_class_token_of_a_sinusoidal_table_has_zeros():
     assert not table[:, 0].any()
 
 
-def test_no_positions_changes_nothing():
+def test_no_positions_returns_the_tokens_unchanged():
     tokens = torch.randn(1, 4, 8)
     assert NoPositions()(tokens, None, (2, 2)) is tokens

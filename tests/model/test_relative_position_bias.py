@@ -62,7 +62,7 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("grid", [(1, 1), (3, 3), (2, 5), (4, 1)])
-def test_equals_a_loop_over_pairs_of_tokens(grid, prefix):
+def test_relative_bias_equals_a_loop_over_pairs_of_tokens(grid, prefix):
     bias = made(grid, prefix)
     expected = one_by_one(bias.relative_position_bias_table, grid, prefix)
     torch.testing.assert_close(bias(AttentionContext(grid)), expected[None], rtol=0, atol=0)
@@ -70,7 +70,7 @@ def test_equals_a_loop_over_pairs_of_tokens(grid, prefix):
 
 @pytest.mark.parametrize("prefix", [0, 1])
 @pytest.mark.parametrize("grid", [(3, 3), (2, 5)])
-def test_equals_timm(grid, prefix):
+def test_relative_bias_equals_timm(grid, prefix):
     theirs = RelPosBias(grid, HEADS, prefix_tokens=prefix)
     ours = made(grid, prefix).float()
     ours.load_state_dict(theirs.state_dict())
@@ -78,7 +78,7 @@ def test_equals_timm(grid, prefix):
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_gradients(prefix):
+def test_gradients_of_the_bias_table_equal_finite_differences(prefix):
     bias = made((2, 3), prefix)
     wanted = torch.randn(bias(AttentionContext((2, 3))).shape, dtype=torch.float64)
     table = bias.relative_position_bias_table
@@ -98,7 +98,7 @@ def test_gradients(prefix):
 
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("new", [(5, 5), (2, 2), (3, 6)])
-def test_resizing_equals_timm(new, extra):
+def test_resizing_the_bias_table_equals_timm(new, extra):
     table = torch.randn(7 * 7 + extra, HEADS)
     count = (2 * new[0] - 1) * (2 * new[1] - 1) + extra
     expected = resize_rel_pos_bias_table_simple(table, new, (count, HEADS))
@@ -107,7 +107,7 @@ def test_resizing_equals_timm(new, extra):
     )
 
 
-def test_rows_and_columns_are_resized_each_by_its_own():
+def test_rows_and_columns_of_the_bias_table_are_resized_independently():
     """A table that knows only rows knows only rows afterwards, as a square one of timm does."""
     line = torch.randn(9, HEADS)
     square = resize_rel_pos_bias_table_simple(
@@ -128,7 +128,7 @@ def test_other_grids_use_the_resized_table(prefix):
 
 
 @pytest.mark.parametrize("shape", [(10, 10), (2, 1, 10, 10), (1, HEADS, 10, 10)])
-def test_a_mask_is_kept_too(shape):
+def test_a_mask_is_added_to_the_relative_bias(shape):
     bias, context = made((3, 3), 1), AttentionContext((3, 3))
     mask = torch.rand(shape) < 0.7
     numbers = torch.randn(shape, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_a_mask_is_kept_too(shape):
     torch.testing.assert_close(hidden, expected)
 
 
-def test_attention_equals_the_formula():
+def test_attention_with_relative_bias_equals_the_formula():
     torch.manual_seed(0)
     bias = made((2, 3), 2)
     attention = SelfAttention(32, HEADS, rel_pos=bias).double().eval()
@@ -151,21 +151,21 @@ def test_attention_equals_the_formula():
     torch.testing.assert_close(attention(tokens, AttentionContext((2, 3))), attention.proj(mixed))
 
 
-def test_patches_that_change_places_are_told_apart(network):
+def test_relative_bias_makes_the_order_of_patches_matter(network):
     images = torch.randn(2, 3, 32, 32)
     turned = images.flip(3)
     assert (network(images) - network(turned)).abs().max() > 1e-3
     assert build_classifier(ModelConfig(**SMALL)).pos_embed is None
 
 
-def test_a_table_for_each_block(network):
+def test_each_block_has_its_own_bias_table(network):
     shapes = {name: p.shape for name, p in network.named_parameters() if "rel_pos" in name}
     names = [f"blocks.{index}.attn.rel_pos.relative_position_bias_table" for index in range(2)]
     assert shapes == dict.fromkeys(names, (7 * 7 + 3, HEADS))
     assert not [name for name, _ in network.named_buffers() if "rel_pos" in name]
 
 
-def test_copies_checkpoints_and_the_meta_device(network):
+def test_relative_bias_supports_copies_checkpoints_and_the_meta_device(network):
     images = torch.randn(2, 3, 32, 32)
     network(images).sum().backward()
     torch.testing.assert_close(copy.deepcopy(network)(images), network(images))

@@ -43,7 +43,7 @@ def turned_by_hand(x: list[float], row: float, col: float) -> list[float]:
         (centred_coordinates, lambda i, side: 2 * math.pi * (2 * (i + 0.5) / side - 1)),
     ],
 )
-def test_turns_each_pair_by_its_angle_and_leaves_prefix_tokens_alone(context, at):
+def test_rope_rotates_each_pair_by_its_angle_and_no_prefix_token(context, at):
     rows, cols, prefix = 3, 5, 2
     x = torch.randn(1, 1, prefix + rows * cols, HEAD_DIM, dtype=torch.float64)
     y = rotary(context, prefix)((rows, cols), x)(x)
@@ -54,7 +54,7 @@ def test_turns_each_pair_by_its_angle_and_leaves_prefix_tokens_alone(context, at
         torch.testing.assert_close(y[0, 0, prefix + token], torch.tensor(by_hand).double())
 
 
-def test_scores_depend_on_how_far_apart_patches_are_and_not_on_where():
+def test_rope_scores_depend_only_on_the_offset_of_patches():
     query, key = torch.randn(2, HEAD_DIM, dtype=torch.float64)
     x = torch.stack([query, key]).expand(16, 2, HEAD_DIM).transpose(0, 1)[None]
     y = rotary(index_coordinates)((4, 4), x)(x)[0]
@@ -63,7 +63,7 @@ def test_scores_depend_on_how_far_apart_patches_are_and_not_on_where():
     assert not torch.isclose(scores[0, 6], scores[0, 9])
 
 
-def test_a_reference_stretches_other_grids_to_its_own():
+def test_a_reference_grid_scales_the_coordinates_of_other_grids():
     assert torch.equal(
         index_coordinates(8, reference=4), index_coordinates(4).repeat_interleave(2) + OFFSETS
     )
@@ -72,7 +72,7 @@ def test_a_reference_stretches_other_grids_to_its_own():
 OFFSETS = torch.tensor([0, 0.5] * 4, dtype=torch.float64)
 
 
-def test_a_turn_keeps_lengths_and_the_type_of_the_tokens():
+def test_a_rotation_keeps_norms_and_the_dtype():
     x = torch.randn(1, 2, 9, HEAD_DIM).bfloat16()
     y = rotary(index_coordinates)((3, 3), x)(x)
     assert y.dtype == torch.bfloat16
@@ -80,7 +80,7 @@ def test_a_turn_keeps_lengths_and_the_type_of_the_tokens():
     assert torch.equal(Rotation(torch.zeros(9, HEAD_DIM // 2))(x), x)
 
 
-def test_the_order_of_patches_matters_with_rotary_positions_alone():
+def test_rotary_positions_make_the_order_of_patches_matter():
     small = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}
     images = torch.randn(1, 3, 16, 16)
     mirrored = images.reshape(1, 3, 16, 2, 8).flip(3).reshape(images.shape)
@@ -92,7 +92,7 @@ def test_the_order_of_patches_matters_with_rotary_positions_alone():
         assert torch.allclose(*outputs, atol=1e-5) is same
 
 
-def test_heads_that_do_not_split_into_four_are_refused():
+def test_rope_refuses_heads_whose_width_is_no_multiple_of_four():
     with pytest.raises(ConfigError, match="multiple of 4 in each head"):
         ModelConfig(dim=12, num_heads=2, position="rotary")
     with pytest.raises(ConfigError, match="only rotary_grid=index has one"):

@@ -54,7 +54,7 @@ def alone(model: VisionTransformer, images: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_equals_each_image_by_itself(settings):
+def test_packed_images_equal_each_image_by_itself(settings):
     model, images = network(**settings), input_images()
     torch.testing.assert_close(
         model.forward_packed(images), alone(model, images), rtol=1e-5, atol=1e-5
@@ -73,7 +73,7 @@ def test_equals_each_image_by_itself(settings):
 
 
 @pytest.mark.parametrize("changed", range(len(SIZES)))
-def test_an_image_says_nothing_to_its_neighbours(changed):
+def test_packed_images_do_not_affect_each_other(changed):
     model, images = network(position="rotary", pooling="mean"), input_images()
     before = model.forward_packed(images)
     images[changed] = torch.full_like(images[changed], float("nan"))
@@ -83,7 +83,7 @@ def test_an_image_says_nothing_to_its_neighbours(changed):
     assert after[changed].isnan().all()
 
 
-def test_as_few_calls_as_there_are_lengths(monkeypatch):
+def test_attention_is_called_once_for_each_run_of_equal_lengths(monkeypatch):
     calls = []
     monkeypatch.setattr(
         sequence_packing,
@@ -94,7 +94,7 @@ def test_as_few_calls_as_there_are_lengths(monkeypatch):
     assert calls == [(1, 4, 2, 8), (1, 4, 5, 8), (1, 4, 6, 8), (3, 4, 7, 8)]
 
 
-def test_attention_apart_equals_a_dense_block_diagonal_mask():
+def test_packed_attention_equals_a_block_diagonal_mask():
     lengths = [3, 5, 5, 1]
     torch.manual_seed(0)
     query, key, value = (
@@ -123,14 +123,14 @@ def test_attention_dropout_and_dropout_work_in_training():
     torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))
 
 
-def test_bfloat16_under_autocast():
+def test_packing_works_in_bfloat16_under_autocast():
     model, images = network(qk_norm=True), input_images()
     with torch.autocast("cpu", torch.bfloat16):
         packed = model.forward_packed(images)
     torch.testing.assert_close(packed.float(), alone(model, images), rtol=0.1, atol=0.15)
 
 
-def test_what_would_mix_images_is_refused():
+def test_parts_that_would_mix_packed_images_are_refused():
     model = network(drop_path=0.2)
     torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))
     with pytest.raises(ConfigError, match="cannot be packed with drop_path: it skips whole images"):
@@ -156,20 +156,20 @@ def test_what_would_mix_images_is_refused():
         ([torch.zeros(1, 16, 16)], "images have 1 channels"),
     ],
 )
-def test_images_that_do_not_fit_are_refused(images, message):
+def test_images_that_cannot_be_packed_are_refused(images, message):
     with pytest.raises(ValueError, match=message):
         network().forward_packed(images)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"position": "rotary", "pooling": "mean"}], ids=str)
-def test_compiles_as_one_graph_for_a_set_of_sizes(settings):
+def test_packing_compiles_as_one_graph_for_a_set_of_sizes(settings):
     model, images = network(**settings), input_images()
     compiled = torch.compile(model.forward_packed, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images), model.forward_packed(images))
 
 
-def test_a_step_of_training_uses_every_parameter():
+def test_a_packed_training_step_uses_every_parameter():
     model = network(registers=2, pooling="attention").train()
     F.cross_entropy(model.forward_packed(input_images()), torch.arange(6) % 3).backward()
     stuck = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
@@ -177,7 +177,7 @@ def test_a_step_of_training_uses_every_parameter():
 
 
 @pytest.mark.skipif(not sequence_packing.HAS_VARLEN, reason="torch has no variable-length kernel")
-def test_the_kernel_is_asked_only_for_what_it_takes():
+def test_the_variable_length_kernel_is_used_only_for_supported_inputs():
     assert not supports_varlen(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
     assert not supports_varlen(torch.empty(1, 1, 4, 8))
 
@@ -185,7 +185,7 @@ def test_the_kernel_is_asked_only_for_what_it_takes():
 @half_on_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
-def test_the_kernel_equals_the_split(monkeypatch, dtype, head_dim):
+def test_the_variable_length_kernel_equals_the_split(monkeypatch, dtype, head_dim):
     lengths = [200, 3, 3, 64, 1]
     query, key, value = (
         torch.randn(1, 4, sum(lengths), head_dim, device="cuda", dtype=dtype, requires_grad=True)
@@ -207,7 +207,7 @@ def test_the_kernel_equals_the_split(monkeypatch, dtype, head_dim):
 
 @half_on_cuda
 @pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_on_cuda_it_equals_each_image_by_itself(settings):
+def test_packed_images_equal_each_image_by_itself_on_cuda(settings):
     model, images = network(**settings).cuda(), [image.cuda() for image in input_images()]
     torch.testing.assert_close(
         model.forward_packed(images), alone(model, images), rtol=1e-3, atol=1e-3
@@ -217,7 +217,7 @@ def test_on_cuda_it_equals_each_image_by_itself(settings):
     torch.testing.assert_close(packed, single, rtol=0.1, atol=0.2)
 
 
-def test_the_split_is_that_of_self_attention():
+def test_packed_attention_equals_self_attention_of_each_sequence():
     layer = SelfAttention(32, 4, num_kv_heads=2).double()
     tokens = torch.randn(1, 9, 32, dtype=torch.float64)
     together = layer(

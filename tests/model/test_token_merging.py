@@ -67,7 +67,7 @@ def means(x: Tensor, groups: list[list[int]], sizes: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("tokens", "count", "prefix"), [(9, 3, 1), (8, 4, 0), (9, 99, 2), (4, 1, 0)]
 )
-def test_merging_equals_the_sentences_of_the_paper(tokens, count, prefix):
+def test_token_merging_equals_the_paper_s_steps(tokens, count, prefix):
     torch.manual_seed(0)
     x, keys = torch.randn(2, tokens, 5).double(), torch.randn(2, 3, tokens, 4).double()
     sizes, angles = torch.randint(1, 5, (2, tokens)), torch.randn(2, tokens, 2).double()
@@ -130,7 +130,7 @@ def tokens_by_hand(model: VisionTransformer, image: Tensor, count: int, prefix: 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @torch.no_grad()
-def test_a_merging_network_equals_one_that_treats_each_token_by_hand(options):
+def test_a_merging_network_equals_a_plain_reference(options):
     model = network(merge_tokens=2, **options).double()
     input_images, prefix = images().double(), model.num_prefix_tokens
     tokens, context = model.encode(input_images)
@@ -150,7 +150,7 @@ def test_a_merging_network_equals_one_that_treats_each_token_by_hand(options):
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @torch.no_grad()
-def test_merging_nothing_changes_no_bit(options):
+def test_merging_no_tokens_changes_no_bit(options):
     plain = network(**options)
     merging = network(merge_tokens=1, **options)
     merging.load_state_dict(plain.state_dict())
@@ -161,7 +161,7 @@ def test_merging_nothing_changes_no_bit(options):
 
 
 @torch.no_grad()
-def test_equal_patches_lose_nothing_by_being_merged():
+def test_merging_equal_patches_loses_nothing():
     plain = network(position="none", pooling="mean", class_token=False)
     merging = network(position="none", pooling="mean", class_token=False, merge_tokens=4)
     pil_image = images(2, side=4).repeat(1, 1, 3, 3)
@@ -169,7 +169,7 @@ def test_equal_patches_lose_nothing_by_being_merged():
 
 
 @torch.no_grad()
-def test_at_most_half_of_the_patches_are_merged_in_a_block():
+def test_a_block_merges_at_most_half_of_the_patches():
     model = network(merge_tokens=1000, depth=6, registers=1)
     maps = model.attention_maps(images())
     assert [weights.shape[-1] - 2 for weights in maps] == [9, 5, 3, 2, 1, 1]
@@ -177,7 +177,7 @@ def test_at_most_half_of_the_patches_are_merged_in_a_block():
 
 
 @pytest.mark.parametrize("position", ["learned", "rotary"])
-def test_gradients_of_a_merging_network_are_those_of_its_output(position):
+def test_gradients_of_token_merging_equal_finite_differences(position):
     model = network(merge_tokens=2, position=position, dim=16).double()
     input_images = images(1).double().requires_grad_()
     # steps are too small to change who is merged with whom
@@ -185,7 +185,7 @@ def test_gradients_of_a_merging_network_are_those_of_its_output(position):
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_trains_every_parameter_also_in_half_precision(options):
+def test_token_merging_trains_every_parameter_also_in_half_precision(options):
     model = network(merge_tokens=2, **options).train()
     for half in (False, True):
         model.zero_grad()
@@ -199,7 +199,7 @@ def test_trains_every_parameter_also_in_half_precision(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS[1:3], ids=str)
 @torch.no_grad()
-def test_compiles_as_one_graph_and_exports_with_any_batch(options):
+def test_token_merging_compiles_as_one_graph_and_exports_with_any_batch(options):
     model = network(merge_tokens=2, **options)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images()), model(images()))
@@ -235,11 +235,11 @@ def test_onnx_merges_the_same_tokens_with_any_batch(options, tmp_path):
         ({"merge_tokens": 2, "parallel_blocks": True}, "merge_tokens=2: .* not parallel_blocks"),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused(settings, message):
+def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**SMALL, **settings})
 
 
-def test_relative_positions_need_the_whole_grid():
+def test_relative_positions_are_refused_without_the_whole_grid():
     with pytest.raises(ConfigError, match=r"merge_tokens.*position=relative needs the whole grid"):
         ModelConfig(**SMALL, position="relative", merge_tokens=2)

@@ -51,7 +51,7 @@ def terminal_line(report, *kinds):
 FAULTS = ("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line")
 
 
-def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, images):
+def test_every_bad_line_of_a_table_is_reported_and_the_others_are_checked(write, images):
     bad = [
         *("a/0.png,a,b", "a/1.png", ",a", "../x.png,a", "http://x.org/1.png,a", "/etc/passwd,a"),
         *('"a/2.png,a', "a/3.png,b", "a/2.png,a", "b/9.png,", "b/0.png,a", 'a/1.png,"a"x'),
@@ -78,7 +78,7 @@ def test_every_bad_line_of_a_table_is_told_and_the_others_are_looked_at(write, i
         open_splits(path, val_share=0.2, seed=0)
 
 
-def test_every_bad_record_of_json_is_told(write, images):
+def test_every_bad_record_of_json_is_reported(write, images):
     good = [json.dumps({"image": name, "label": name[0]}) for name in NAMES]
     bad = [
         *("{", "[1]", '{"image": 3, "label": "a"}', '{"image": "x.png", "label": true}'),
@@ -99,7 +99,7 @@ def test_every_bad_record_of_json_is_told(write, images):
             open_splits(path, val_share=0.2, seed=0)
 
 
-def test_lists_with_splits_tell_all_of_each(write, images):
+def test_lists_with_splits_report_the_problems_of_each(write, images):
     rows = [f"{line},{'val' if '3' in line else 'train'}" for line in GOOD]
     path = write(["image,label,split", *rows, "a/0.png,a,val", "b/9.png,b,trian"])
     assert terminal_line(checked(path), *FAULTS) == [("bad_line", 11), ("contradiction", 10)]
@@ -110,7 +110,7 @@ def test_lists_with_splits_tell_all_of_each(write, images):
     assert sum(report.listing.counts("val").values()) == 2
 
 
-def test_several_labels_are_said_where_the_list_has_them(write):
+def test_contradicting_labels_are_reported_with_their_lines(write):
     path = write(["image,label", *GOOD, "a/0.png,b", "a/1.png,a|b"])
     report = checked(path)
     assert not report.failed
@@ -121,7 +121,7 @@ def test_several_labels_are_said_where_the_list_has_them(write):
     assert terminal_line(alone, *FAULTS) == [("several_labels", 9)]
 
 
-def test_absolute_names_are_those_of_the_folder(write, images):
+def test_absolute_paths_are_shown_relative_to_the_folder(write, images):
     lines = [f"{images}/{line}" for line in GOOD[:2]]
     path = write(["image,label", *GOOD, *lines, f"{images}/a/3.png,b", "/etc/x.png,a"])
     assert terminal_line(checked(path), *FAULTS) == [
@@ -147,7 +147,7 @@ def test_absolute_names_are_those_of_the_folder(write, images):
         ),
     ],
 )
-def test_what_concerns_all_of_a_list_is_one_line(write, capsys, lines, message):
+def test_an_error_of_the_whole_list_is_one_line(write, capsys, lines, message):
     path = write(lines)
     with pytest.raises(DataError, match=message):
         checked(path)
@@ -155,7 +155,7 @@ def test_what_concerns_all_of_a_list_is_one_line(write, capsys, lines, message):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_quote_that_is_never_closed_costs_its_own_line_alone(tmp_path):
+def test_an_unclosed_quote_costs_only_its_own_line(tmp_path):
     path = tmp_path / "x.csv"
     body = 'a,1\n"b,2\nc,3\n\n"d\ne",4\n"f,5\ng,6'
     path.write_text(f"name,number\n{body}")
@@ -194,7 +194,7 @@ def shards(tmp_path):
     return root
 
 
-def test_broken_shards_are_told_and_the_others_are_looked_at(shards):
+def test_broken_shards_are_reported_and_the_others_are_checked(shards):
     cut = shards / "train-1.tar"
     cut.write_bytes(cut.read_bytes()[:3000])
     (shards / "train-3.tar").write_bytes(b"no tar at all " * 99)
@@ -212,7 +212,7 @@ def test_broken_shards_are_told_and_the_others_are_looked_at(shards):
         open_splits(str(shards), val_share=0.2, seed=0)
 
 
-def test_the_last_good_member_is_named(tmp_path):
+def test_a_broken_shard_is_reported_with_its_last_good_member(tmp_path):
     (tmp_path / "x").mkdir()
     for name in "01":
         members = {f"{label}/{name}.jpg": b"x" * 700 for label in "abc"}
@@ -226,7 +226,7 @@ def test_the_last_good_member_is_named(tmp_path):
         open_splits(str(tmp_path / "x"), val_share=0.2, seed=0)
 
 
-def test_nothing_but_broken_shards_is_one_line(shards, capsys):
+def test_a_dataset_of_broken_shards_only_is_a_one_line_error(shards, capsys):
     for path in shards.iterdir():
         path.write_bytes(path.read_bytes()[:700])
     assert main(["check", str(shards)]) == 2
@@ -236,7 +236,7 @@ def test_nothing_but_broken_shards_is_one_line(shards, capsys):
     assert "3 more such faults" in line
 
 
-def test_pairs_that_are_not_whole_are_told_one_by_one(tmp_path):
+def test_incomplete_pairs_of_shards_are_reported_one_by_one(tmp_path):
     members = {f"{n}.png": png(n) for n in range(8)} | {
         f"{n}.cls": b"ab"[n % 2 :][:1] for n in range(4)
     }
@@ -257,7 +257,7 @@ def test_pairs_that_are_not_whole_are_told_one_by_one(tmp_path):
         open_splits(str(path), val_share=0.2, seed=0)
 
 
-def test_labels_in_json_and_images_in_no_folder(tmp_path):
+def test_shards_with_labels_in_json_report_images_without_a_label(tmp_path):
     members = {f"{n}.png": png(n) for n in range(4)}
     labels = {"0.json": b"{", "1.json": b'{"label": "a"}', "2.json": b'{"label": "b"}'}
     report = checked(pack(tmp_path / "x.tar", {**members, **labels, "3.json": b'{"label": 1.5}'}))
@@ -274,7 +274,7 @@ def patients(make_tree):
     return make_tree({"train/a": 4, "train/b": 4, "val/a": 2, "val/b": 2, "test/a": 1, "test/b": 1})
 
 
-def test_groups_on_both_sides_are_told(patients):
+def test_groups_in_training_and_validation_are_reported(patients):
     report = checked(patients, group=r"/(\d)\.png")
     leaks = {one.detail: one for one in report.problems if one.kind == "group_leak"}
     assert len(leaks) == 2
@@ -291,7 +291,7 @@ def test_groups_on_both_sides_are_told(patients):
     assert "group_leak" not in checked(patients, group=r"(.*)/\d").kinds()
 
 
-def test_groups_of_a_column(patients):
+def test_groups_come_from_a_column(patients):
     lines = ["image,label,split,patient"]
     for place, path in enumerate(sorted(patients.rglob("*.png"))):
         split, label = path.relative_to(patients).parts[:2]
@@ -312,7 +312,7 @@ def test_groups_of_a_column(patients):
         ("(", ConfigError, "no column of the data, and no regular expression"),
     ],
 )
-def test_groups_that_are_none_are_one_line(patients, capsys, group, error, message):
+def test_an_invalid_group_setting_is_a_one_line_error(patients, capsys, group, error, message):
     with pytest.raises(error, match=message):
         checked(patients, group=group)
     assert main(["check", str(patients), "--group", group]) == 2

@@ -51,7 +51,7 @@ def found(root):
     return report, report.kinds()
 
 
-def test_nothing_is_invented_on_a_clean_folder(folder):
+def test_a_clean_folder_has_no_problems(folder):
     report, kinds = found(folder)
     assert kinds == {}
     assert not report.failed
@@ -65,7 +65,7 @@ def test_nothing_is_invented_on_a_clean_folder(folder):
     assert terminal_line["class_counts"]["val"] == {"a": 3, "b": 2}
 
 
-def test_every_fault_is_found_at_once(folder):
+def test_all_problems_of_a_folder_are_found_at_once(folder):
     train, val = folder / "train", folder / "val"
     (train / "a/empty.png").write_bytes(b"")
     (train / "a/web.png").write_bytes(b"<html>404</html>")
@@ -122,7 +122,7 @@ def test_every_fault_is_found_at_once(folder):
         ({"train/a": 3, "train/b": 3, "val/a": 0, "val/b": 0}, "no_val_pictures"),
     ],
 )
-def test_what_training_refuses_is_an_error_and_the_rest_is_looked_at(tree, kind, make_tree):
+def test_errors_of_training_are_reported_and_the_other_images_are_checked(tree, kind, make_tree):
     root = make_tree(tree)
     report, kinds = found(root)
     assert kind in kinds
@@ -138,7 +138,7 @@ def test_a_split_that_is_a_file_is_an_error(folder):
     assert len(report.stats) == 24
 
 
-def test_names_that_clash_are_told(make_tree):
+def test_confusable_class_names_are_reported(make_tree):
     names = ["caf\u00e9", "cafe\u0301", "Dog", "dog"]
     report, kinds = found(make_tree(dict.fromkeys(names, 1)))
     assert kinds["class_names"] == kinds["similar_names"] == kinds["few_pictures"] == 1
@@ -162,7 +162,7 @@ def reasons(file: Path) -> list[str]:
     return found
 
 
-def test_every_reason_of_a_bad_image_has_its_kind():
+def test_every_reason_of_a_bad_image_has_a_problem_kind():
     folder = Path(image_io.__file__).parent
     files = ("image_io.py", "archives.py")
     kinds: dict[str, set[str]] = {}
@@ -186,7 +186,7 @@ def test_every_reason_of_a_bad_image_has_its_kind():
     assert problem_kind("damaged or cut short (an empty file: more than nothing)") == "truncated"
 
 
-def test_a_list_is_looked_at_whatever_its_lines_say(folder):
+def test_an_image_list_is_checked_despite_bad_lines(folder):
     lines = [
         f"{name}/{at}.png,{name[-1]},{name[:-2]}" for name in SPLIT for at in range(SPLIT[name])
     ]
@@ -207,7 +207,7 @@ def test_a_list_is_looked_at_whatever_its_lines_say(folder):
     assert "list.csv, line 3; " in terminal_line["two_labels", "train/a/1.png"]
 
 
-def test_equal_files_are_those_that_training_finds(folder):
+def test_exact_duplicates_equal_those_that_training_reports(folder):
     shutil.copy(folder / "train/a/1.png", folder / "val/a/copy.png")
     report, _ = found(folder)
     leak = next(problem for problem in report.problems if problem.kind == "leak")
@@ -230,7 +230,7 @@ def broken_serve(pipe: object) -> None:
 
 
 @pytest.mark.slow
-def test_an_image_that_kills_or_stops_a_process_costs_that_image_alone(monkeypatch):
+def test_a_crashing_or_hanging_decoder_costs_only_that_image(monkeypatch):
     monkeypatch.setattr(image_stats.StatsWorker, "target", staticmethod(broken_serve))
     paths = ["1", "dies", "2", "hangs", "3"]
     verdicts = dict(image_stats.compute_all_stats(paths, workers=1, timeout=1.0))
@@ -239,7 +239,7 @@ def test_an_image_that_kills_or_stops_a_process_costs_that_image_alone(monkeypat
     assert verdicts[3] == "not decoded within 1 seconds"
 
 
-def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch):
+def test_a_second_check_reads_only_changed_images(folder, tmp_path, monkeypatch):
     kept = tmp_path / "cache"
     first = check_dataset(str(folder), workers=1, cache_folder=kept)
     scene(900).save(folder / "val/a/0.png")
@@ -256,7 +256,7 @@ def test_a_second_look_reads_only_what_has_changed(folder, tmp_path, monkeypatch
     assert [path for path in first.stats if first.stats[path] != second.stats[path]] == looked
 
 
-def test_a_damaged_store_is_made_again(folder, tmp_path):
+def test_a_damaged_cache_is_recreated(folder, tmp_path):
     kept = tmp_path / "cache"
     check_dataset(str(folder), workers=1, cache_folder=kept)
     (database,) = kept.glob("*.sqlite")
@@ -264,7 +264,7 @@ def test_a_damaged_store_is_made_again(folder, tmp_path):
     assert len(check_dataset(str(folder), workers=1, cache_folder=kept).stats) == 29
 
 
-def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeypatch):
+def test_a_cache_locked_by_another_process_is_not_used_and_noted(folder, tmp_path, monkeypatch):
     kept, terminal_line = tmp_path / "cache", []
     check_dataset(str(folder), workers=1, cache_folder=kept)
     (database,) = kept.glob("*.sqlite")
@@ -282,14 +282,14 @@ def test_a_store_that_is_in_use_is_left_alone_and_told(folder, tmp_path, monkeyp
     assert "database is locked" in terminal_line[0]
 
 
-def test_without_a_cache_nothing_is_written(folder, tmp_path):
+def test_a_check_without_a_cache_writes_nothing(folder, tmp_path):
     kept = tmp_path / "cache"
     check_dataset(str(folder), workers=1, cache=False, cache_folder=kept)
     assert not kept.exists()
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_validation_images_of_which_none_can_be_read_are_told(folder, name):
+def test_a_validation_split_without_readable_images_is_reported(folder, name):
     (folder / "val").rename(folder / name)
     for path in (folder / name).rglob("*.png"):
         path.write_bytes(b"no image")
@@ -298,7 +298,7 @@ def test_validation_images_of_which_none_can_be_read_are_told(folder, name):
     assert words == ["no image of validation can be read"]
 
 
-def test_facts_of_one_image(tmp_path):
+def test_the_statistics_of_an_image_are_correct(tmp_path):
     path = tmp_path / "x.png"
     scene(1).convert("L").convert("RGB").save(path)
     facts = compute_stats(str(path))

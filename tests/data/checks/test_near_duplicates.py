@@ -42,7 +42,7 @@ def thumbnail(image: Image.Image) -> bytes:
     return encode_thumbnail(np.asarray(downscaled(image), dtype=np.int16))
 
 
-def test_copies_of_other_size_cut_and_brightness_are_found_and_no_others():
+def test_resized_cropped_and_brightened_copies_are_found_and_no_other_pairs():
     draw = random.Random(0)
     images = [scene(seed) for seed in range(30)]
     changed = [variants(image, draw) for image in images]
@@ -66,7 +66,7 @@ def drawn(seed: int, side: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("side", [64, 32])
-def test_drawings_that_are_alike_are_no_copies(side):
+def test_similar_drawings_are_not_near_duplicates(side):
     discs = [drawn(seed, side) for seed in range(30)]
     assert find_near_duplicates([thumbnail(disc) for disc in discs], [side] * 30) == []
     buffer = io.BytesIO()
@@ -75,13 +75,13 @@ def test_drawings_that_are_alike_are_no_copies(side):
     assert [pair[:2] for pair in find_near_duplicates(find_duplicates, [side] * 31)] == [(3, 30)]
 
 
-def test_images_without_details_have_no_copies():
+def test_images_without_details_are_not_compared():
     """Digits of 8 pixels are alike without being copies."""
     small = [thumbnail(scene(1, 8, 8)), thumbnail(scene(1, 9, 9))]
     assert find_near_duplicates(small, [8, 9]) == []
 
 
-def test_a_crowd_of_alike_images_is_bounded_and_its_nearest_are_found(monkeypatch):
+def test_candidates_among_many_similar_images_are_bounded_to_the_nearest(monkeypatch):
     tables = [torch.nn.functional.normalize(torch.randn(64, 5) * 0.1 + 1, dim=1)]
     row, column, window = near_duplicates._search_rows(tables, 0, 64)
     similar = tables[0] @ tables[0].T
@@ -92,14 +92,14 @@ def test_a_crowd_of_alike_images_is_bounded_and_its_nearest_are_found(monkeypatc
     assert torch.equal(column.view(64, -1).sort(dim=1).values, wanted)
 
 
-def test_few_similar_images_are_found_one_by_one():
+def test_candidates_among_few_similar_images_are_all_found():
     tables = [torch.nn.functional.normalize(torch.randn(64, 40), dim=1) for _ in range(2)]
     tables[1][9] = tables[0][40]
     row, column, window = near_duplicates._search_rows(tables, 0, 64)
     assert (row.tolist(), column.tolist(), window.tolist()) == ([40], [9], [1])
 
 
-def test_no_pair_comes_from_flat_or_missing_images():
+def test_flat_and_missing_images_have_no_pairs():
     flat = thumbnail(Image.new("RGB", (40, 40), "red"))
     assert find_near_duplicates([flat, flat], [40, 40]) == []
     assert find_near_duplicates([], []) == []
