@@ -49,8 +49,8 @@ def test_resized_cropped_and_brightened_copies_are_found_and_no_other_pairs():
     for kind in changed[0]:
         shown = [thumbnail(image) for image in images] + [thumbnail(one[kind]) for one in changed]
         pairs = {pair[:2] for pair in find_near_duplicates(shown, [72] * 60)}
-        wanted = {(at, at + 30) for at in range(30)}
-        assert pairs <= wanted
+        expected = {(at, at + 30) for at in range(30)}
+        assert pairs <= expected
         assert len(pairs) >= 28
 
 
@@ -71,8 +71,8 @@ def test_similar_drawings_are_not_near_duplicates(side):
     assert find_near_duplicates([thumbnail(disc) for disc in discs], [side] * 30) == []
     buffer = io.BytesIO()
     discs[3].save(buffer, "JPEG", quality=80)
-    find_duplicates = [thumbnail(disc) for disc in [*discs, Image.open(buffer).convert("RGB")]]
-    assert [pair[:2] for pair in find_near_duplicates(find_duplicates, [side] * 31)] == [(3, 30)]
+    shown = [thumbnail(disc) for disc in [*discs, Image.open(buffer).convert("RGB")]]
+    assert [pair[:2] for pair in find_near_duplicates(shown, [side] * 31)] == [(3, 30)]
 
 
 def test_images_without_details_are_not_compared():
@@ -86,10 +86,10 @@ def test_candidates_among_many_similar_images_are_bounded_to_the_nearest(monkeyp
     row, column, window = near_duplicates._search_rows(tables, 0, 64)
     similar = tables[0] @ tables[0].T
     similar.fill_diagonal_(-2)
-    wanted = similar.topk(near_duplicates.NEAREST, dim=1).indices.sort(dim=1).values
+    expected = similar.topk(near_duplicates.NEAREST, dim=1).indices.sort(dim=1).values
     assert not window.any()
     assert row.bincount().tolist() == [near_duplicates.NEAREST] * 64
-    assert torch.equal(column.view(64, -1).sort(dim=1).values, wanted)
+    assert torch.equal(column.view(64, -1).sort(dim=1).values, expected)
 
 
 def test_candidates_among_few_similar_images_are_all_found():

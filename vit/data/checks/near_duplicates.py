@@ -1,13 +1,13 @@
 """Near-duplicate images: copies of another size, quality, brightness or crop.
 
-Each image is compared with all others by the low frequencies of its cosine transform (the idea of
-pHash: Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010), as a
-whole and in a few crops. The nearest candidates are aligned and compared in detail:
+Candidates: the low frequencies of the cosine transform of each image are compared with those of
+all others, as a whole and in a few crops (the idea of pHash: Zauner, "Implementation and
+benchmarking of perceptual image hash functions", 2010). They are then aligned,
 
     x of the second = scale * x of the first + shift,    the same for y, each with its own numbers
 
-by Gauss-Newton on the difference of brightness, from blurred to sharp. Source: Lucas and Kanade,
-"An iterative image registration technique", IJCAI 1981.
+by Gauss-Newton on the difference of brightness, from blurred to sharp (Lucas and Kanade, "An
+iterative image registration technique", IJCAI 1981), and compared in detail over their overlap.
 """
 
 import math
@@ -24,28 +24,24 @@ from torch import Tensor
 
 from vit.data.checks.image_stats import CHROMA_SIDE, THUMBNAIL_SIDE
 
-Numbers = np.ndarray[Any, Any]
-NUM_FREQUENCIES = 8
-"""Frequencies of the transform: those of fewer half periods, over both sides together."""
-WINDOWS = (
-    *((0.0, 1.0, 0.0, 1.0), (0.05, 0.95, 0.05, 0.95), (0.1, 0.9, 0.1, 0.9)),
-    *((0.0, 0.9, 0.0, 0.9), (0.1, 1.0, 0.0, 0.9), (0.0, 0.9, 0.1, 1.0), (0.1, 1.0, 0.1, 1.0)),
-)
-"""Crops that are searched for: top, bottom, left, right as shares of the sides."""
-SIMILAR = 0.87
-"""Minimum correlation of cosine features of a candidate pair."""
-NEAREST = 8
-"""Candidate pairs per image."""
-ROWS, COLUMNS, GROUPS = 512, 4096, 32
-"""Block sizes of the comparison: a product that fits the caches of a core."""
-PAIRS = 4096
-"""Pairs aligned at a time."""
 TINY = 12
 """Short side in pixels below which an image has too few details to compare."""
-CONTRAST = 3.0
+MIN_CONTRAST = 3.0
 """Standard deviation of grey below which an image is too flat to compare."""
 SHARP = 64
 """Short side in pixels from which on details survive scaling and compression."""
+MIN_CORRELATION = 0.94
+"""Minimum correlation of two aligned images."""
+MIN_DETAILS = {True: 0.82, False: 0.55}
+"""Minimum correlation of their details, for large images (True) and small ones (False)."""
+MAX_TONE_CHANGE = 0.3
+"""Maximum change of brightness or contrast, as a natural logarithm."""
+MAX_MEAN_COLOUR, MAX_COLOUR = 7.0, 30.0
+"""Maximum colour difference in [0, 255]: mean, and anywhere."""
+MAX_OVERHANG = 0.02
+"""Maximum extent of each image beyond the other, as a share of half a side."""
+PAIRS = 4096
+"""Pairs that a thread compares at a time."""
 
 
 class Pair(NamedTuple):
@@ -56,18 +52,6 @@ class Pair(NamedTuple):
     second: int
     score: float
     """Correlation of the aligned images."""
-
-
-DETAILS = {True: 0.82, False: 0.55}
-"""Minimum correlation of details, of large images (True) and small ones (False)."""
-WHOLE = 0.94
-"""Minimum correlation of the aligned images."""
-COLOURS, SPOT = 7.0, 30.0
-"""Maximum colour difference in [0, 255]: mean, and anywhere."""
-TONE = 0.3
-"""Maximum change of brightness or contrast, as a natural logarithm."""
-OUTSIDE = 0.02
-"""Maximum overhang of each image over the other, as a share of half a side."""
 
 
 def find_near_duplicates(
@@ -87,9 +71,9 @@ def find_near_duplicates(
     """
     if len(thumbnails) < 2:
         return []
-    images = _Thumbnails.of(thumbnails, short_sides)
-    flat = torch.cat([some.flatten(1).float().std(1) for some in torch.split(images.grey, 2**13)])
-    kept = ((flat >= CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
+    images = _Thumbnails.decode(thumbnails, short_sides)
+    contrast = torch.cat([part.flatten(1).float().std(1) for part in images.grey.split(2**13)])
+    kept = ((contrast >= MIN_CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
     progress(len(thumbnails) - len(kept))
     with single_core_threads(workers) as pool:
         pairs, windows = candidate_pairs(images.grey[kept], pool, progress)
@@ -108,7 +92,7 @@ def verify_near_duplicates(
     """
     if not pairs:
         return []
-    images, both = _Thumbnails.of(thumbnails, short_sides), torch.tensor(pairs)
+    images, both = _Thumbnails.decode(thumbnails, short_sides), torch.tensor(pairs)
     both = both[(images.sides[both] >= TINY).all(1)]
     windows = torch.arange(len(WINDOWS)).repeat_interleave(len(both))
     with single_core_threads(None) as pool:
@@ -117,48 +101,45 @@ def verify_near_duplicates(
 
 class _Thumbnails(NamedTuple):
     grey: Tensor
-    colours: Tensor
+    """(images, side, side) uint8."""
+    chroma: Tensor
+    """(images, 2, smaller side, smaller side) uint8."""
     sides: Tensor
+    """Short sides of the images, in pixels."""
 
     @classmethod
-    def of(cls, thumbnails: Sequence[bytes], short_sides: Sequence[int]) -> "_Thumbnails":
-        find_duplicates = torch.from_numpy(
-            np.frombuffer(b"".join(thumbnails), dtype=np.uint8).copy()
+    def decode(cls, thumbnails: Sequence[bytes], short_sides: Sequence[int]) -> "_Thumbnails":
+        values = np.frombuffer(b"".join(thumbnails), dtype=np.uint8).copy()
+        grey, chroma = (
+            torch.from_numpy(values).view(len(thumbnails), -1).tensor_split([THUMBNAIL_SIDE**2], 1)
         )
-        find_duplicates = find_duplicates.view(len(thumbnails), -1)
-        grey = find_duplicates[:, : THUMBNAIL_SIDE * THUMBNAIL_SIDE].view(
-            -1, THUMBNAIL_SIDE, THUMBNAIL_SIDE
+        return cls(
+            grey.unflatten(1, (THUMBNAIL_SIDE, THUMBNAIL_SIDE)),
+            chroma.unflatten(1, (2, CHROMA_SIDE, CHROMA_SIDE)),
+            torch.tensor(short_sides),
         )
-        colours = find_duplicates[:, THUMBNAIL_SIDE * THUMBNAIL_SIDE :].view(
-            -1, 2, CHROMA_SIDE, CHROMA_SIDE
-        )
-        return cls(grey, colours, torch.tensor(short_sides))
 
 
 def _verify_pairs(
     images: _Thumbnails, pairs: Tensor, windows: Tensor, pool: ThreadPoolExecutor
 ) -> list[Pair]:
-    """Those that are nearly the same, each once, with their best score."""
+    """The pairs that are nearly the same, each once, with its best score."""
 
-    def judge(some: tuple[Tensor, Tensor]) -> list[Pair]:
-        (first, second), windows = some[0].T, some[1]
-        both = images.colours[first], images.colours[second]
-        score = compare_aligned(
-            images.grey[first], images.grey[second], both, WINDOW_TRANSFORMS[windows]
-        )
+    def verify(part: tuple[Tensor, Tensor]) -> list[Pair]:
+        (first, second), guess = part[0].T, WINDOW_TRANSFORMS[part[1]]
+        grey, chroma = images.grey, images.chroma
+        score = compare_pairs(grey[first], grey[second], chroma[first], chroma[second], guess)
         sharp = torch.minimum(images.sides[first], images.sides[second]) >= SHARP
-        least = torch.where(sharp, DETAILS[True], DETAILS[False])
-        alike = (score.whole > WHOLE) & (score.details > least) & (score.tone < TONE)
-        alike &= (score.colours < COLOURS) & (score.spot < SPOT) & (score.outside < OUTSIDE)
-        values = (first[alike].tolist(), second[alike].tolist(), score.whole[alike].tolist())
-        return [
-            Pair(min(one, two), max(one, two), value)
-            for one, two, value in zip(*values, strict=True)
-        ]
+        min_details = torch.where(sharp, MIN_DETAILS[True], MIN_DETAILS[False])
+        same = (score.correlation > MIN_CORRELATION) & (score.details > min_details)
+        same &= (score.tone < MAX_TONE_CHANGE) & (score.overhang < MAX_OVERHANG)
+        same &= (score.mean_colour < MAX_MEAN_COLOUR) & (score.colour < MAX_COLOUR)
+        values = (first[same].tolist(), second[same].tolist(), score.correlation[same].tolist())
+        return [Pair(min(a, b), max(a, b), value) for a, b, value in zip(*values, strict=True)]
 
-    parts = zip(torch.split(pairs, PAIRS), torch.split(windows, PAIRS), strict=True)
+    parts = zip(pairs.split(PAIRS), windows.split(PAIRS), strict=True)
     best: dict[tuple[int, int], float] = {}
-    for pair in (pair for found in pool.map(judge, parts) for pair in found):
+    for pair in (pair for found in pool.map(verify, parts) for pair in found):
         best[pair[:2]] = max(best.get(pair[:2], 0.0), pair.score)
     return [Pair(*key, value) for key, value in sorted(best.items())]
 
@@ -176,6 +157,30 @@ def single_core_threads(workers: int | None) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)
 
 
+# --- candidates ----------------------------------------------------------------------------------
+
+WINDOWS = (
+    *((0.0, 1.0, 0.0, 1.0), (0.05, 0.95, 0.05, 0.95), (0.1, 0.9, 0.1, 0.9)),
+    *((0.0, 0.9, 0.0, 0.9), (0.1, 1.0, 0.0, 0.9), (0.0, 0.9, 0.1, 1.0), (0.1, 1.0, 0.1, 1.0)),
+)
+"""Crops that are searched for: top, bottom, left, right as shares of the sides."""
+WINDOW_TRANSFORMS = torch.tensor(
+    [
+        [[bottom - top, top + bottom - 1], [right - left, left + right - 1]]
+        for top, bottom, left, right in WINDOWS
+    ]
+)
+"""Scale and shift of rows and columns that map an image to each window, (windows, 2, 2)."""
+NUM_FREQUENCIES = 8
+"""Frequencies of the transform: those of fewer half periods, over both sides together."""
+MIN_FEATURE_CORRELATION = 0.87
+"""Minimum correlation of cosine features of a candidate pair."""
+NEAREST = 8
+"""Candidate pairs per image."""
+ROWS, COLUMNS, GROUPS = 512, 4096, 32
+"""Block sizes of the comparison: a product that fits the caches of a core."""
+
+
 def candidate_pairs(
     grey: Tensor,
     pool: ThreadPoolExecutor,
@@ -188,9 +193,9 @@ def candidate_pairs(
         pool: Runs the comparison.
         progress: As in `find_near_duplicates`.
     """
-    # padded with zero features, which are similar to none, to full groups
-    room = (0, 0, 0, -len(grey) % GROUPS)
-    tables = [F.pad(dct_features(grey, window), room) for window in WINDOWS]
+    # padded to full groups with zero features, which are similar to none
+    padding = (0, 0, 0, -len(grey) % GROUPS)
+    tables = [F.pad(dct_features(grey, window), padding) for window in WINDOW_TRANSFORMS]
     tops = range(0, len(grey), ROWS)
     pairs, windows = [torch.empty(0, 2, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
     blocks = pool.map(lambda top: _search_rows(tables, top, min(ROWS, len(grey) - top)), tops)
@@ -206,8 +211,7 @@ def _without_mirrored(pairs: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     second, first = pairs.T
     key = pairs.amin(1) * (int(pairs.max()) + 1 if len(pairs) else 1) + pairs.amax(1)
     mirrored = (windows == 0) & (first < second)
-    there = torch.isin(key, key[(windows == 0) & ~mirrored])
-    keep = ~(mirrored & there)
+    keep = ~(mirrored & torch.isin(key, key[(windows == 0) & ~mirrored]))
     return pairs[keep], windows[keep]
 
 
@@ -222,275 +226,228 @@ def _search_rows(tables: Sequence[Tensor], top: int, number: int) -> tuple[Tenso
     return _nearest_per_row(np.concatenate(found, axis=1))
 
 
-def _similar_in_block(rows: Tensor, top: int, left: int, table: Tensor, number: int) -> Numbers:
-    """Row, column, window and similarity of similar pairs of a block, (4, pairs)."""
+def _similar_in_block(
+    rows: Tensor, top: int, left: int, table: Tensor, window: int
+) -> np.ndarray[Any, Any]:
+    """Row, column, window and similarity of similar pairs of a block, (4, pairs) float64."""
     similar = rows @ table.T
     groups = similar.view(len(rows), GROUPS, -1)
-    row, group = (groups.amax(1) > SIMILAR).nonzero().unbind(1)
-    if len(row) > 2 * len(rows):  # crowded: no more than can be needed
+    row, group = (groups.amax(1) > MIN_FEATURE_CORRELATION).nonzero().unbind(1)
+    if len(row) > 2 * len(rows):  # many: no more than can be needed
         values, column = similar.topk(min(NEAREST + 1, len(table)), dim=1)
         row = torch.arange(len(rows))[:, None].expand_as(column)
     else:
         values = groups[row, :, group]
         column = torch.arange(GROUPS) * groups.shape[2] + group[:, None]
         row = row[:, None].expand_as(column)
-    keep = (values > SIMILAR) & (row + top != column + left)
-    row, column, values = row[keep], column[keep], values[keep]
-    window = torch.full_like(values, number)
-    parts = [(row + top).double(), (column + left).double(), window.double(), values.double()]
-    return torch.stack(parts).numpy()
+    keep = (values > MIN_FEATURE_CORRELATION) & (row + top != column + left)
+    row, column, values = row[keep] + top, column[keep] + left, values[keep].double()
+    return torch.stack([row, column, torch.full_like(row, window), values]).numpy()
 
 
-def _nearest_per_row(found: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+def _nearest_per_row(found: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Row, column and window of the NEAREST most similar columns of each row."""
     found = found[:, np.argsort(-found[3], kind="stable")]
-    # of a pair its best window: whole numbers below 2^26 each
+    # the best window of each pair; indices are whole numbers below 2^26
     _, once = np.unique(found[0] * 2**26 + found[1], return_index=True)
     found = found[:, np.sort(once)]
     found = found[:, np.argsort(found[0], kind="stable")]
     _, starts, counts = np.unique(found[0], return_index=True, return_counts=True)
-    place = np.arange(found.shape[1]) - np.repeat(starts, counts)
-    row, column, window = torch.from_numpy(found[:3, place < NEAREST]).long()
+    rank = np.arange(found.shape[1]) - np.repeat(starts, counts)
+    row, column, window = torch.from_numpy(found[:3, rank < NEAREST]).long()
     return row, column, window
 
 
-def dct_features(grey: Tensor, window: tuple[float, float, float, float]) -> Tensor:
-    """Unit-length cosine features of a window: (images, side, side) -> (images, features)"""
+def dct_features(grey: Tensor, window: Tensor) -> Tensor:
+    """Unit-length cosine features of a window, (images, side, side) -> (images, features).
+
+    Args:
+        grey: uint8.
+        window: One of WINDOW_TRANSFORMS.
+    """
     frequency = torch.arange(NUM_FREQUENCIES, dtype=torch.float32)
     total = frequency[:, None] + frequency
-    slow = (total > 0) & (total < NUM_FREQUENCIES)
+    low = (total > 0) & (total < NUM_FREQUENCIES)
     # natural images have most power at low frequencies; this removes half of that excess
-    weight = ((frequency[:, None] ** 2 + frequency**2) ** 0.25)[slow]
-    rows, columns = (dct_matrix(*window[at : at + 2]) for at in (0, 2))
+    weight = ((frequency[:, None] ** 2 + frequency**2) ** 0.25)[low]
+    centres = (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE
+    cosines = torch.cos(math.pi * frequency[:, None] * centres)
+    rows, columns = cosines @ interpolation_matrices(window, THUMBNAIL_SIDE)
     parts = [
-        F.normalize((rows @ some.float() @ columns.T)[:, slow] * weight, dim=1)
-        for some in torch.split(grey, 2**13)
+        F.normalize((rows @ part.float() @ columns.T)[:, low] * weight, dim=1)
+        for part in grey.split(2**13)
     ]
     return torch.cat(parts) if parts else torch.empty(0, len(weight))
 
 
-def dct_matrix(start: float, end: float) -> Tensor:
-    """Cosine transform of a part of a line of pixels, (NUM_FREQUENCIES, THUMBNAIL_SIDE)."""
-    at = (
-        (start + (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE * (end - start))
-        * THUMBNAIL_SIDE
-        - 0.5
-    ).clamp(0, THUMBNAIL_SIDE - 1)
-    read = (1 - (at[:, None] - torch.arange(THUMBNAIL_SIDE)).abs()).clamp(min=0.0)
-    places = (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE
-    return torch.cos(math.pi * torch.arange(NUM_FREQUENCIES)[:, None] * places) @ read
-
-
-def _window_transform(window: tuple[float, float, float, float]) -> list[list[float]]:
-    top, bottom, left, right = window
-    return [[bottom - top, top + bottom - 1], [right - left, left + right - 1]]
-
-
-WINDOW_TRANSFORMS = torch.tensor([_window_transform(window) for window in WINDOWS])
-"""Scale and shift of rows and columns by which a window lies in its image, (windows, 2, 2)."""
-
-
-# --- alignment ---------------------------------------------------------------------------------
+# --- alignment -----------------------------------------------------------------------------------
 
 ALIGNMENT_SIDE = 16
 """Side of the downsampled images that are aligned first, in pixels."""
 PROMISING = 0.85
 """Minimum correlation of those for a comparison at full size."""
-FINE = 1.5
+DETAIL_BLUR = 1.5
 """Standard deviation in pixels of the blur that separates details from the rest."""
 FAINT = 1.0
 """Strength of details, in [0, 255], below which they count less."""
-LARGEST = 0.3
+MAX_SCALE_CHANGE = 0.3
 """Maximum change of scale, and maximum shift as a share of a side."""
 DAMPING = 1e-2
 BLOCK = 256
 """Pairs at a time: their images fit the caches of a core."""
 
 
-class Likeness(NamedTuple):
+class Similarity(NamedTuple):
     """Similarity of aligned pairs of images over their overlap; each is (pairs,)."""
 
-    whole: Tensor
+    correlation: Tensor
     """Correlation of the images."""
     details: Tensor
     """Correlation of the details, normalised by their local strength."""
     tone: Tensor
     """The larger change of brightness and contrast, as a natural logarithm."""
-    colours: Tensor
+    mean_colour: Tensor
     """Mean colour difference at equal contrast, in [0, 255]."""
-    spot: Tensor
+    colour: Tensor
     """Largest colour difference."""
-    outside: Tensor
-    """How far each extends beyond the other, as a share of half a side; 0 for a crop."""
+    overhang: Tensor
+    """Extent of each beyond the other, as a share of half a side; 0 for a crop."""
 
 
-def compare_aligned(
-    first: Tensor, second: Tensor, colours: Sequence[Tensor], guess: Tensor
-) -> Likeness:
+def compare_pairs(
+    first: Tensor, second: Tensor, first_chroma: Tensor, second_chroma: Tensor, guess: Tensor
+) -> Similarity:
     """Align pairs of images and compare them over their overlap.
 
     Args:
-        first: (pairs, side, side) uint8, grey.
-        second: The same.
-        colours: Colour differences of both, (pairs, 2, smaller side, smaller side) uint8.
+        first, second: Grey images, (pairs, side, side) uint8.
+        first_chroma, second_chroma: Colour differences, (pairs, 2, smaller side, smaller side)
+            uint8; 128 is grey.
         guess: Initial alignment, (pairs, 2, 2): for rows and columns the scale and the shift of
             coordinates in [-1, 1] that map the first image to the second.
 
     Returns:
         Zeros for pairs that differ at low resolution already.
     """
-    found = torch.zeros(len(first), len(Likeness._fields))
-    parts = (torch.split(whole, BLOCK) for whole in (first, second, *colours, guess, found))
-    for one, other, red, blue, start, score in zip(*parts, strict=True):
-        grey, moved = one.float(), other.float()
-        small, smaller = downsample(grey), downsample(moved)
-        there = align(small, smaller, start, blur=0.7, steps=4)
-        rows = image_correlation(small, smaller, there) > PROMISING
-        if rows.any():
-            grey, moved, there = grey[rows], moved[rows], there[rows]
-            there = align(grey, moved, there, blur=0.7, steps=4)
-            there = align(grey, moved, there, blur=0.0, steps=4)
-            colour = colour_difference(
-                red[rows].float(), blue[rows].float(), contrast_gain(grey, moved, there), there
+    result = torch.zeros(len(first), len(Similarity._fields))
+    tensors = (first, second, first_chroma, second_chroma, guess, result)
+    for one, two, chroma, other_chroma, start, scores in zip(
+        *(tensor.split(BLOCK) for tensor in tensors), strict=True
+    ):
+        one, two = one.float(), two.float()
+        small, other_small = (F.adaptive_avg_pool2d(x, ALIGNMENT_SIDE) for x in (one, two))
+        aligned = align(small, other_small, start, blur=0.7, steps=4)
+        mask = overlap(aligned, ALIGNMENT_SIDE)
+        kept = correlation(small, warp(other_small, aligned), mask) > PROMISING
+        if kept.any():
+            one, two = one[kept], two[kept]
+            aligned = align(one, two, aligned[kept], blur=0.7, steps=4)
+            aligned = align(one, two, aligned, blur=0.0, steps=4)
+            scores[kept] = torch.stack(
+                similarity(one, two, chroma[kept].float(), other_chroma[kept].float(), aligned), 1
             )
-            parts_ = image_correlation(grey, moved, there), detail_correlation(grey, moved, there)
-            score[rows] = torch.stack(
-                [*parts_, tone_change(grey, moved, there), *colour, overhang(there)], 1
-            )
-    return Likeness(*found.T)
+    return Similarity(*result.T)
 
 
-def tone_change(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-    """The larger change of brightness and contrast over the overlap."""
-    mask = overlap(found, first.shape[-1])
-    total = mask.sum((1, 2)).clamp(min=1.0)
-    values = []
-    for image in (first, warp(second, found)):
-        mean = (image * mask).sum((1, 2)) / total
-        square = ((image - mean[:, None, None]).square() * mask).sum((1, 2)) / total
-        values.append(torch.stack([mean + 8, square.sqrt() + 1], dim=1).log())
-    return (values[0] - values[1]).abs().amax(1)
-
-
-def contrast_gain(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-    """Factor from the contrast of the second image to that of the first."""
-    mask = overlap(found, first.shape[-1])
-    one, other = zero_mean(first, mask), zero_mean(warp(second, found), mask)
-    return (one * other).sum((1, 2)) / other.square().sum((1, 2)).clamp(min=1e-3)
-
-
-def colour_difference(
-    first: Tensor, second: Tensor, contrast: Tensor, found: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean and largest colour difference over the overlap.
-
-    Args:
-        first: (pairs, 2, side, side), in [0, 255]; 128 is grey.
-        second: The same.
-        contrast: From `contrast_gain`: a change of contrast changes all colours with it.
-        found: Alignment, as `guess` in `compare_aligned`.
-    """
-    mask = overlap(found, first.shape[-1])
-    apart = torch.zeros_like(mask)
-    for at in range(2):
-        other = (warp(second[:, at], found) - 128) * contrast[:, None, None]
-        apart += (first[:, at] - 128 - other).abs() * mask / 2
-    return apart.sum((1, 2)) / mask.sum((1, 2)).clamp(min=1.0), apart.amax((1, 2))
-
-
-def overhang(found: Tensor) -> Tensor:
-    """How far two images extend beyond each other, (pairs,); 0 if one contains the other."""
-    scale, shift = found[:, :, 0], found[:, :, 1].abs()
-    first_out = (scale + shift - 1).amax(1).clamp(min=0.0)
-    second_out = (1 - (scale - shift)).amax(1).clamp(min=0.0)
-    return torch.minimum(first_out, second_out)
-
-
-def warp(image: Tensor, found: Tensor) -> Tensor:
-    """Warp the second image to the first."""
-    rows, columns = (interpolation_matrices(found[:, axis], image.shape[-1]) for axis in range(2))
-    return rows @ image @ columns.transpose(1, 2)
-
-
-def downsample(images: Tensor) -> Tensor:
-    """(pairs, side, side) -> (pairs, ALIGNMENT_SIDE, ALIGNMENT_SIDE), by averaging blocks."""
-    return torch.nn.functional.adaptive_avg_pool2d(images, ALIGNMENT_SIDE)
+def similarity(
+    first: Tensor, second: Tensor, first_chroma: Tensor, second_chroma: Tensor, transform: Tensor
+) -> Similarity:
+    """`compare_pairs` of images that are aligned by `transform`, a refined `guess`."""
+    side = first.shape[-1]
+    mask, warped = overlap(transform, side), warp(second, transform)
+    one, two = zero_mean(first, mask), zero_mean(warped, mask)
+    contrast = (one * two).sum((1, 2)) / two.square().sum((1, 2)).clamp(min=1e-3)
+    # a change of contrast changes all colours with it
+    chroma = (warp(second_chroma, transform) - 128) * contrast[:, None, None, None]
+    chroma_mask = overlap(transform, first_chroma.shape[-1])
+    colour = ((first_chroma - 128 - chroma).abs() * chroma_mask[:, None]).mean(1)
+    scale, shift = transform[:, :, 0], transform[:, :, 1].abs()
+    beyond_second = (scale + shift - 1).amax(1).clamp(min=0.0)
+    beyond_first = (1 - (scale - shift)).amax(1).clamp(min=0.0)
+    return Similarity(
+        correlation=correlation(first, warped, mask),
+        details=detail_correlation(first, warped, mask),
+        tone=tone_change(first, warped, mask),
+        mean_colour=colour.sum((1, 2)) / chroma_mask.sum((1, 2)).clamp(min=1.0),
+        colour=colour.amax((1, 2)),
+        overhang=torch.minimum(beyond_first, beyond_second),
+    )
 
 
 def align(first: Tensor, second: Tensor, guess: Tensor, *, blur: float, steps: int) -> Tensor:
     """Refine the alignment `guess`, of the same shape.
 
     Args:
-        first: (pairs, side, side).
-        second: The same.
-        guess: As in `compare_aligned`.
+        first, second: (pairs, side, side).
+        guess: As in `compare_pairs`.
         blur: Standard deviation in pixels; it widens the range of convergence.
         steps: Number of Gauss-Newton steps.
     """
-    side, found = first.shape[-1], guess
-    place, kernel = pixel_centres(side), blur_matrix(first.shape[-1], blur)
+    side, transform = first.shape[-1], guess
+    centres, kernel = pixel_centres(side), blur_matrix(side, blur)
     fixed, moving = kernel @ first @ kernel.T, kernel @ second @ kernel.T
     # gradients with respect to coordinates in [-1, 1]
-    steep = [slope * (side / 2) for slope in torch.gradient(moving, dim=(1, 2))]
+    gradients = [slope * (side / 2) for slope in torch.gradient(moving, dim=(1, 2))]
+    stack = torch.stack([moving, *gradients], dim=1)
     for _ in range(steps):
-        rows, columns = (interpolation_matrices(found[:, axis], side) for axis in range(2))
-        turned = columns.transpose(1, 2)
-        warped, mask = rows @ moving @ turned, overlap(found, side)
-        down, across = (rows @ slope @ turned for slope in steep)
-        slopes = [down * place[:, None], down, across * place, across]
-        target, matrix = residual_and_jacobian(fixed, warped, torch.stack(slopes, dim=1), mask)
-        found = found + damped_least_squares(matrix, target).view(-1, 2, 2)
-        scale = found[:, :, 0].clamp(1 - LARGEST, 1 + LARGEST)
-        shift = found[:, :, 1].clamp(-2 * LARGEST, 2 * LARGEST)
-        found = torch.stack([scale, shift], dim=2)
-    return found
+        warped, down, across = warp(stack, transform).unbind(1)
+        slopes = torch.stack([down * centres[:, None], down, across * centres, across], dim=1)
+        mask = overlap(transform, side)
+        residual, jacobian = residual_and_jacobian(fixed, warped, slopes, mask)
+        transform = transform + damped_least_squares(jacobian, residual).view(-1, 2, 2)
+        scale = transform[:, :, 0].clamp(1 - MAX_SCALE_CHANGE, 1 + MAX_SCALE_CHANGE)
+        shift = transform[:, :, 1].clamp(-2 * MAX_SCALE_CHANGE, 2 * MAX_SCALE_CHANGE)
+        transform = torch.stack([scale, shift], dim=2)
+    return transform
 
 
 def residual_and_jacobian(
-    fixed: Tensor, warped: Tensor, matrix: Tensor, mask: Tensor
+    fixed: Tensor, warped: Tensor, slopes: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Residual, (pairs, pixels), and Jacobian, (pairs, unknowns, pixels).
 
     Brightness and contrast of the second image are first matched to those of the first.
     """
-    fixed, warped, mask = fixed.flatten(1), warped.flatten(1), mask.flatten(1)
-    matrix = matrix.flatten(2)
+    fixed, warped = zero_mean(fixed, mask).flatten(1), zero_mean(warped, mask).flatten(1)
+    mask, jacobian = mask.flatten(1), slopes.flatten(2)
+    power = warped.square().sum(1, keepdim=True).clamp(min=1e-6)
+    gain = ((fixed * warped).sum(1, keepdim=True) / power).clamp(0.2, 5.0)
     total = mask.sum(1, keepdim=True).clamp(min=1.0)
-    fixed = fixed - (fixed * mask).sum(1, keepdim=True) / total
-    warped = warped - (warped * mask).sum(1, keepdim=True) / total
-    square = (warped * warped * mask).sum(1, keepdim=True)
-    gain = ((fixed * warped * mask).sum(1, keepdim=True) / square.clamp(min=1e-6)).clamp(0.2, 5.0)
-    matrix = matrix - (matrix @ mask.unsqueeze(2)) / total.unsqueeze(2)
-    return (fixed - gain * warped) * mask, matrix * (gain * mask).unsqueeze(1)
+    jacobian = jacobian - (jacobian @ mask.unsqueeze(2)) / total.unsqueeze(2)
+    return fixed - gain * warped, jacobian * (gain * mask).unsqueeze(1)
 
 
-def damped_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """Damped least squares: (pairs, unknowns, pixels), (pairs, pixels) -> (pairs, unknowns)"""
-    normal = matrix @ matrix.transpose(1, 2)
-    diagonal = normal.diagonal(dim1=1, dim2=2)
-    normal = normal + torch.diag_embed(DAMPING * diagonal + 1e-3)
-    solution: Tensor = torch.linalg.solve(normal, matrix @ target.unsqueeze(2))
+def damped_least_squares(jacobian: Tensor, residual: Tensor) -> Tensor:
+    """(pairs, unknowns, pixels), (pairs, pixels) -> (pairs, unknowns)"""
+    normal = jacobian @ jacobian.mT
+    normal = normal + torch.diag_embed(DAMPING * normal.diagonal(dim1=1, dim2=2) + 1e-3)
+    solution: Tensor = torch.linalg.solve(normal, jacobian @ residual.unsqueeze(2))
     return solution.squeeze(2)
 
 
-def image_correlation(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
-    """Correlation of the images over their overlap."""
-    return correlation(first, warp(second, found), overlap(found, first.shape[-1]))
+def tone_change(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
+    """The larger change of brightness and contrast, as a natural logarithm, (pairs,)."""
+    total = mask.sum((1, 2)).clamp(min=1.0)
+    logs = []
+    for image in (first, second):
+        mean = (image * mask).sum((1, 2)) / total
+        variance = ((image - mean[:, None, None]).square() * mask).sum((1, 2)) / total
+        logs.append(torch.stack([mean + 8, variance.sqrt() + 1], dim=1).log())
+    return (logs[0] - logs[1]).abs().amax(1)
 
 
-def detail_correlation(first: Tensor, second: Tensor, found: Tensor) -> Tensor:
+def detail_correlation(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
     """Correlation of the details (the image less its blur), divided by their local strength.
 
     So an edge, which many images share, counts no more than the texture of a plain surface, which
     only copies share. Details weaker than FAINT are compression noise, and count little.
     """
-    side = first.shape[-1]
-    mask, blur = overlap(found, side), blur_matrix(side, FINE)
-    one, other = (image - blur @ image @ blur.T for image in (first, warp(second, found)))
-    around = (blur @ mask @ blur.T).clamp(min=1e-3)
-    power = blur @ ((one.square() + other.square()) / 2 * mask) @ blur.T / around
+    blur = blur_matrix(first.shape[-1], DETAIL_BLUR)
+    one, two = (image - blur @ image @ blur.T for image in (first, second))
+    weight = (blur @ mask @ blur.T).clamp(min=1e-3)
+    power = blur @ ((one.square() + two.square()) / 2 * mask) @ blur.T / weight
     unit = (power + FAINT**2).rsqrt()
-    return correlation(one * unit, other * unit, mask)
+    return correlation(one * unit, two * unit, mask)
 
 
 def correlation(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
@@ -506,28 +463,37 @@ def zero_mean(image: Tensor, mask: Tensor) -> Tensor:
     return (image - (image * mask).sum((1, 2), keepdim=True) / total) * mask
 
 
-def pixel_centres(side: int) -> Tensor:
-    """Coordinates of pixel centres, in [-1, 1]."""
-    return (torch.arange(side) + 0.5) * (2 / side) - 1
+def warp(images: Tensor, transform: Tensor) -> Tensor:
+    """Warp second images, (pairs, side, side) or (pairs, channels, side, side), to the first."""
+    rows, columns = interpolation_matrices(transform, images.shape[-1]).unbind(1)
+    if images.ndim == 4:
+        rows, columns = rows[:, None], columns[:, None]
+    return rows @ images @ columns.mT
 
 
-def interpolation_matrices(line: Tensor, side: int) -> Tensor:
-    """Matrices of linear interpolation along a line of pixels: (pairs, 2) -> (pairs, side, side)"""
-    at = ((line[:, :1] * pixel_centres(side) + line[:, 1:]) + 1) * (side / 2) - 0.5
-    distance = at.clamp(0, side - 1).unsqueeze(2) - torch.arange(side)
+def interpolation_matrices(transform: Tensor, side: int) -> Tensor:
+    """Matrices of linear interpolation along lines of pixels: (..., 2) -> (..., side, side)"""
+    at = (transform[..., :1] * pixel_centres(side) + transform[..., 1:] + 1) * (side / 2) - 0.5
+    distance = at.clamp(0, side - 1).unsqueeze(-1) - torch.arange(side)
     return (1 - distance.abs()).clamp(min=0.0)
 
 
-def overlap(found: Tensor, side: int) -> Tensor:
+def overlap(transform: Tensor, side: int) -> Tensor:
     """1 where a pixel of the first image lies in the second, (pairs, side, side)."""
-    inside = ((found[:, :, :1] * pixel_centres(side) + found[:, :, 1:]).abs() <= 1).float()
+    coordinates = transform[:, :, :1] * pixel_centres(side) + transform[:, :, 1:]
+    inside = (coordinates.abs() <= 1).float()
     return inside[:, 0, :, None] * inside[:, 1, None, :]
+
+
+def pixel_centres(side: int) -> Tensor:
+    """Coordinates of pixel centres, in [-1, 1]."""
+    return (torch.arange(side) + 0.5) * (2 / side) - 1
 
 
 def blur_matrix(side: int, sigma: float) -> Tensor:
     """Matrix of a Gaussian blur along a line of pixels; rows sum to 1."""
     if not sigma:
         return torch.eye(side)
-    place = torch.arange(side)
-    weights = torch.exp(-((place[:, None] - place).float() ** 2) / (2 * sigma**2))
+    position = torch.arange(side)
+    weights = torch.exp(-((position[:, None] - position).float() ** 2) / (2 * sigma**2))
     return weights / weights.sum(1, keepdim=True)
