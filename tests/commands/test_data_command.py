@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.commands.data_command import parse_size
 from vit.commands.main import main
 from vit.data.archives import open_binary, relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
@@ -18,6 +17,7 @@ from vit.data.sources.dataset_export import (
     UniqueNames,
     atomic_folder,
     class_folders,
+    parse_shard_size,
     safe_name,
 )
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -248,13 +248,13 @@ def test_settings_that_have_no_use_are_refused(photos, tmp_path, capsys):
     ("size", "number"), [("256MB", 256 * 10**6), ("1.5 gib", 3 * 2**29), ("2M", 2 * 10**6)]
 )
 def test_sizes(size, number):
-    assert parse_size(size) == number
+    assert parse_shard_size(size) == number
 
 
 @pytest.mark.parametrize("size", ["", "MB", "-1MB", "1TB", "1e9", "0MB"])
 def test_sizes_that_are_none(size):
     with pytest.raises(ConfigError, match="shard_size="):
-        parse_size(size)
+        parse_shard_size(size)
 
 
 def test_names_are_safe_and_distinct():

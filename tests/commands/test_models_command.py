@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from vit.commands.main import main
-from vit.commands.models_command import count_flops, count_parameters, matching
 from vit.config import ModelConfig
-from vit.config.presets import PRESETS
+from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
 from vit.weights.formats import timm_registry
@@ -108,7 +107,7 @@ def test_options_that_are_not_there(words, said, capsys):
 
 @pytest.mark.parametrize("pattern", ["SMALL_patch16", "vit_small_patch16_*"])
 def test_a_pattern_narrows_the_list(pattern):
-    assert matching(pattern) == ["vit_small_patch16_224", "vit_small_patch16_384"]
+    assert find_presets(pattern) == ["vit_small_patch16_224", "vit_small_patch16_384"]
 
 
 def test_no_match_names_the_nearest(capsys):

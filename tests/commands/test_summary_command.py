@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from vit.commands.main import main
-from vit.commands.summary_command import folded, spans
-from vit.evaluation.model_summary import Part
+from vit.evaluation.model_summary import Part, equal_blocks, number_ranges
 from vit.model.build import create_model
 from vit.weights.convert import convert
 
@@ -110,8 +109,8 @@ def test_help_and_mistakes_need_no_torch(words):
 
 def test_equal_blocks_are_one_row():
     one, other = Part("block", ("A",), (3, 4), 5, 6), Part("block", ("B",), (3, 4), 5, 6)
-    assert folded([one] * 4) == [[1, 2, 3, 4]]
-    assert folded([one, other] * 2) == [[1, 3], [2, 4]]
+    assert equal_blocks([one] * 4) == [[1, 2, 3, 4]]
+    assert equal_blocks([one, other] * 2) == [[1, 3], [2, 4]]
 
 
 @pytest.mark.parametrize(
@@ -125,4 +124,4 @@ def test_equal_blocks_are_one_row():
     ],
 )
 def test_numbers_of_blocks_are_short(numbers, shown):
-    assert spans([*numbers]) == shown
+    assert number_ranges([*numbers]) == shown

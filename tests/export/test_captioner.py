@@ -338,7 +338,7 @@ def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypa
         export_onnx(short, tmp_path / "a.onnx")
     with pytest.raises(ConfigError, match="precision='fp16': a captioner is exported in fp32"):
         export_onnx(run, tmp_path / "a.onnx", precision="fp16")
-    monkeypatch.setattr(onnx_graph, "MOST_BYTES", 1000)
+    monkeypatch.setattr(onnx_graph, "MAX_GRAPH_BYTES", 1000)
     with pytest.raises(ConfigError, match="GB of weights"):
         export_onnx(run, tmp_path / "a.onnx")
     monkeypatch.undo()

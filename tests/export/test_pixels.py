@@ -8,7 +8,7 @@ from PIL import Image
 
 from vit.data.preprocessing import Preprocessing
 from vit.export import onnx_preprocessing
-from vit.export.onnx_preprocessing import FITTED, fitting
+from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
 from vit.exported.onnx_session import OnnxSession
 
 WAYS = [
@@ -26,7 +26,7 @@ columns_first = pytest.mark.skipif(
 
 def session(preprocessing):
     """The front alone."""
-    nodes, value = fitting(preprocessing), onnx.helper.make_tensor_value_info
+    nodes, value = preprocessing_nodes(preprocessing), onnx.helper.make_tensor_value_info
     kind, rows, cols = onnx.TensorProto.UINT8, *preprocessing.image_size
     graph = onnx.helper.make_graph(
         nodes.nodes,

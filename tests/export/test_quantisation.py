@@ -12,8 +12,8 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from vit.errors import ConfigError, DataError, VitError
 from vit.export import quantization
-from vit.export.onnx_builder import Graph
-from vit.export.quantization import FEWEST, quantize, split_qkv
+from vit.export.onnx_graph import Graph
+from vit.export.quantization import MIN_IMAGES, quantize, split_qkv
 from vit.exported.onnx_session import OnnxSession
 
 OPTIONS = [
@@ -161,15 +161,15 @@ def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypa
 
 
 def test_what_cannot_be_quantised_is_refused(graph, static, noise_of):
-    few = list(noise_of(FEWEST - 1))
-    with pytest.raises(DataError, match=f"^{FEWEST - 1} images for calibration: at least"):
+    few = list(noise_of(MIN_IMAGES - 1))
+    with pytest.raises(DataError, match=f"^{MIN_IMAGES - 1} images for calibration: at least"):
         quantize(graph, few)
     with pytest.raises(DataError, match=r"^calibration image 3 is float32 of shape"):
-        input_images = list(noise_of(FEWEST))
+        input_images = list(noise_of(MIN_IMAGES))
         input_images[3] = input_images[3].astype(np.float32)
         quantize(graph, input_images)
     with pytest.raises(ConfigError, match=r"^precision='int8'.* is made of a graph of fp32$"):
-        quantize(static, list(noise_of(FEWEST)))
+        quantize(static, list(noise_of(MIN_IMAGES)))
 
 
 def test_a_missing_library_is_named(graph, monkeypatch):

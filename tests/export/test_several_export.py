@@ -67,7 +67,7 @@ def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, images):
 
 
 def test_verify_compares_sets_of_labels(several_run, exported, images):
-    report = verify(several_run, exported, images)
+    report = verify(exported, images, run=several_run)
     assert report.agrees, report.complaints()
     first = ModelOutputs(np.array([0.9, 0.6, 0.1]), thresholds=(0.5, 0.5, 0.5))
     second = ModelOutputs(np.array([0.9, 0.4, 0.1]), thresholds=(0.5, 0.5, 0.5))
@@ -81,7 +81,7 @@ def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, i
     other = tmp_path / "run"
     shutil.copytree(several_run, other)
     set_thresholds(other, [0.6, 0.5, 0.7])
-    report = verify(other, exported, images)
+    report = verify(exported, images, run=other)
     assert not report.agrees
     assert "other thresholds" in " ".join(report.complaints())
     proto = onnx.load(exported)
@@ -90,7 +90,7 @@ def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, i
         {**{p.key: p.value for p in proto.metadata_props}, "activation": "softmax"},
     )
     onnx.save(proto, tmp_path / "one.onnx")
-    report = verify(several_run, tmp_path / "one.onnx", images)
+    report = verify(tmp_path / "one.onnx", images, run=several_run)
     assert "one class an image, the run several" in " ".join(report.complaints())
 
 
@@ -111,7 +111,7 @@ def test_an_export_says_what_it_loses(several_run, several_list, tmp_path):
         out = tmp_path / f"{precision}.onnx"
         data = {"validation": str(several_list), "max_drop": 0.5, **more}
         export_onnx(several_run, out, precision=precision, notify=lines.append, **data)
-        assert verify(several_run, out).precision == precision
+        assert verify(out, run=several_run).precision == precision
     assert sum(line.startswith("mAP: run ") for line in lines) == 2
 
 

@@ -74,7 +74,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
     def check(images=None, **changes):
         graph = TorchGraph(changes.pop("other", run), **changes)
         monkeypatch.setattr(verification, "opened", lambda *_: ExportedClassifier(graph))
-        return verify(tiny_run, "fruit.onnx", input_images if images is None else images)
+        return verify("fruit.onnx", input_images if images is None else images, run=tiny_run)
 
     return check
 
@@ -297,16 +297,14 @@ class TestImages:
 def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
     (tmp_path / "a.zip").write_bytes(b"PK")
     with pytest.raises(WeightsError, match=r"a.zip is no exported file: give X.onnx or X.xml"):
-        verify(tiny_run, tmp_path / "a.zip")
-    with pytest.raises(RunError, match="neither a run nor an exported file"):
-        verify(None)
+        verify(tmp_path / "a.zip", run=tiny_run)
     graph = TorchGraph(load_run(tiny_run))
     monkeypatch.setattr(verification, "opened", lambda *_: ExportedClassifier(graph))
     with pytest.raises(RunError, match=r"fruit.onnx names no run; give it with --run RUN"):
-        verify(None, "fruit.onnx")
+        verify("fruit.onnx")
     graph.metadata["source_run"] = "runs/\x1b[31mgone"
     with pytest.raises(RunError, match=r"exported from runs/.x1b\[31mgone, which is not here"):
-        verify(None, "fruit.onnx")
+        verify("fruit.onnx")
 
 
 def test_many_classes_in_another_order_take_little_memory():

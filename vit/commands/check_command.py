@@ -2,35 +2,37 @@
 
 import argparse
 from contextlib import ExitStack
-from types import TracebackType
 
 from vit.commands.command_options import (
+    add_json_option,
     add_list_options,
     add_setting,
+    dataset_spec,
     positive_int,
     settings_from_args,
 )
-from vit.commands.command_output import check_output, notify, open_output, standard_output
+from vit.commands.command_output import (
+    check_output,
+    notify,
+    open_output,
+    standard_output,
+    write_json,
+)
 from vit.commands.command_progress import Progress
 from vit.config.parser import all_settings
 from vit.errors import ConfigError
 
-MOST_LINES = 10
+MAX_ERROR_LINES = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=None, html=None, weights=None, workers=None, device=None)
+    parser.set_defaults(html=None, weights=None, workers=None, device=None)
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
     add_list_options(parser)
     add_setting(parser, all_settings()["group"])
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="where all problems are written; an older file is replaced",
-    )
+    add_json_option(parser, "where all problems are written; an older file is replaced")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -71,70 +73,38 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         check_output(path, overwrite=True)
 
-    from vit.data.checks.dataset_check import check_dataset
-    from vit.data.sources.dataset_spec import DatasetSpec
-    from vit.output.prediction_results import to_json
+    from vit.inference.label_errors import check
 
-    asked = DatasetSpec(
-        args.data,
-        args.images,
-        args.image_column,
-        args.label_column,
-        settings_from_args(args).get("group"),
-        allow_outside=args.allow_outside,
-    )
-    with Stages() as stages:
-        report = check_dataset(
-            asked,
+    with StageProgress() as stages:
+        report = check(
+            dataset_spec(args, group=settings_from_args(args).get("group")),
+            weights=args.weights,
+            device=args.device,
             workers=args.workers,
             cache=not args.no_cache,
-            progress=stages.told,
+            progress=stages.update,
             notify=lambda note: notify(f"vit check: {note}"),
         )
-    if args.weights is not None:
-        from vit.inference.label_errors import find_label_errors
-
-        report = find_label_errors(
-            report,
-            args.weights,
-            device=args.device,
-            notify=lambda note: notify(f"vit check: {note}"),
-        )
-    if args.json is not None:
-        with open_output(args.json) as out:
-            out.write(to_json(report.to_dict(), indent=2) + "\n")
+    write_json(args.json, report.to_dict())
     if args.html is not None:
         from vit.evaluation.check_report import check_page
 
         with open_output(args.html) as out:
             out.write(check_page(report))
-    print("\n".join(report.lines(MOST_LINES)), file=standard_output(), flush=True)
+    print("\n".join(report.lines(MAX_ERROR_LINES)), file=standard_output(), flush=True)
     return int(report.failed)
 
 
-class Stages:
-    """Progress of one work after another; use it in a `with`."""
+class StageProgress(ExitStack):
+    """Progress bars of several stages, one after another."""
 
-    def __init__(self) -> None:
-        self.works = ExitStack()
-        self.name: str | None = None
+    name: str | None = None
 
-    def __enter__(self) -> "Stages":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.works.close()
-
-    def told(self, name: str, done: int, total: int) -> None:
-        """So many of so many images have been read, or compared, as `name` says."""
+    def update(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` images have passed the stage `name`."""
         if name != self.name:
-            self.works.close()
+            self.close()
             self.name = name
-            work = Progress(total, share=f" {name}", command="vit check")
-            self.work = self.works.enter_context(work)
-        self.work.update(done - self.work.done)
+            bar = Progress(total, share=f" {name}", command="vit check")
+            self.bar = self.enter_context(bar)
+        self.bar.update(done - self.bar.done)

@@ -3,10 +3,13 @@
 import argparse
 import re
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vit.config.parser import Setting, all_settings, choices_of
 from vit.config.presets import preset
+
+if TYPE_CHECKING:
+    from vit.data.sources.dataset_spec import DatasetSpec
 
 # flags with another name in vit.generation.generation_config.Search: --top-k is that of classes
 SEARCH_NAMES = {"sample-top-k": "top_k"}
@@ -146,6 +149,14 @@ def search_from_args(args: argparse.Namespace) -> Any:
         raise ConfigError(re.sub(r"\btop_k=", "sample_top_k=", str(error))) from None
 
 
+def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `Predictor` and `evaluate`, from the flags of `add_network_options`, the search
+    and --tta and --compile."""
+    names = ("device", "batch_size", "precision", "workers", "keep_aspect", "merge_tokens")
+    settings = {name: getattr(args, name) for name in (*names, "patch_size", "tta", "compile")}
+    return {**settings, "search": search_from_args(args)}
+
+
 def count(word: str) -> int:
     """Parse an integer of at least 0."""
     if not word.isdecimal():
@@ -169,6 +180,12 @@ def probability(word: str) -> float:
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
     return number
+
+
+def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --json."""
+    parser.set_defaults(json=None)
+    parser.add_argument("--json", metavar="FILE", default=argparse.SUPPRESS, help=what)
 
 
 def add_setting(group: Any, setting: Setting) -> None:
@@ -244,4 +261,18 @@ def add_list_options(
         "--allow-outside",
         action="store_true",
         help="allow a list to name images outside of its folder, or of --images",
+    )
+
+
+def dataset_spec(args: argparse.Namespace, **settings: Any) -> "DatasetSpec":
+    """The DatasetSpec of DATA and the flags of `add_list_options`."""
+    from vit.data.sources.dataset_spec import DatasetSpec
+
+    return DatasetSpec(
+        args.data,
+        args.images,
+        args.image_column,
+        args.label_column,
+        allow_outside=args.allow_outside,
+        **settings,
     )

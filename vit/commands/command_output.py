@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +13,7 @@ LONGEST = 220  # bytes of a name; file systems take 255, and unfinished files ha
 
 
 def check_output(path: str | None, *, overwrite: bool) -> None:
-    """Refuse, before any work is done, a file that could not be written at the end.
+    """Check, before any work is done, that a file can be written at the end.
 
     Raises:
         VitError: The file exists and `overwrite` is off, is a folder, its name is too long, or its
@@ -35,7 +35,7 @@ def check_output(path: str | None, *, overwrite: bool) -> None:
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:
-    """Refuse, before any work is done, a folder that drawings must not or cannot be written to.
+    """Check, before any work is done, that drawings can be written to a folder.
 
     Raises:
         VitError: It has files and `overwrite` is off, is no folder, or cannot be made or written.
@@ -70,6 +70,16 @@ def open_output(path: str | None) -> Iterator[TextIO]:
     else:
         with explain_write_errors(path), atomic_text_file(resolve_link(path)) as stream:
             yield stream
+
+
+def write_json(path: str | None, content: Any) -> None:
+    """Write a JSON file as `open_output` does; nothing without a path."""
+    if path is None:
+        return
+    from vit.output.prediction_results import to_json
+
+    with open_output(path) as out:
+        out.write(to_json(content, indent=2) + "\n")
 
 
 def standard_output() -> TextIO:
@@ -121,8 +131,8 @@ def notify(*words: Any) -> None:
 
 
 def progress_bar(total: int, *, unit: str, results_on_terminal: bool, done: int = 0) -> Any:
-    """A bar with rate and remaining time on a terminal; silent elsewhere, or where rows of
-    results scroll on the same terminal."""
+    """A bar with rate and remaining time on a terminal; hidden elsewhere, or if rows of results
+    are printed on the same terminal."""
     from tqdm import tqdm
 
     quiet = results_on_terminal or not sys.stderr.isatty()
@@ -130,3 +140,15 @@ def progress_bar(total: int, *, unit: str, results_on_terminal: bool, done: int 
     return tqdm(
         total=total, initial=done, unit=f" {unit}", disable=quiet, dynamic_ncols=True, delay=0.1
     )
+
+
+@contextmanager
+def image_bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar of images; call the function with the images done and their total."""
+    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total or None
+            bar.update(done - bar.n)
+
+        yield update

@@ -1,11 +1,10 @@
 """`vit convert`: any source of weights becomes a folder that another library opens."""
 
 import argparse
-from pathlib import Path
 
 from vit.commands.command_options import count
 from vit.commands.command_output import notify
-from vit.errors import ConfigError, printable
+from vit.errors import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,32 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import vit.data.sources.builtin_datasets
-    from vit.data.image_io import read_image
-    from vit.weights.convert import check_parity, convert
-    from vit.weights.hub import check_repository_name, push_to_hub
-    from vit.weights.load_model import describe_source
+    from vit.weights.convert import convert_model
 
-    if args.push:
-        check_repository_name(args.push)
-    elif args.private:
-        raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
-    image = args.image or str(
-        Path(vit.data.sources.builtin_datasets.__file__).parent / "digits.png"
-    )
-    read_image(image)  # before anything is written
-    pretrained, lines = convert(
+    url = convert_model(
         args.source,
         args.to,
         args.out,
         overwrite=args.overwrite,
         merge_tokens=args.merge_tokens,
+        image=args.image,
+        push=args.push,
+        private=args.private,
+        notify=notify,
     )
-    for line in [*describe_source(args.source, pretrained), *lines]:
-        notify(line)
-    for line in check_parity(pretrained, Path(args.out), args.to, image):
-        notify(line)
     print(f"written: {printable(args.out)}")
-    if args.push:
-        print(f"pushed: {push_to_hub(Path(args.out), args.push, private=args.private)}")
+    if url is not None:
+        print(f"pushed: {url}")
     return 0

@@ -8,17 +8,19 @@ from vit.commands.command_options import (
     COMPILE_HELP,
     TTA_HELP,
     VIEWS,
+    add_json_option,
     add_list_options,
     add_network_options,
     add_search_options,
-    search_from_args,
+    dataset_spec,
+    inference_settings,
 )
 from vit.commands.command_output import (
     check_output,
+    image_bar,
     notify,
-    open_output,
-    progress_bar,
     standard_output,
+    write_json,
 )
 from vit.errors import printable
 
@@ -27,7 +29,6 @@ COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=None)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -41,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="where all numbers are written as well; an older file is replaced",
-    )
+    add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     add_search_options(parser)
     add_network_options(parser)
     parser.set_defaults(tta=None)
@@ -57,39 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
-    from vit.data.sources.dataset_spec import DatasetSpec
     from vit.inference.evaluate import evaluate
-    from vit.output.prediction_results import to_json
 
-    asked = DatasetSpec(
-        args.data,
-        args.images,
-        args.image_column,
-        args.label_column,
-        allow_outside=args.allow_outside,
-        split=args.split,
-    )
-    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
+    with image_bar() as progress:
         scores = evaluate(
             args.model,
-            asked,
-            device=args.device,
-            batch_size=args.batch_size,
-            precision=args.precision,
-            workers=args.workers,
-            keep_aspect=args.keep_aspect,
-            merge_tokens=args.merge_tokens,
-            patch_size=args.patch_size,
-            search=search_from_args(args),
-            tta=args.tta,
-            compile=args.compile,
+            dataset_spec(args, split=args.split),
+            **inference_settings(args),
             notify=lambda note: notify(f"vit evaluate: {note}"),
-            progress=lambda done, total: update_bar(bar, done, total),
+            progress=progress,
         )
-    if args.json is not None:
-        with open_output(args.json) as out:
-            out.write(to_json(scores, indent=2) + "\n")
-    print(told(scores), file=standard_output(), flush=True)
+    write_json(args.json, scores)
+    print(format_scores(scores), file=standard_output(), flush=True)
     failed = scores["failed"]
     for row in failed:
         notify(f"vit evaluate: {printable(row['image'])}: {printable(row['error'])}")
@@ -101,25 +76,20 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def update_bar(bar: Any, done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)
-
-
-def told(scores: dict[str, Any]) -> str:
-    """The numbers for reading: of captions, of classes, or of both."""
+def format_scores(scores: dict[str, Any]) -> str:
+    """Text of the scores of captions, of classes, or of both."""
     if "map" in scores:
         return multilabel_summary(scores)
     if "bleu4" not in scores:
-        return summary(scores)
+        return class_summary(scores)
     captions = caption_summary(scores)
     if "top1" not in scores:
         return captions
-    return captions + "\n\n" + summary({**scores, "loss": scores["class_loss"]})
+    return captions + "\n\n" + class_summary({**scores, "loss": scores["class_loss"]})
 
 
 def caption_summary(scores: dict[str, Any]) -> str:
-    """The numbers of captions for reading, with examples last."""
+    """Text of the scores of captions, with examples."""
     bleu = "  ".join(f"{scores[f'bleu{order}']:.4f}" for order in range(1, 5))
     lines = [
         f"images             {scores['count']}",
@@ -144,7 +114,7 @@ def caption_summary(scores: dict[str, Any]) -> str:
 
 
 def multilabel_summary(scores: dict[str, Any]) -> str:
-    """The numbers of images with several classes, with those of lowest average precision last."""
+    """Text of the scores of a multi-label network, with the classes of lowest precision last."""
     interval = scores["map_interval"]
     between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%})" if interval else ""
     lines = [
@@ -158,11 +128,11 @@ def multilabel_summary(scores: dict[str, Any]) -> str:
         f"calibration error  {scores['ece']:.4f}  (mean gap between probability and share of yes)",
     ]
     columns = {"AP": "average_precision", **COLUMNS}
-    return "\n".join([*lines, *weakest(scores["per_class"], columns)])
+    return "\n".join([*lines, *weakest_classes(scores["per_class"], columns)])
 
 
-def summary(scores: dict[str, Any]) -> str:
-    """The numbers for reading, with the classes of lowest F1 last."""
+def class_summary(scores: dict[str, Any]) -> str:
+    """Text of the scores of a classifier, with the classes of lowest F1 last."""
     low, high = scores["top1_interval"]
     lines = [
         f"images             {scores['count']}",
@@ -173,13 +143,13 @@ def summary(scores: dict[str, Any]) -> str:
         f"loss               {scores['loss']:.4f}",
         f"calibration error  {scores['ece']:.4f}  (mean gap between confidence and accuracy)",
     ]
-    return "\n".join([*lines, *weakest(scores["per_class"], COLUMNS, by="f1")])
+    return "\n".join([*lines, *weakest_classes(scores["per_class"], COLUMNS, by="f1")])
 
 
-def weakest(
+def weakest_classes(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, by: str = "average_precision"
 ) -> list[str]:
-    """Lines on the classes that have least of the score `by`; `columns` are scores by title."""
+    """Table of the classes with the lowest score `by`; `columns` maps titles to scores."""
     present = [row for row in rows if row["count"]]
     worst = sorted(present, key=lambda row: row[by])[:WEAKEST]
     width = max([13, *(len(printable(row["label"])) for row in worst)])

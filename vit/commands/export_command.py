@@ -1,17 +1,13 @@
 """`vit export`: a trained network becomes a file that runs without the code that trained it."""
 
 import argparse
-from typing import Any
 
 from vit.commands.command_options import positive_int
-from vit.commands.command_output import check_output, notify, open_output
+from vit.commands.command_output import check_output, notify, write_json
 from vit.errors import VitError, printable
 
-# flags that are passed to export() under their own name
+# flags that `export` takes under their own names
 EXPORT_OPTIONS = ("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop")
-
-
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "torch": ".pt2"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--to",
-        choices=[*SUFFIXES],
+        choices=["onnx", "openvino", "torch"],
         default=argparse.SUPPRESS,
         help="format: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2 (default: "
         "by the ending of --out)",
@@ -67,48 +63,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
-    by_suffix = (to for to, suffix in SUFFIXES.items() if args.out.lower().endswith(suffix))
-    to = args.to or next(by_suffix, "onnx")
-
     from vit.export.export_formats import export
-    from vit.export.verification import verify
 
     options = {name: getattr(args, name) for name in EXPORT_OPTIONS}
-    exported = export(
+    report = export(
         args.run,
         args.out,
-        to=to,
+        to=args.to,
         precision=args.precision,
         overwrite=args.overwrite,
         notify=notify,
         **options,
     )
-    notify(f"same as torch up to {exported.difference:.1e} of the largest value, on random inputs")
-    for path, size in exported.files:
+    for path, size in report.exported.files:
         print(f"written: {printable(path)} ({size / 1e6:,.1f} MB)")
-    report = verify(args.run, args.out) if to != "torch" else None
-    for line in () if report is None else (*report.lines(), *report.complaints()):
+    for line in report.lines():
         notify(line)
-    if args.json is not None:
-        from vit.output.prediction_results import to_json
-
-        with open_output(args.json) as out:
-            out.write(to_json(export_record(args, to, exported, report), indent=2) + "\n")
-    if report is not None and not report.agrees:
+    write_json(args.json, report.to_dict())
+    if not report.agrees:
         raise VitError(f"{printable(args.out)} does not agree with the run: do not use it")
     return 0
-
-
-def export_record(args: argparse.Namespace, to: str, exported: Any, report: Any) -> dict[str, Any]:
-    """The JSON record of an export."""
-    from dataclasses import asdict
-
-    return {
-        "run": args.run,
-        "to": to,
-        "precision": args.precision,
-        "files": [{"path": str(path), "bytes": size} for path, size in exported.files],
-        "difference": exported.difference,
-        "accuracy": None if exported.accuracy is None else asdict(exported.accuracy),
-        "verification": None if report is None else report.to_dict(),
-    }

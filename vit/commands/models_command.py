@@ -1,7 +1,6 @@
 """`vit models`: networks that can be built by name, what can be chosen, timm's pretrained ones."""
 
 import argparse
-import difflib
 import textwrap
 import typing
 from fnmatch import fnmatch
@@ -9,7 +8,7 @@ from typing import Any
 
 from vit.commands.command_options import is_comma_separated
 from vit.config.parser import TYPE_NAMES, Setting, all_settings, choices_of, nearest
-from vit.config.presets import PRESETS, preset
+from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets, preset
 from vit.errors import ConfigError, printable
 
 FLOPS_NOTE = (
@@ -51,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_options(pattern: str) -> int:
-    """Print every setting of the network: its words or its type, its default and its sentence.
+    """Print every setting of the network with its choices or type, default and help.
 
     Raises:
-        ConfigError: None is called like `pattern`.
+        ConfigError: No name matches `pattern`.
     """
     settings = [setting for setting in all_settings().values() if setting.section == "model"]
     names = {name: setting for setting in settings for name in names_of(setting)}
@@ -71,15 +70,15 @@ def list_options(pattern: str) -> int:
 
 
 def names_of(setting: Setting) -> list[str]:
-    """What a setting is called: its name, and its other long flags without dashes."""
+    """Name and long aliases of a setting, without dashes."""
     flags = (alias[2:].replace("-", "_") for alias in setting.aliases if alias[:2] == "--")
     return [setting.name, *flags]
 
 
 def values_of(setting: Setting) -> str:
-    """The words that a setting takes, or its type; the default in brackets."""
-    default = shown(setting)
-    if words := words_of(setting):
+    """The choices of a setting, or its type; the default in brackets."""
+    default = default_word(setting)
+    if words := ("false", "true") if setting.kind is bool else choices_of(setting.kind):
         return " ".join(f"[{word}]" if word == default else word for word in words)
     plain = next(TYPE_NAMES[kind] for kind in kinds_of(setting.kind) if kind in TYPE_NAMES)
     many = ", or several with commas" if is_comma_separated(setting.kind) else ""
@@ -87,17 +86,12 @@ def values_of(setting: Setting) -> str:
 
 
 def kinds_of(kind: Any) -> list[Any]:
-    """The type itself, and the types inside it."""
+    """A type and the types inside it."""
     return [kind, *(inner for part in typing.get_args(kind) for inner in kinds_of(part))]
 
 
-def words_of(setting: Setting) -> tuple[str, ...]:
-    """The words that a setting takes; none where it takes numbers."""
-    return ("false", "true") if setting.kind is bool else choices_of(setting.kind)
-
-
-def shown(setting: Setting) -> str:
-    """The default of a setting, in one word; sizes are the preset's."""
+def default_word(setting: Setting) -> str:
+    """The default of a setting; of sizes `the preset's`."""
     if setting.name == "num_classes":
         return "the data's"
     if setting.name in preset(str(all_settings()["model"].default)):
@@ -111,7 +105,7 @@ def list_pretrained(pattern: str) -> int:
     """Print timm's pretrained networks with their image sizes and licences.
 
     Raises:
-        WeightsError: None is called like `pattern`.
+        WeightsError: No name matches `pattern`.
     """
     from vit.weights.formats import timm_registry
 
@@ -128,9 +122,9 @@ def list_presets(pattern: str) -> int:
     """Print the networks that can be built by name, their sizes and what they cost.
 
     Raises:
-        ConfigError: None is called like `pattern`.
+        ConfigError: No name matches `pattern`.
     """
-    found = matching(pattern)
+    found = find_presets(pattern)
     width = max(len(name) for name in found)
     print(f"{'name':<{width}}  parameters    FLOPs  image  patch   dim  depth  heads")
     for name in found:
@@ -143,43 +137,3 @@ def list_presets(pattern: str) -> int:
         )
     print(f"\n{FLOPS_NOTE}")
     return 0
-
-
-def matching(pattern: str) -> list[str]:
-    """Presets with `pattern` in their name, or that fit it as a shell pattern.
-
-    Raises:
-        ConfigError: There is none; the message has the nearest names.
-    """
-    word = pattern.lower()
-    found = [name for name in PRESETS if word in name or fnmatch(name, word)]
-    if not found:
-        near = difflib.get_close_matches(word, PRESETS, n=3, cutoff=0.3)
-        hint = f"; the nearest are {', '.join(near)}" if near else "; leave it out to see all"
-        raise ConfigError(f"no model is called like '{printable(pattern)}'{hint}")
-    return found
-
-
-def count_parameters(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
-    """Parameters of a preset for RGB images, biases included, without building it."""
-    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
-    patches = (int(sizes["image_size"]) // patch_size) ** 2
-    embedding = (3 * patch_size**2 + 1) * dim
-    tokens = dim + (1 + patches) * dim  # class token, and a position for it and every patch
-    block = 12 * dim**2 + 13 * dim  # attention 4 (dim² + dim), MLP 8 dim² + 5 dim, norms 4 dim
-    head = 2 * dim + (dim + 1) * num_classes
-    return embedding + tokens + int(sizes["depth"]) * block + head
-
-
-def count_flops(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
-    """FLOPs of a preset for one RGB image, forward, without building it; 2 a multiply-add.
-
-    Products of matrices and attention, as vit/evaluation/model_summary.py counts them.
-    """
-    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
-    patches = (int(sizes["image_size"]) // patch_size) ** 2
-    tokens = patches + 1
-    embedding = patches * 3 * patch_size**2 * dim
-    # queries, keys, values and output 4 dim², MLP 8 dim²; scores and their mix, tokens dim each
-    block = tokens * (12 * dim**2 + 2 * tokens * dim)
-    return 2 * (embedding + int(sizes["depth"]) * block + dim * num_classes)

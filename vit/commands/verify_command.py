@@ -3,14 +3,15 @@
 import argparse
 import os
 
-from vit.commands.command_output import check_output, notify, open_output, standard_output
+from vit.commands.command_options import add_json_option
+from vit.commands.command_output import check_output, notify, standard_output, write_json
 from vit.commands.image_arguments import find_images
 from vit.errors import VitError, printable, quoted
 from vit.exported.load_exported import EXPORTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(json=None, run_folder=None, engine=None)
+    parser.set_defaults(run_folder=None, engine=None)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -38,27 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="what computes the file (default: by its suffix)",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="where all numbers are written as well; an older file is replaced",
-    )
-
-
-def is_source(model: str) -> bool:
-    """Whether MODEL is a run folder or other weights, and no exported file."""
-    from vit.weights.resolve_source import SUFFIXES
-
-    if os.path.isdir(model) or model.lower().endswith(tuple(EXPORTED)):
-        return os.path.isdir(model)
-    if os.path.exists(model):
-        return model.lower().endswith(SUFFIXES)
-    return not model.startswith((".", "/", "~")) and ("/" in model or ":" in model)
+    add_json_option(parser, "where all numbers are written as well; an older file is replaced")
 
 
 def check_order(model: str, images: list[str]) -> None:
-    """Refuse a run and an exported file side by side: the run comes with --run.
+    """Raise if a run and an exported file are given side by side, without --run.
 
     Raises:
         VitError: An exported file, or a run folder, is among the images.
@@ -79,31 +64,24 @@ def check_order(model: str, images: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    own = is_source(args.model)
     check_order(args.model, args.images)
-    for name, value in (("run", args.run_folder), ("engine", args.engine)):
-        if own and value is not None:
-            raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
     check_output(args.json, overwrite=True)
     images = find_images(args.images, command="verify") if args.images else None
 
     from vit.export.verification import verify
-    from vit.output.prediction_results import to_json
 
-    found = verify(
-        args.model if own else args.run_folder,
-        None if own else args.model,
+    report = verify(
+        args.model,
         images,
+        run=args.run_folder,
         engine=args.engine,
         notify=lambda note: notify(f"vit verify: {note}"),
     )
-    if args.json is not None:
-        with open_output(args.json) as out:
-            out.write(to_json(found.to_dict(), indent=2) + "\n")
-    print("\n".join(found.lines()), file=standard_output(), flush=True)
-    for row in found.failures:
+    write_json(args.json, report.to_dict())
+    print("\n".join(report.lines()), file=standard_output(), flush=True)
+    for row in report.failures:
         where = "" if row["path"] == "all" else f" ({printable(row['path'])})"
         notify(f"vit verify: {printable(row['image'])}: {printable(row['error'])}{where}")
-    for line in found.complaints():
+    for line in report.complaints():
         notify(f"vit verify: {line}")
-    return int(not found.agrees or bool(found.failures))
+    return int(not report.agrees or bool(report.failures))

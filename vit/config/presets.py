@@ -5,9 +5,10 @@ et al., table 1, arXiv:2010.11929.
 """
 
 import difflib
+from fnmatch import fnmatch
 from typing import Any
 
-from vit.errors import ConfigError
+from vit.errors import ConfigError, printable
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
@@ -59,3 +60,43 @@ def task_defaults(task: str | None) -> dict[str, Any]:
     A caption tells left from right, and what an image shows at its edges.
     """
     return {"hflip": 0.0, "min_crop": 0.5} if "caption" in (task or "") else {}
+
+
+def find_presets(pattern: str) -> list[str]:
+    """Presets whose name contains `pattern` or matches it as a shell pattern.
+
+    Raises:
+        ConfigError: There is none; the message has the nearest names.
+    """
+    word = pattern.lower()
+    found = [name for name in PRESETS if word in name or fnmatch(name, word)]
+    if not found:
+        near = difflib.get_close_matches(word, PRESETS, n=3, cutoff=0.3)
+        hint = f"; the nearest are {', '.join(near)}" if near else "; leave it out to see all"
+        raise ConfigError(f"no model is called like '{printable(pattern)}'{hint}")
+    return found
+
+
+def count_parameters(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
+    """Parameters of a preset for RGB images, computed from its sizes."""
+    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
+    patches = (int(sizes["image_size"]) // patch_size) ** 2
+    embedding = (3 * patch_size**2 + 1) * dim
+    tokens = dim + (1 + patches) * dim  # class token, and a position for it and every patch
+    block = 12 * dim**2 + 13 * dim  # attention 4 (dim² + dim), MLP 8 dim² + 5 dim, norms 4 dim
+    head = 2 * dim + (dim + 1) * num_classes
+    return embedding + tokens + int(sizes["depth"]) * block + head
+
+
+def count_flops(sizes: dict[str, Any], *, num_classes: int = 1000) -> int:
+    """FLOPs of a preset for one RGB image, computed from its sizes: 2 for each multiply-add.
+
+    Matrix products and attention in the forward pass, as in vit/evaluation/model_summary.py.
+    """
+    dim, patch_size = int(sizes["dim"]), int(sizes["patch_size"])
+    patches = (int(sizes["image_size"]) // patch_size) ** 2
+    tokens = patches + 1
+    embedding = patches * 3 * patch_size**2 * dim
+    # queries, keys, values and output 4 dim², MLP 8 dim²; scores and their mix, tokens dim each
+    block = tokens * (12 * dim**2 + 2 * tokens * dim)
+    return 2 * (embedding + int(sizes["depth"]) * block + dim * num_classes)

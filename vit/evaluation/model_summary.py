@@ -24,11 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from vit.config import ModelConfig
+from vit.errors import ConfigError, printable
 from vit.evaluation.flop_counter import Calls, Meter, counting, held_by, watched
 from vit.model.build import assemble_model
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import format_bytes, format_count
 
+MAX_NUMBERS = 2**60
+"""Elements of a tensor: more bytes cannot be counted in 64 bits."""
 Member = nn.Module | nn.Parameter
 
 # names of modules and parameters -> the rows of a table, in its order; others have their own name
@@ -125,7 +129,11 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
     Args:
         config: The network.
         batch_size: Images of the training step whose memory is estimated.
+
+    Raises:
+        ConfigError: A tensor would have too many numbers to be counted.
     """
+    _check_countable(config, batch_size)
     with FakeTensorMode(allow_non_fake_inputs=True):
         network = assemble_model(config)
         for module in network.modules():
@@ -156,6 +164,21 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
     total = int(counter.get_total_flops())
     parts = Table(calls).rows(network, NETWORK)
     return Cost(complete(parts, learned, total), learned, total, memory)
+
+
+def _check_countable(config: ModelConfig, batch_size: int) -> None:
+    rows, cols = config.grid
+    tokens = rows * cols + config.num_prefix_tokens
+    widest = max(config.dim, config.feedforward_dim, config.patch_size**2 * config.channels)
+    numbers = max(
+        batch_size * tokens * max(3 * widest, config.num_heads * tokens),
+        widest * max(3 * widest, config.num_classes),
+    )
+    if numbers > MAX_NUMBERS:
+        raise ConfigError(
+            f"a tensor of this network has about {numbers:.0e} numbers for a batch of "
+            f"{batch_size}; choose smaller sizes"
+        )
 
 
 def images(config: ModelConfig, count: int) -> Tensor:
@@ -259,3 +282,115 @@ def complete(parts: tuple[Part, ...], parameters: int, flops: int) -> tuple[Part
         flops - sum(part.flops for part in parts),
     )
     return (*parts, Part("other", (), None, *rest)) if any(rest) else parts
+
+
+HEADER = ("part", "made of", "output", "parameters", "share", "FLOPs", "share")
+NOTE = (
+    "FLOPs: of one image, forward; products of matrices and attention, 2 for each multiply-add "
+    "(papers often count 1)."
+)
+
+
+def summary_lines(name: str, config: ModelConfig, cost: Cost) -> list[str]:
+    """Text of a summary: a table with a row for each part, and the memory."""
+    size = f"{config.channels} x {config.image_size} x {config.image_size}"
+    head = (
+        f"{printable(name)}: {format_count(cost.parameters, '.2f')} parameters, "
+        f"{format_count(cost.flops, '.2f')} FLOPs for an image of {size}"
+    )
+    rows = [HEADER, *table_rows(cost)]
+    return [head, "", *align_columns(rows), "", NOTE, "", *memory_lines(cost.memory)]
+
+
+def table_rows(cost: Cost) -> list[tuple[str, ...]]:
+    """A row for each part; equal blocks share one row, with their sums."""
+    rows = []
+    for part in cost.parts:
+        if not part.parts:
+            rows.append(table_row(part, part.name, cost))
+        for numbers in equal_blocks(part.parts):
+            block, times = part.parts[numbers[0] - 1], len(numbers)
+            again = f", each {block.calls} times" if block.calls > 1 else ""
+            label = f"blocks {number_ranges(numbers)} (x {times}{again})"
+            rows.append(table_row(block, label, cost, times))
+            rows += [table_row(inside, f"  {inside.name}", cost, times) for inside in block.parts]
+    total = (
+        "total",
+        "",
+        "",
+        format_count(cost.parameters, ".2f"),
+        "",
+        format_count(cost.flops, ".2f"),
+        "",
+    )
+    return [*rows, total]
+
+
+def table_row(part: Part, name: str, cost: Cost, times: int = 1) -> tuple[str, ...]:
+    """Cells of `times` equal parts."""
+    parameters, flops = part.parameters * times, part.flops * times
+    return (
+        name,
+        ", ".join(part.kinds),
+        " x ".join(map(str, part.shape or ())),
+        format_count(parameters, ".2f"),
+        _percentage(parameters, cost.parameters),
+        format_count(flops, ".2f"),
+        _percentage(flops, cost.flops),
+    )
+
+
+def equal_blocks(blocks: Sequence[Part]) -> list[list[int]]:
+    """Numbers of the blocks, from 1, grouped by equality."""
+    groups: dict[Part, list[int]] = {}
+    for number, block in enumerate(blocks, 1):
+        groups.setdefault(block, []).append(number)
+    return [*groups.values()]
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """`1-12` for neighbours, `2, 4 .. 12` for equal steps, `1-2, 4-5` for others."""
+    step = numbers[1] - numbers[0] if len(numbers) > 3 else 1
+    if step > 1 and [*numbers] == [*range(numbers[0], numbers[-1] + 1, step)]:
+        return f"{numbers[0]}, {numbers[1]} .. {numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: three columns of words aligned left, the numbers right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for cells in rows:
+        padded = [
+            cell.ljust(width) if index < 3 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def memory_lines(memory: Memory) -> list[str]:
+    """Text of the memory estimate."""
+    images = "1 image" if memory.batch_size == 1 else f"{memory.batch_size} images"
+    return [
+        "Memory, estimated without what libraries, kernels and gaps take; fp32 if not said:",
+        f"  weights                  {format_bytes(memory.weights)}, "
+        f"in bf16 {format_bytes(memory.weights_bf16)}",
+        f"  inference, 1 image     {format_bytes(memory.inference)}, weights included",
+        f"  training, {images:<14} {format_bytes(memory.training)} at most at once; "
+        "during the step",
+        f"    weights                {format_bytes(memory.weights)}",
+        f"    gradients              {format_bytes(memory.gradients)}",
+        f"    AdamW's two moments    {format_bytes(memory.moments)}",
+        f"    kept for the backward  {format_bytes(memory.kept)} of images and activations",
+    ]
+
+
+def _percentage(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if part else ""

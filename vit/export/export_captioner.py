@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
+from vit.export.export_classifier import BATCHES, noise
 from vit.export.onnx_graph import Part
 from vit.model.captioner import CachedDecoder, Captioner
 from vit.model.decoder import TextDecoder
@@ -23,16 +24,14 @@ from vit.version import __version__
 from vit.weights.safetensors_io import digest
 from vit.weights.saved_model import LoadedRun
 
-FEWEST_TOKENS = 5  # torch traces lengths of 2 or more, and takes one that must be 2 for fixed
-CACHED = {1: "batch", 3: "past"}
-KEPT = {1: "batch", 3: "past_and_new"}
-SEEN = {1: "batch"}
-BATCHES = (3, 1, 2, 5)
-"""Numbers of images that are compared, the traced one first."""
+MIN_TOKENS = 5  # torch traces lengths of 2 or more, and takes one that must be 2 for fixed
+PAST_AXES = {1: "batch", 3: "past"}
+PRESENT_AXES = {1: "batch", 3: "past_and_new"}
+MEMORY_AXES = {1: "batch"}
 
 
 class ImageEncoder(nn.Module):
-    """Bytes of images in; out comes what each block of the decoder sees of them.
+    """Resized images to the cross-attention keys and values of each decoder block.
 
     Args:
         model: Encoder and decoder.
@@ -44,10 +43,7 @@ class ImageEncoder(nn.Module):
         self.model, self.preprocessing = model, preprocessing
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """What the network sees: `Captioner.encode_images` with what the decoder makes of it.
-
-        Args:
-            images: Bytes, (batch, height, width, 3).
+        """Bytes (batch, height, width, 3) -> keys and values, and probabilities if any
 
         Returns:
             Keys and values, each (layers, batch, kv_heads, tokens, head_dim); with a head also
@@ -55,19 +51,16 @@ class ImageEncoder(nn.Module):
         """
         floats = self.preprocessing.normalise(images.permute(0, 3, 1, 2))
         tokens, context = self.model.encode(floats)
-        seen = [layer.memory_kv for layer in self.model.decoder.init_cache(tokens).layers]
+        memory = stack_layers(
+            [layer.memory_kv for layer in self.model.decoder.init_cache(tokens).layers]
+        )
         if not self.model.num_classes:
-            return stacked(seen)
-        logits = self.model.forward_head(tokens, context)
-        return (*stacked(seen), logits.softmax(dim=1))
+            return memory
+        return (*memory, self.model.forward_head(tokens, context).softmax(dim=1))
 
 
 class DecodingStep(nn.Module):
-    """One step of a decoder, whose memory comes in and goes out.
-
-    Args:
-        decoder: Writes.
-    """
+    """One step of a decoder, with the KV cache as input and output."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         super().__init__()
@@ -81,12 +74,12 @@ class DecodingStep(nn.Module):
         memory_key: Tensor,
         memory_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of what follows the last id, and keys and values of all words.
+        """Logits of the token after the last id, and keys and values of all tokens.
 
         Args:
             ids: (batch, new), int64.
-            past_key, past_value: Of the words before, (layers, batch, kv_heads, past, head_dim).
-            memory_key, memory_value: Of the image, (layers, batch, kv_heads, tokens, head_dim).
+            past_key, past_value: Earlier tokens, (layers, batch, kv_heads, past, head_dim).
+            memory_key, memory_value: The image, (layers, batch, kv_heads, tokens, head_dim).
 
         Returns:
             (batch, vocab), and two of (layers, batch, kv_heads, past + new, head_dim).
@@ -95,11 +88,11 @@ class DecodingStep(nn.Module):
         words = zip(past_key, past_value, strict=True)
         layers = [LayerCache(*pair) for pair in zip(image, words, strict=True)]
         logits = CachedDecoder(self.decoder, KVCache(layers, past_key.shape[3]))(ids)
-        return (logits, *stacked([layer.token_kv for layer in layers]))
+        return (logits, *stack_layers([layer.token_kv for layer in layers]))
 
 
-def stacked(pairs: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor]:
-    """Keys and values of each layer -> both with the layers as their first axis."""
+def stack_layers(pairs: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Tensor]:
+    """Stack the keys and the values of all layers along a new first axis."""
     keys, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
     return torch.stack(keys), torch.stack(values)
 
@@ -116,37 +109,41 @@ def parts_of(run: LoadedRun) -> tuple[Part, Part]:
         raise ConfigError(
             f"channels={run.config.channels}: an exported network takes RGB images, channels=3"
         )
-    if model.decoder.max_length < FEWEST_TOKENS:
+    if model.decoder.max_length < MIN_TOKENS:
         raise ConfigError(
             f"caption_tokens={model.decoder.max_length}: the exporter needs at least "
-            f"{FEWEST_TOKENS}; train with longer captions"
+            f"{MIN_TOKENS}; train with longer captions"
         )
-    seen = {"memory_key": SEEN, "memory_value": SEEN}
+    memory = {"memory_key": MEMORY_AXES, "memory_value": MEMORY_AXES}
+    past = {"past_key": PAST_AXES, "past_value": PAST_AXES}
+    present = {"present_key": PRESENT_AXES, "present_value": PRESENT_AXES}
     encoder = Part(
         name="encoder",
         module=ImageEncoder(model, run.preprocessing).eval(),
         inputs={"images": {0: "batch"}},
-        outputs=seen | ({"probabilities": {0: "batch"}} if model.num_classes else {}),
-        examples=[(_noise(run, count),) for count in BATCHES],
+        outputs=memory | ({"probabilities": {0: "batch"}} if model.num_classes else {}),
+        examples=[
+            (torch.from_numpy(noise(count, *run.preprocessing.image_size)),) for count in BATCHES
+        ],
     )
     decoder = Part(
         name="decoder",
         module=DecodingStep(model.decoder).eval(),
-        inputs={"ids": {0: "batch", 1: "new"}, "past_key": CACHED, "past_value": CACHED, **seen},
-        outputs={"logits": {0: "batch"}, "present_key": KEPT, "present_value": KEPT},
-        examples=[*_steps(model.decoder, encoder)],
+        inputs={"ids": {0: "batch", 1: "new"}, **past, **memory},
+        outputs={"logits": {0: "batch"}, **present},
+        examples=[*_example_steps(model.decoder, encoder)],
     )
     return encoder, decoder
 
 
 def metadata_of(run: LoadedRun, source: str) -> dict[str, dict[str, str]]:
-    """What each graph says of itself, by its name.
+    """Metadata of both graphs, by name.
 
-    Both hold `pair`, a digest of the weights and words: graphs of two exports do not go together.
+    Both have `pair`, a digest of weights and tokenizer: graphs of two exports are not mixed.
     """
     assert isinstance(run.model, Captioner), "a run with a tokenizer has a captioner"
     assert run.tokenizer is not None
-    words = {"tokenizer": run.tokenizer.to_json()}
+    tokenizer = {"tokenizer": run.tokenizer.to_json()}
     both = {
         "preprocessing": json.dumps(run.preprocessing.to_dict()),
         "classes": json.dumps(list(run.classes), ensure_ascii=False),
@@ -157,23 +154,16 @@ def metadata_of(run: LoadedRun, source: str) -> dict[str, dict[str, str]]:
         "vit_version": __version__,
         "source_run": source,
     }
-    both["pair"] = digest(run.model.state_dict(), {**both, **words})
+    both["pair"] = digest(run.model.state_dict(), {**both, **tokenizer})
     return {
         "encoder": {**both, "graph": "encoder"},
-        "decoder": {**both, **words, "graph": "decoder"},
+        "decoder": {**both, **tokenizer, "graph": "decoder"},
     }
 
 
-def _noise(run: LoadedRun, count: int) -> Tensor:
-    """Random bytes, (count, height, width, 3); the same at every call."""
-    random = torch.Generator().manual_seed(count)
-    size = (count, *run.preprocessing.image_size, 3)
-    return torch.randint(256, size, generator=random).to(torch.uint8)
-
-
 @torch.no_grad()
-def _steps(decoder: TextDecoder, encoder: Part) -> Iterator[tuple[Tensor, ...]]:
-    """Inputs of steps with pasts of several lengths, from none to the most there can be."""
+def _example_steps(decoder: TextDecoder, encoder: Part) -> Iterator[tuple[Tensor, ...]]:
+    """Inputs of steps with pasts of several lengths, from none to the longest."""
     most, vocab = decoder.max_length, decoder.token_embed.num_embeddings
     lengths = ((2, min(5, most - 2)), (1, 0), (1, most - 1), (most, 0), (1, 1), (2, most - 2))
     for number, (new, past) in enumerate(lengths):

@@ -1,13 +1,12 @@
-"""Classifier as one ONNX graph: images as bytes, of any size, in; probabilities out.
+"""Classifier as one ONNX graph: bytes of images of any size in, probabilities out.
 
     probabilities                                 = file(images)
     probabilities, tokens, embedding, attention   = file(images)        with tokens
 
-Resize and crop come first (onnx_preprocessing.py); what torch exports takes the resized bytes.
+torch exports the network, which takes resized images; onnx_preprocessing.py adds resize and crop.
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,28 +17,26 @@ from torch import Tensor, nn
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.onnx_graph import Part, decomposed_attention, difference, libraries
-from vit.export.onnx_preprocessing import FITTED, fitting
+from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention_maps import AttentionRecorder
 from vit.model.vision_transformer import VisionTransformer
 from vit.version import __version__
 from vit.weights.saved_model import LoadedRun
 
-Images = tuple[int, int, int]
-"""How many images, and their height and width."""
-
-IMAGES: tuple[Images, ...] = ((1, 40, 61), (2, 333, 500), (5, 97, 31))
-"""Noise that a file is compared with torch on, besides images of the network's own size."""
-BATCHES = (3, 1, 2, 5)  # of images as the network takes them, the traced one first
+IMAGES = ((1, 40, 61), (2, 333, 500), (5, 97, 31))
+"""Batch size, height and width of random images that a file is compared with torch on."""
+BATCHES = (3, 1, 2, 5)
+"""Batch sizes of further ones in the network's own size; the first one is traced."""
 
 
-class Answer(nn.Module):
-    """Bytes of fitted images in, probabilities out.
+class Classifier(nn.Module):
+    """Resized images to probabilities.
 
     Args:
         model: The network.
         preprocessing: Its normalisation.
-        several: Whether an image may have several classes: sigmoids instead of one softmax.
+        multilabel: Sigmoid instead of softmax.
     """
 
     def __init__(
@@ -59,20 +56,16 @@ class Answer(nn.Module):
         return (self.activation(self.model.forward_head(tokens, context)),)
 
 
-class AnswerWithTokens(Answer):
-    """Also the tokens, what the head reads, and where the network looked."""
+class ClassifierWithTokens(Classifier):
+    """Resized images to probabilities, tokens, embedding and attention."""
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Bytes of fitted images -> what they are, and what the network made of them.
-
-        Args:
-            images: (batch, height, width, 3).
+        """Bytes (batch, height, width, 3) -> probabilities (batch, classes) and internals.
 
         Returns:
-            Probabilities (batch, classes); tokens after the last norm (batch, tokens, dim); the
-            pooled vector (batch, pooled_dim); and attention (batch, blocks, tokens), the mean over
-            the heads of how the class token of each block looks at all tokens, or of how the
-            patches do, on average, where there is none.
+            Also the tokens after the last norm (batch, tokens, dim); the pooled vector
+            (batch, pooled_dim); and attention (batch, blocks, tokens): from the class token of
+            each block to all tokens, mean over the heads; without one, mean over the patches.
         """
         model, recorder = self.model, AttentionRecorder()
         tokens, context = model.encode(self.floats(images), attention_fn=recorder)
@@ -88,7 +81,7 @@ class AnswerWithTokens(Answer):
 
 
 def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
-    """What torch exports of a classifier.
+    """The module that torch exports of a classifier.
 
     Raises:
         ConfigError: It cannot be exported; the message names the setting.
@@ -107,10 +100,10 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     outputs = {"probabilities": batch}
     if tokens:
         outputs |= {"tokens": batch, "embedding": batch, "attention": batch}
-    answer = AnswerWithTokens if tokens else Answer
+    kind = ClassifierWithTokens if tokens else Classifier
     return Part(
         name="classifier",
-        module=answer(run.model, run.preprocessing, multilabel=run.thresholds is not None).eval(),
+        module=kind(run.model, run.preprocessing, multilabel=run.thresholds is not None).eval(),
         inputs={FITTED: batch},
         outputs=outputs,
         examples=[
@@ -119,12 +112,12 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     )
 
 
-def with_pixels(proto: Any, preprocessing: Preprocessing) -> None:
-    """Put what fits images in front of an onnx.ModelProto that takes fitted ones."""
-    onnx, front = libraries(), fitting(preprocessing)
-    behind = [*proto.graph.node]
+def prepend_preprocessing(proto: Any, preprocessing: Preprocessing) -> None:
+    """Add resize and crop to an onnx.ModelProto that takes resized images."""
+    onnx, front = libraries(), preprocessing_nodes(preprocessing)
+    network = [*proto.graph.node]
     del proto.graph.node[:], proto.graph.input[:]
-    proto.graph.node.extend([*front.nodes, *behind])
+    proto.graph.node.extend([*front.nodes, *network])
     proto.graph.initializer.extend(front.constants.values())
     axes = ["batch", "height", "width", 3]
     proto.graph.input.append(
@@ -133,7 +126,7 @@ def with_pixels(proto: Any, preprocessing: Preprocessing) -> None:
 
 
 def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> dict[str, str]:
-    """What a file says of itself; `calibration` is filled in by what quantises."""
+    """Metadata of the file; quantization sets `calibration`."""
     multilabel = {"activation": "sigmoid", "thresholds": json.dumps(run.thresholds)}
     return {
         "graph": "classifier",
@@ -151,35 +144,24 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
 def check_images(
     part: Part, session: OnnxSession, preprocessing: Preprocessing, tolerance: float
 ) -> float:
-    """Largest difference of a file to torch and Pillow on noise of several sizes and batches.
+    """Largest difference of a file to torch and Pillow on random images of several sizes.
 
     Raises:
-        VitError: It is more than `tolerance`, or a shape differs.
+        VitError: It exceeds `tolerance`, or a shape differs.
     """
     largest = 0.0
-    for images in images_of(preprocessing):
+    own = [(count, *preprocessing.image_size) for count in BATCHES]
+    for shape in (*own, *IMAGES):
+        images = noise(*shape)
+        resized = [preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
         with torch.inference_mode():
-            expected = part.module(torch.from_numpy(fitted(images, preprocessing)))
-        answer = session({"images": images})
-        largest = max(largest, difference(part, expected, answer, tolerance))
+            expected = part.module(torch.from_numpy(np.stack([*map(np.asarray, resized)])))
+        found = session({"images": images})
+        largest = max(largest, difference(part, expected, found, tolerance))
     return largest
 
 
-def images_of(preprocessing: Preprocessing) -> Iterator[Array]:
-    """Batches of noise, uint8 (batch, height, width, 3)."""
-    own = [(count, *preprocessing.image_size) for count in BATCHES]
-    for count, height, width in (*own, *IMAGES):
-        yield noise(count, height, width)
-
-
-def fitted(images: Array, preprocessing: Preprocessing) -> Array:
-    """Images of one size -> as the network takes them, by Pillow."""
-    return np.stack(
-        [np.asarray(preprocessing.resize_and_crop(Image.fromarray(image))) for image in images]
-    )
-
-
 def noise(count: int, height: int, width: int) -> Array:
-    """Random bytes, (count, height, width, 3); the same at every call."""
+    """Random bytes, (count, height, width, 3), seeded by `count`."""
     random = np.random.default_rng(count)
     return random.integers(0, 256, (count, height, width, 3), dtype=np.uint8)

@@ -1,60 +1,107 @@
-"""Export formats: ONNX, OpenVINO and torch.export."""
+"""Export formats: ONNX, OpenVINO and torch.export, verified after they are written."""
 
 import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vit.errors import ConfigError, VitError, printable
+from vit.errors import VitError
 from vit.export import export_classifier
 from vit.export.export_onnx import (
     Exported,
     Notify,
     PathLike,
     check_output_path,
-    classifier_file,
     export_onnx,
+    load_classifier,
 )
-from vit.export.export_openvino import convert
+from vit.export.export_openvino import export_openvino
 from vit.export.export_options import Options
 from vit.export.onnx_graph import difference
-from vit.weights.load_model import load_model, print_to_stderr
+from vit.export.verification import Verification, verify
+from vit.weights.load_model import print_to_stderr
 from vit.weights.safetensors_io import atomic_write
-from vit.weights.saved_model import LoadedRun
 
 
-def export_openvino(
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """An exported file and its comparison with the run.
+
+    Args:
+        run: The run, or other weights.
+        to: Format of the file.
+        precision: Arithmetic of the file.
+        exported: The files, and measurements made before they were written.
+        verification: Outputs of the file and the run on images; None for torch.export.
+    """
+
+    run: str
+    to: str
+    precision: str
+    exported: Exported
+    verification: Verification | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether file and run have the same outputs."""
+        return self.verification is None or self.verification.agrees
+
+    def lines(self) -> list[str]:
+        """Text of the report."""
+        largest = f"{self.exported.difference:.1e}"
+        lines = [f"same as torch up to {largest} of the largest value, on random inputs"]
+        if self.verification is not None:
+            lines += [*self.verification.lines(), *self.verification.complaints()]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `vit export`."""
+        files, accuracy = self.exported.files, self.exported.accuracy
+        return {
+            "run": self.run,
+            "to": self.to,
+            "precision": self.precision,
+            "files": [{"path": str(path), "bytes": size} for path, size in files],
+            "difference": self.exported.difference,
+            "accuracy": None if accuracy is None else asdict(accuracy),
+            "verification": None if self.verification is None else self.verification.to_dict(),
+        }
+
+
+def export(
     run: PathLike,
     out: PathLike,
     *,
-    overwrite: bool = False,
+    to: str | None = None,
     notify: Notify | None = print_to_stderr,
     **options: Any,
-) -> Exported:
-    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, by way of the file of ONNX.
+) -> ExportReport:
+    """Export a run and verify the file, as `vit export`.
 
     Args:
-        run, overwrite, say, options: As for `export_onnx`.
-        out: NAME.xml.
+        run, notify, options: As for `export_onnx`.
+        out: The file to write.
+        to: onnx, openvino or torch; by the suffix of `out` by default.
 
     Raises:
-        VitError: As `export_onnx`, or OpenVINO is not installed.
+        VitError: It cannot be exported, written or compared.
     """
-    asked, path = Options(**options), Path(out)
-    weights = path.with_suffix(".bin")
-    check_output_path(path, overwrite=overwrite, suffix=".xml")
-    check_output_path(weights, overwrite=overwrite, suffix=".bin")
-    loaded = _classifier(run, notify, "openvino")
-    between = path.with_suffix(".onnx")
-    with classifier_file(loaded, run, between, asked, notify=notify) as (
-        checked,
-        difference,
-        accuracy,
-    ):
-        convert(checked, path)
-    files = tuple((file, file.stat().st_size) for file in (path, weights))
-    return Exported(files, difference, accuracy)
+    suffix = Path(out).suffix.lower()
+    to = to or next((name for name, (end, _) in FORMATS.items() if end == suffix), "onnx")
+    if to not in FORMATS:
+        raise VitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
+    exported = FORMATS[to][1](run, out, notify=notify, **options)
+    return ExportReport(
+        run=os.fspath(run),
+        to=to,
+        precision=options.get("precision", "fp32"),
+        exported=exported,
+        verification=None if to == "torch" else verify(out, run=run),
+    )
 
 
 def export_torch(
@@ -67,23 +114,23 @@ def export_torch(
 ) -> Exported:
     """Write a classifier as a program of torch.export, NAME.pt2, for any number of images.
 
-    Its input is bytes (batch, height, width, 3) of the network's own size:
-    `Preprocessing.resize_and_crop` stays outside, and what it needs is in the file's extra files
-    preprocessing.json and classes.json; multi-label models also have thresholds.json.
+    The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
+    part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
+    model, thresholds.json.
 
     Args:
-        run, overwrite, say: As for `export_onnx`.
+        run, overwrite, notify: As for `export_onnx`.
         out: NAME.pt2.
-        options: Of those of `export_onnx`, tokens.
+        options: `tokens` of `export_onnx`.
 
     Raises:
         VitError: It cannot be exported or written.
     """
-    asked, path = Options(**options), Path(out)
-    asked.check_unused("a program of torch has no such choice", "tokens")
+    settings, path = Options(**options), Path(out)
+    settings.check_unused("a program of torch has no such choice", "tokens")
     check_output_path(path, overwrite=overwrite, suffix=".pt2")
-    loaded = _classifier(run, notify, "torch")
-    part = export_classifier.part_of(loaded, tokens=asked.tokens)
+    loaded = load_classifier(run, notify, "torch")
+    part = export_classifier.part_of(loaded, tokens=settings.tokens)
     batch = torch.export.Dim("batch", min=1)
     with torch.no_grad():
         program = torch.export.export(
@@ -94,35 +141,21 @@ def export_torch(
             difference(part, part.module(*x), [y.numpy() for y in computed(*x)])
             for x in part.examples
         )
-    said = {"preprocessing.json": json.dumps(loaded.preprocessing.to_dict())}
+    extra_files = {"preprocessing.json": json.dumps(loaded.preprocessing.to_dict())}
     if loaded.thresholds is not None:
-        said["thresholds.json"] = json.dumps(loaded.thresholds)
-    said["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
+        extra_files["thresholds.json"] = json.dumps(loaded.thresholds)
+    extra_files["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
 
     def save(beside: Path) -> None:
         with open(beside, "wb") as file:
-            torch.export.save(program, file, extra_files=said)
+            torch.export.save(program, file, extra_files=extra_files)
 
     atomic_write(path, save)
     return Exported(((path, path.stat().st_size),), largest)
 
 
-def _classifier(run: PathLike, notify: Notify | None, to: str) -> LoadedRun:
-    loaded = load_model(run, notify=notify)
-    if loaded.tokenizer is not None:
-        raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
-    return loaded
-
-
-TARGETS = {"onnx": export_onnx, "openvino": export_openvino, "torch": export_torch}
-
-
-def export(run: PathLike, out: PathLike, *, to: str = "onnx", **options: Any) -> Exported:
-    """Write `run` as one of TARGETS; see their functions.
-
-    Raises:
-        VitError: It cannot be done; the message says why.
-    """
-    if to not in TARGETS:
-        raise VitError(f"to={to!r}: choose one of {', '.join(TARGETS)}")
-    return TARGETS[to](run, out, **options)
+FORMATS: dict[str, tuple[str, Callable[..., Exported]]] = {
+    "onnx": (".onnx", export_onnx),
+    "openvino": (".xml", export_openvino),
+    "torch": (".pt2", export_torch),
+}

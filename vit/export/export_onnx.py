@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from vit.export.export_accuracy import Accuracy, compare
 from vit.export.export_options import MAX_DROP, OPSET, Options
 from vit.export.float16 import convert_to_float16
 from vit.export.onnx_graph import (
-    MOST_BYTES,
+    MAX_GRAPH_BYTES,
+    Part,
     check_equal,
     check_size,
     libraries,
     to_onnx,
     trace_module,
-    write,
 )
 from vit.export.quantization import quantize
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
@@ -39,89 +40,26 @@ from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun
 
-DATA = ".data"
-SMALL = 1024  # bytes of tensors that stay in the graph
-
-
-def data_beside(path: Path) -> Path:
-    """Where the weights of the graph `path` are, if they are not in it."""
-    return path.with_name(path.name + DATA)
-
-
-@contextmanager
-def staged_file(path: Path, proto: Any, *, external: bool) -> Iterator[Path]:
-    """`proto` in a folder of its own beside `path`, under the same name, checked by onnx's checker.
-
-    Args:
-        path: Where it is to be.
-        proto: An onnx.ModelProto.
-        external: Whether its weights are a file of their own.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
-    onnx, size = libraries(), sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    with explain_write_errors(path, size):
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        with explain_write_errors(path, size):
-            onnx.save_model(
-                proto,
-                folder / path.name,
-                save_as_external_data=external,
-                location=path.name + DATA,
-                size_threshold=SMALL,
-            )
-        onnx.checker.check_model(folder / path.name, full_check=True)
-        yield folder / path.name
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def publish(checked: Path, path: Path) -> tuple[tuple[Path, int], ...]:
-    """Give a staged graph its name.
-
-    A crash in between leaves no graph with the weights of another one.
-
-    Returns:
-        What was written, and its bytes.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
-    old, new = data_beside(path), data_beside(checked)
-    written = []
-    if old.exists() or new.exists():
-        with explain_write_errors(path):
-            path.unlink(missing_ok=True)
-    if new.exists():
-        written.append((old, new.stat().st_size))
-        atomic_write(old, new.replace)
-    elif old.exists():
-        with explain_write_errors(old):
-            old.unlink()
-    written.insert(0, (path, checked.stat().st_size))
-    atomic_write(path, checked.replace)
-    return tuple(written)
-
-
 PathLike = str | os.PathLike[str]
 Notify = Callable[[str], object]
 
 SUFFIX = ".onnx"
+DATA = ".data"
 DECODER = ".decoder"
+SMALL_BYTES = 1024
+"""Tensors up to this size stay in the graph if the weights are external data."""
 TOLERANCES = {"fp32": 1e-4, "fp16": 0.02, "int8": float("inf")}
-"""Largest difference to torch on noise; int8 is judged by what it says of images."""
+"""Largest difference to torch on random images; of int8 only the accuracy is checked."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Files that were written.
 
     Args:
-        files: Their paths and their sizes in bytes.
-        difference: Largest difference to torch on noise, as a share of the largest value.
-        accuracy: Of the file and of the run, where there were images for that.
+        files: Paths and sizes in bytes.
+        difference: Largest difference to torch on random inputs, as a share of the largest value.
+        accuracy: Accuracy of file and run, if there are validation images.
     """
 
     files: tuple[tuple[Path, int], ...]
@@ -140,33 +78,42 @@ def export_onnx(
     """Write a run as ONNX: a classifier as one file, a captioner as two.
 
     Args:
-        run: Its folder, or of a classifier any other source of weights with a head.
+        run: A run folder, or of a classifier any other source of weights with a head.
         out: NAME.onnx; the decoder of a captioner becomes NAME.decoder.onnx beside it.
         overwrite: Replace files that exist.
-        say: Told what was assumed of weights and found about data; None to hear nothing.
+        notify: Called with notes on weights and data, if not None.
         options: The fields of `vit.export.export_options.Options`; a captioner takes none.
 
     Raises:
-        ConfigError: The run has what cannot be exported, or an option is impossible.
-        RunError: The run or the place to write cannot be used.
-        VitError: A library is missing, a graph does not compute what torch does, or the file
-            loses more than `max_drop`.
+        ConfigError: The run has a setting that cannot be exported, or an option is impossible.
+        RunError: The run or the output folder cannot be used.
+        VitError: A library is missing, the graph differs from torch, or the file loses more
+            accuracy than `max_drop`.
     """
-    asked, path = Options(**options), Path(out)
+    settings, path = Options(**options), Path(out)
     check_output_path(path, overwrite=overwrite)
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is None:
-        with classifier_file(
-            loaded, run, path, asked, notify=notify, overwrite=overwrite
-        ) as built_graph:
-            checked, difference, accuracy = built_graph
-            return Exported(publish(checked, path), difference, accuracy)
-    asked.check_unused("a captioner is exported in fp32 with its usual outputs", "precision")
-    if asked.precision != "fp32":
+        with classifier_file(loaded, run, path, settings, notify=notify, overwrite=overwrite) as (
+            staged,
+            difference,
+            accuracy,
+        ):
+            return Exported(publish(staged, path), difference, accuracy)
+    settings.check_unused("a captioner is exported in fp32 with its usual outputs", "precision")
+    if settings.precision != "fp32":
         raise ConfigError(
-            f"precision={asked.precision!r}: a captioner is exported in fp32; leave it out"
+            f"precision={settings.precision!r}: a captioner is exported in fp32; leave it out"
         )
-    return _captioner(loaded, printable(run), path, overwrite=overwrite)
+    return _export_captioner(loaded, printable(run), path, overwrite=overwrite)
+
+
+def load_classifier(run: PathLike, notify: Notify | None, to: str) -> LoadedRun:
+    """Load a run for a format that captioners cannot be written to."""
+    loaded = load_model(run, notify=notify)
+    if loaded.tokenizer is not None:
+        raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
+    return loaded
 
 
 @contextmanager
@@ -174,78 +121,76 @@ def classifier_file(
     run: LoadedRun,
     source: PathLike,
     path: Path,
-    asked: Options,
+    options: Options,
     *,
     notify: Notify | None,
     overwrite: bool = True,
 ) -> Iterator[tuple[Path, float, Accuracy | None]]:
-    """A checked file that is still without its name, its difference to torch, and its accuracy.
+    """A checked ONNX file under a temporary name, its difference to torch, and its accuracy.
 
     Args:
         run: The network.
-        source: Where it comes from.
-        path: What the file is to be called.
-        asked: How it is made.
-        say: Told notes on the data.
-        overwrite: Whether weights that lie beside `path` may be replaced.
+        source: Where it was loaded from.
+        path: The final name of the file.
+        options: Export options.
+        notify: Called with notes on the data, if not None.
+        overwrite: Whether external data beside `path` may be replaced.
 
     Raises:
         VitError: As `export_onnx`.
     """
-    hear = notify or (lambda _line: None)
-    part = export_classifier.part_of(run, tokens=asked.tokens)
-    external = asked.external_data or sum(x.nbytes for x in run.model.parameters()) > MOST_BYTES
+    notify = notify or (lambda _line: None)
+    part = export_classifier.part_of(run, tokens=options.tokens)
+    size = sum(parameter.nbytes for parameter in run.model.parameters())
+    external = options.external_data or size > MAX_GRAPH_BYTES
     if external and data_beside(path).exists() and not overwrite:
         name = printable(data_beside(path))
         raise RunError(f"{name} exists; choose another name, or add --overwrite")
     samples = validation_samples(
-        source, asked.measured_on, run.classes, hear, thresholds=run.thresholds
+        source, options.measured_on, run.classes, notify, thresholds=run.thresholds
     )
-    images = calibration_images(asked, run.classes, samples)
-    proto = built_graph(part, run, source, asked, images)
-    with staged_file(path, proto, external=external) as checked:
-        session = OnnxSession(checked)
-        tolerance = TOLERANCES[asked.precision]
+    images = calibration_images(options, run.classes, samples)
+    proto = build_classifier(part, run, source, options, images)
+    with staged_file(path, proto, external=external) as staged:
+        session = OnnxSession(staged)
+        tolerance = TOLERANCES[options.precision]
         difference = export_classifier.check_images(part, session, run.preprocessing, tolerance)
         accuracy = compare(run, session, samples) if samples else None
         if accuracy is not None:
-            hear(accuracy.line())
-            drop = MAX_DROP if asked.max_drop is None else asked.max_drop
+            notify(accuracy.line())
+            drop = MAX_DROP if options.max_drop is None else options.max_drop
             accuracy.check(drop, str(path))
-        yield checked, difference, accuracy
+        yield staged, difference, accuracy
 
 
-def built_graph(
-    part: Any, run: LoadedRun, source: PathLike, asked: Options, images: SampleImages
+def build_classifier(
+    part: Part, run: LoadedRun, source: PathLike, options: Options, images: SampleImages
 ) -> Any:
-    """The whole graph in the precision that was asked for, as an onnx.ModelProto."""
-    opset = asked.opset or OPSET
+    """The whole graph in the requested precision, as an onnx.ModelProto."""
+    onnx, opset = libraries(), options.opset or OPSET
     proto = trace_module(part, opset)
-    if asked.precision == "fp16":
+    if options.precision == "fp16":
         proto = convert_to_float16(proto)
-    export_classifier.with_pixels(proto, run.preprocessing)
+    export_classifier.prepend_preprocessing(proto, run.preprocessing)
     metadata = export_classifier.metadata_of(
-        run, printable(source), precision=asked.precision, opset=opset
+        run, printable(source), precision=options.precision, opset=opset
     )
-    onnx = libraries()
-    if asked.precision == "int8":
+    if options.precision == "int8":
         check_size(part)
         onnx.checker.check_model(proto, full_check=True)
-        content = quantize(proto.SerializeToString(), images, dynamic=asked.dynamic)
+        content = quantize(proto.SerializeToString(), images, dynamic=options.dynamic)
         proto = onnx.load_from_string(content)
         metadata["opset"] = str(next(x.version for x in proto.opset_import if not x.domain))
-        metadata["calibration"] = json.dumps(
-            {"dynamic": True}
-            if asked.dynamic
-            else {"dynamic": False, "data": printable(asked.calibration), "samples": len(images)},
-            ensure_ascii=False,
-        )
+        calibration: dict[str, Any] = {"dynamic": options.dynamic}
+        if not options.dynamic:
+            calibration |= {"data": printable(options.calibration), "samples": len(images)}
+        metadata["calibration"] = json.dumps(calibration, ensure_ascii=False)
     onnx.helper.set_model_props(proto, dict(sorted(metadata.items())))
     return proto
 
 
-def _captioner(run: LoadedRun, source: str, path: Path, *, overwrite: bool) -> Exported:
-    paths = {"encoder": path, "decoder": decoder_beside(path)}
+def _export_captioner(run: LoadedRun, source: str, path: Path, *, overwrite: bool) -> Exported:
+    paths = {"encoder": path, "decoder": path.with_name(f"{path.stem}{DECODER}{path.suffix}")}
     check_output_path(paths["decoder"], overwrite=overwrite)
     parts, metadata = export_captioner.parts_of(run), export_captioner.metadata_of(run, source)
     for part in parts:
@@ -256,18 +201,74 @@ def _captioner(run: LoadedRun, source: str, path: Path, *, overwrite: bool) -> E
         difference = max(difference, check_equal(part, content))
         contents[part.name] = content
     for name, content in contents.items():
-        write(paths[name], content)
+        atomic_write(paths[name], partial(Path.write_bytes, data=content), len(content))
     sizes = tuple((paths[name], len(content)) for name, content in contents.items())
     return Exported(sizes, difference)
 
 
-def decoder_beside(path: Path) -> Path:
-    """Where the decoder of the encoder `path` is."""
-    return path.with_name(f"{path.stem}{DECODER}{path.suffix}")
+def data_beside(path: Path) -> Path:
+    """The external data of the graph `path`, if it has any."""
+    return path.with_name(path.name + DATA)
+
+
+@contextmanager
+def staged_file(path: Path, proto: Any, *, external: bool) -> Iterator[Path]:
+    """Write `proto` into a temporary folder beside `path`, under the same name, and check it.
+
+    Args:
+        path: The final path.
+        proto: An onnx.ModelProto.
+        external: Whether its weights become external data.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    onnx, size = libraries(), sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
+    with explain_write_errors(path, size):
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        with explain_write_errors(path, size):
+            onnx.save_model(
+                proto,
+                folder / path.name,
+                save_as_external_data=external,
+                location=path.name + DATA,
+                size_threshold=SMALL_BYTES,
+            )
+        onnx.checker.check_model(folder / path.name, full_check=True)
+        yield folder / path.name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(staged: Path, path: Path) -> tuple[tuple[Path, int], ...]:
+    """Move a staged graph and its external data to `path`.
+
+    A crash in between leaves no graph with the weights of another one.
+
+    Returns:
+        The files and their sizes in bytes.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    old, new = data_beside(path), data_beside(staged)
+    written = [(path, staged.stat().st_size)]
+    if old.exists() or new.exists():
+        with explain_write_errors(path):
+            path.unlink(missing_ok=True)
+    if new.exists():
+        written.append((old, new.stat().st_size))
+        atomic_write(old, new.replace)
+    elif old.exists():
+        with explain_write_errors(old):
+            old.unlink()
+    atomic_write(path, staged.replace)
+    return tuple(written)
 
 
 def check_output_path(path: Path, *, overwrite: bool, suffix: str = SUFFIX) -> None:
-    """Refuse, before any work is done, a file that could not be written at the end.
+    """Check, before any work is done, that `path` can be written.
 
     Raises:
         RunError: It has another suffix, exists and `overwrite` is off, or its folder is missing.

@@ -1,7 +1,7 @@
 """OpenVINO export: an ONNX file converted to NAME.xml and NAME.bin.
 
-The graph keeps its precision and metadata, and its outputs are compared with onnxruntime's before
-the files get their names.
+Precision and metadata are kept. Outputs are compared with onnxruntime's before the files get their
+names.
 """
 
 import os
@@ -15,22 +15,65 @@ from typing import Any
 import numpy as np
 
 from vit.errors import RunError, VitError, WeightsError, printable
+from vit.export.export_onnx import (
+    Exported,
+    Notify,
+    PathLike,
+    check_output_path,
+    classifier_file,
+    load_classifier,
+)
+from vit.export.export_options import Options
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
+from vit.weights.load_model import print_to_stderr
 from vit.weights.safetensors_io import atomic_write
 
 SUFFIX, WEIGHTS = ".xml", ".bin"
 TOLERANCES = {"fp32": 2e-2, "fp16": 3e-2, "int8": 8e-2}
-"""Largest difference to onnxruntime by precision, of probabilities; as a share of the largest
-value where that is more than 1. OpenVINO fits images in float32 where the graph says float64, and
-rounds some bytes to the other side; so it is with activations in 8 bits."""
+"""Largest difference of an output to onnxruntime's by precision, as a share of the largest value
+(at least 1). OpenVINO resizes images in float32 where the graph has float64, so some bytes are
+rounded the other way, and so are activations in 8 bits."""
 REMEDIES = {
     "int8": "; where a CPU has no VNNI, OpenVINO's int8 products overflow: make the file on one "
     "that has it, or as .onnx"
 }
-"""What may be done about a difference, by precision."""
+"""Advice in the error about a difference, by precision."""
 SIZES = ((1, 40, 61), (2, 150, 90), (5, 33, 33))
-"""Numbers, heights and widths of images of noise that are compared."""
+"""Batch size, height and width of the random images that are compared."""
+
+
+def export_openvino(
+    run: PathLike,
+    out: PathLike,
+    *,
+    overwrite: bool = False,
+    notify: Notify | None = print_to_stderr,
+    **options: Any,
+) -> Exported:
+    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, converted from its ONNX file.
+
+    Args:
+        run, overwrite, notify, options: As for `export_onnx`.
+        out: NAME.xml.
+
+    Raises:
+        VitError: As `export_onnx`, or OpenVINO is not installed.
+    """
+    settings, path = Options(**options), Path(out)
+    weights = path.with_suffix(WEIGHTS)
+    check_output_path(path, overwrite=overwrite, suffix=SUFFIX)
+    check_output_path(weights, overwrite=overwrite, suffix=WEIGHTS)
+    loaded = load_classifier(run, notify, "openvino")
+    between = path.with_suffix(".onnx")
+    with classifier_file(loaded, run, between, settings, notify=notify) as (
+        checked,
+        difference,
+        accuracy,
+    ):
+        convert(checked, path)
+    files = tuple((file, file.stat().st_size) for file in (path, weights))
+    return Exported(files, difference, accuracy)
 
 
 def convert(
@@ -39,20 +82,20 @@ def convert(
     *,
     images: Sequence[Array] | None = None,
 ) -> float:
-    """Write the ONNX file `graph` as `out`, NAME.xml, and NAME.bin beside it.
+    """Convert the ONNX file `graph` to `out`, NAME.xml, and NAME.bin beside it.
 
     Args:
-        graph: The file, or its bytes; its metadata say its precision.
-        out: NAME.xml; files of these names are replaced.
-        images: That both are compared on, uint8 (height, width, 3); noise when left out.
+        graph: The file, or its bytes; its metadata have its precision.
+        out: NAME.xml; existing files are replaced.
+        images: Images to compare both engines on, uint8 (height, width, 3); noise by default.
 
     Returns:
-        The largest difference to onnxruntime, as TOLERANCES counts it.
+        The largest difference to onnxruntime, as TOLERANCES measures it.
 
     Raises:
         RunError: `out` has another suffix, or cannot be written.
         WeightsError: `graph` is no usable ONNX file.
-        VitError: OpenVINO is not installed, or computes something else.
+        VitError: OpenVINO is not installed, or its outputs differ.
     """
     path = Path(out)
     if path.suffix != SUFFIX:
@@ -65,34 +108,30 @@ def convert(
         difference = _difference(graph, beside, images)
         # the weights first: an older .xml then says that they are not its own
         for suffix in (WEIGHTS, SUFFIX):
-            built_graph = beside.with_suffix(suffix)
-            copied = partial(shutil.copyfile, built_graph)
-            atomic_write(path.with_suffix(suffix), copied, built_graph.stat().st_size)
+            source = beside.with_suffix(suffix)
+            copy = partial(shutil.copyfile, source)
+            atomic_write(path.with_suffix(suffix), copy, source.stat().st_size)
     return difference
 
 
 def _save(model: Any, path: Path) -> None:
-    """Write both files; the first says of which bytes the second one is."""
+    """Write both files; the .xml holds the digest of the .bin."""
     import openvino
 
     weights = path.with_suffix(WEIGHTS)
     openvino.save_model(model, path, compress_to_fp16=False)
-    found = runtime.file_sha256(weights)
-    model.set_rt_info(found, [*runtime.DIGEST_KEY])
+    digest = runtime.file_sha256(weights)
+    model.set_rt_info(digest, [*runtime.DIGEST_KEY])
     openvino.save_model(model, path, compress_to_fp16=False)
-    if runtime.file_sha256(weights) != found:
+    if runtime.file_sha256(weights) != digest:
         raise VitError("OpenVINO writes the same weights as other bytes; nothing was written")
 
 
 def _difference(
-    graph: str | os.PathLike[str] | bytes, built_graph: Path, input_images: Sequence[Array] | None
+    graph: str | os.PathLike[str] | bytes, converted: Path, input_images: Sequence[Array] | None
 ) -> float:
-    """Largest difference of both engines.
-
-    Raises:
-        VitError: It is more than TOLERANCES allow, or a name or shape differs.
-    """
-    ours, theirs = runtime.OpenVINOSession(built_graph), OnnxSession(graph)
+    """Largest difference of both engines; raises VitError if it exceeds TOLERANCES."""
+    ours, theirs = runtime.OpenVINOSession(converted), OnnxSession(graph)
     if (ours.inputs, ours.outputs) != (theirs.inputs, theirs.outputs):
         raise VitError("OpenVINO names other inputs or outputs; nothing was written")
     precision = theirs.metadata.get("precision", "fp32")
@@ -121,7 +160,7 @@ def _difference(
 
 
 def _noise(axes: Sequence[int | None]) -> Iterator[Array]:
-    """Images of SIZES, where the graph takes any."""
+    """Random images of SIZES; fixed axes of the graph keep their size."""
     for number, size in enumerate(SIZES):
         shape = [own or wanted for own, wanted in zip(axes, (*size, 3), strict=True)]
         random = np.random.default_rng(number)

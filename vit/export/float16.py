@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from vit.errors import ConfigError, VitError, printable
-from vit.export.onnx_graph import MOST_BYTES, libraries
+from vit.export.onnx_graph import MAX_GRAPH_BYTES, libraries
 
 KEPT = (
     *("LayerNormalization", "RMSNormalization", "Softmax"),
@@ -66,10 +66,10 @@ def check_range(proto: Any) -> None:
     onnx = libraries()
     floats = [x for x in proto.graph.initializer if x.data_type == onnx.TensorProto.FLOAT]
     size = sum(len(x.raw_data) for x in floats)
-    if size > MOST_BYTES:
+    if size > MAX_GRAPH_BYTES:
         raise ConfigError(
             f"precision='fp16': the network has {size / 1e9:.2f} GB of weights, and less than "
-            f"{MOST_BYTES / 1e9:.2f} can be converted; choose fp32"
+            f"{MAX_GRAPH_BYTES / 1e9:.2f} can be converted; choose fp32"
         )
     for tensor in floats:
         largest = float(np.abs(onnx.numpy_helper.to_array(tensor)).max(initial=0.0))

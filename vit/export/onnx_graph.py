@@ -1,13 +1,12 @@
-"""Conversion of a torch module to an ONNX graph that is verified to compute the same.
+"""ONNX graphs: traced from a torch module, compared with it, and edited.
 
 Attention is decomposed into the operators that inference engines optimise best. The graph contains
 no path of the machine that wrote it.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,22 @@ from torch import Tensor, nn
 from vit.errors import ConfigError, VitError, printable
 from vit.exported.onnx_session import LIBRARIES, Array, OnnxSession
 from vit.model.attention import apply_mask, weighted_values
-from vit.weights.safetensors_io import atomic_write
 
 
 def decomposed_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """`vit.model.attention.dot_product_attention` of plain operators, for torch.onnx.
+    """`vit.model.attention.dot_product_attention` with plain operators, for torch.onnx.
 
-    It writes torch's own function as a dozen operators, which hide from quantisation that keys are
-    only rotated.
+    torch exports its own function as a dozen operators, which quantisation cannot match.
     """
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     return weighted_values(apply_mask(scores, mask).softmax(dim=-1), value, dropout=dropout)
 
 
 OPSET = 18
-MOST_BYTES = 2**31 - 2**26
-"""A protobuf message holds less than 2 GiB; the nodes beside the weights take some of it."""
+MAX_GRAPH_BYTES = 2**31 - 2**26
+"""Weights in one file: a protobuf message holds less than 2 GiB, and the nodes take some."""
 TOLERANCE = 1e-4
 """Largest difference to torch, as a share of the largest value (of at least 1) of an output."""
 
@@ -43,15 +40,15 @@ Axes = Mapping[str, Mapping[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One graph that is to be written.
+    """A module to export as one graph.
 
     Args:
-        name: What people call it.
-        module: Takes tensors, gives a tuple of tensors; in evaluation mode, on the CPU.
-        inputs: Of each input in order, its axes of any length and their names.
-        outputs: The same of each output.
-        examples: Inputs on which both must agree; the first is traced, and its axes of any length
-            have at least 2 elements, because torch takes a length of 0 or 1 for fixed.
+        name: Name in messages.
+        module: Maps tensors to a tuple of tensors; in evaluation mode, on the CPU.
+        inputs: Dynamic axes of each input, in order, with their names.
+        outputs: Dynamic axes of each output.
+        examples: Inputs for the comparison; the first one is traced, with at least 2 elements
+            along dynamic axes, because torch takes a length of 0 or 1 for fixed.
     """
 
     name: str
@@ -62,17 +59,13 @@ class Part:
 
 
 def check_size(part: Part) -> None:
-    """Refuse what one ONNX file cannot hold.
-
-    Raises:
-        ConfigError: The weights take 2 GB or more.
-    """
+    """Raise ConfigError if the weights take 2 GB or more, which one ONNX file cannot hold."""
     tensors = [*part.module.parameters(), *part.module.buffers()]
     size = sum(tensor.nbytes for tensor in tensors)
-    if size > MOST_BYTES:
+    if size > MAX_GRAPH_BYTES:
         raise ConfigError(
             f"the {part.name} has {size / 1e9:.2f} GB of weights, and one ONNX file holds less "
-            f"than {MOST_BYTES / 1e9:.2f}; export a smaller network"
+            f"than {MAX_GRAPH_BYTES / 1e9:.2f}; export a smaller network"
         )
 
 
@@ -91,11 +84,7 @@ def to_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
 
 
 def libraries() -> Any:
-    """The library onnx, where it and what torch needs beside it are installed.
-
-    Raises:
-        VitError: One is not.
-    """
+    """The library onnx; raises VitError if it or onnxscript is not installed."""
     try:
         import onnx
         import onnxscript  # noqa: F401 - torch needs it
@@ -141,21 +130,21 @@ def trace_module(part: Part, opset: int) -> Any:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What led to `error`; torch wraps it in advice for its own developers."""
+    """The cause of `error`, which torch wraps in advice for its developers."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _tidy(proto: Any, part: Part) -> None:
-    """Name the axes of any length; leave out stack traces, which hold paths of this machine."""
+    """Name the dynamic axes; remove stack traces, which have paths of this machine."""
     for value in (*proto.graph.input, *proto.graph.output):
         axes = {**part.inputs, **part.outputs}[value.name]
         for place, dim in enumerate(value.type.tensor_type.shape.dim):
             assert dim.HasField("dim_param") == (place in axes), f"{value.name}, axis {place}"
             if place in axes:
                 dim.dim_param = axes[place]
-    del proto.graph.value_info[:]  # they know the axes by other names
+    del proto.graph.value_info[:]  # with other names of the axes
     del proto.metadata_props[:]
     for item in (proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
         del item.metadata_props[:]
@@ -164,11 +153,7 @@ def _tidy(proto: Any, part: Part) -> None:
 
 
 def check_equal(part: Part, content: bytes) -> float:
-    """Largest difference of the graph to torch on the examples, as TOLERANCE counts it.
-
-    Raises:
-        VitError: It is more than TOLERANCE, or a shape differs.
-    """
+    """Largest difference of the graph to torch on the examples; see `difference`."""
     session, largest = OnnxSession(content), 0.0
     for example in part.examples:
         arrays = {name: x.numpy() for name, x in zip(part.inputs, example, strict=True)}
@@ -181,16 +166,16 @@ def check_equal(part: Part, content: bytes) -> float:
 def difference(
     part: Part, expected: Sequence[Tensor], found: Sequence[Array], tolerance: float | None = None
 ) -> float:
-    """Largest difference of an answer to torch's, as a share of the largest value (at least 1).
+    """Largest difference of outputs to torch's, as a share of the largest value (at least 1).
 
     Args:
-        part: Whose outputs they are.
-        expected: Of torch.
-        found: Of the graph.
-        tolerance: What is allowed; TOLERANCE when left out.
+        part: The exported module.
+        expected: Outputs of torch.
+        found: Outputs of the graph.
+        tolerance: Largest allowed difference; TOLERANCE by default.
 
     Raises:
-        VitError: It is more, or a shape differs.
+        VitError: The difference is larger, or a shape differs.
     """
     largest, allowed = 0.0, TOLERANCE if tolerance is None else tolerance
     for name, ours, theirs in zip(part.outputs, expected, found, strict=True):
@@ -215,10 +200,91 @@ def difference(
     return largest
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a graph beside its place, then rename it.
+FLOAT = 1  # of onnx.TensorProto
+MOVES = ("Reshape", "Transpose")
+"""Operators that move elements without changing them."""
 
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
+
+class Graph:
+    """Editor of an onnx.ModelProto: producers and consumers of tensors, and constants by name.
+
+    Args:
+        content: The serialized graph.
     """
-    atomic_write(path, lambda beside: beside.write_bytes(content), len(content))
+
+    def __init__(self, content: bytes) -> None:
+        self.proto = libraries().load_from_string(content)
+        self.constants = {value.name: value for value in self.proto.graph.initializer}
+        self.nodes: list[Any] = [*self.proto.graph.node]
+        self.index()
+
+    def index(self) -> None:
+        """Update producers and consumers after a change of the nodes."""
+        self.producers = {name: node for node in self.nodes for name in node.output}
+        self.consumers: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            for name in (
+                *node.input,
+                *(name for child in inner_nodes(node) for name in child.input),
+            ):
+                self.consumers.setdefault(name, []).append(node)
+        for value in self.proto.graph.output:
+            self.consumers.setdefault(value.name, []).append(None)
+
+    def producer(self, name: str, kind: str) -> Any:
+        """The node of `kind` that produces `name`, or None."""
+        node = self.producers.get(name)
+        return node if node is not None and node.op_type == kind else None
+
+    def only_consumer(self, name: str) -> Any:
+        """The node that reads `name`, if it is the only one and reads it once; else None."""
+        consumers = self.consumers.get(name, [])
+        return consumers[0] if len(consumers) == 1 else None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a float32 constant; None for other tensors."""
+        value = self.constants.get(name)
+        return None if value is None or value.data_type != FLOAT else tuple(value.dims)
+
+    def array(self, name: str) -> Array:
+        """Value of a constant."""
+        value: Array = libraries().numpy_helper.to_array(self.constants[name])
+        return value
+
+    def constant(self, name: str, value: Array) -> str:
+        """Add a constant; returns its name."""
+        self.constants[name] = libraries().numpy_helper.from_array(
+            np.ascontiguousarray(value), name
+        )
+        return name
+
+    def finish(self, metadata: dict[str, str]) -> bytes:
+        """The serialized graph with `metadata`, checked, without unused constants."""
+        graph = self.proto.graph
+        del graph.node[:], graph.initializer[:], graph.value_info[:]
+        graph.node.extend(self.nodes)
+        self.index()
+        graph.initializer.extend(x for name, x in self.constants.items() if name in self.consumers)
+        libraries().helper.set_model_props(self.proto, dict(sorted(metadata.items())))
+        libraries().checker.check_model(self.proto, full_check=True)
+        content: bytes = self.proto.SerializeToString()
+        return content
+
+
+def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> Any:
+    """A node, named after its first output."""
+    return libraries().helper.make_node(kind, inputs, outputs, name=outputs[0], **attributes)
+
+
+def inner_nodes(node: Any) -> Iterator[Any]:
+    """Nodes of the subgraphs of `node`, at any depth."""
+    for attribute in node.attribute:
+        for child in attribute.g.node:
+            yield child
+            yield from inner_nodes(child)
+
+
+def attribute(node: Any, name: str) -> Any:
+    """Value of an attribute, or None."""
+    values = {value.name: value for value in node.attribute}
+    return libraries().helper.get_attribute_value(values[name]) if name in values else None

@@ -6,48 +6,169 @@ Pillow resizes in two passes, first along the rows, each rounded to bytes:
     w_ij     = filter((j + 1/2 - centre_i) / max(scale, 1)),  as shares of their sum over j
     y_i      = floor(sum of round(2^22 w_ij) x_j / 2^22 + 1/2), at least 0 and at most 255
 
-The same is done here, to the last bit wherever the graph is computed in the types that it says:
-places and weights in float64, the sums in float32. A float32 holds integers up to 2^24 exactly, so
-a weight is summed as two numbers of 11 bits. In half precision the places are wrong.
+The graph computes the same, bit by bit if the engine keeps its types: positions and weights in
+float64, sums in float32. A float32 holds integers up to 2^24 exactly, so a weight is summed as two
+numbers of 11 bits. Half precision is too coarse for the positions.
 
-Only pixels of the crop are computed. They come in groups of neighbours, for each of which the part
-of the image that it looks at is copied and multiplied by a small matrix.
+Only the pixels of the crop are computed, in groups of neighbours: the window of the image that a
+group depends on is gathered and multiplied by a small matrix.
 
-Pillow 13 begins with the columns where an image gets lower by more than twice what it gets
-narrower, and so does this; earlier ones do not.
+Like Pillow 13, the columns come first if the height shrinks by more than twice as many pixels as
+the width.
 
-The operator Resize, with antialias=1, is not used: OpenVINO computes it without (2026.4), and
-onnxruntime rounds another way.
+The operator Resize with antialias=1 is not used: OpenVINO ignores antialias (2026.4), and
+onnxruntime rounds differently.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from vit.data.preprocessing import MAX_RESIZED_PIXELS, Preprocessing
-from vit.export.onnx_builder import Nodes, Value
+from vit.export.onnx_graph import libraries
+
+Number = int | float
 
 PREFIX = "pixels/"
-"""Of all names of nodes and tensors here."""
+"""Prefix of the names of all nodes and tensors."""
 FITTED = f"{PREFIX}fitted"
 """Name of the result."""
-ONE = 1 << 22  # what a weight of 1 is
+ONE = 1 << 22  # a weight of 1 in fixed point
 HALF = 1 << 11
 GROUP = 16
 SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}
-SMALLEST = 1e-9  # stands for the sum of no weights, of neighbours that are cut off
+SMALLEST = 1e-9  # replaces a sum of no weights, of pixels that are cut off
 
 
-def fitting(preprocessing: Preprocessing) -> Nodes:
-    """Nodes from `images` to `FITTED`.
+class Nodes:
+    """Builder of a graph: its nodes and constants.
 
-    images: uint8, (batch, any height, any width, 3); result: uint8, (batch, height, width, 3).
+    Args:
+        prefix: Prefix of all names.
+        constants: Constants of the enclosing graph, which new ones are added to.
+    """
+
+    def __init__(self, prefix: str, constants: dict[bytes, Any] | None = None) -> None:
+        self.prefix = prefix
+        self.onnx = libraries()
+        self.nodes: list[Any] = []
+        self.constants: dict[bytes, Any] = {} if constants is None else constants
+
+    def add(
+        self, operator: str, *inputs: "Value", kind: DTypeLike, name: str = "", **settings: Any
+    ) -> "Value":
+        """Add a node of an ONNX operator with attributes `settings`; returns its output.
+
+        Args:
+            operator: Name of the operator.
+            inputs: Its inputs.
+            kind: Type of the output.
+            name: Name of the output; numbered by default.
+            settings: Attributes.
+        """
+        label = f"{self.prefix}{len(self.nodes)}_{operator}"
+        output = name or label
+        names = [value.name for value in inputs]
+        self.nodes.append(
+            self.onnx.helper.make_node(operator, names, [output], name=label, **settings)
+        )
+        return Value(self, output, kind)
+
+    def constant(self, value: Number | Sequence[int] | NDArray[Any], kind: DTypeLike) -> "Value":
+        """A constant; equal ones are stored once."""
+        array = np.asarray(value, kind)
+        found = self.onnx.numpy_helper.from_array(array)
+        known = self.constants.setdefault(found.SerializeToString(), found)
+        known.name = known.name or f"{self.prefix}constant_{len(self.constants)}"
+        return Value(self, known.name, kind)
+
+    def as_graph(self, result: "Value", shape: Sequence[str | int]) -> Any:
+        """The subgraph of a branch, which reads the tensors of the enclosing graph."""
+        code = self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(result.kind))
+        output = self.onnx.helper.make_tensor_value_info(result.name, code, shape)
+        return self.onnx.helper.make_graph(self.nodes, self.prefix.strip("/"), [], [output])
+
+
+class Value:
+    """A tensor of the graph, with Python's operators; numbers become constants of its type.
+
+    Args:
+        nodes: Builder that operators add nodes to.
+        name: Name of the tensor.
+        kind: Type of the tensor.
+    """
+
+    def __init__(self, nodes: Nodes, name: str, kind: DTypeLike) -> None:
+        self.nodes, self.name, self.kind = nodes, name, kind
+
+    def op(self, operator: str, *others: "Value | Number", **settings: Any) -> "Value":
+        """Output of `operator` on this and `others`, in the type of this."""
+        inputs = [self.of(other) for other in others]
+        return self.nodes.add(operator, self, *inputs, kind=self.kind, **settings)
+
+    def of(self, number: "Value | Number") -> "Value":
+        """A number as a constant in the type of this; a tensor unchanged."""
+        return number if isinstance(number, Value) else self.nodes.constant(number, self.kind)
+
+    def cast(self, kind: DTypeLike) -> "Value":
+        """Cast to another type."""
+        code = self.nodes.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+        return self.nodes.add("Cast", self, kind=kind, to=code)
+
+    def compare(self, operator: str, other: "Value | Number") -> "Value":
+        """Boolean output of the comparison `operator`."""
+        return self.nodes.add(operator, self, self.of(other), kind=np.bool_)
+
+    def where(self, yes: "Value", no: "Value | Number") -> "Value":
+        """`yes` where this is true, `no` elsewhere."""
+        return self.nodes.add("Where", self, yes, yes.of(no), kind=yes.kind)
+
+    def reshape(self, *shape: "int | Value") -> "Value":
+        """Reshape: 0 keeps an axis, -1 is inferred."""
+        sides = [
+            self.nodes.constant([side], np.int64) if isinstance(side, int) else side.unsqueeze(0)
+            for side in shape
+        ]
+        sizes = self.nodes.add("Concat", *sides, kind=np.int64, axis=0)
+        return self.nodes.add("Reshape", self, sizes, kind=self.kind)
+
+    def unsqueeze(self, axis: int) -> "Value":
+        """Insert an axis of length 1."""
+        return self.op("Unsqueeze", self.nodes.constant([axis], np.int64))
+
+    def first(self, count: int, *, axis: int) -> "Value":
+        """The first `count` elements along an axis."""
+        ends = [self.nodes.constant([x], np.int64) for x in (0, count, axis)]
+        return self.op("Slice", *ends)
+
+    def __add__(self, other: "Value | Number") -> "Value":
+        return self.op("Add", other)
+
+    def __sub__(self, other: "Value | Number") -> "Value":
+        return self.op("Sub", other)
+
+    def __mul__(self, other: "Value | Number") -> "Value":
+        return self.op("Mul", other)
+
+    def __truediv__(self, other: "Value | Number") -> "Value":
+        return self.op("Div", other)
+
+    def __matmul__(self, other: "Value") -> "Value":
+        return self.op("MatMul", other)
+
+
+def preprocessing_nodes(preprocessing: Preprocessing) -> Nodes:
+    """Nodes that resize and crop `images`.
+
+    images: uint8, (batch, any height, any width, 3) -> FITTED: uint8, (batch, height, width, 3)
     """
     nodes = Nodes(PREFIX)
     tall, wide = axes_of(Value(nodes, "images", np.uint8), preprocessing)
-    lower, narrower = (axis.size - axis.asked for axis in (tall, wide))
-    columns_first = lower.holds("Greater", (narrower * 2).op("Max", 0))
+    lower, narrower = (axis.size - axis.resized for axis in (tall, wide))
+    columns_first = lower.compare("Greater", (narrower * 2).op("Max", 0))
     branches = {
         name: branch(nodes, f"{PREFIX}{name}/", preprocessing, columns_first=first)
         for name, first in (("then_branch", True), ("else_branch", False))
@@ -57,32 +178,32 @@ def fitting(preprocessing: Preprocessing) -> Nodes:
 
 
 def branch(outer: Nodes, prefix: str, preprocessing: Preprocessing, *, columns_first: bool) -> Any:
-    """Both passes, in one of the two orders, as a graph inside that of `outer`."""
+    """Both passes, in one of the two orders, as a subgraph of `outer`."""
     nodes = Nodes(prefix, outer.constants)
     images = Value(nodes, "images", np.uint8)
     tall, wide = axes_of(images, preprocessing)
     kind = preprocessing.interpolation
-    turned = [0, 2, 1, 3]
+    transposed = [0, 2, 1, 3]
     if columns_first:
-        x = pass_along(images.reshape(0, tall.size, -1), tall, kind)
-        x = x.reshape(0, tall.target, -1, 3).op("Transpose", perm=turned)
-        x = pass_along(x.reshape(0, wide.size, -1), wide, kind)
-        x = x.reshape(0, wide.target, -1, 3).op("Transpose", perm=turned)
+        x = resize_axis(images.reshape(0, tall.size, -1), tall, kind)
+        x = x.reshape(0, tall.target, -1, 3).op("Transpose", perm=transposed)
+        x = resize_axis(x.reshape(0, wide.size, -1), wide, kind)
+        x = x.reshape(0, wide.target, -1, 3).op("Transpose", perm=transposed)
     else:
-        x = images.op("Transpose", perm=turned)
-        x = pass_along(x.reshape(0, wide.size, -1), wide, kind)
-        x = x.reshape(0, wide.target, -1, 3).op("Transpose", perm=turned)
-        x = pass_along(x.reshape(0, tall.size, -1), tall, kind)
+        x = images.op("Transpose", perm=transposed)
+        x = resize_axis(x.reshape(0, wide.size, -1), wide, kind)
+        x = x.reshape(0, wide.target, -1, 3).op("Transpose", perm=transposed)
+        x = resize_axis(x.reshape(0, tall.size, -1), tall, kind)
     x = x.reshape(0, tall.target, wide.target, 3)
     return nodes.as_graph(x, ["batch", tall.target, wide.target, 3])
 
 
 def axes_of(images: Value, preprocessing: Preprocessing) -> tuple["Axis", "Axis"]:
-    """The columns' axis and that of the rows."""
+    """The vertical and the horizontal axis."""
     height, width = side_of(images, 1), side_of(images, 2)
     rows, cols = preprocessing.image_size
     full_height, full_width = resized(preprocessing, height, width)
-    cropped = (full_height * full_width).holds("Greater", MAX_RESIZED_PIXELS)
+    cropped = (full_height * full_width).compare("Greater", MAX_RESIZED_PIXELS)
     return Axis(height, full_height, rows, cropped), Axis(width, full_width, cols, cropped)
 
 
@@ -100,7 +221,7 @@ def resized(preprocessing: Preprocessing, height: Value, width: Value) -> tuple[
         return height.of(rows), width.of(cols)
     if rows == cols:
         long = height.op("Max", width) * rows / height.op("Min", width)
-        upright = width.holds("LessOrEqual", height)
+        upright = width.compare("LessOrEqual", height)
         return upright.where(long, rows), upright.where(height.of(rows), long)
     sides = height.cast(np.float64), width.cast(np.float64)
     ratio = (sides[0] / rows).op("Min", sides[1] / cols)
@@ -109,18 +230,18 @@ def resized(preprocessing: Preprocessing, height: Value, width: Value) -> tuple[
 
 
 class Axis:
-    """Where the pixels of the result lie along one axis of the image.
+    """Positions of the pixels of the result along one axis of the image.
 
     Args:
         size: Pixels of the image.
         full: Pixels of the whole resized image.
         target: Pixels of its crop.
-        cropped: Whether Pillow is given the crop, which it takes in float32.
+        cropped: Whether Pillow computes the crop only, whose borders it takes in float32.
     """
 
     def __init__(self, size: Value, full: Value, target: int, cropped: Value) -> None:
         self.size, self.target = size, target
-        self.asked = cropped.where(full.of(target), full)  # of Pillow
+        self.resized = cropped.where(full.of(target), full)  # by Pillow
         before = ((full - target).cast(np.float64) * 0.5).op("Round")
         ratio = size.cast(np.float64) / full.cast(np.float64)
         ends = [(edge * ratio).cast(np.float32) for edge in (before, before + target)]
@@ -129,35 +250,35 @@ class Axis:
         self.scale = cropped.where((ends[1] - ends[0]).cast(np.float64) / target, ratio)
 
     def centre(self, number: Value) -> Value:
-        """Where the pixels of these numbers have their centre in the image."""
+        """Centres of pixels in the image, by their indices in the result."""
         return (number + self.offset + 0.5) * self.scale + self.start
 
 
-def pass_along(x: Value, axis: Axis, interpolation: str) -> Value:
+def resize_axis(x: Value, axis: Axis, interpolation: str) -> Value:
     """Resize the first axis of images, bytes (batch, size, rest) -> (batch, target, rest)."""
     nodes, groups = x.nodes, -(-axis.target // GROUP)
-    evenly_spaced = axis.scale.op("Max", 1.0)
+    stretch = axis.scale.op("Max", 1.0)
     reach = SUPPORT[interpolation]
     first = nodes.constant(np.arange(groups)[:, None] * GROUP, np.float64)
-    begin = (axis.centre(first) - evenly_spaced * reach).op("Floor")
-    length = (axis.scale * (GROUP - 1.0) + evenly_spaced * (2 * reach)).op("Ceil") + 2.0
+    begin = (axis.centre(first) - stretch * reach).op("Floor")
+    length = (axis.scale * (GROUP - 1.0) + stretch * (2 * reach)).op("Ceil") + 2.0
     steps = nodes.add("Range", *(length.of(0.0), length, length.of(1.0)), kind=np.float64)
-    place = begin + steps  # (groups, window)
-    inside = place.op("Clip", place.of(0.0), axis.size.cast(np.float64) - 1.0)
-    exists = nodes.add("Equal", place, inside, kind=np.bool_).unsqueeze(1).cast(np.float64)
+    index = begin + steps  # (groups, window)
+    inside = index.op("Clip", index.of(0.0), axis.size.cast(np.float64) - 1.0)
+    exists = nodes.add("Equal", index, inside, kind=np.bool_).unsqueeze(1).cast(np.float64)
     numbers = np.arange(groups * GROUP).reshape(groups, GROUP, 1)
     centre = axis.centre(nodes.constant(numbers, np.float64))
-    distance = (place.unsqueeze(1) - centre + 0.5) * (evenly_spaced.of(1.0) / evenly_spaced)
+    distance = (index.unsqueeze(1) - centre + 0.5) * (stretch.of(1.0) / stretch)
     weights = FILTERS[interpolation](distance.op("Abs")) * exists  # (groups, GROUP, window)
     total = weights.op("ReduceSum", nodes.constant([2], np.int64), keepdims=1)
     whole = (weights / total.op("Max", SMALLEST) * float(ONE)).op("Round")
-    seen = x.op("Gather", inside.cast(np.int64), axis=1)  # (batch, groups, window, rest)
-    mixed = weighed(whole, seen).reshape(0, groups * GROUP, -1)
+    pixels = x.op("Gather", inside.cast(np.int64), axis=1)  # (batch, groups, window, rest)
+    mixed = weighted_sum(whole, pixels).reshape(0, groups * GROUP, -1)
     return mixed if groups * GROUP == axis.target else mixed.first(axis.target, axis=1)
 
 
-def weighed(weights: Value, pixels: Value) -> Value:
-    """floor(weights pixels / ONE + 1/2) as bytes, where weights are integers."""
+def weighted_sum(weights: Value, pixels: Value) -> Value:
+    """floor(weights pixels / ONE + 1/2) as bytes, for integer weights."""
     high = (weights / float(HALF)).op("Round")
     low = weights - high * float(HALF)
     floats = pixels.cast(np.float32)
@@ -175,7 +296,7 @@ def bicubic(t: Value) -> Value:
     """Keys' cubic with a = -1/2, for t >= 0."""
     near = (t * 1.5 - 2.5) * t * t + 1.0
     far = (((t - 5.0) * t + 8.0) * t - 4.0) * -0.5
-    return t.holds("Less", 1.0).where(near, t.holds("Less", 2.0).where(far, 0.0))
+    return t.compare("Less", 1.0).where(near, t.compare("Less", 2.0).where(far, 0.0))
 
 
 FILTERS = {"bilinear": bilinear, "bicubic": bicubic}

@@ -25,7 +25,7 @@ from vit.export.sample_images import comparison_images
 from vit.exported.load_exported import EXPORTED, load_exported
 from vit.paths import did_you_mean
 from vit.weights.load_model import load_model
-from vit.weights.resolve_source import locate_weights
+from vit.weights.resolve_source import SUFFIXES, locate_weights
 
 HAND, PREDICTOR = "by hand", "predictor"
 
@@ -184,32 +184,37 @@ PathLike = str | os.PathLike[str]
 
 
 def verify(
-    run: PathLike | None,
-    exported: PathLike | None = None,
+    model: PathLike,
     images: Sequence[str] | None = None,
     *,
+    run: PathLike | None = None,
     engine: str | None = None,
     batch_size: int | None = None,
     notify: Callable[[str], object] = lambda _note: None,
 ) -> Verification:
-    """Compare what a run, the predictor and an exported file say of the same images.
+    """Compare the outputs of a run, the predictor and an exported file on the same images.
 
     Args:
-        run: A run folder, or of a classifier any other source of weights with a head; the one in
-            the metadata of `exported` when left out.
-        exported: X.onnx or X.xml; the run alone is compared with the predictor when left out.
-        images: Paths; when left out up to 50 validation images of the run's data, or drawn ones
-            where there are none.
-        engine: What computes the file: onnx or openvino; by its suffix when left out.
-        batch_size: Of the runner.
-        say: Receives which images were taken.
+        model: X.onnx or X.xml; or a run folder, or of a classifier any other source of weights
+            with a head, which is compared with the predictor only.
+        images: Paths; by default up to 50 validation images of the run's data, or drawn ones if
+            there are none.
+        run: The run, or other weights, that the exported file is compared with; by default the one
+            that its metadata name.
+        engine: Engine of the file: onnx or openvino; by its suffix by default.
+        batch_size: Batch size of the engine.
+        notify: Called with a note on which images are used.
 
     Raises:
         VitError: The run, the file or the engine cannot be used.
-        DataError: No image has an answer of every way.
+        DataError: No image has an output of every implementation.
     """
+    exported = None if is_source(model) else model
+    for name, value in (("run", run), ("engine", engine)):
+        if exported is None and value is not None:
+            raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
     runner = None if exported is None else opened(exported, engine, batch_size)
-    source = source_of(exported, runner) if run is None else run
+    source = model if runner is None else run or source_of(model, runner)
     loaded = load_model(source, notify=notify)
     with comparison_images(Path(source), loaded, images, notify) as paths:
         ways = {HAND: by_reference_code(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
@@ -223,6 +228,16 @@ def verify(
         if not agrees and {*runner.classes} == {*loaded.classes}:  # by other names nothing compares
             found += diagnose(loaded, runner, paths, ways[HAND], ways[file])
         return verdict(paths, ways, precision, found)
+
+
+def is_source(model: PathLike) -> bool:
+    """Whether `model` is a run folder or another source of weights, and not an exported file."""
+    name = os.fspath(model)
+    if os.path.isdir(name) or name.lower().endswith(tuple(EXPORTED)):
+        return os.path.isdir(name)
+    if os.path.exists(name):
+        return name.lower().endswith(SUFFIXES)
+    return not name.startswith((".", "/", "~")) and ("/" in name or ":" in name)
 
 
 def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
@@ -243,14 +258,12 @@ def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Ru
     return load_exported(exported, engine=engine, batch_size=batch_size)
 
 
-def source_of(exported: PathLike | None, runner: Runner | None) -> str:
+def source_of(exported: PathLike, runner: Runner) -> str:
     """The run folder, or other source of weights, that an exported file names.
 
     Raises:
         RunError: It names none, or one that is not here.
     """
-    if exported is None or runner is None:
-        raise RunError("neither a run nor an exported file: give one of them")
     source = runner.metadata.get("source_run")
     if source is None:
         raise RunError(f"{printable(exported)} names no run; give it with --run RUN")

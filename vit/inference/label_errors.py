@@ -15,10 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.data.checks.check_listing import ListedImage
-from vit.data.checks.dataset_check import CheckReport, sort_by_severity
+from vit.data.checks.dataset_check import (
+    CheckReport,
+    Progress,
+    check_dataset,
+    sort_by_severity,
+)
 from vit.data.checks.duplicates import near_duplicate_problem
 from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import printable
 from vit.inference.predictor import Predictor
 
@@ -51,6 +57,23 @@ class Suspect(NamedTuple):
     """The class that it looks like."""
     margin: float
     """Probability of that class less that of its label."""
+
+
+def check(
+    data: str | DatasetSpec,
+    *,
+    weights: str | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    cache: bool = True,
+    progress: Progress = lambda _stage, _done, _total: None,
+    notify: Callable[[str], object] = lambda _note: None,
+) -> CheckReport:
+    """Check a dataset, as `vit check`: `check_dataset`, then `find_label_errors` with `weights`."""
+    report = check_dataset(data, workers=workers, cache=cache, progress=progress, notify=notify)
+    if weights is None:
+        return report
+    return find_label_errors(report, weights, device=device, notify=notify)
 
 
 def find_label_errors(

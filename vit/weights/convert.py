@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.data.image_io import read_image
-from vit.errors import RunError, WeightsError, printable
+from vit.data.sources import builtin_datasets
+from vit.errors import ConfigError, RunError, WeightsError, printable
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
@@ -31,12 +32,15 @@ from vit.weights.formats.timm_config import (
     timm_incompatibility,
 )
 from vit.weights.formats.timm_weights import to_timm
+from vit.weights.hub import check_repository_name, push_to_hub
 from vit.weights.load_model import (
     Source,
     build_from_state,
+    describe_source,
     numbered_classes,
     open_pretrained,
     preprocessing_or_default,
+    print_to_stderr,
 )
 from vit.weights.model_card import CARD_FILE, model_card
 from vit.weights.safetensors_io import explain_write_errors, write_tensors, write_text
@@ -111,6 +115,46 @@ def convert(
                 write_tensors(folder / name, content, {"format": "pt"})
         write_text(folder / CARD_FILE, card)
     return pretrained, lines
+
+
+def convert_model(
+    source: Source,
+    to: Library,
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    merge_tokens: int | None = None,
+    image: str | os.PathLike[str] | None = None,
+    push: str | None = None,
+    private: bool = False,
+    notify: Callable[[str], object] = print_to_stderr,
+) -> str | None:
+    """Convert `source`, compare the outputs, and upload the folder if requested: `vit convert`.
+
+    Args:
+        source, to, out, overwrite, merge_tokens: As for `convert`.
+        image: Image for the comparison; the built-in sheet of digits by default.
+        push: OWNER/NAME of a repository of the Hugging Face Hub to upload to.
+        private: Make a new repository private.
+        notify: Called with lines about the source, the conversion and the comparison.
+
+    Returns:
+        URL of the repository, if `push` is given.
+
+    Raises:
+        VitError: As `convert` and `check_parity`, or the upload fails.
+    """
+    if push:
+        check_repository_name(push)
+    elif private:
+        raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
+    image = image or Path(builtin_datasets.__file__).parent / "digits.png"
+    read_image(str(image))  # an error comes before anything is written
+    pretrained, lines = convert(source, to, out, overwrite=overwrite, merge_tokens=merge_tokens)
+    lines = [*describe_source(source, pretrained), *lines]
+    for line in (*lines, *check_parity(pretrained, Path(out), to, image)):
+        notify(line)
+    return push_to_hub(Path(out), push, private=private) if push else None
 
 
 def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -> list[str]:

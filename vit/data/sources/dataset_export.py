@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -27,9 +28,9 @@ from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
-from vit.data.sources.dataset_spec import SPLIT_NAMES
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
-from vit.errors import BadImage, DataError, printable
+from vit.errors import BadImage, ConfigError, DataError, printable
 from vit.text import join_names
 
 ExportFormat = Literal["folder", "shards"]
@@ -42,6 +43,18 @@ FORMAT_SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2"}
 """Pillow's format -> suffix, where that is not its name in lower case."""
 LABELS_FILE = "labels.jsonl"
 """List of the images and classes of a multi-label folder."""
+SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+MIN_SHARD_BYTES = 10**6
+SHARD_SIZE = "256MB"
 MARKER_FILE = "vit-data.json"
 """Written to every exported folder; only a folder that has it is ever replaced."""
 
@@ -115,6 +128,77 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
                 f"{printable(out)} holds images of the data, such as {printable(file)}; "
                 "give another --out"
             )
+
+
+def export_data(
+    spec: DatasetSpec,
+    out: Path,
+    *,
+    to: ExportFormat,
+    shard_size: str | None = None,
+    overwrite: bool = False,
+    streaming: bool = False,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
+) -> ExportReport:
+    """Write the images of any source as a folder or as shards: `vit data`.
+
+    Args:
+        spec: The source, with all of its splits.
+        out: Output folder; it appears complete or not at all.
+        to: Output format.
+        shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
+        overwrite: Replace a folder that an earlier export wrote.
+        streaming: Write shards of hf:NAME without keeping a copy of the source.
+        progress: Called with the images done and their total, 0 if it is unknown.
+
+    Raises:
+        ConfigError: The settings do not fit together.
+        DataError: The source cannot be read, or the folder cannot be written.
+    """
+    if shard_size is not None and to == "folder":
+        raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
+    prefix = huggingface_datasets.PREFIX
+    if streaming and (to != "shards" or not spec.data.startswith(prefix)):
+        raise ConfigError("streaming: only from hf:NAME to shards; leave it out")
+    max_bytes = parse_shard_size(shard_size or SHARD_SIZE)
+    check_target(out, spec.data.removeprefix(prefix), overwrite=overwrite)
+    done, total = 0, 0
+
+    def count(images: int) -> None:
+        nonlocal done
+        done += images
+        progress(done, total)
+
+    if streaming:
+        return stream_dataset(
+            spec.data,
+            out,
+            max_bytes=max_bytes,
+            progress=count,
+            image_column=spec.image_column,
+            label_column=spec.label_column,
+        )
+    from vit.data.sources.open_dataset import read_source  # which imports this module
+
+    index = read_source(spec)
+    total = sum(map(len, index.splits.values()))
+    return export_dataset(index, spec.data, out, to=to, max_bytes=max_bytes, progress=count)
+
+
+def parse_shard_size(size: str) -> int:
+    """Bytes of a size such as 256MB.
+
+    Raises:
+        ConfigError: It is not a size, or too small for a shard.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", size.strip().upper())
+    unit = (found[2] if found[2].endswith("B") or not found[2] else f"{found[2]}B") if found else ""
+    if found is None or unit not in SIZE_UNITS:
+        raise ConfigError(f"shard_size={printable(size)}: expected a size such as 256MB or 1GB")
+    number = int(float(found[1]) * SIZE_UNITS[unit])
+    if number < MIN_SHARD_BYTES:
+        raise ConfigError(f"shard_size={printable(size)}: must be at least 1MB")
+    return number
 
 
 def export_dataset(
