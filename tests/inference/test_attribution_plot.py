@@ -17,14 +17,13 @@ from vit.data import text_rendering
 from vit.data.text_rendering import break_lines, draw_centred, escape_missing
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
-from vit.inference.attribution import WordAttribution, relevance
+from vit.inference.attribution import WordAttribution, attribute_caption, relevance
 from vit.inference.attribution_plot import (
     TILE,
     draw_explanations,
-    drawing_name,
-    looks,
     overlay,
-    sheet,
+    plot_name,
+    plot_words,
 )
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
@@ -109,11 +108,11 @@ def test_a_decoder_that_looks_at_the_light_is_drawn_on_the_light(run, tmp_path, 
     assert answer.captions[0].text.startswith("cat cat")
     seen = answer.pixels.float().mean(0)
     brightest = divmod(int(seen.argmax()), seen.shape[1])
-    for word in looks(predictor, answer):
+    for word in attribute_caption(predictor, answer):
         place = divmod(int(word.weights.argmax()), word.weights.shape[1])
         assert place == (brightest[0] // 8, brightest[1] // 8)
         assert word.weights.max() > 0.9
-    drawn = sheet(answer.pixels, looks(predictor, answer)[:1])
+    drawn = plot_words(answer.pixels, attribute_caption(predictor, answer)[:1])
     # the tile of the word beside that of the image: orange where that is white
     left = np.asarray(drawn.convert("L"))[8:, 8:]
     height = round(TILE * seen.shape[0] / max(seen.shape))
@@ -131,7 +130,7 @@ def test_every_image_is_drawn_and_told_in_json(run, input_images, bad_images, tm
     predictor = Predictor(run, precision="fp32", batch_size=4)
     found = [*draw_explanations(predictor, images, folder)]
     assert found == predictor(images)
-    stems = [drawing_name(place + 1, path) for place, path in enumerate(images) if place != 2]
+    stems = [plot_name(place + 1, path) for place, path in enumerate(images) if place != 2]
     names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
     assert sorted(os.listdir(folder)) == sorted(names)
     for stem, told in zip(stems, [p for p in found if p.error is None], strict=True):
@@ -163,14 +162,14 @@ def test_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
     assert len(os.listdir(folder)) == 10
     assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
     for name in ("../../x.png", "/etc/passwd", "..", "", "\udcff\n.png", "猫" * 300 + ".png"):
-        stem = drawing_name(12345, name)
+        stem = plot_name(12345, name)
         assert os.path.basename(stem) == stem
         assert stem.startswith("12345-")
         assert len(f".{stem}.json.1234567.tmp".encode()) < 256
 
 
 def sizes(text: str) -> tuple[int, int]:
-    return sheet(torch.zeros(3, 16, 16).byte(), [WordAttribution(text, torch.ones(2, 2))]).size
+    return plot_words(torch.zeros(3, 16, 16).byte(), [WordAttribution(text, torch.ones(2, 2))]).size
 
 
 @pytest.mark.parametrize("word", NASTY, ids=[str(n) for n in range(len(NASTY))])

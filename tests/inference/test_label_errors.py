@@ -2,7 +2,7 @@
 
 import torch
 
-from vit.inference.label_errors import neighbours, pairs, suspects
+from vit.inference.label_errors import neighbours, similar_pairs, suspects
 
 
 def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,11 +19,11 @@ def test_planted_labels_are_found_and_hardly_any_other():
     for place in planted:
         wrong[place] = (labels[place] + 1) % 4
     found = suspects(features, neighbours(features), wrong, 4)
-    places = [one.place for one in found]
+    places = [one.image for one in found]
     assert len(planted & set(places[: len(planted)])) >= 0.9 * len(planted)
     assert len(places) <= 1.3 * len(planted)
-    right = [one for one in found if one.place in planted]
-    assert all(one.likely == labels[one.place] for one in right)
+    right = [one for one in found if one.image in planted]
+    assert all(one.likely == labels[one.image] for one in right)
     assert suspects(features, neighbours(features), labels, 4)[3:] == []
 
 
@@ -34,9 +34,9 @@ def test_nearest_are_those_of_all_cosines():
     expected = cosines.topk(5, dim=1)
     found = neighbours(features, 5)
     torch.testing.assert_close(found.similarity, expected.values)
-    assert torch.equal(found.place, expected.indices)
+    assert torch.equal(found.indices, expected.indices)
 
 
 def test_pairs_are_nearly_equal_features_once_each():
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [1.0, 1.0]])
-    assert [pair[:2] for pair in pairs(neighbours(features))] == [(0, 2)]
+    assert [pair[:2] for pair in similar_pairs(neighbours(features))] == [(0, 2)]

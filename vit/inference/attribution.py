@@ -36,23 +36,24 @@ from vit.inference.predictor import ImageOutput, Predictor
 from vit.model.attention_maps import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
+from vit.precision import autocast
 
 FUSIONS: dict[str, Any] = {"mean": torch.mean, "max": torch.amax, "min": torch.amin}
-EXPLAINED = 2  # the best class and the runner-up
-MOST_EXPLAINED = 5  # classes of a multi-label model
+TOP_CLASSES = 2  # of a single-label model
+MAX_CLASSES = 5  # of a multi-label model
 DIGITS = 6
 # scripts without spaces between words: each character is a word
-LONE = (
+UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fff\u3005-\u3007\u3040-\u30ff"
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-WORD = re.compile(rf"[{LONE}]|[^\s{LONE}]+")
+WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
 def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassAttribution]":
-    """Attribution maps of the two most probable classes; of a multi-label model see below.
+    """Attribution maps of the two most probable classes, with their deletion metric.
 
-    A multi-label model: of the classes above their thresholds, at most five, or of the best one.
+    Of a multi-label model: the classes above their thresholds, at most five, or the best one.
 
     Raises:
         RunError: The network overflowed.
@@ -61,23 +62,23 @@ def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassA
     assert output.pixels is not None, "an output without an error has an image"
     classes = classes_to_explain(output.probabilities, predictor.thresholds)
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
-    found = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
-    if not found.isfinite().all():
+    maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
+    if not maps.isfinite().all():
         raise RunError(
             f"{printable(output.image)}: gradients overflowed, so it cannot be explained"
         )
     tested = deletions(
         predictor.model,
         image,
-        found,
+        maps,
         classes,
         batch_size=predictor.batch_size,
         seed=zlib.crc32(output.pixels.numpy().tobytes()),  # the same image, the same numbers
         multilabel=predictor.thresholds is not None,
     )
     return [
-        ClassAttribution(predictor.classes[index], _shares(weights.cpu()), deletion)
-        for index, weights, deletion in zip(classes, found, tested, strict=True)
+        ClassAttribution(predictor.classes[index], _normalised(weights.cpu()), deletion)
+        for index, weights, deletion in zip(classes, maps, tested, strict=True)
     ]
 
 
@@ -85,12 +86,12 @@ def classes_to_explain(probabilities: Tensor, thresholds: Sequence[float] | None
     """Indices of the classes to explain, the most probable first; at least one."""
     order: list[int] = ranking(probabilities.unsqueeze(0))[0].tolist()
     if thresholds is None:
-        return order[:EXPLAINED]
+        return order[:TOP_CLASSES]
     named = [index for index in order if probabilities[index] >= thresholds[index]]
-    return named[:MOST_EXPLAINED] or order[:1]
+    return named[:MAX_CLASSES] or order[:1]
 
 
-def _shares(weights: Tensor) -> Tensor:
+def _normalised(weights: Tensor) -> Tensor:
     """Subtract what all patches share (with mean pooling, the identity in R_0); normalise."""
     above = weights.double() - weights.double().min()
     return above / above.sum() if above.any() else above
@@ -123,25 +124,23 @@ class ClassAttribution:
         ]
 
 
-def attributions_to_json(
-    predictor: Predictor, output: ImageOutput, attributions: list[ClassAttribution]
+def class_attributions_to_json(
+    predictor: Predictor, output: ImageOutput, attributions: Sequence[ClassAttribution]
 ) -> dict[str, Any]:
-    """The maps of an image as a JSON object."""
-    preparing = predictor.preprocessing
+    """The maps of the classes of an image as a JSON object."""
+    preprocessing = predictor.preprocessing
     return {
         "image": output.image,
         "seen": {
-            "size": list(preparing.image_size),
-            "resize": preparing.resize,
-            "crop_share": preparing.crop_share,
+            "size": list(preprocessing.image_size),
+            "resize": preprocessing.resize,
+            "crop_share": preprocessing.crop_share,
         },
         "classes": [
             {
                 "label": one.label,
                 "probability": _short(one.deletion.curve.probabilities[0]),
-                "weights": [
-                    [round(share, DIGITS) for share in row] for row in one.weights.tolist()
-                ],
+                "weights": _rounded(one.weights),
                 "deletion": {
                     "deleted": [round(share, DIGITS) for share in one.deletion.curve.deleted],
                     **_curve(one.deletion.curve),
@@ -155,26 +154,38 @@ def attributions_to_json(
     }
 
 
+def word_attributions_to_json(
+    output: ImageOutput, attributions: "Sequence[WordAttribution]"
+) -> dict[str, Any]:
+    """The maps of the words of an image's best caption as a JSON object."""
+    words = [{"text": word.text, "weights": _rounded(word.weights)} for word in attributions]
+    return {"image": output.image, "caption": output.captions[0].text, "words": words}
+
+
+def _rounded(weights: Tensor) -> list[list[float]]:
+    return [[round(share, DIGITS) for share in row] for row in weights.tolist()]
+
+
 def _curve(curve: Curve) -> dict[str, Any]:
     return {"score": _short(curve.score), "curve": [*map(_short, curve.probabilities)]}
 
 
 def _short(value: float) -> float:
-    """Rounded to the significant digits of float32: some classes have 1e-9."""
+    """Round to significant digits, since probabilities may be 1e-9."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def view_lines(predictor: Predictor) -> list[str]:
     """Text below the plain image: which part of the file it shows."""
-    preparing = predictor.preprocessing
-    height, width = preparing.image_size
-    share = f"{100 * preparing.crop_share:.0f} %"
-    part = f"centre crop, {share}" if preparing.resize == "crop" else f"squashed, {share}"
+    preprocessing = predictor.preprocessing
+    height, width = preprocessing.image_size
+    share = f"{100 * preprocessing.crop_share:.0f} %"
+    part = f"centre crop, {share}" if preprocessing.resize == "crop" else f"squashed, {share}"
     return [f"seen: {width} x {height} pixels", part]
 
 
 def deletion_summary(tested: list[Deletion]) -> str:
-    """Summary: for how many images the map of the best class was better than chance."""
+    """Number of images whose map of the best class was better than chance, as text."""
     better = sum(deletion.better for deletion in tested)
     score = sum(deletion.curve.score for deletion in tested) / len(tested)
     chance = sum(deletion.chance for deletion in tested) / len(tested)
@@ -209,37 +220,37 @@ def relevance(
         raise ConfigError("num_classes=0: there is no class to explain; give the network a head")
     with torch.inference_mode(False), torch.enable_grad():
         logits, blocks, pooling, tokens, context = record_attention(model, images.clone())
-        wanted = _classes(logits.detach(), classes)
+        indices = _class_indices(logits.detach(), classes)
         rows, cols = context.grid
         prefix = model.num_prefix_tokens
         _check_same_tokens(
             {tokens.shape[1], prefix + rows * cols, *(weights.shape[-1] for weights in blocks)}
         )
         maps = blocks if pooling is None else [*blocks, pooling]
-        gradients = torch.autograd.grad(logits.gather(1, wanted[:, None]).sum(), maps)
-    relevant = _identity(blocks[0])
+        gradients = torch.autograd.grad(logits.gather(1, indices[:, None]).sum(), maps)
+    rows_of_r = _identity(blocks[0])
     with torch.no_grad():
         pairs = zip(maps, gradients, strict=True)
-        steps = [(a.to(relevant) * g).clamp(min=0).mean(dim=1) for a, g in pairs]
+        steps = [(a.to(rows_of_r) * g).clamp(min=0).mean(dim=1) for a, g in pairs]
         for step in steps[: len(blocks)]:
-            relevant = relevant + step @ relevant
+            rows_of_r = rows_of_r + step @ rows_of_r
         if pooling is None:  # these poolings are linear, so they may pool the rows of R
-            read = model.attn_pool(relevant, context)
+            pooled = model.attn_pool(rows_of_r, context)
         else:
-            read = steps[-1] @ relevant[:, prefix:]
-        parts: Tensor = read.reshape(len(read), -1, relevant.shape[-1])[..., prefix:]
+            pooled = steps[-1] @ rows_of_r[:, prefix:]
+        parts: Tensor = pooled.reshape(len(pooled), -1, rows_of_r.shape[-1])[..., prefix:]
         return rearrange(parts.mean(dim=1), "batch (rows cols) -> batch rows cols", rows=rows)
 
 
-def _classes(logits: Tensor, classes: Tensor | Sequence[int] | None) -> Tensor:
-    """Class index of each image, (batch,): those given, or the most probable ones."""
+def _class_indices(logits: Tensor, classes: Tensor | Sequence[int] | None) -> Tensor:
+    """Class index of each image, (batch,), checked; the most probable ones by default."""
     batch, count = logits.shape
-    wanted = logits.argmax(1) if classes is None else torch.as_tensor(classes).to(logits.device)
-    known = wanted.dtype in (torch.int64, torch.int32) and wanted.shape == (batch,)
-    if not known or not ((wanted >= 0) & (wanted < count)).all():
+    indices = logits.argmax(1) if classes is None else torch.as_tensor(classes).to(logits.device)
+    valid = indices.dtype in (torch.int64, torch.int32) and indices.shape == (batch,)
+    if not valid or not ((indices >= 0) & (indices < count)).all():
         why = f"must be one number from 0 to {count - 1} for each of {batch} images"
-        raise ConfigError(f"classes={wanted.tolist()}: {why}")
-    return wanted.long()
+        raise ConfigError(f"classes={indices.tolist()}: {why}")
+    return indices.long()
 
 
 def rollout(
@@ -287,6 +298,34 @@ def _check_same_tokens(sides: set[int]) -> None:
             f"attention maps of {counts} tokens: tokens were merged or dropped on the way, so "
             f"rows have no position; build the network without it"
         )
+
+
+def attribute_caption(predictor: Predictor, output: ImageOutput) -> "list[WordAttribution]":
+    """Attention map of each word of the best caption of `output`.
+
+    Raises:
+        RunError: The attention overflowed.
+    """
+    generator = predictor.caption_generator
+    assert generator is not None, "only a captioner has captions"
+    assert output.memory is not None, "an output with captions has a memory"
+    assert output.pixels is not None, "an output with captions has an image"
+    size = predictor.model.patch_embed.patch_size
+    _, height, width = output.pixels.shape
+    with autocast(predictor.precision, predictor.device):
+        words = attribute_words(
+            generator.decoder,
+            generator.tokenizer,
+            output.memory,
+            output.captions[0].ids,
+            grid=(height // size, width // size),
+        )
+    if not all(bool(word.weights.isfinite().all()) for word in words):
+        raise RunError(
+            f"{printable(output.image)}: attention overflowed in {predictor.precision}; try "
+            "precision fp32"
+        )
+    return words
 
 
 @torch.inference_mode()
@@ -339,18 +378,18 @@ def merge_words(prefixes: Sequence[str]) -> list[tuple[str, int, int]]:
     """
     text = prefixes[-1]
     spans = [found.span() for found in WORD.finditer(text)]
-    starts, known = [], 0  # (token, words before it) where a token begins a word
-    for place, prefix in enumerate(prefixes):
-        words, token = min(len(WORD.findall(prefix)), len(spans)), place
-        if words > known:
+    starts, count = [], 0  # (token, words before it) where a token begins a word
+    for index, prefix in enumerate(prefixes):
+        words, token = min(len(WORD.findall(prefix)), len(spans)), index
+        if words > count:
             while token and is_space(prefixes, token - 1):
                 token -= 1
-            starts.append((token, known))
-            known = words
+            starts.append((token, count))
+            count = words
     if not starts:
         return []
     starts[0] = (0, 0)  # tokens without text before the first word belong to it
-    ends = [*starts[1:], (len(prefixes), known)]
+    ends = [*starts[1:], (len(prefixes), count)]
     return [
         (text[spans[first][0] : spans[after - 1][1]], start, end)
         for (start, first), (end, after) in zip(starts, ends, strict=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 from vit.inference.model_runner import to_probabilities
 from vit.model.vision_transformer import VisionTransformer
 
-STEPS = 10  # in which all patches are deleted
-RANDOM_ORDERS = 9  # a map that knows nothing is better than all of them once in ten times
-ROUNDING = 1e-4  # a random order that happens to be that of the map differs by less
+STEPS = 10  # until all patches are deleted
+RANDOM_ORDERS = 9  # a random map beats all of them with probability 1/10
+ROUNDING = 1e-4  # relative difference of scores that is no difference
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Curve:
 
     Args:
         deleted: Shares of the patches, from 0 to 1.
-        probabilities: What the network says then.
+        probabilities: The probability of the class at each share.
     """
 
     deleted: tuple[float, ...]
@@ -72,12 +72,12 @@ class Deletion:
 
 
 def passes(patches: int, maps: int) -> int:
-    """Images that `deletions` shows the network for `maps` maps of as many patches."""
+    """Forward passes of `deletions` for `maps` maps of `patches` patches."""
     return 2 + (len(steps(patches)) - 2) * (RANDOM_ORDERS + 2 * maps)
 
 
 def steps(patches: int) -> list[int]:
-    """How many patches are deleted at each step: from none to all."""
+    """Number of deleted patches at each step, from none to all."""
     return sorted({round(patches * step / STEPS) for step in range(STEPS + 1)})
 
 
@@ -96,47 +96,42 @@ def deletions(
     Args:
         model: In evaluation mode.
         image: Normalised, (channels, height, width).
-        maps: How much each patch mattered, (maps, rows, cols); random among equals.
+        maps: Weight of each patch, (maps, rows, cols); the order of equal ones is random.
         classes: The class of each map.
-        batch_size: Images in one pass.
-        seed: Of the random orders, which all maps share.
-        multilabel: Whether classes have probabilities of their own.
+        batch_size: Images in one forward pass.
+        seed: Seed of the random orders, which all maps share.
+        multilabel: Sigmoid instead of softmax.
     """
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)
     counts = steps(orders.shape[1])
-    asked = partial(to_probabilities, multilabel=multilabel)
-    found = _probabilities(model, image, orders, counts, grid, batch_size, asked)
+    activation = partial(to_probabilities, multilabel=multilabel)
+    found = _probabilities(model, image, orders, counts, grid, batch_size, activation)
     shares = tuple(count / orders.shape[1] for count in counts)
 
-    def curve(order: int, wanted: int) -> Curve:
-        return Curve(shares, tuple(found[order, :, wanted].tolist()))
+    def curve(order: int, label: int) -> Curve:
+        return Curve(shares, tuple(found[order, :, label].tolist()))
 
     return [
         Deletion(
-            curve(RANDOM_ORDERS + 2 * place, wanted),
-            curve(RANDOM_ORDERS + 2 * place + 1, wanted),
-            tuple(curve(order, wanted).score for order in range(RANDOM_ORDERS)),
+            curve(RANDOM_ORDERS + 2 * number, label),
+            curve(RANDOM_ORDERS + 2 * number + 1, label),
+            tuple(curve(order, label).score for order in range(RANDOM_ORDERS)),
         )
-        for place, wanted in enumerate(classes)
+        for number, label in enumerate(classes)
     ]
 
 
 def _orders(maps: Tensor, seed: int) -> Tensor:
-    """Patches as they are deleted: in random orders, then by each map and by it reversed.
+    """Orders of deletion: random ones, then each map, descending and ascending.
 
-    Args:
-        maps: (maps, patches).
-        seed: Of the random orders.
-
-    Returns:
-        (RANDOM_ORDERS + 2 * maps, patches).
+    (maps, patches) -> (RANDOM_ORDERS + 2 * maps, patches)
     """
     generator = torch.Generator().manual_seed(seed)
     patches = maps.shape[1]
     orders = [torch.randperm(patches, generator=generator) for _ in range(RANDOM_ORDERS)]
     for weights in maps:
-        mixed = torch.randperm(patches, generator=generator)  # else equals are deleted row by row
+        mixed = torch.randperm(patches, generator=generator)  # a random order of equal weights
         order = mixed[weights[mixed].argsort(descending=True, stable=True)]
         orders += [order, order.flip(0)]
     return torch.stack(orders)
@@ -150,29 +145,29 @@ def _probabilities(
     counts: list[int],
     grid: tuple[int, int],
     batch_size: int,
-    answers: Callable[[Tensor], Tensor],
+    activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Of all classes, float64 on the CPU, (orders, steps, classes).
+    """Probabilities of all classes, float64 on the CPU, (orders, steps, classes).
 
-    The first and the last step, nothing and everything deleted, are computed once for all orders.
+    The first and the last step are equal in all orders, and computed once.
     """
     inner = torch.tensor(counts[1:-1])
     kept = orders.argsort(dim=1)[:, None, :] >= inner[:, None]  # (orders, inner steps, patches)
     patches = orders.shape[1]
     ends = torch.tensor([True, False])[:, None].expand(2, patches)
-    seen = torch.cat([ends, kept.reshape(-1, patches)])
+    masks = torch.cat([ends, kept.reshape(-1, patches)])
     rows, cols = grid
     height, width = image.shape[-2] // rows, image.shape[-1] // cols
     parts = []
-    for some in torch.split(seen, batch_size):
+    for mask in torch.split(masks, batch_size):
         pixels = repeat(
-            some.to(image),
+            mask.to(image),
             "batch (rows cols) -> batch 1 (rows height) (cols width)",
             rows=rows,
             height=height,
             width=width,
         )
-        parts.append(answers(model(image * pixels)))
+        parts.append(activation(model(image * pixels)))
     found = torch.cat(parts)
     between = found[2:].view(*kept.shape[:2], found.shape[1])
     whole, empty = found[:2, None, None].expand(-1, len(orders), 1, -1)

@@ -1,7 +1,7 @@
 """Label errors and near duplicates, found by the features of a trained network.
 
-A label is suspected if the nearest neighbours of the image mostly have another one, with at least
-the usual probability of that class: the thresholds of confident learning, with out-of-sample
+A label is suspected if another class is more probable among the nearest neighbours of the image,
+and at least as probable as on average in its own images: confident learning with out-of-sample
 probabilities from nearest neighbours. Source: Northcutt et al., "Confident Learning", section 3,
 arXiv:1911.00068; neighbours: Wu et al., arXiv:1805.01978, section 3.4.
 """
@@ -31,32 +31,32 @@ from vit.inference.predictor import Predictor
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
 SAME = 0.999
-"""Cosine from which on a neighbour is a copy, which says nothing of a label."""
+"""Cosine from which on a neighbour is a copy, and not counted."""
 COPY = 0.9
-"""Cosine from which on two images may be nearly the same."""
-NEARER = 10.0
-"""What a cosine to the middle of a class counts beside a chance."""
+"""Cosine from which on two images may be near duplicates."""
+CENTROID_WEIGHT = 10.0
+"""Weight of the cosine to the mean of a class beside a probability, in the order of suspects."""
 BLOCK = 2**24
 """Similarities computed at a time."""
 
 
 class Neighbours(NamedTuple):
-    """The nearest other images of each."""
+    """The nearest other images of each image."""
 
     similarity: Tensor
-    """Cosines, (images, neighbours), falling."""
-    place: Tensor
-    """Which images, (images, neighbours)."""
+    """Cosines, (images, neighbours), descending."""
+    indices: Tensor
+    """(images, neighbours)"""
 
 
 class Suspect(NamedTuple):
     """An image whose label may be wrong."""
 
-    place: int
+    image: int
     likely: int
-    """The class that it looks like."""
+    """The more probable class."""
     margin: float
-    """Probability of that class less that of its label."""
+    """Probability of that class less that of the label."""
 
 
 def check(
@@ -86,9 +86,9 @@ def find_label_errors(
     """Add suspected labels and near duplicates to `report`, by the features of a network.
 
     Args:
-        report: Of the images.
+        report: Report of the dataset.
         weights: Any source of weights; no head is needed.
-        device: Where it computes; the best one here if None.
+        device: Device of the network; the best one by default.
         notify: Called with notes about the weights.
 
     Raises:
@@ -96,129 +96,126 @@ def find_label_errors(
     """
     predictor = Predictor(weights, device=device, embeddings=True, notify=notify)
     images = [one for one in report.listing.images if one.path in report.stats]
-    rows, features = [], []
-    for answer, one in zip(
-        (answer for batch in predictor.batches([one.path for one in images]) for answer in batch),
-        images,
-        strict=True,
-    ):
-        if answer.embedding is not None:
-            rows.append(one)
-            features.append(answer.embedding)
-    if len(rows) < 2:
+    outputs = (
+        output for batch in predictor.batches([one.path for one in images]) for output in batch
+    )
+    pairs = [
+        (one, output.embedding)
+        for one, output in zip(images, outputs, strict=True)
+        if output.embedding is not None
+    ]
+    if len(pairs) < 2:
         return report
-    found = neighbours(torch.stack(features))
-    problems = [*report.problems, *more_copies(report, rows, found)]
-    if all(len(one.labels) == 1 for one in rows):
-        names = report.listing.classes
-        numbers = {name: at for at, name in enumerate(names)}
-        known = [at for at, one in enumerate(rows) if one.labels[0] in numbers]
-        if len(known) == len(rows):
-            labels = torch.tensor([numbers[one.labels[0]] for one in rows])
-            suspected = [
-                _told(rows[two.place].path, rows[two.place].labels[0], names, two)
-                for two in suspects(torch.stack(features), found, labels, len(names))
-            ]
-            problems += report.listing.with_lines(suspected)
+    rows, features = [one for one, _ in pairs], torch.stack([feature for _, feature in pairs])
+    nearest = neighbours(features)
+    problems = [*report.problems, *near_duplicates(report, rows, nearest)]
+    names = report.listing.classes
+    indices = {name: index for index, name in enumerate(names)}
+    if all(len(one.labels) == 1 and one.labels[0] in indices for one in rows):
+        labels = torch.tensor([indices[one.labels[0]] for one in rows])
+        suspected = [
+            _label_problem(rows[one.image], names[one.likely], one.margin)
+            for one in suspects(features, nearest, labels, len(names))
+        ]
+        problems += report.listing.with_lines(suspected)
     return dataclasses.replace(report, problems=sort_by_severity(problems))
 
 
-def more_copies(
-    report: CheckReport, rows: Sequence[ListedImage], found: Neighbours
+def near_duplicates(
+    report: CheckReport, rows: Sequence[ListedImage], nearest: Neighbours
 ) -> list[Problem]:
-    """Images with nearly equal features that are nearly the same, and are not told yet.
+    """Images with nearly equal features and pixels that are not in the report yet.
 
-    Features alone say too much: a trained network gives all images of a class nearly the same.
+    Features are not enough: a trained network gives all images of a class nearly the same.
     """
     where = {one.path: (one.split, one.labels) for one in rows}
-    told = {frozenset(problem.images) for problem in report.problems}
-    facts = [report.stats[one.path] for one in rows]
-    likely = [
+    reported = {frozenset(problem.images) for problem in report.problems}
+    stats = [report.stats[one.path] for one in rows]
+    candidates = [
         (first, second)
-        for first, second, _ in pairs(found)
-        if facts[first].digest != facts[second].digest
-        and frozenset((rows[first].path, rows[second].path)) not in told
+        for first, second, _ in similar_pairs(nearest)
+        if stats[first].digest != stats[second].digest
+        and frozenset((rows[first].path, rows[second].path)) not in reported
     ]
-    alike = verify_near_duplicates(
-        [one.thumbnail for one in facts], [min(one.width, one.height) for one in facts], likely
+    verified = verify_near_duplicates(
+        [one.thumbnail for one in stats],
+        [min(one.width, one.height) for one in stats],
+        candidates,
     )
     return [
         near_duplicate_problem(
             [(rows[one.first].path, rows[one.second].path)], where, f"correlation {one.score:.3f}"
         )
-        for one in alike
+        for one in verified
     ]
 
 
-def _told(path: str, label: str, classes: Sequence[str], one: Suspect) -> Problem:
-    likely = classes[one.likely]
-    words = f"labelled {printable(label)}, looks like {printable(likely)} (margin {one.margin:.2f})"
-    return Problem("suspected_label", words, (path,), labels=(label, likely))
+def _label_problem(image: ListedImage, likely: str, margin: float) -> Problem:
+    label = image.labels[0]
+    text = f"labelled {printable(label)}, looks like {printable(likely)} (margin {margin:.2f})"
+    return Problem("suspected_label", text, (image.path,), labels=(label, likely))
 
 
 def neighbours(features: Tensor, k: int = NEIGHBOURS) -> Neighbours:
-    """The `k` nearest of the other images, by cosine.
-
-    Args:
-        features: (images, dim).
-        k: Fewer where there are fewer.
-    """
-    known = F.normalize(features.float(), dim=1)
-    k = min(k, len(known) - 1)
-    rows, found = max(BLOCK // len(known), 1), []
-    for top in range(0, len(known), rows):
-        similar = known[top : top + rows] @ known.T
-        own = torch.arange(len(similar))
-        similar[own, own + top] = -2.0
-        found.append(similar.topk(k, dim=1))
+    """The `k` nearest other images by cosine, fewer if there are fewer; features (images, dim)."""
+    normalised = F.normalize(features.float(), dim=1)
+    k = min(k, len(normalised) - 1)
+    rows, found = max(BLOCK // len(normalised), 1), []
+    for top in range(0, len(normalised), rows):
+        similarity = normalised[top : top + rows] @ normalised.T
+        own = torch.arange(len(similarity))
+        similarity[own, own + top] = -2.0
+        found.append(similarity.topk(k, dim=1))
     return Neighbours(*(torch.cat(part) for part in zip(*found, strict=True)))
 
 
-def pairs(found: Neighbours) -> list[tuple[int, int, float]]:
-    """Images whose features are nearly equal, each pair once."""
-    row, column = (found.similarity >= COPY).nonzero().unbind(1)
+def similar_pairs(nearest: Neighbours) -> list[tuple[int, int, float]]:
+    """Pairs of images with nearly equal features, and their cosine; each pair once."""
+    row, column = (nearest.similarity >= COPY).nonzero().unbind(1)
     pairs = {
         (min(one, two), max(one, two)): cosine
         for one, two, cosine in zip(
             row.tolist(),
-            found.place[row, column].tolist(),
-            found.similarity[row, column].tolist(),
+            nearest.indices[row, column].tolist(),
+            nearest.similarity[row, column].tolist(),
             strict=True,
         )
     }
     return [(*pair, cosine) for pair, cosine in sorted(pairs.items())]
 
 
-def suspects(features: Tensor, found: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
-    """Images whose label is probably wrong, the surest first.
+def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
+    """Images whose label is probably wrong, the most certain first.
 
-    The surest are those that lie nearest to the middle of the other class, and farthest from that
-    of their own: many neighbours are of one class alone, so that chances are equal.
+    Many have neighbours of one class only, and equal probabilities. The most certain ones are then
+    those that are nearest to the mean of the other class, and farthest from that of their own.
 
     Args:
         features: (images, dim).
-        found: Neighbours of each image.
+        nearest: Neighbours of each image.
         labels: (images,).
         classes: Number of classes.
     """
-    power = ((found.similarity - found.similarity[:, :1]) / TEMPERATURE).exp()
-    power = power.masked_fill(found.similarity > SAME, 0.0)
-    votes = power.new_zeros(len(labels), classes).scatter_add_(1, labels[found.place], power)
-    chances = votes / votes.sum(1, keepdim=True).clamp(min=1e-12)
-    own = chances.gather(1, labels[:, None]).squeeze(1)
-    number = torch.bincount(labels, minlength=classes).clamp(min=1)
-    usual = torch.zeros(classes).scatter_add_(0, labels, own) / number
-    clear = chances.masked_fill(chances < usual, -1.0)
-    best, likely = clear.max(1)
+    similarity = nearest.similarity
+    weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
+    weights = weights.masked_fill(similarity > SAME, 0.0)
+    votes = weights.new_zeros(len(labels), classes).scatter_add_(
+        1, labels[nearest.indices], weights
+    )
+    probabilities = votes / votes.sum(1, keepdim=True).clamp(min=1e-12)
+    own = probabilities.gather(1, labels[:, None]).squeeze(1)
+    count = torch.bincount(labels, minlength=classes).clamp(min=1)
+    threshold = torch.zeros(classes).scatter_add_(0, labels, own) / count
+    best, likely = probabilities.masked_fill(probabilities < threshold, -1.0).max(1)
     wrong = (best > own) & (likely != labels) & (best > 0)
     margin = best - own
-    known = F.normalize(features.float(), dim=1)
-    middles = torch.zeros(classes, known.shape[1]).index_add_(0, labels, known)
-    closeness = known @ F.normalize(middles, dim=1).T
-    nearer = closeness.gather(1, torch.stack([likely, labels], dim=1))
-    sure = margin + NEARER * (nearer[:, 0] - nearer[:, 1])
-    order = sure.masked_fill(~wrong, -torch.inf).argsort(descending=True, stable=True)
+    normalised = F.normalize(features.float(), dim=1)
+    means = torch.zeros(classes, normalised.shape[1]).index_add_(0, labels, normalised)
+    cosines = normalised @ F.normalize(means, dim=1).T
+    nearer = cosines.gather(1, torch.stack([likely, labels], dim=1))
+    certainty = margin + CENTROID_WEIGHT * (nearer[:, 0] - nearer[:, 1])
+    order = certainty.masked_fill(~wrong, -torch.inf).argsort(descending=True, stable=True)
     return [
-        Suspect(place, int(likely[place]), float(margin[place]))
-        for place in order[: int(wrong.sum())].tolist()
+        Suspect(index, int(likely[index]), float(margin[index]))
+        for index in order[: int(wrong.sum())].tolist()
     ]
