@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import vit
 from vit.data.image_io import read_image
-from vit.export.onnx_graph import Part, as_onnx, attend_plainly
-from vit.export.quantization import quantised
+from vit.export.onnx_graph import Part, to_onnx, decomposed_attention
+from vit.export.quantization import quantize
 from vit.exported import openvino_session
 from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run
@@ -46,7 +46,7 @@ class Answer(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor]:
         floats = self.normalise(images.permute(0, 3, 1, 2))
-        encoded = self.model.encode(floats, attention_fn=attend_plainly)
+        encoded = self.model.encode(floats, attention_fn=decomposed_attention)
         return (self.model.head(self.model.pool(*encoded)).softmax(dim=1),)
 
 
@@ -61,7 +61,7 @@ def graph_of(
         outputs={"probabilities": {0: "batch"}},
         examples=[(torch.randint(256, (2, *size, 3)).to(torch.uint8),)],
     )
-    return as_onnx(part, {"precision": "fp32"}).SerializeToString()
+    return to_onnx(part, {"precision": "fp32"}).SerializeToString()
 
 
 def of_torch(model: nn.Module, images: Tensor) -> Path_:
@@ -86,8 +86,8 @@ def paths(batch: int, threads: int) -> Iterator[tuple[str, Callable[[], Path_]]]
     floats = normalise(pixels.permute(0, 3, 1, 2))
     random_images = list(np.random.default_rng(0).integers(0, 256, (16, 224, 224, 3), np.uint8))
     whole = graph_of(model, normalise, (224, 224))
-    int8 = quantised(whole, random_images)
-    dynamic = quantised(whole, [], dynamic=True)
+    int8 = quantize(whole, random_images)
+    dynamic = quantize(whole, [], dynamic=True)
     given = {"images": pixels.numpy()}
 
     def copy() -> vit.VisionTransformer:
@@ -190,7 +190,7 @@ def accuracy(args: argparse.Namespace) -> None:
     images = np.stack([np.array(fit(read_image(str(path)))) for path, _ in labelled])
     labels = np.array([label for _, label in labelled])
     whole = graph_of(run.model, run.preprocessing.normalise, size)
-    int8, dynamic = quantised(whole, calibration), quantised(whole, [], dynamic=True)
+    int8, dynamic = quantize(whole, calibration), quantize(whole, [], dynamic=True)
 
     def of_model(model: nn.Module, dtype: torch.dtype) -> np.ndarray:
         with torch.inference_mode():

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from vit.data.image_io import read_image
-from vit.export.reference_outputs import Said, by_hand
+from vit.export.reference_outputs import ModelOutputs, by_reference_code
 from vit.exported.load_exported import load_exported
 from vit.weights.saved_model import load_run
 
@@ -92,7 +92,7 @@ def table(run: str, files: list[str], photos: list[str], count: int, batches: li
     with tempfile.TemporaryDirectory() as place:
         paths = make_images(photos, Path(place), count)
         sides = [side for path in paths for side in read_image(path).size]
-        truth = by_hand(loaded, paths)
+        truth = by_reference_code(loaded, paths)
         for file in files:
             for batch in batches:
                 runner = load_exported(file, batch_size=batch)
@@ -100,7 +100,7 @@ def table(run: str, files: list[str], photos: list[str], count: int, batches: li
                 rows = list(runner.probabilities(paths))
                 apart, same = [], 0
                 for one, row in zip(truth, rows, strict=True):
-                    assert isinstance(one, Said), one
+                    assert isinstance(one, ModelOutputs), one
                     assert isinstance(row, np.ndarray), row
                     apart.append(float(np.abs(row - one.probabilities).max()))
                     same += int(row.argmax() == one.probabilities.argmax())

@@ -16,10 +16,10 @@ from vit.config import Config, DataConfig, ModelConfig
 from vit.config.parser import write_settings
 from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
-from vit.export.mismatch_diagnosis import _permuted
+from vit.export.mismatch_diagnosis import permutation_cause
 from vit.export.reference_outputs import ModelOutputs, by_predictor, by_reference_code
 from vit.export.sample_images import SIZES, comparison_images, draw, evenly_spaced, scene
-from vit.export.verification import HAND, LIMITS, Compared, compare, verify
+from vit.export.verification import LIMITS, REFERENCE, Comparison, compare, verify
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
@@ -73,7 +73,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
 
     def check(images=None, **changes):
         graph = TorchGraph(changes.pop("other", run), **changes)
-        monkeypatch.setattr(verification, "opened", lambda *_: ExportedClassifier(graph))
+        monkeypatch.setattr(verification, "open_exported", lambda *_: ExportedClassifier(graph))
         return verify("fruit.onnx", input_images if images is None else images, run=tiny_run)
 
     return check
@@ -82,7 +82,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
 def test_equal_networks_agree(verified, input_images):
     found = verified()
     assert found.agrees
-    assert (found.images, found.top1_agreement, found.diagnose) == (24, 1.0, ())
+    assert (found.images, found.top1_agreement, found.causes) == (24, 1.0, ())
     assert found.max_probability_difference < 1e-5
     assert [path.name for path in found.paths] == ["by hand", "predictor", "fruit.onnx"]
     assert found.paths[0].worst is None
@@ -124,14 +124,14 @@ def test_what_was_altered_is_told(verified, changes, cause):
     assert [name for name, path in by_name.items() if not path.agrees] == ["fruit.onnx"]
     assert by_name["fruit.onnx"].max_probability_difference > 0.02
     assert by_name["fruit.onnx"].worst.endswith(".png")
-    (told,) = found.diagnose
+    (told,) = found.causes
     assert re.search(cause, told), told
 
 
 def test_other_weights_are_told(verified, run):
     other = dataclasses.replace(run, model=copy.deepcopy(run.model))
     torch.nn.init.normal_(other.model.head.weight, std=3.0)
-    (cause,) = verified(other=other).diagnose
+    (cause,) = verified(other=other).causes
     assert "its weights or its normalisation are not the run's" in cause
 
 
@@ -140,7 +140,7 @@ def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verifi
     found = verified(metadata={"preprocessing": json.dumps(said)})
     assert all(path.agrees for path in found.paths)
     assert not found.agrees
-    assert found.diagnose == (
+    assert found.causes == (
         "its metadata say crop_share 0.8, the run 0.9",
         "its metadata say mean 0.4, 0.5, 0.6, the run 0.5, 0.5, 0.5",
     )
@@ -149,7 +149,7 @@ def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verifi
 def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
     other = dataclasses.replace(run.preprocessing, mean=(0.1, 0.5, 0.9)).to_dict()
     found = verified(mean=(0.1, 0.5, 0.9), metadata={"preprocessing": json.dumps(other)})
-    assert found.diagnose == (
+    assert found.causes == (
         "its metadata say mean 0.1, 0.5, 0.9, the run 0.5, 0.5, 0.5",
         "it answers as with the preprocessing in its metadata, which is not the run's",
     )
@@ -157,12 +157,12 @@ def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
 
 def test_classes_in_another_order_are_told(verified):
     found = verified(metadata={"classes": json.dumps([CLASSES[i] for i in ORDER])})
-    assert found.diagnose[0] == (
+    assert found.causes[0] == (
         "its metadata name the classes in another order: number 0 is class2, in the run apple"
     )
     assert not found.paths[2].agrees
     found = verified(metadata={"classes": json.dumps(["apple", "pear", "class2"])})
-    assert "its metadata name other classes: number 1 is pear, in the run" in found.diagnose[0]
+    assert "its metadata name other classes: number 1 is pear, in the run" in found.causes[0]
 
 
 def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
@@ -197,8 +197,8 @@ def test_an_image_that_one_way_alone_fails_on_is_said():
         [ModelOutputs(np.array([0.7, 0.3])), "torn"],
     )
     found = compare("b", ["x", "y"], hand, other, LIMITS["fp32"])
-    assert found == Compared("b", 1, 0.0, pytest.approx(0.3), "x", LIMITS["fp32"])
-    ways = {HAND: hand, "b": ["empty", "torn"]}
+    assert found == Comparison("b", 1, 0.0, pytest.approx(0.3), "x", LIMITS["fp32"])
+    ways = {REFERENCE: hand, "b": ["empty", "torn"]}
     assert verification.failures_of(["x", "y"], ways) == (
         {"image": "x", "path": "b", "error": "empty"},
         {"image": "y", "path": "all", "error": "torn"},
@@ -226,7 +226,7 @@ def test_a_run_alone_is_compared_with_the_predictor(tiny_run, input_images, monk
     monkeypatch.setattr(verification, "by_predictor", lambda *_: wrong)
     found = verify(tiny_run, images=input_images[:3])
     assert not found.agrees
-    assert found.diagnose == ("the predictor differs from its own parts: please report it",)
+    assert found.causes == ("the predictor differs from its own parts: please report it",)
 
 
 class TestImages:
@@ -299,7 +299,7 @@ def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
     with pytest.raises(WeightsError, match=r"a.zip is no exported file: give X.onnx or X.xml"):
         verify(tmp_path / "a.zip", run=tiny_run)
     graph = TorchGraph(load_run(tiny_run))
-    monkeypatch.setattr(verification, "opened", lambda *_: ExportedClassifier(graph))
+    monkeypatch.setattr(verification, "open_exported", lambda *_: ExportedClassifier(graph))
     with pytest.raises(RunError, match=r"fruit.onnx names no run; give it with --run RUN"):
         verify("fruit.onnx")
     graph.metadata["source_run"] = "runs/\x1b[31mgone"
@@ -314,11 +314,11 @@ def test_many_classes_in_another_order_take_little_memory():
     hand, file = ([ModelOutputs(row) for row in some] for some in (rows, rows[:, order]))
     tracemalloc.start()
     try:
-        told = _permuted(hand, file)
+        told = permutation_cause(hand, file)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     moved = int((order != np.arange(1000)).sum())
     assert told == f"its outputs are in another order: {moved} of 1000 classes changed places"
     assert peak < 4_000_000  # the square of the classes would be 64 MB
-    assert _permuted(hand, [ModelOutputs(row[::-1] ** 2) for row in rows]) is None
+    assert permutation_cause(hand, [ModelOutputs(row[::-1] ** 2) for row in rows]) is None

@@ -1,7 +1,7 @@
-"""Reference outputs: answers of a run by each implementation, to compare an export with."""
+"""Reference outputs: a run computed by each implementation, to compare an export with."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +25,13 @@ Runner = ExportedClassifier | ExportedCaptioner
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What one way says of one image.
+    """Outputs of a network for one image.
 
     Args:
-        probabilities: Of the run's classes, (classes,) float64; of none from a mere captioner.
-        caption: What it writes, or None.
-        likelihood: The probability of the caption, by the network.
-        thresholds: From which a class is named, where an image may have several; or None.
+        probabilities: (classes,) float64; empty without a classification head.
+        caption: The caption, or None.
+        likelihood: Probability of the caption.
+        thresholds: Decision thresholds of a multi-label network, or None.
     """
 
     probabilities: Array
@@ -40,9 +40,9 @@ class ModelOutputs:
     thresholds: tuple[float, ...] | None = None
 
     def agreement(self, other: "ModelOutputs") -> float:
-        """1 where both name the same class first, and write the same; else 0.
+        """1 if the first class and the caption are equal, else 0.
 
-        Where an image may have several classes, the share that both name of those that one does.
+        Of a multi-label network: classes that both name, as a share of those that either names.
         """
         first, second = (one.probabilities for one in (self, other))
         if self.thresholds is not None and other.thresholds is not None:
@@ -60,34 +60,34 @@ class ModelOutputs:
         return max(abs(self.likelihood - other.likelihood), float(apart.max(initial=0.0)))
 
 
-Answers = list[ModelOutputs | str]
-"""Of each image, or why there is none."""
+Outputs = list[ModelOutputs | str]
+"""Outputs of each image, or its error."""
 
 
 @torch.inference_mode()
 def by_reference_code(
     run: LoadedRun, images: Sequence[str], *, reversed_channels: bool = False
-) -> Answers:
+) -> Outputs:
     """The saved preprocessing and the network, one image at a time, without the predictor.
 
     Args:
-        run: On the CPU; computed in float32.
+        run: A run on the CPU; computed in float32.
         images: Paths.
-        reversed_channels: Take blue for red, as files of other tools may.
+        reversed_channels: Exchange red and blue, as files of other tools may.
     """
-    said: Answers = []
+    outputs: Outputs = []
     for path in images:
         try:
             pixels = run.preprocessing(read_image(path)).unsqueeze(0)
         except BadImage as error:
-            said.append(error.reason)
+            outputs.append(error.reason)
             continue
-        said.append(_see(run, pixels.flip(1) if reversed_channels else pixels))
-    return said
+        outputs.append(_compute(run, pixels.flip(1) if reversed_channels else pixels))
+    return outputs
 
 
-def _see(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
-    """Of bytes, (1, channels, height, width)."""
+def _compute(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
+    """Outputs for bytes, (1, channels, height, width)."""
     batch, model = run.preprocessing.normalise(pixels), run.model
     caption = None
     if isinstance(model, Captioner):
@@ -105,39 +105,27 @@ def _see(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
     return ModelOutputs(probabilities, caption.text, math.exp(caption.score))
 
 
-def by_predictor(run: LoadedRun, images: Sequence[str]) -> Answers:
-    """What `vit predict` with the run says, in float32."""
+def by_predictor(run: LoadedRun, images: Sequence[str]) -> Outputs:
+    """Outputs of the Predictor in float32, as `vit predict` with the run."""
     predictor = Predictor(run, device="cpu", precision="fp32")
-    said = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=0.0)
-    return _named(said, run.classes, predictor.thresholds)
+    predictions = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=0.0)
+    return [_outputs_of(one, run.classes, predictor.thresholds) for one in predictions]
 
 
-def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Answers:
-    """What an exported file says of the run's `classes`; nothing of one that it does not know."""
+def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Outputs:
+    """Outputs of an exported file for the run's `classes`; 0 for a class that it lacks."""
     top_k = max(1, len(runner.classes))
     if isinstance(runner, ExportedCaptioner):
-        return _named(runner.stream(images, top_k=top_k), classes, None)
-    said = runner.stream(images, top_k=top_k, threshold=0.0)
-    return _named(said, classes, thresholds_of(runner, classes))
+        return [_outputs_of(one, classes, None) for one in runner.stream(images, top_k=top_k)]
+    thresholds = None
+    if runner.thresholds is not None:
+        own = dict(zip(runner.classes, runner.thresholds, strict=True))
+        thresholds = tuple(own.get(name, 1.0) for name in classes)
+    predictions = runner.stream(images, top_k=top_k, threshold=0.0)
+    return [_outputs_of(one, classes, thresholds) for one in predictions]
 
 
-def thresholds_of(runner: ExportedClassifier, classes: Sequence[str]) -> tuple[float, ...] | None:
-    """Those of the file for `classes`; 1 for one that it does not know."""
-    if runner.thresholds is None:
-        return None
-    own = dict(zip(runner.classes, runner.thresholds, strict=True))
-    return tuple(own.get(name, 1.0) for name in classes)
-
-
-def _named(
-    predictions: Iterable[Prediction],
-    classes: Sequence[str],
-    thresholds: tuple[float, ...] | None,
-) -> Answers:
-    return [_said(prediction, classes, thresholds) for prediction in predictions]
-
-
-def _said(
+def _outputs_of(
     prediction: Prediction, classes: Sequence[str], thresholds: tuple[float, ...] | None
 ) -> ModelOutputs | str:
     if prediction.error is not None:

@@ -6,16 +6,16 @@ file         the exported file, without torch
 """
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.errors import DataError, RunError, VitError, WeightsError, printable
 from vit.export.mismatch_diagnosis import diagnose, metadata_differences
 from vit.export.reference_outputs import (
-    Answers,
     ModelOutputs,
+    Outputs,
     Runner,
     by_file,
     by_predictor,
@@ -27,14 +27,14 @@ from vit.paths import did_you_mean
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import SUFFIXES, locate_weights
 
-HAND, PREDICTOR = "by hand", "predictor"
+REFERENCE, PREDICTOR = "by hand", "predictor"
 
 
 class Limits(NamedTuple):
-    """What two ways may differ by."""
+    """Allowed deviation from the reference."""
 
     agreement: float
-    """Share of the images that must have the same answer."""
+    """Least share of images with the same answer."""
     difference: float
     """Largest difference of two probabilities."""
 
@@ -44,21 +44,21 @@ LIMITS = {
     "fp16": Limits(0.98, 0.05),
     "int8": Limits(0.9, 0.5),
 }
-"""By the arithmetic of the file; of fp16 and int8 the agreement decides, the other is a fuse."""
+"""By the precision of the file; for fp16 and int8 the limit of the difference is generous."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """How far one way is from that by hand.
+class Comparison:
+    """Deviation of one implementation from the reference.
 
     Args:
-        name: Of the way.
-        images: Images that both have answered.
-        top1_agreement: Share of them with the same first class, and the same caption. Where a
-            image may have several classes, the mean share that both name of those that one does.
+        name: Name of the implementation.
+        images: Number of images with outputs of both.
+        top1_agreement: Share of them with the same first class and the same caption; of a
+            multi-label model the mean overlap (intersection over union) of the named classes.
         max_probability_difference: The largest difference of two probabilities.
-        worst: The image of that difference, or None where there is none.
-        limits: What is allowed.
+        worst: The image of that difference, or None if there is none.
+        limits: Allowed deviation.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Compared:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is within its limits."""
+        """Whether the deviation is within the limits."""
         return (
             self.top1_agreement >= self.limits.agreement
             and self.max_probability_difference <= self.limits.difference
@@ -78,19 +78,17 @@ class Compared:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        values = asdict(self)
+        least, most = values.pop("limits")
         return {
-            "name": self.name,
-            "images": self.images,
-            "top1_agreement": self.top1_agreement,
-            "max_probability_difference": self.max_probability_difference,
-            "worst": self.worst,
-            "least_agreement": self.limits.agreement,
-            "most_difference": self.limits.difference,
+            **values,
+            "least_agreement": least,
+            "most_difference": most,
             "agrees": self.agrees,
         }
 
     def line(self) -> str:
-        """How far it is from that by hand, and how far it may be."""
+        """Deviation and limits as text."""
         least, most = self.limits
         return (
             f"same answer {self.top1_agreement:.2%} (at least {least:.1%}), largest difference "
@@ -98,7 +96,7 @@ class Compared:
         )
 
     def complaint(self) -> str:
-        """By how much it differs, and on which image most."""
+        """Text of a deviation beyond the limits."""
         wrong = round((1 - self.top1_agreement) * self.images)
         return (
             f"{printable(self.name)} is not the network of the run: another answer for {wrong} of "
@@ -109,39 +107,39 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verification:
-    """What came of a comparison.
+    """Result of a verification.
 
     Args:
-        images: Images that every way has answered.
-        paths: The ways; the first is what the others are compared with.
-        failures: Images that a way did not answer, each {"image", "path", "error"}.
-        causes: What is not as it must be, one sentence each.
-        precision: What the file says that it computes in, which sets its limits; None without one.
+        images: Number of images with outputs of every implementation.
+        paths: The implementations; the first is the reference.
+        failures: Images without an output, each {"image", "path", "error"}.
+        causes: Likely causes of a difference, and differences of the metadata, one sentence each.
+        precision: Precision in the metadata of the file, which sets its limits; None without one.
     """
 
     images: int
-    paths: tuple[Compared, ...]
+    paths: tuple[Comparison, ...]
     failures: tuple[dict[str, str], ...] = ()
-    diagnose: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
     precision: str | None = None
 
     @property
     def agrees(self) -> bool:
-        """Whether the answers are the same, and the file says of itself what the run says."""
-        return all(path.agrees for path in self.paths) and not self.diagnose
+        """Whether outputs and metadata agree."""
+        return all(path.agrees for path in self.paths) and not self.causes
 
     @property
     def top1_agreement(self) -> float:
-        """The least of all ways."""
+        """The least of all implementations."""
         return min(path.top1_agreement for path in self.paths)
 
     @property
     def max_probability_difference(self) -> float:
-        """The largest of all ways."""
+        """The largest of all implementations."""
         return max(path.max_probability_difference for path in self.paths)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The JSON of `vit verify`."""
         return {
             "images": self.images,
             "top1_agreement": self.top1_agreement,
@@ -149,12 +147,12 @@ class Verification:
             "agrees": self.agrees,
             "precision": self.precision,
             "paths": [path.to_dict() for path in self.paths],
-            "causes": list(self.diagnose),
+            "causes": list(self.causes),
             "failed": list(self.failures),
         }
 
     def lines(self) -> list[str]:
-        """The numbers for reading."""
+        """Text of the result."""
         first, *others = self.paths
         width = max(len(printable(path.name)) for path in self.paths)
         lines = [f"{'images':<{width}}  {self.images}"]
@@ -162,22 +160,17 @@ class Verification:
         lines += [f"{printable(path.name):<{width}}  {path.line()}" for path in others]
         if self.precision is not None:
             lines.append(f"{'':<{width}}  its limits are those of {self.precision}, as it says")
-        return [*lines, self.conclusion]
-
-    @property
-    def conclusion(self) -> str:
-        """The last line: what somebody reads who reads one."""
+        failed = len({failure["image"] for failure in self.failures})
         if not self.agrees:
-            return "they do not agree"
-        left_out = len({failure["image"] for failure in self.failures})
-        if left_out:
-            return f"{self.images} agree, and {left_out} could not be compared"
-        return "all agree"
+            return [*lines, "they do not agree"]
+        if failed:
+            return [*lines, f"{self.images} agree, and {failed} could not be compared"]
+        return [*lines, "all agree"]
 
     def complaints(self) -> list[str]:
-        """What is wrong, a line each: which way, by how much, where; then likely causes."""
+        """Text of each deviation beyond its limits, and of the likely causes."""
         lines = [path.complaint() for path in self.paths if not path.agrees]
-        return lines + [f"likely cause: {cause}" for cause in self.diagnose]
+        return lines + [f"likely cause: {cause}" for cause in self.causes]
 
 
 PathLike = str | os.PathLike[str]
@@ -213,21 +206,22 @@ def verify(
     for name, value in (("run", run), ("engine", engine)):
         if exported is None and value is not None:
             raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
-    runner = None if exported is None else opened(exported, engine, batch_size)
-    source = model if runner is None else run or source_of(model, runner)
+    runner = None if exported is None else open_exported(exported, engine, batch_size)
+    source = model if runner is None else run or named_source(model, runner)
     loaded = load_model(source, notify=notify)
     with comparison_images(Path(source), loaded, images, notify) as paths:
-        ways = {HAND: by_reference_code(loaded, paths), PREDICTOR: by_predictor(loaded, paths)}
+        reference = by_reference_code(loaded, paths)
+        outputs = {REFERENCE: reference, PREDICTOR: by_predictor(loaded, paths)}
         if runner is None:
-            return verdict(paths, ways, None, [])
-        file = os.path.basename(os.fspath(exported or ""))
-        ways[file] = by_file(runner, paths, loaded.classes)
+            return compare_all(paths, outputs, None, [])
+        file = os.path.basename(os.fspath(model))
+        outputs[file] = by_file(runner, paths, loaded.classes)
         precision = precision_of(runner)
-        found = metadata_differences(loaded, runner)
-        agrees = compare(file, paths, ways[HAND], ways[file], LIMITS[precision]).agrees
-        if not agrees and {*runner.classes} == {*loaded.classes}:  # by other names nothing compares
-            found += diagnose(loaded, runner, paths, ways[HAND], ways[file])
-        return verdict(paths, ways, precision, found)
+        causes = metadata_differences(loaded, runner)
+        agrees = compare(file, paths, reference, outputs[file], LIMITS[precision]).agrees
+        if not agrees and {*runner.classes} == {*loaded.classes}:  # else all outputs differ
+            causes += diagnose(loaded, runner, paths, reference, outputs[file])
+        return compare_all(paths, outputs, precision, causes)
 
 
 def is_source(model: PathLike) -> bool:
@@ -240,12 +234,8 @@ def is_source(model: PathLike) -> bool:
     return not name.startswith((".", "/", "~")) and ("/" in name or ":" in name)
 
 
-def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
-    """The runner of an exported file.
-
-    Raises:
-        VitError: It cannot be opened.
-    """
+def open_exported(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
+    """Open an exported file with `engine`, by default that of its suffix."""
     suffix = Path(exported).suffix.lower()
     engine = engine or EXPORTED.get(suffix)
     if engine is None and not os.path.exists(exported):
@@ -258,11 +248,11 @@ def opened(exported: PathLike, engine: str | None, batch_size: int | None) -> Ru
     return load_exported(exported, engine=engine, batch_size=batch_size)
 
 
-def source_of(exported: PathLike, runner: Runner) -> str:
-    """The run folder, or other source of weights, that an exported file names.
+def named_source(exported: PathLike, runner: Runner) -> str:
+    """The source of weights in the metadata of an exported file.
 
     Raises:
-        RunError: It names none, or one that is not here.
+        RunError: There is none, or it does not exist here.
     """
     source = runner.metadata.get("source_run")
     if source is None:
@@ -278,10 +268,10 @@ def source_of(exported: PathLike, runner: Runner) -> str:
 
 
 def precision_of(runner: Runner) -> str:
-    """What the file says that it computes in; a captioner is always of float32.
+    """Precision in the metadata of the file; a captioner is always in fp32.
 
     Raises:
-        WeightsError: It computes in what this version does not know.
+        WeightsError: The precision is unknown.
     """
     precision = runner.metadata.get("precision", "fp32")
     if precision not in LIMITS:
@@ -292,59 +282,68 @@ def precision_of(runner: Runner) -> str:
     return precision
 
 
-def verdict(
-    images: Sequence[str], ways: dict[str, Answers], precision: str | None, found: list[str]
+def compare_all(
+    images: Sequence[str],
+    outputs: Mapping[str, Outputs],
+    precision: str | None,
+    causes: Sequence[str],
 ) -> Verification:
-    """All ways compared with the first; that of a file has the limits of its `precision`."""
-    usual = LIMITS["fp32"]
-    limits = LIMITS[precision or "fp32"]
-    compared = tuple(
-        compare(name, images, ways[HAND], said, usual if name in (HAND, PREDICTOR) else limits)
-        for name, said in ways.items()
+    """Compare each implementation with the reference; `precision` sets the limits of the file."""
+    comparisons = tuple(
+        compare(
+            name,
+            images,
+            outputs[REFERENCE],
+            found,
+            LIMITS["fp32" if name in (REFERENCE, PREDICTOR) else precision or "fp32"],
+        )
+        for name, found in outputs.items()
     )
-    if not compared[1].agrees:
-        found = [*found, "the predictor differs from its own parts: please report it"]
-    failures = failures_of(images, ways)
+    if not comparisons[1].agrees:
+        causes = [*causes, "the predictor differs from its own parts: please report it"]
+    failures = failures_of(images, outputs)
     return Verification(
         images=len(images) - len({failure["image"] for failure in failures}),
-        paths=compared,
+        paths=comparisons,
         failures=failures,
-        diagnose=tuple(found),
+        causes=tuple(causes),
         precision=precision,
     )
 
 
 def compare(
-    name: str, images: Sequence[str], hand: Answers, said: Answers, limits: Limits
-) -> Compared:
-    """How far `said` is from what was computed by `hand`, on the images that both answered.
+    name: str, images: Sequence[str], reference: Outputs, found: Outputs, limits: Limits
+) -> Comparison:
+    """Compare outputs with the reference, on the images that have both.
 
     Raises:
         DataError: There is none.
     """
     rows = [
         (one.agreement(other), one.difference(other), path)
-        for path, one, other in zip(images, hand, said, strict=True)
+        for path, one, other in zip(images, reference, found, strict=True)
         if isinstance(one, ModelOutputs) and isinstance(other, ModelOutputs)
     ]
     if not rows:
-        error = hand[0] if isinstance(hand[0], str) else said[0]
+        error = reference[0] if isinstance(reference[0], str) else found[0]
         raise DataError(
             f"none of {len(images)} images can be compared; the first, {printable(images[0])}: "
             f"{printable(error)}"
         )
-    same, apart, paths = zip(*rows, strict=True)
-    most = max(apart)
-    worst = paths[apart.index(most)] if most > 0 else None
-    return Compared(name, len(rows), sum(same) / len(rows), most, worst, limits)
+    agreements, differences, paths = zip(*rows, strict=True)
+    most = max(differences)
+    worst = paths[differences.index(most)] if most > 0 else None
+    return Comparison(name, len(rows), sum(agreements) / len(rows), most, worst, limits)
 
 
-def failures_of(images: Sequence[str], ways: dict[str, Answers]) -> tuple[dict[str, str], ...]:
-    """Images without an answer, and which way says so; once where all say the same."""
+def failures_of(
+    images: Sequence[str], outputs: Mapping[str, Outputs]
+) -> tuple[dict[str, str], ...]:
+    """Images without an output, by implementation; an error that all share is listed once."""
     failures = []
-    for place, image in enumerate(images):
-        errors = {name: said[place] for name, said in ways.items() if isinstance(said[place], str)}
-        if len(errors) == len(ways) and len(set(errors.values())) == 1:
+    for index, image in enumerate(images):
+        errors = {name: x[index] for name, x in outputs.items() if isinstance(x[index], str)}
+        if len(errors) == len(outputs) and len(set(errors.values())) == 1:
             errors = {"all": next(iter(errors.values()))}
         failures += [
             {"image": image, "path": name, "error": str(error)} for name, error in errors.items()
