@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import vit
 from vit.data.image_io import read_image
-from vit.export.onnx_graph import Part, to_onnx, decomposed_attention
+from vit.export.onnx_graph import Part, decomposed_attention, to_onnx
 from vit.export.quantization import quantize
 from vit.exported import openvino_session
 from vit.exported.onnx_session import OnnxSession

@@ -7,32 +7,29 @@ from vit.errors import ConfigError, printable
 PRECISIONS = ("fp32", "fp16", "int8")
 OPSETS = (18, 19, 20, 21, 22, 23)
 OPSET = 20
-"""Of classifiers: the first with Gelu as one operator. onnxruntime reads it since 1.17, OpenVINO
-since 2024; what later ones add is nothing that these networks need."""
+"""Of classifiers: the first one with Gelu. onnxruntime reads it since 1.17, OpenVINO since 2024;
+later ones add nothing that these networks need."""
 SAMPLES = 200
 MAX_DROP = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run becomes a file.
+    """Options of an export.
 
     Args:
         precision: fp32, fp16 (weights and most arithmetic) or int8.
-        tokens: Also give the tokens, the embedding and the attention.
-        opset: Version of ONNX's operators; the usual one when left out.
-        calibration: Data whose training images int8 is calibrated with.
-        samples: How many of them.
-        dynamic: int8 whose ranges of activations are found anew for each batch.
-        validation: Labelled data on which the file is compared with the run; those of
-            `calibration` when left out.
-        max_drop: Share of top-1 (mAP where an image may have several classes) that the file
-            may lose there.
-        external_data: Keep weights in NAME.onnx.data beside the file, where else only those of
-            2 GB or more are.
+        tokens: Add the outputs tokens, embedding and attention.
+        opset: Version of ONNX's operators; OPSET by default.
+        calibration: Dataset whose training images calibrate int8.
+        samples: Number of calibration images; SAMPLES by default.
+        dynamic: int8 with activation ranges measured at run time.
+        validation: Labelled data for the comparison of the accuracy; `calibration` by default.
+        max_drop: Largest loss of top-1 (of mAP if multi-label) there; MAX_DROP by default.
+        external_data: Store the weights in NAME.onnx.data, as always from 2 GB on.
 
     Raises:
-        ConfigError: A value is impossible, or another option never reads it.
+        ConfigError: A value is impossible, or has no effect with the other options.
     """
 
     precision: str = "fp32"
@@ -84,15 +81,11 @@ class Options:
 
     @property
     def measured_on(self) -> str | None:
-        """The data for the comparison with the run."""
+        """Data for the comparison of the accuracy."""
         return self.validation or self.calibration
 
     def check_unused(self, why: str, *read: str) -> None:
-        """Refuse every option that was changed, but those of `read`.
-
-        Raises:
-            ConfigError: There is one.
-        """
+        """Raise ConfigError if an option that is not in `read` differs from its default."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in read and value != field.default:

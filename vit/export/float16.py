@@ -8,13 +8,13 @@ import numpy as np
 from vit.errors import ConfigError, VitError, printable
 from vit.export.onnx_graph import MAX_GRAPH_BYTES, libraries
 
-KEPT = (
+FLOAT32_OPERATORS = (
     *("LayerNormalization", "RMSNormalization", "Softmax"),
-    # of norms written out, of merged tokens and of capacities
+    # in decomposed norms, token merging and MoE capacities
     *("ReduceMean", "ReduceSum", "ReduceL2", "ReduceMax", "Pow", "Sqrt", "Reciprocal", "Log"),
-    # of places: angles of rotary positions grow with the image
+    # positions: angles of rotary embedding grow with the image
     *("Sin", "Cos", "Range", "Resize", "CumSum"),
-    # they decide where tokens go, which must not hang on the last bits
+    # routing of tokens, which must not depend on the last bits
     *("TopK", "ArgMax", "Less", "Greater", "Equal", "ScatterElements", "ScatterND", "OneHot"),
 )
 """Operators that stay in float32."""
@@ -22,10 +22,10 @@ LARGEST = float(np.finfo(np.float16).max)
 
 
 def convert_to_float16(proto: Any) -> Any:
-    """A graph of float32 -> one of float16 whose inputs and outputs keep their types.
+    """Convert a float32 graph to float16; inputs and outputs keep their types.
 
     Args:
-        proto: An onnx.ModelProto; it is used up.
+        proto: An onnx.ModelProto, which is modified.
 
     Raises:
         ConfigError: It is too large for the converter.
@@ -35,7 +35,7 @@ def convert_to_float16(proto: Any) -> Any:
     from onnxruntime.transformers.onnx_model import OnnxModel  # type: ignore[import-untyped]
 
     check_range(proto)
-    blocked = [*float16.DEFAULT_OP_BLOCK_LIST, *KEPT]
+    blocked = [*float16.DEFAULT_OP_BLOCK_LIST, *FLOAT32_OPERATORS]
     with warnings.catch_warnings():  # of weights that are too small and become 0
         warnings.simplefilter("ignore")
         try:
@@ -57,12 +57,7 @@ def convert_to_float16(proto: Any) -> Any:
 
 
 def check_range(proto: Any) -> None:
-    """Refuse weights that float16 cannot hold.
-
-    Raises:
-        ConfigError: They are too many for the converter.
-        VitError: One is too large.
-    """
+    """Raise if the weights are too many for the converter, or one is too large for float16."""
     onnx = libraries()
     floats = [x for x in proto.graph.initializer if x.data_type == onnx.TensorProto.FLOAT]
     size = sum(len(x.raw_data) for x in floats)
@@ -81,7 +76,7 @@ def check_range(proto: Any) -> None:
 
 
 def deduplicate_casts(proto: Any) -> None:
-    """Leave out casts that the converter adds once for each of two readers, under one name."""
+    """Remove casts that the converter adds for each of two readers, under one name."""
     once = {tuple(node.output): node for node in reversed(proto.graph.node)}
     kept = [node for node in proto.graph.node if once[tuple(node.output)] is node]
     del proto.graph.node[:]
@@ -89,7 +84,7 @@ def deduplicate_casts(proto: Any) -> None:
 
 
 def feeds_from_images(proto: Any) -> list[str]:
-    """Names of the nodes before the first product: the normalisation of pixels."""
+    """Names of the nodes before the first product, the normalisation of pixels."""
     nodes = proto.graph.node
     products = (place for place, node in enumerate(nodes) if node.op_type in ("MatMul", "Gemm"))
     return [node.name for node in nodes[: next(products, 0)]]

@@ -27,10 +27,10 @@ from vit.weights.saved_model import LoadedRun
 
 
 class SampleImages(Sequence[Array]):
-    """Images that are read when they are asked for, each uint8 (height, width, 3).
+    """Images that are read on access, each uint8 (height, width, 3).
 
     Args:
-        paths: Their files.
+        paths: Paths of the images.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -57,13 +57,10 @@ def validation_samples(
     *,
     thresholds: tuple[float, ...] | None = None,
 ) -> tuple[Sample, ...]:
-    """The images that `vit evaluate` would measure the run on; none without data.
-
-    `thresholds` are those of its classes, where an image may have several.
+    """The images that `vit evaluate` would use; none without `data`.
 
     Raises:
-        DataError: There are data, but no such images in them.
-        ConfigError: They have several classes, and the run gives each image one.
+        VitError: As `load_labeled_samples`.
     """
     if data is None:
         return ()
@@ -73,39 +70,39 @@ def validation_samples(
 
 
 def calibration_images(
-    asked: Options, classes: tuple[str, ...], kept_apart: Sequence[Sample]
+    options: Options, classes: tuple[str, ...], validation: Sequence[Sample]
 ) -> SampleImages:
-    """Images from all over the training part of the data, as many as were asked for.
+    """Calibration images, evenly spaced over the training images of the data.
 
     Args:
-        asked: Names the data.
-        classes: Names of the classes of the model.
-        kept_apart: Images that the file is measured on, which it is not calibrated with.
+        options: Options with the data and the number of images.
+        classes: Class names of the model.
+        validation: Images that are left out, since the accuracy is measured on them.
 
     Raises:
-        DataError: There are none, or fewer than were asked for.
+        DataError: There are none, or fewer than requested.
     """
-    if asked.calibration is None:
+    if options.calibration is None:
         return SampleImages([])
-    apart = {sample.path for sample in kept_apart}
+    excluded = {sample.path for sample in validation}
     try:
-        found, _ = open_eval_split(asked.calibration, split="train", classes=classes)
+        found, _ = open_eval_split(options.calibration, split="train", classes=classes)
         paths = [sample.path for sample in found]
     except DataError:  # no train folder: a folder of images of any kind
-        paths = list_images([asked.calibration])
-    paths = [path for path in paths if path not in apart and is_readable(path)]
-    if not paths or (asked.samples or 0) > len(paths):
+        paths = list_images([options.calibration])
+    paths = [path for path in paths if path not in excluded and is_readable(path)]
+    if not paths or (options.samples or 0) > len(paths):
         raise DataError(
-            f"{printable(asked.calibration)}: {len(paths)} images can be calibrated with, beside "
-            f"those for validation, and {asked.samples or 'some'} are needed; name other data"
+            f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
+            f"those for validation, and {options.samples or 'some'} are needed; name other data"
         )
-    count = min(asked.samples or SAMPLES, len(paths))
-    places = np.linspace(0, len(paths) - 1, count).round().astype(int)
-    return SampleImages([paths[place] for place in places])
+    count = min(options.samples or SAMPLES, len(paths))
+    indices = np.linspace(0, len(paths) - 1, count).round().astype(int)
+    return SampleImages([paths[index] for index in indices])
 
 
 def is_readable(path: str) -> bool:
-    """Whether the header of an image is sound."""
+    """Whether the header of an image is valid."""
     try:
         check_header(path)
     except BadImage:
@@ -113,7 +110,7 @@ def is_readable(path: str) -> bool:
     return True
 
 
-MOST = 50
+MAX_COMPARED = 50
 SIZES = (
     *((20, 20), (21, 34), (40, 25), (64, 64), (90, 61), (80, 120), (160, 160), (200, 150)),
     *((224, 224), (224, 301), (333, 222), (97, 480), (480, 97), (512, 384), (384, 512)),
@@ -126,16 +123,16 @@ SIZES = (
 def comparison_images(
     folder: Path, run: LoadedRun, images: Sequence[str] | None, notify: Callable[[str], object]
 ) -> Iterator[list[str]]:
-    """Paths of images: those given, validation images of the run, or drawn ones.
+    """Paths of images: `images` if given, else validation images of the run, else drawn ones.
 
     Args:
-        folder: Of the run.
-        run: What is in it.
-        images: Given ones.
-        say: Receives which were taken.
+        folder: The run folder.
+        run: The run.
+        images: Requested images.
+        notify: Called with a note on which images are used.
 
     Raises:
-        DataError: Not one image is given.
+        DataError: `images` is empty.
     """
     if images is not None:
         if not images:
@@ -146,34 +143,34 @@ def comparison_images(
         samples, data = validation_images(folder, run)
     except VitError as error:
         notify(f"no validation images ({printable(error)}): drew {len(SIZES)} of many sizes")
-        with tempfile.TemporaryDirectory(prefix="vit-verify-") as place:
-            yield draw(Path(place))
+        with tempfile.TemporaryDirectory(prefix="vit-verify-") as drawn:
+            yield draw(Path(drawn))
         return
-    chosen = [samples[place] for place in evenly_spaced(len(samples), MOST)]
+    chosen = [samples[index] for index in evenly_spaced(len(samples), MAX_COMPARED)]
     notify(f"{len(chosen)} of {len(samples):,} validation images of {printable(data)}")
     yield [sample.path for sample in chosen]
 
 
 def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...], str]:
-    """The images that the training validated on, and where its data are.
+    """The validation images of the training, and the name of its data.
 
     Raises:
-        VitError: They cannot be found; the message says why.
+        VitError: They cannot be found.
     """
     data = make_config(read_settings(folder / "config.yaml"), complete=True).data
-    find = load_labeled_samples if run.tokenizer is None else load_captioned_samples
-    asked = DatasetSpec(data.data, data.images, split="val")
-    return find(folder, asked, run.classes, lambda _note: None), data.data
+    load = load_labeled_samples if run.tokenizer is None else load_captioned_samples
+    spec = DatasetSpec(data.data, data.images, split="val")
+    return load(folder, spec, run.classes, lambda _note: None), data.data
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, at equal distances: lists are sorted by class."""
+    """At most `most` of `count` indices, at equal distances: lists are sorted by class."""
     taken = min(count, most)
-    return [place * count // taken for place in range(taken)]
+    return [number * count // taken for number in range(taken)]
 
 
 def draw(folder: Path) -> list[str]:
-    """Write an image of each of SIZES, some of them turned; the same ones at every call."""
+    """Write an image of each of SIZES, with all EXIF orientations; the same at every call."""
     paths = []
     for number, (width, height) in enumerate(SIZES):
         path = folder / f"drawn_{number:02}_{width}x{height}.png"
@@ -186,7 +183,7 @@ def draw(folder: Path) -> list[str]:
 
 
 def scene(width: int, height: int, seed: int) -> Array:
-    """Blots of colour on a gradient, with fine grain: uint8 (height, width, 3)."""
+    """Coloured discs on a gradient, with noise: uint8 (height, width, 3)."""
     random = np.random.default_rng(seed)
     y, x = np.linspace(0, 1, height)[:, None], np.linspace(0, 1, width)
     tilt = (x + y).astype(np.float32)[..., None]
