@@ -47,7 +47,7 @@ def vit(capfd):
     return command
 
 
-def test_json_lines_say_what_the_predictor_says(vit, run, input_images, bad_images):
+def test_json_lines_equal_the_captions_of_the_predictor(vit, run, input_images, bad_images):
     images = [*input_images, bad_images[0]]
     code, out, err = vit("predict", run, *images, "--format", "jsonl")
     found = Predictor(run)(images)
@@ -69,7 +69,7 @@ def test_json_lines_say_what_the_predictor_says(vit, run, input_images, bad_imag
     assert len(err) == 2
 
 
-def test_flags_reach_the_search(vit, run, input_images):
+def test_generation_flags_change_the_captions(vit, run, input_images):
     words = (*input_images, "--format", "jsonl", "--precision", "fp32")
     for flags, search in (
         (
@@ -107,7 +107,7 @@ def test_flags_reach_the_search(vit, run, input_images):
         ),
     ],
 )
-def test_csv_has_a_column_for_everything(
+def test_csv_has_a_column_for_each_caption_and_score(
     vit, request, input_images, bad_images, name, flags, columns
 ):
     model = request.getfixturevalue(name)
@@ -127,7 +127,7 @@ def test_csv_has_a_column_for_everything(
     assert scores[0] != scores[1]
 
 
-def test_both_heads_in_json_and_in_a_table(vit, both, input_images):
+def test_a_captioner_with_classes_outputs_captions_and_classes(vit, both, input_images):
     _, out, _ = vit("predict", both, input_images[0], "-k", 2, "--format", "jsonl")
     (told,) = Predictor(both)(input_images[:1], top_k=2)
     record = json.loads(out[0])
@@ -139,7 +139,7 @@ def test_both_heads_in_json_and_in_a_table(vit, both, input_images):
     assert f"{told.score:.3f}" in out[1]
 
 
-def test_the_table_is_for_reading(vit, run, input_images, bad_images):
+def test_the_table_shows_captions_on_one_line(vit, run, input_images, bad_images):
     _, out, _ = vit("predict", run, *input_images, bad_images[0])
     assert out[0].split() == ["image", "caption", "score"]
     for line, told in zip(out[1:-1], Predictor(run)(input_images), strict=True):
@@ -151,7 +151,7 @@ def test_the_table_is_for_reading(vit, run, input_images, bad_images):
     ]
 
 
-def test_captions_are_drawn(vit, run, input_images, bad_images, tmp_path):
+def test_explain_plots_the_words_of_captions(vit, run, input_images, bad_images, tmp_path):
     words = (*input_images[:2], bad_images[0], "--format", "jsonl")
     plain = vit("predict", run, *words)
     drawn = vit("predict", run, *words, "--explain", tmp_path / "x")
@@ -186,7 +186,9 @@ def test_captions_are_drawn(vit, run, input_images, bad_images, tmp_path):
         ("run", "--explain {tmp}/x --merge-tokens 1", "use merge_tokens=0"),
     ],
 )
-def test_what_cannot_start_is_one_line(vit, request, input_images, tmp_path, name, flags, reason):
+def test_invalid_arguments_are_one_line_errors(
+    vit, request, input_images, tmp_path, name, flags, reason
+):
     (tmp_path / "file").write_text("")
     words = flags.format(tmp=tmp_path).split()
     code, out, err = vit("predict", request.getfixturevalue(name), input_images[0], *words)
@@ -204,7 +206,7 @@ def data(tiny_data, tmp_path) -> Path:
     return root
 
 
-def test_evaluate_tells_and_writes_the_scores_of_the_function(vit, run, data, tmp_path):
+def test_evaluate_prints_and_writes_the_scores_of_the_function(vit, run, data, tmp_path):
     path = tmp_path / "scores.json"
     words = ("--beams", 2, "--max-tokens", 3, "--json", path)
     code, out, err = vit("evaluate", run, data, *words)
@@ -224,7 +226,7 @@ def test_evaluate_tells_and_writes_the_scores_of_the_function(vit, run, data, tm
     assert code == 0
 
 
-def test_evaluate_tells_of_both_heads(vit, both, data):
+def test_evaluate_prints_the_scores_of_captions_and_classes(vit, both, data):
     code, out, _ = vit("evaluate", both, data)
     assert code == 0
     text = "\n".join(out)
@@ -233,7 +235,7 @@ def test_evaluate_tells_of_both_heads(vit, both, data):
     assert "weakest classes" in text
 
 
-def test_evaluate_refuses_what_a_classifier_cannot_do(vit, tiny_run, tiny_data):
+def test_evaluate_refuses_generation_flags_for_a_classifier(vit, tiny_run, tiny_data):
     for flags, reason in ((["--beams", 2], "beams=2"), (["--images", tiny_data], "images=")):
         code, out, err = vit("evaluate", tiny_run, tiny_data, *flags)
         assert (code, out, len(err)) == (2, [], 1)

@@ -16,7 +16,7 @@ def checked(data, folder, *words):
     return code, json.loads(answer.read_text(encoding="utf-8")), page.read_text(encoding="utf-8")
 
 
-def test_errors_give_exit_code_1_and_stand_in_all_outputs(tiny_data, tmp_path, capsys):
+def test_errors_give_exit_code_1_and_are_in_text_json_and_html(tiny_data, tmp_path, capsys):
     data = Path(shutil.copytree(tiny_data / "val", tmp_path / "data"))
     (data / "<script>alert(1)<x").mkdir()
     (data / "apple" / "0.png").write_bytes(b"")
@@ -35,14 +35,14 @@ def test_errors_give_exit_code_1_and_stand_in_all_outputs(tiny_data, tmp_path, c
     assert "training stops over:" in out
 
 
-def test_no_errors_give_exit_code_0(tiny_data, tmp_path, capsys):
+def test_a_dataset_without_errors_gives_exit_code_0(tiny_data, tmp_path, capsys):
     code, told, _ = checked(tiny_data / "val", tmp_path)
     assert code == 0
     assert not told["severities"]["error"]
     assert "27 images" in capsys.readouterr().out
 
 
-def test_what_cannot_start_gives_exit_code_2(tmp_path, tiny_data, capsys):
+def test_invalid_arguments_give_exit_code_2(tmp_path, tiny_data, capsys):
     assert main(["check", str(tmp_path / "missing")]) == 2
     assert main(["check", str(tiny_data), "--device", "cpu"]) == 2
     assert main(["check", str(tiny_data), "--json", str(tmp_path / "no" / "x.json")]) == 2
@@ -50,7 +50,7 @@ def test_what_cannot_start_gives_exit_code_2(tmp_path, tiny_data, capsys):
 
 
 @pytest.mark.auto_precision
-def test_weights_add_what_features_say(tiny_run, tiny_data, tmp_path, capsys):
+def test_weights_add_a_check_of_features(tiny_run, tiny_data, tmp_path, capsys):
     words = ["--weights", str(tiny_run), "--device", "cpu"]
     code, told, _ = checked(tiny_data / "val", tmp_path, *words)
     assert code == 0

@@ -21,7 +21,7 @@ def convert(*words: object) -> int:
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
-def test_there_and_back_is_the_same_network(tiny_run, tmp_path, capsys, to):
+def test_a_network_converted_and_read_back_is_the_same(tiny_run, tmp_path, capsys, to):
     assert convert(tiny_run, "--to", to, "--out", tmp_path / "out") == 0
     said = capsys.readouterr()
     assert "parity on " in said.err
@@ -37,7 +37,7 @@ def test_there_and_back_is_the_same_network(tiny_run, tmp_path, capsys, to):
     assert all(torch.equal(state[name], back.state[name]) for name in state)
 
 
-def test_timm_opens_it_with_its_names(tiny_run, tmp_path):
+def test_timm_opens_the_folder_with_its_class_names(tiny_run, tmp_path):
     convert(tiny_run, "--to", "timm", "--out", tmp_path / "out")
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     assert model.pretrained_cfg["label_names"] == ["apple", "class10", "class2"]
@@ -45,7 +45,7 @@ def test_timm_opens_it_with_its_names(tiny_run, tmp_path):
     torch.testing.assert_close(model(images), load_run(tiny_run).model(images), atol=1e-4, rtol=0)
 
 
-def test_a_pipeline_of_transformers_gives_our_answers(tiny_run, tiny_data, tmp_path):
+def test_a_transformers_pipeline_gives_the_same_predictions(tiny_run, tiny_data, tmp_path):
     out = tmp_path / "out"
     convert(tiny_run, "--to", "huggingface", "--out", out)
     processor = AutoImageProcessor.from_pretrained(out)
@@ -63,14 +63,14 @@ def test_a_pipeline_of_transformers_gives_our_answers(tiny_run, tiny_data, tmp_p
         assert dict(mine.predictions) == pytest.approx(scores, abs=0.01)
 
 
-def test_a_card_says_what_it_is(tiny_run, tmp_path):
+def test_the_model_card_describes_the_model(tiny_run, tmp_path):
     convert(tiny_run, "--to", "timm", "--out", tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith("---\nlibrary_name: timm\n")
     assert "apple, class10, class2" in card
 
 
-def test_what_exists_is_not_touched_unless_asked(tiny_run, tmp_path, capsys):
+def test_an_existing_folder_is_replaced_only_with_overwrite(tiny_run, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/diary.txt").write_text("dear")
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine") == 2
@@ -84,7 +84,7 @@ def test_what_exists_is_not_touched_unless_asked(tiny_run, tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_run_is_never_overwritten(tiny_run, tmp_path, capsys):
+def test_a_run_folder_is_never_overwritten(tiny_run, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     (run / "metrics.jsonl").write_text("")
@@ -93,20 +93,22 @@ def test_a_run_is_never_overwritten(tiny_run, tmp_path, capsys):
     load_run(run)
 
 
-def test_an_image_that_cannot_be_read_is_known_before_anything_is_written(tiny_run, tmp_path):
+def test_an_unreadable_image_is_an_error_before_anything_is_written(tiny_run, tmp_path):
     words = ("--to", "timm", "--out", tmp_path / "out", "--image", tmp_path / "none.jpg")
     assert convert(tiny_run, *words) == 2
     assert not (tmp_path / "out").exists()
 
 
-def test_a_name_that_cannot_be_pushed_to_is_refused_first(tiny_run, tmp_path, capsys):
+def test_an_invalid_repository_name_is_refused_before_anything_is_written(
+    tiny_run, tmp_path, capsys
+):
     words = (tiny_run, "--to", "timm", "--out", tmp_path / "out", "--push", "no owner")
     assert convert(*words) == 2
     assert "write OWNER/NAME" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_offline_the_folder_is_written_and_the_push_says_how_later(
+def test_offline_the_folder_is_written_and_the_error_names_the_upload_command(
     tiny_run, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -136,7 +138,9 @@ def trained_with(run, folder, **settings):
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
-def test_a_run_that_merges_is_refused_with_a_remedy_that_works(tiny_run, tmp_path, capsys, to):
+def test_a_run_with_token_merging_is_refused_with_a_remedy_that_works(
+    tiny_run, tmp_path, capsys, to
+):
     run, out = trained_with(tiny_run, tmp_path / "run", merge_tokens=1), tmp_path / "out"
     assert convert(run, "--to", to, "--out", out) == 2
     said = capsys.readouterr().err
@@ -149,7 +153,7 @@ def test_a_run_that_merges_is_refused_with_a_remedy_that_works(tiny_run, tmp_pat
     assert "Scores" not in (out / "README.md").read_text(encoding="utf-8")
 
 
-def test_what_only_our_training_does_is_said(tiny_run, tmp_path, capsys):
+def test_settings_that_the_other_library_lacks_are_notes(tiny_run, tmp_path, capsys):
     run = trained_with(tiny_run, tmp_path / "run", patch_sizes=(4,), patch_dropout=0.5)
     assert convert(run, "--to", "timm", "--out", tmp_path / "out") == 0
     said = capsys.readouterr().err

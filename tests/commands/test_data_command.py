@@ -62,7 +62,7 @@ def photos(tiny_data, tmp_path) -> Path:
     return root
 
 
-def test_there_and_back_again(photos, tmp_path, capsys):
+def test_an_exported_dataset_read_back_is_the_same(photos, tmp_path, capsys):
     shards = written(photos, "shards", tmp_path / "shards")
     assert {path.name for path in shards.iterdir()} == {
         MARKER_FILE, "train-000000.tar", "val-000000.tar",
@@ -80,13 +80,13 @@ def test_there_and_back_again(photos, tmp_path, capsys):
     assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
 
 
-def test_without_a_split_the_same_images_are_held_out(photos, tmp_path):
+def test_an_exported_dataset_without_splits_holds_out_the_same_images(photos, tmp_path):
     shards = written(photos / "train", "shards", tmp_path / "shards")
     assert [path.name for path in shards.glob("*.tar")] == ["images-000000.tar"]
     assert seen(shards) == seen(photos / "train")
 
 
-def test_shards_have_their_size(photos, tmp_path):
+def test_shards_have_at_most_the_requested_size(photos, tmp_path):
     noise = Image.effect_noise((700, 700), 99)
     for number in range(6):
         noise.save(photos / "train/apple" / f"large{number}.png")
@@ -97,7 +97,7 @@ def test_shards_have_their_size(photos, tmp_path):
     assert seen(shards) == seen(photos)
 
 
-def test_several_labels_have_lists(tmp_path):
+def test_multilabel_datasets_are_exported_with_lists_of_labels(tmp_path):
     for number in range(3):
         Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
     items = [ImageRecord(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
@@ -119,7 +119,7 @@ def test_several_labels_have_lists(tmp_path):
     assert (tmp_path / "folder/images/train/2.png").is_file()
 
 
-def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_path, capsys):
+def test_class_names_that_are_no_folder_names_are_kept_in_shards(tmp_path, capsys):
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         for number, label in enumerate(("T-shirt/top", "..", "T-shirt_top", "train")):
             content = io.BytesIO()
@@ -142,7 +142,7 @@ def test_classes_that_no_folder_can_be_called_keep_their_names_in_shards(tmp_pat
     assert ".. is _," in told
 
 
-def test_images_that_cannot_be_read_are_named(photos, tmp_path, bad_images, capsys):
+def test_unreadable_images_are_left_out_and_named(photos, tmp_path, bad_images, capsys):
     (photos / "train/apple/bad.jpg").write_bytes(b"this is no image")
     whole = (photos / "train/apple/1.jpg").read_bytes()
     (photos / "train/apple/cut.jpg").write_bytes(whole[:-30])
@@ -161,7 +161,7 @@ def refused(capsys, *words) -> str:
     return told
 
 
-def test_what_is_there_is_never_lost(photos, tmp_path, capsys):
+def test_existing_files_are_never_lost(photos, tmp_path, capsys):
     folder = ["--to", "folder", "--out"]
     before = files_of(photos)
     assert "holds the data" in refused(capsys, photos, *folder, tmp_path, "--overwrite")
@@ -178,7 +178,7 @@ def test_what_is_there_is_never_lost(photos, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_images_that_a_list_or_a_pattern_names_are_not_replaced(photos, tmp_path, capsys):
+def test_images_of_a_list_or_pattern_are_not_overwritten(photos, tmp_path, capsys):
     out = written(photos, "folder", tmp_path / "out")
     rows = [f"{path},{path.parent.name}" for path in sorted(out.rglob("*.png"))]
     listed = tmp_path / "list.csv"
@@ -194,7 +194,7 @@ def test_images_that_a_list_or_a_pattern_names_are_not_replaced(photos, tmp_path
     assert (files_of(out), files_of(shards)) == before
 
 
-def test_images_behind_links_are_not_replaced(photos, tmp_path):
+def test_images_behind_links_are_not_overwritten(photos, tmp_path):
     out = written(photos, "folder", tmp_path / "out")
     (tmp_path / "link").symlink_to(out)
     linked = out / "train/apple/linked.png"
@@ -209,7 +209,7 @@ def test_images_behind_links_are_not_replaced(photos, tmp_path):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch, times):
+def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path, monkeypatch, times):
     folder, real, left = tmp_path / "out", Path.rename, [times]
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch, time
         assert (Path(str(refused.value).split(" is now ")[1]) / "mine.txt").is_file()
 
 
-def test_settings_that_have_no_use_are_refused(photos, tmp_path, capsys):
+def test_settings_without_effect_are_refused(photos, tmp_path, capsys):
     out = ["--out", tmp_path / "o"]
     assert "a folder has no shards" in refused(
         capsys, photos, "--to", "folder", *out, "--shard-size", "1GB"
@@ -247,17 +247,17 @@ def test_settings_that_have_no_use_are_refused(photos, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("size", "number"), [("256MB", 256 * 10**6), ("1.5 gib", 3 * 2**29), ("2M", 2 * 10**6)]
 )
-def test_sizes(size, number):
+def test_shard_sizes_are_parsed_with_decimal_and_binary_units(size, number):
     assert parse_shard_size(size) == number
 
 
 @pytest.mark.parametrize("size", ["", "MB", "-1MB", "1TB", "1e9", "0MB"])
-def test_sizes_that_are_none(size):
+def test_invalid_shard_sizes_are_refused(size):
     with pytest.raises(ConfigError, match="shard_size="):
         parse_shard_size(size)
 
 
-def test_names_are_safe_and_distinct():
+def test_file_names_are_safe_and_unique():
     for name in ("", ".", "..", ".hidden", "a/b", "a\x00b", "x" * 999, "__MACOSX", "a:b", "x.tar"):
         safe = safe_name(name)
         assert safe

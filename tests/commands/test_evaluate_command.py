@@ -23,7 +23,7 @@ pytestmark = pytest.mark.auto_precision
     ],
     ids=" ".join,
 )
-def test_top1_is_exactly_that_of_predict(tiny_run, tiny_data, tmp_path, settings):
+def test_top1_equals_that_counted_from_vit_predict(tiny_run, tiny_data, tmp_path, settings):
     settings = [*settings, "--batch-size", "8"]
     scores, answers = tmp_path / "scores.json", tmp_path / "answers.jsonl"
     words = ["evaluate", str(tiny_run), str(tiny_data), "--json", str(scores)]
@@ -38,7 +38,7 @@ def test_top1_is_exactly_that_of_predict(tiny_run, tiny_data, tmp_path, settings
     assert found["top1"] == sum(right) / len(right)
 
 
-def test_writes_the_scores_of_the_function(tiny_run, tiny_data, tmp_path, capsys):
+def test_the_json_file_has_the_scores_of_the_function(tiny_run, tiny_data, tmp_path, capsys):
     path = tmp_path / "scores.json"
     path.write_text("of an older run")
     assert main(["evaluate", str(tiny_run), str(tiny_data), "--json", str(path)]) == 0
@@ -51,7 +51,7 @@ def test_writes_the_scores_of_the_function(tiny_run, tiny_data, tmp_path, capsys
     assert captured.err == ""
 
 
-def test_unreadable_images_make_exit_code_1(tiny_run, tiny_data, tmp_path, capsys):
+def test_unreadable_images_give_exit_code_1(tiny_run, tiny_data, tmp_path, capsys):
     data = Path(shutil.copytree(tiny_data, tmp_path / "data"))
     (data / "val" / "apple" / "0.png").write_text("no image")
     assert main(["evaluate", str(tiny_run), str(data)]) == 1
@@ -61,7 +61,7 @@ def test_unreadable_images_make_exit_code_1(tiny_run, tiny_data, tmp_path, capsy
     assert "1 of 27 images failed" in lines[1]
 
 
-def test_a_class_without_images_is_told(tiny_run, tiny_data, tmp_path, capsys):
+def test_classes_without_images_are_counted_in_the_output(tiny_run, tiny_data, tmp_path, capsys):
     data = Path(shutil.copytree(tiny_data, tmp_path / "data"))
     shutil.rmtree(data / "val" / "class10")
     assert main(["evaluate", str(tiny_run), str(data)]) == 0
@@ -80,7 +80,7 @@ def test_a_class_without_images_is_told(tiny_run, tiny_data, tmp_path, capsys):
         ([], "DATA"),
     ],
 )
-def test_what_cannot_start_is_one_line(tiny_run, tiny_data, capsys, words, reason):
+def test_invalid_arguments_are_one_line_errors(tiny_run, tiny_data, capsys, words, reason):
     words = [word.format(data=tiny_data) for word in words]
     assert main(["evaluate", str(tiny_run), *words]) == 2
     captured = capsys.readouterr()

@@ -91,7 +91,7 @@ EVERY = [
 
 @pytest.mark.auto_precision
 @pytest.mark.parametrize(("command", "source"), EVERY)
-def test_every_command_takes_every_source(
+def test_every_command_accepts_every_source_of_weights(
     command, source, sources, tiny_data, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -120,7 +120,7 @@ def test_every_command_takes_every_source(
         assert Path("OUT/model.safetensors").is_file()
 
 
-def test_a_name_of_the_hub_is_no_exported_file(capsys, monkeypatch):
+def test_a_hub_name_is_not_taken_for_an_exported_file(capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(["verify", "hf/o/nothing-of-this-name"]) == 2
     assert "exported" not in capsys.readouterr().err

@@ -50,7 +50,9 @@ def export(*words):
 
 
 @pytest.mark.slow
-def test_two_files_are_written_and_replaced_only_when_asked(run, tmp_path, capsys, tiny_data):
+def test_a_captioner_becomes_two_files_that_only_overwrite_replaces(
+    run, tmp_path, capsys, tiny_data
+):
     out, beside = tmp_path / "pets.onnx", tmp_path / "pets.decoder.onnx"
     beside.write_text("mine")
     assert export(run, "--out", out) == 2
@@ -87,7 +89,7 @@ def said(capsys):
     return line
 
 
-def test_a_classifier_becomes_one_file(tiny_run, tmp_path, capsys, tiny_data):
+def test_a_classifier_becomes_one_verified_file(tiny_run, tmp_path, capsys, tiny_data):
     out, numbers = tmp_path / "pets.onnx", tmp_path / "pets.json"
     flags = ("--validation", tiny_data, "--json", numbers, "--precision", "fp16")
     assert export(tiny_run, "--out", out, *flags) == 0
@@ -117,7 +119,7 @@ def test_a_classifier_becomes_one_file(tiny_run, tmp_path, capsys, tiny_data):
         ("--max-drop 0.1", "max_drop=0.1: nothing is measured without validation data"),
     ],
 )
-def test_a_captioner_takes_no_other_options(run, tmp_path, capsys, flags, message):
+def test_options_of_classifiers_are_refused_for_a_captioner(run, tmp_path, capsys, flags, message):
     out = tmp_path / ("a.pt2" if "torch" in flags else "a.onnx")
     assert export(run, "--out", out, *flags.split()) == 2
     assert message in said(capsys)
@@ -132,18 +134,18 @@ def test_a_captioner_takes_no_other_options(run, tmp_path, capsys, flags, messag
         ("folder.onnx", "is no ordinary file"),
     ],
 )
-def test_places_that_cannot_be_written_are_known_first(run, tmp_path, capsys, name, message):
+def test_output_paths_are_checked_before_the_export(run, tmp_path, capsys, name, message):
     (tmp_path / "folder.onnx").mkdir()
     assert export(run, "--out", tmp_path / name, "--overwrite") == 2
     assert message in said(capsys)
 
 
 @pytest.mark.parametrize("name", ["a.pt2", "a.xml"])
-def test_the_ending_says_what_is_written(run, tmp_path, capsys, name):
+def test_the_suffix_of_the_file_selects_the_format(run, tmp_path, capsys, name):
     assert export(run, "--out", tmp_path / name) == 2
     assert "writes captions, and becomes onnx alone" in said(capsys)
 
 
-def test_no_run_is_said(tmp_path, capsys):
+def test_a_missing_run_is_a_one_line_error(tmp_path, capsys):
     assert export(tmp_path / "none", "--out", tmp_path / "a.onnx") == 2
     assert "is not there" in said(capsys)

@@ -15,7 +15,7 @@ from vit.weights.formats import timm_registry
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameters_are_those_of_the_network(name):
+def test_the_computed_parameters_equal_those_of_the_built_network(name):
     with torch.device("meta"):
         model = create_model(name, num_classes=10)
     built = sum(parameter.numel() for parameter in model.parameters())
@@ -33,14 +33,14 @@ def test_parameters_are_those_of_the_network(name):
         "vit_large_patch32_384",
     ],
 )
-def test_flops_are_those_of_the_network(name):
+def test_the_computed_flops_equal_those_of_the_model_summary(name):
     sizes = {**PRESETS[name], "depth": 2, "num_classes": 10}
     cost = cost_of(ModelConfig(**sizes), batch_size=1)
     assert count_flops(sizes, num_classes=10) == cost.flops
     assert count_parameters(sizes, num_classes=10) == cost.parameters
 
 
-def test_lists_every_preset(capsys):
+def test_every_preset_is_listed_with_its_size(capsys):
     assert main(["models"]) == 0
     *lines, empty, note = capsys.readouterr().out.splitlines()
     assert not empty
@@ -51,7 +51,7 @@ def test_lists_every_preset(capsys):
     assert small.split() == words.split()
 
 
-def test_options_are_the_choices_of_the_settings(capsys):
+def test_options_lists_every_model_setting_with_its_choices(capsys):
     assert main(["models", "--options"]) == 0
     text = capsys.readouterr().out
     rows = dict(line.split(": ", 1) for line in text.splitlines() if line[:1] not in ("", " ", "["))
@@ -71,7 +71,7 @@ def test_options_are_the_choices_of_the_settings(capsys):
     assert "    Position embedding.\n" in text
 
 
-def test_a_pattern_narrows_the_options(capsys):
+def test_a_flag_name_selects_one_option(capsys):
     assert main(["models", "--options", "--", "--norm-order"]) == 0
     assert capsys.readouterr().out.startswith("norm_order: [pre] post")
 
@@ -84,7 +84,7 @@ def test_a_pattern_narrows_the_options(capsys):
         ("experts", ["num_experts", "top_k"]),
     ],
 )
-def test_options_of_numbers_are_found_by_any_of_their_names(word, names, capsys):
+def test_options_are_found_by_parts_of_their_names_and_aliases(word, names, capsys):
     assert main(["models", "--options", word]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines if line[:1] not in ("", " ", "[")] == names
@@ -97,7 +97,7 @@ def test_options_of_numbers_are_found_by_any_of_their_names(word, names, capsys)
         (["--options", "--pretrained"], "not allowed with"),
     ],
 )
-def test_options_that_are_not_there(words, said, capsys):
+def test_an_unknown_option_is_an_error_with_the_nearest_name(words, said, capsys):
     assert main(["models", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -106,11 +106,11 @@ def test_options_that_are_not_there(words, said, capsys):
 
 
 @pytest.mark.parametrize("pattern", ["SMALL_patch16", "vit_small_patch16_*"])
-def test_a_pattern_narrows_the_list(pattern):
+def test_a_part_of_a_name_or_a_pattern_selects_presets(pattern):
     assert find_presets(pattern) == ["vit_small_patch16_224", "vit_small_patch16_384"]
 
 
-def test_no_match_names_the_nearest(capsys):
+def test_a_pattern_without_match_is_an_error_with_the_nearest_name(capsys):
     assert main(["models", "vit_smal_patch16_224"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -118,7 +118,7 @@ def test_no_match_names_the_nearest(capsys):
     assert len(captured.err.splitlines()) == 1
 
 
-def test_pretrained_names_have_a_size_and_a_licence(capsys):
+def test_pretrained_models_are_listed_with_image_size_and_license(capsys):
     assert main(["models", "--pretrained", "vit_small_patch16_*augreg_in21k*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "image", "license"]
@@ -128,7 +128,7 @@ def test_pretrained_names_have_a_size_and_a_licence(capsys):
 
 
 @pytest.mark.slow
-def test_every_pretrained_name_is_one_of_timm(capsys):
+def test_every_listed_pretrained_model_is_in_timms_registry(capsys):
     assert main(["models", "--pretrained"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) > 200
@@ -140,7 +140,7 @@ def test_every_pretrained_name_is_one_of_timm(capsys):
         assert license_ == (entry.license or "not stated")
 
 
-def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
+def test_unsupported_pretrained_models_are_not_listed(monkeypatch, capsys):
     monkeypatch.setattr(timm_registry, "is_supported", lambda name: ".dino" in name)
     assert main(["models", "--pretrained", "timm/vit_small"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -148,14 +148,14 @@ def test_what_cannot_be_loaded_is_not_listed(monkeypatch, capsys):
     assert all(".dino" in line for line in lines)
 
 
-def test_what_this_network_cannot_compute_is_not_listed(capsys):
+def test_pretrained_models_of_other_architectures_are_not_listed(capsys):
     assert timm_registry.is_supported("vit_so400m_patch14_siglip_384.webli")
     assert not timm_registry.is_supported("vit_base_patch16_rpn_224.sw_in1k")
     assert main(["models", "--pretrained", "vit_base_patch16_rpn_224"]) == 2
     assert "no supported timm model matches" in capsys.readouterr().err
 
 
-def test_no_pretrained_match_names_the_nearest(capsys):
+def test_an_unknown_pretrained_model_is_an_error_with_the_nearest_name(capsys):
     assert main(["models", "--pretrained", "vit_smal_patch16_224"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

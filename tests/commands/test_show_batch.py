@@ -46,7 +46,7 @@ def tiles(path) -> list[np.ndarray]:
     return [sheet[MARGIN : MARGIN + side : scale, left : left + side : scale] for left in lefts]
 
 
-def test_it_draws_what_the_loader_gives_and_trains_nothing(show, colours, tmp_path):
+def test_the_sheet_shows_the_first_batch_and_nothing_is_trained(show, colours, tmp_path):
     plain = ("-b", "6", "--min-crop", "1", "--hflip", "0")
     code, said = show(colours, *plain, "--show-batch", "batch.png")
     assert code == 0, said
@@ -69,7 +69,9 @@ def test_it_draws_what_the_loader_gives_and_trains_nothing(show, colours, tmp_pa
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "webp"])
-def test_other_formats_and_files_that_are_there(show, colours, suffix):
+def test_other_formats_are_written_and_existing_files_only_replaced_with_overwrite(
+    show, colours, suffix
+):
     name = f"batch.{suffix}"
     assert show(colours, "-b", "4", "--show-batch", name)[0] == 0
     with Image.open(name) as image:
@@ -89,7 +91,7 @@ def test_other_formats_and_files_that_are_there(show, colours, suffix):
         (("--show-batch", "b.png", "--resume"), "so --resume has no meaning"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_line(show, colours, tmp_path, words, reason):
+def test_invalid_arguments_are_one_line_errors(show, colours, tmp_path, words, reason):
     code, said = show(colours, *words)
     assert code == 2
     assert reason in said
@@ -97,7 +99,7 @@ def test_what_cannot_be_drawn_is_one_line(show, colours, tmp_path, words, reason
     assert not list(tmp_path.iterdir())
 
 
-def test_captions_stand_below_the_images(show, colours, tmp_path):
+def test_captions_are_drawn_below_the_images(show, colours, tmp_path):
     rows = [f"{path},an image of something called {path.stem}" for path in colours.rglob("*.*")]
     (tmp_path / "list.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
     code, said = show(
@@ -112,7 +114,7 @@ def test_captions_stand_below_the_images(show, colours, tmp_path):
     assert (below < 128).any()
 
 
-def test_lines_end_between_words():
+def test_text_is_broken_between_words():
     assert wrap("a small green circle left of it", 120) == ["a small green", "circle left of it"]
     long = wrap("x" * 60, 100)
     assert len(long) > 2
@@ -120,7 +122,7 @@ def test_lines_end_between_words():
     assert wrap("", 100) == [""]
 
 
-def test_classes_with_their_shares():
+def test_mixed_images_are_labelled_with_class_shares():
     names = ["cat", "dog", "owl"]
     assert class_lines(torch.tensor([0.0, 1.0, 0.0]), names) == ["dog"]
     assert class_lines(torch.tensor([0.25, 0.75, 0.001]), names) == ["dog 75%", "cat 25%"]
@@ -128,7 +130,7 @@ def test_classes_with_their_shares():
     assert class_lines(torch.zeros(3), names) == ["(no class)"]
 
 
-def test_a_sheet_of_many_or_large_images_stays_small():
+def test_a_sheet_of_many_or_large_images_has_a_limited_size():
     many = torch.zeros(70, 3, 500, 250, dtype=torch.uint8)
     sheet = contact_sheet(many, [["a\nb" * 200], *[["c"]] * 69])
     assert sheet.width == MARGIN + 8 * (88 + MARGIN)

@@ -20,7 +20,7 @@ def lines_of(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_shows_parts_totals_and_memory(capsys):
+def test_the_summary_shows_parts_totals_and_memory(capsys):
     words = ["vit_tiny_patch16_224", "--position", "rotary", "--num-classes", "10"]
     lines = lines_of(capsys, *words, "--img-size", "96", "-b", "7")
     network = create_model("vit_tiny_patch16_224", position="rotary", num_classes=10, image_size=96)
@@ -37,7 +37,7 @@ def test_shows_parts_totals_and_memory(capsys):
     assert "RotaryEmbedding" in text
 
 
-def test_json_has_every_part(capsys, tmp_path):
+def test_the_json_has_every_part(capsys, tmp_path):
     lines = lines_of(capsys, "vit_tiny_patch16_224", *TINY, "--json", str(tmp_path / "cost.json"))
     assert lines[0].startswith("vit_tiny_patch16_224: ")
     content = json.loads((tmp_path / "cost.json").read_text())
@@ -50,14 +50,14 @@ def test_json_has_every_part(capsys, tmp_path):
     assert shown == content
 
 
-def test_a_run_folder_needs_its_settings_alone(capsys, tmp_path, tiny_run):
+def test_a_run_folder_needs_only_its_config(capsys, tmp_path, tiny_run):
     shutil.copy(tiny_run / "config.json", tmp_path)
     lines = lines_of(capsys, str(tmp_path), "--img-size", "32")
     assert lines[0].endswith("3 x 32 x 32")
     assert any(line.startswith("blocks 1-2 (x 2)") for line in lines)
 
 
-def test_weights_of_others_on_this_disk(capsys, tmp_path, tiny_run):
+def test_a_timm_folder_is_summarised_with_changed_settings(capsys, tmp_path, tiny_run):
     convert(tiny_run, "timm", tmp_path / "timm")
     lines = lines_of(capsys, str(tmp_path / "timm"), "--num-classes", "7")
     assert any(line.startswith("blocks 1-2 (x 2)") for line in lines)
@@ -78,7 +78,7 @@ def test_weights_of_others_on_this_disk(capsys, tmp_path, tiny_run):
         (["runs\0"], "is not a preset"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(words, said, capsys, tmp_path, monkeypatch):
+def test_invalid_arguments_are_one_line_errors(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["summary", *words]) == 2
     captured = capsys.readouterr()
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_said_in_one_line(words, said, capsys, tmp_path, monke
     assert len(captured.err.splitlines()) == 1
 
 
-def test_a_damaged_run_is_said_in_one_line(capsys, tmp_path):
+def test_a_damaged_config_is_a_one_line_error(capsys, tmp_path):
     (tmp_path / "config.json").write_text('{"vit": {"version": 1}}')
     assert main(["summary", str(tmp_path)]) == 2
     assert "has the keys ['version']" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_damaged_run_is_said_in_one_line(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words", [["vit_smal"], ["vit_tiny_patch16_224", "--norm", "batch"], ["--help"]]
 )
-def test_help_and_mistakes_need_no_torch(words):
+def test_help_and_errors_of_arguments_do_not_import_torch(words):
     code = (
         "import sys; from vit.commands.main import main; code = main(['summary', *sys.argv[1:]]);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -107,7 +107,7 @@ def test_help_and_mistakes_need_no_torch(words):
     assert run.returncode == (0 if "--help" in words else 2), run.stderr
 
 
-def test_equal_blocks_are_one_row():
+def test_equal_blocks_share_one_row():
     one, other = Part("block", ("A",), (3, 4), 5, 6), Part("block", ("B",), (3, 4), 5, 6)
     assert equal_blocks([one] * 4) == [[1, 2, 3, 4]]
     assert equal_blocks([one, other] * 2) == [[1, 3], [2, 4]]
@@ -123,5 +123,5 @@ def test_equal_blocks_are_one_row():
         ([1, 3], "1, 3"),
     ],
 )
-def test_numbers_of_blocks_are_short(numbers, shown):
+def test_block_numbers_are_abbreviated_as_ranges(numbers, shown):
     assert number_ranges([*numbers]) == shown

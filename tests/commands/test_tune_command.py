@@ -23,7 +23,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_flags_are_settings_that_are_fixed(asked, capsys):
+def test_flags_become_fixed_settings_of_the_search(asked, capsys):
     words = ["digits", "--time", "5m", "--trials", "6", "--depth", "3", "--out", "x", "--overwrite"]
     assert main(["tune", *words]) == 0
     (values, out), options = asked[0]
@@ -55,20 +55,20 @@ def test_a_tuning_is_resumed_by_its_folder_alone(tmp_path, capsys):
         (["digits", "--time", "5m", "--model", "x"], "captions have no plan"),
     ],
 )
-def test_mistakes_are_one_line(words, message, capsys):
+def test_invalid_arguments_are_one_line_errors(words, message, capsys):
     assert main(["tune", *words]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
 
 
-def test_the_library_has_it_by_the_same_name():
+def test_vit_tune_is_the_function_of_the_command():
     assert vit.tune is tuning.tune
 
 
 @pytest.mark.slow
 @pytest.mark.auto_precision
-def test_digits_are_tuned_in_the_time(tmp_path, capsys):
+def test_the_digits_are_tuned_within_the_time(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["tune", "digits", "--time", "3m", "--trials", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr()

@@ -51,7 +51,7 @@ def speaking(tmp_path_factory):
     return save_captioner(tmp_path_factory.mktemp("speaking") / "run", classes=("cat", "dog"))
 
 
-def test_a_run_and_its_file_agree(check, exported, images, tmp_path):
+def test_a_run_and_its_exported_file_agree(check, exported, images, tmp_path):
     code, out, err = check(exported, *images, "--json", tmp_path / "a.json")
     assert (code, err) == (0, [])
     assert out.startswith("images      8\nby hand     the saved preprocessing and the network")
@@ -73,7 +73,9 @@ def test_a_run_and_its_file_agree(check, exported, images, tmp_path):
     ],
     ids=["mean", "crop"],
 )
-def test_an_altered_file_fails(check, tiny_run, exported, images, tmp_path, other, cause):
+def test_an_altered_file_gives_exit_code_1_and_the_cause(
+    check, tiny_run, exported, images, tmp_path, other, cause
+):
     """The file computes as the tiny run does, and tells the preprocessing of another run."""
     loaded = load_run(tiny_run)
     wanted = dataclasses.replace(loaded.preprocessing, **other)
@@ -98,14 +100,14 @@ def test_an_altered_file_fails(check, tiny_run, exported, images, tmp_path, othe
     assert "was exported from gone, which is not here; give the run with --run RUN" in err[0]
 
 
-def test_captions_of_a_run_are_compared_too(check, speaking, images):
+def test_the_captions_of_a_run_are_compared(check, speaking, images):
     code, out, err = check(speaking, *images)
     assert (code, err) == (0, [])
     assert "predictor  same answer 100.00%" in out
 
 
 @pytest.mark.slow
-def test_a_captioner_and_its_files(check, speaking, images, tmp_path):
+def test_a_captioner_and_its_two_files_agree(check, speaking, images, tmp_path):
     path = tmp_path / "pets.onnx"
     export_onnx(speaking, path)
     code, out, err = check(path, *images)
@@ -118,7 +120,7 @@ def test_a_captioner_and_its_files(check, speaking, images, tmp_path):
     assert "its weights or its normalisation are not the run's" in err[1]
 
 
-def test_a_run_alone(check, tiny_run, images):
+def test_a_run_without_a_file_is_compared_with_the_predictor(check, tiny_run, images):
     code, out, err = check(tiny_run, *images)
     assert (code, err) == (0, [])
     assert out.count("\n") == 4
@@ -128,7 +130,9 @@ def test_a_run_alone(check, tiny_run, images):
     assert "MODEL is a run already" in err[0]
 
 
-def test_images_that_cannot_be_read_are_named(check, tiny_run, images, bad_images, tmp_path):
+def test_unreadable_images_are_named_and_give_exit_code_1(
+    check, tiny_run, images, bad_images, tmp_path
+):
     code, out, err = check(tiny_run, *images, *bad_images[:2], "--json", tmp_path / "a.json")
     assert code == 1
     assert out.endswith(f"{len(images)} agree, and 2 could not be compared\n")
@@ -139,7 +143,7 @@ def test_images_that_cannot_be_read_are_named(check, tiny_run, images, bad_image
     assert len(json.loads((tmp_path / "a.json").read_text())["failed"]) == 2
 
 
-def test_images_are_drawn_where_there_are_none(check, tiny_run, monkeypatch):
+def test_images_are_drawn_if_the_run_has_no_validation_images(check, tiny_run, monkeypatch):
     monkeypatch.setattr("vit.export.sample_images.SIZES", ((20, 30), (40, 20)))
     code, out, (note,) = check(tiny_run)
     assert code == 0
@@ -147,7 +151,9 @@ def test_images_are_drawn_where_there_are_none(check, tiny_run, monkeypatch):
     assert out.startswith("images     2\n")
 
 
-def test_a_run_and_a_file_side_by_side_are_told_what_to_type(check, tiny_run, tmp_path):
+def test_a_run_and_a_file_side_by_side_are_refused_with_the_right_command(
+    check, tiny_run, tmp_path
+):
     for words, message in (
         (["RUN", "x.onnx", "a b.png"], "vit verify x.onnx --run RUN 'a b.png'"),
         (["x.xml", "RUN", "a.png"], "vit verify x.xml --run RUN a.png"),
@@ -158,7 +164,7 @@ def test_a_run_and_a_file_side_by_side_are_told_what_to_type(check, tiny_run, tm
         assert message.replace("RUN", str(tiny_run)) in err[0]
 
 
-def test_what_cannot_start_is_one_line(check, tmp_path):
+def test_invalid_arguments_are_one_line_errors(check, tmp_path):
     (tmp_path / "run").mkdir()
     for words, message in (
         ([tmp_path / "none.onnx"], "is missing, or not a file"),

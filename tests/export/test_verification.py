@@ -79,7 +79,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
     return check
 
 
-def test_equal_networks_agree(verified, input_images):
+def test_equal_networks_agree_in_every_implementation(verified, input_images):
     found = verified()
     assert found.agrees
     assert (found.images, found.top1_agreement, found.causes) == (24, 1.0, ())
@@ -117,7 +117,7 @@ ORDER = [2, 0, 1]
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_was_altered_is_told(verified, changes, cause):
+def test_changed_preprocessing_or_outputs_are_diagnosed(verified, changes, cause):
     found = verified(**changes)
     assert not found.agrees
     by_name = {path.name: path for path in found.paths}
@@ -128,14 +128,14 @@ def test_what_was_altered_is_told(verified, changes, cause):
     assert re.search(cause, told), told
 
 
-def test_other_weights_are_told(verified, run):
+def test_other_weights_are_diagnosed(verified, run):
     other = dataclasses.replace(run, model=copy.deepcopy(run.model))
     torch.nn.init.normal_(other.model.head.weight, std=3.0)
     (cause,) = verified(other=other).causes
     assert "its weights or its normalisation are not the run's" in cause
 
 
-def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verified, run):
+def test_differing_metadata_are_reported_even_if_outputs_agree(verified, run):
     said = dataclasses.replace(run.preprocessing, mean=(0.4, 0.5, 0.6), crop_share=0.8).to_dict()
     found = verified(metadata={"preprocessing": json.dumps(said)})
     assert all(path.agrees for path in found.paths)
@@ -146,7 +146,7 @@ def test_metadata_that_are_not_the_runs_are_told_even_where_answers_agree(verifi
     )
 
 
-def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
+def test_a_file_with_the_preprocessing_of_its_own_metadata_is_diagnosed(verified, run):
     other = dataclasses.replace(run.preprocessing, mean=(0.1, 0.5, 0.9)).to_dict()
     found = verified(mean=(0.1, 0.5, 0.9), metadata={"preprocessing": json.dumps(other)})
     assert found.causes == (
@@ -155,7 +155,7 @@ def test_a_file_that_does_what_its_metadata_say_is_told(verified, run):
     )
 
 
-def test_classes_in_another_order_are_told(verified):
+def test_classes_in_another_order_are_reported(verified):
     found = verified(metadata={"classes": json.dumps([CLASSES[i] for i in ORDER])})
     assert found.causes[0] == (
         "its metadata name the classes in another order: number 0 is class2, in the run apple"
@@ -165,7 +165,7 @@ def test_classes_in_another_order_are_told(verified):
     assert "its metadata name other classes: number 1 is pear, in the run" in found.causes[0]
 
 
-def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
+def test_the_precision_of_the_file_sets_its_limits(verified):
     def noisy(rows):
         return (rows * 0.97 + 0.01).contiguous()
 
@@ -180,7 +180,7 @@ def test_rounding_of_other_arithmetic_is_allowed_and_said(verified):
         verified(precision="fp4")
 
 
-def test_unreadable_images_are_failures_once(verified, input_images, bad_images):
+def test_an_unreadable_image_is_one_failure(verified, input_images, bad_images):
     found = verified([input_images[0], *bad_images, input_images[1]])
     assert (found.agrees, found.images) == (True, 2)
     assert [row["image"] for row in found.failures] == bad_images
@@ -191,7 +191,7 @@ def test_unreadable_images_are_failures_once(verified, input_images, bad_images)
         verified([])
 
 
-def test_an_image_that_one_way_alone_fails_on_is_said():
+def test_an_image_that_one_implementation_fails_on_is_reported():
     hand, other = (
         [ModelOutputs(np.array([0.4, 0.6])), "torn"],
         [ModelOutputs(np.array([0.7, 0.3])), "torn"],
@@ -205,7 +205,9 @@ def test_an_image_that_one_way_alone_fails_on_is_said():
     )
 
 
-def test_by_hand_is_what_the_predictor_says(run, tiny_run, input_images, bad_images):
+def test_reference_code_and_predictor_give_the_same_probabilities(
+    run, tiny_run, input_images, bad_images
+):
     """Of two implementations that share the network alone; and in float32, whatever is usual."""
     mixed = [*input_images[:3], bad_images[0], input_images[3]]
     truth = Predictor(tiny_run, precision="fp32", device="cpu", batch_size=1)(mixed, top_k=3)
@@ -218,7 +220,7 @@ def test_by_hand_is_what_the_predictor_says(run, tiny_run, input_images, bad_ima
                 assert one.probabilities == pytest.approx([scores[n] for n in CLASSES], abs=1e-6)
 
 
-def test_a_run_alone_is_compared_with_the_predictor(tiny_run, input_images, monkeypatch):
+def test_a_run_without_a_file_is_compared_with_the_predictor(tiny_run, input_images, monkeypatch):
     found = verify(tiny_run, images=input_images[:3])
     assert found.agrees
     assert [path.name for path in found.paths] == ["by hand", "predictor"]
@@ -252,12 +254,12 @@ class TestImages:
         write_settings(folder / "config.yaml", config)
         return folder
 
-    def test_validation_images_of_the_run(self, with_data, tmp_path):
+    def test_validation_images_of_the_run_are_used(self, with_data, tmp_path):
         paths, said = self.chosen(with_data)
         assert paths == sorted(str(path) for path in (tmp_path / "data" / "val").rglob("*.*"))
         assert said == [f"27 of 27 validation images of {tmp_path / 'data'}"]
 
-    def test_those_that_were_held_out(self, with_data, tmp_path):
+    def test_images_that_the_training_held_out_are_used(self, with_data, tmp_path):
         shutil.rmtree(tmp_path / "data" / "val")
         names = ["train/apple/1.jpg", "train/class2/0.png"]
         split = {"root": str(tmp_path / "data"), "val": names}
@@ -267,7 +269,9 @@ class TestImages:
         assert said == [f"2 of 2 validation images of {tmp_path / 'data'}"]
 
     @pytest.mark.parametrize("missing", ["config.yaml", "data"])
-    def test_drawn_ones_where_there_are_none(self, with_data, tmp_path, missing, monkeypatch):
+    def test_images_are_drawn_if_there_are_no_validation_images(
+        self, with_data, tmp_path, missing, monkeypatch
+    ):
         monkeypatch.setattr("vit.export.sample_images.SIZES", SIZES[:6])
         if missing == "data":
             shutil.rmtree(tmp_path / "data")
@@ -278,7 +282,7 @@ class TestImages:
         assert said.startswith("no validation images (")
         assert said.endswith("): drew 6 of many sizes")
 
-    def test_the_same_ones_are_drawn_each_time(self, tmp_path, monkeypatch):
+    def test_the_drawn_images_are_the_same_each_time(self, tmp_path, monkeypatch):
         monkeypatch.setattr("vit.export.sample_images.SIZES", sizes := SIZES[:9])
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
@@ -288,13 +292,13 @@ class TestImages:
                 assert image.size == size
                 assert image.tobytes() == again.tobytes()
 
-    def test_they_are_spread_over_a_list_that_is_sorted_by_class(self):
+    def test_the_images_are_evenly_spaced_over_a_sorted_list(self):
         assert evenly_spaced(3, 50) == [0, 1, 2]
         assert evenly_spaced(100, 5) == [0, 20, 40, 60, 80]
         assert len(set(evenly_spaced(341, 50))) == 50
 
 
-def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
+def test_files_without_a_usable_run_are_refused(tmp_path, tiny_run, monkeypatch):
     (tmp_path / "a.zip").write_bytes(b"PK")
     with pytest.raises(WeightsError, match=r"a.zip is no exported file: give X.onnx or X.xml"):
         verify(tmp_path / "a.zip", run=tiny_run)
@@ -307,7 +311,7 @@ def test_what_cannot_be_opened_is_said(tmp_path, tiny_run, monkeypatch):
         verify("fruit.onnx")
 
 
-def test_many_classes_in_another_order_take_little_memory():
+def test_a_permutation_of_many_classes_is_found_in_little_memory():
     rng = np.random.default_rng(0)
     rows = rng.dirichlet(np.ones(1000), size=8)
     order = rng.permutation(1000)

@@ -49,7 +49,7 @@ def input_images(count: int = 2, *, height: int = 16, width: int = 24) -> Tensor
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_recording_changes_no_answer(settings):
+def test_recording_attention_changes_no_output(settings):
     model, images = network(**settings), input_images()
     seen = record_attention(model, images)
     torch.testing.assert_close(seen.logits, model(images))
@@ -95,7 +95,7 @@ def fused(heads: list[list[list[float]]], fuse: str, discard: float) -> list[lis
     ("residual", "fuse", "discard"),
     [(0.5, "mean", 0.0), (0.3, "max", 0.4), (0.0, "min", 0.9), (1.0, "mean", 0.0)],
 )
-def test_rollout_equals_loops(residual, fuse, discard):
+def test_rollout_equals_explicit_loops(residual, fuse, discard):
     maps = [weights.double() for weights in network().attention_maps(input_images())]
     rolled = rollout(maps, residual=residual, fuse=fuse, discard=discard)
     size = maps[0].shape[-1]
@@ -123,7 +123,7 @@ def test_rollout_equals_loops(residual, fuse, discard):
         ({"fuse": "median"}, "fuse='median'"),
     ],
 )
-def test_rollout_refuses_what_it_cannot_honour(settings, message):
+def test_rollout_refuses_arguments_out_of_range(settings, message):
     with pytest.raises(ConfigError, match=message):
         rollout([torch.eye(3)[None, None]], **settings)
 
@@ -229,7 +229,7 @@ def test_attention_pooling_gathers_from_the_patches():
 
 
 @pytest.mark.parametrize("classes", [[3, 0], [-1, 0], [0], [0.0, 1.0], [True, False]], ids=str)
-def test_classes_that_do_not_exist_are_refused(classes):
+def test_relevance_of_unknown_classes_is_refused(classes):
     with pytest.raises(ConfigError, match="must be one number from 0 to 2 for each of 2 images"):
         relevance(network(), input_images(), classes)
 
@@ -239,7 +239,7 @@ def test_a_network_without_a_head_has_nothing_to_explain():
         relevance(network(num_classes=0), input_images())
 
 
-def test_recomputed_blocks_are_explained_too():
+def test_relevance_works_with_activation_checkpointing():
     model, images = network(), input_images()
     expected = relevance(model, images)
     recompute_blocks(model)
@@ -285,7 +285,7 @@ def run(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_reading_again_sees_what_writing_saw(run):
+def test_attention_of_the_finished_caption_equals_that_of_generation(run):
     decoder, grid = run.model.decoder, (2, 3)
     memory = torch.randn(1, 3 + 6, 32)
     ids = [run.tokenizer.begin, *run.tokenizer.encode(["a red cat"])[0]]
@@ -313,7 +313,7 @@ def look_at_feature(decoder) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("row", "col"), [(0, 0), (0, 2), (1, 0), (1, 2)])
-def test_a_crafted_decoder_looks_at_one_patch(row, col, tmp_path):
+def test_a_decoder_that_attends_to_one_patch_has_a_map_of_that_patch(row, col, tmp_path):
     run = load_run(save_captioner(tmp_path, registers=2))
     look_at_feature(run.model.decoder)
     memory = torch.zeros(3 + 6, 32)
@@ -328,7 +328,7 @@ def test_a_crafted_decoder_looks_at_one_patch(row, col, tmp_path):
 
 
 @torch.no_grad()
-def test_what_class_token_and_registers_get_is_left_out(tmp_path):
+def test_attention_to_class_token_and_registers_is_left_out(tmp_path):
     run = load_run(save_captioner(tmp_path, registers=2))
     for block in run.model.decoder.blocks:
         block.cross_attn.q.weight.zero_()
@@ -340,7 +340,7 @@ def test_what_class_token_and_registers_get_is_left_out(tmp_path):
 
 
 @torch.no_grad()
-def test_a_word_is_the_mean_of_its_pieces(run):
+def test_the_map_of_a_word_is_the_mean_over_its_tokens(run):
     tokenizer, memory = run.tokenizer, torch.randn(9, 32)
     ids = tokenizer.encode(["blue ẞ x"])[0]
     pieces = [len(tokenizer.encode([word])[0]) for word in ("blue", "ẞ", "x")]
@@ -353,7 +353,7 @@ def test_a_word_is_the_mean_of_its_pieces(run):
         torch.testing.assert_close(word.weights, weights)
 
 
-def test_no_words_have_no_maps(run):
+def test_an_empty_caption_has_no_maps(run):
     assert (
         attribute_words(run.model.decoder, run.tokenizer, torch.randn(9, 32), [], grid=(2, 3)) == []
     )
@@ -378,5 +378,5 @@ def test_no_words_have_no_maps(run):
         (["", " "], []),
     ],
 )  # fmt: skip
-def test_pieces_are_merged(beginnings, words):
+def test_tokens_are_merged_to_words(beginnings, words):
     assert merge_words(beginnings) == words

@@ -53,7 +53,7 @@ def heat(drawn: Image.Image) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [(60, 40), (40, 60)])
-def test_colour_is_in_the_patch_that_has_the_weight(size):
+def test_the_colour_is_in_the_patch_with_the_weight(size):
     cols, rows = size[0] // 20, size[1] // 20
     plain = Image.effect_noise(size, 80).convert("RGB")
     for row in range(rows):
@@ -68,7 +68,7 @@ def test_colour_is_in_the_patch_that_has_the_weight(size):
             assert sorted(far)[-2] < 20
 
 
-def test_no_weight_at_all_leaves_the_image_grey():
+def test_a_map_of_zeros_leaves_the_image_grey():
     drawn = overlay(Image.new("RGB", (20, 20), "blue"), torch.zeros(2, 2))
     assert heat(drawn).max() == 0
 
@@ -93,7 +93,7 @@ def craft(run) -> None:
 
 
 @pytest.mark.parametrize("keep_aspect", [False, True])
-def test_a_decoder_that_looks_at_the_light_is_drawn_on_the_light(run, tmp_path, keep_aspect):
+def test_attention_to_the_bright_patch_is_plotted_there(run, tmp_path, keep_aspect):
     loaded = load_run(run)
     craft(loaded)
     pil_image = Image.new("RGB", (480, 120), "black")
@@ -124,7 +124,7 @@ def test_a_decoder_that_looks_at_the_light_is_drawn_on_the_light(run, tmp_path, 
     assert (abs(white - hottest) < cell).all()
 
 
-def test_every_image_is_drawn_and_told_in_json(run, input_images, bad_images, tmp_path):
+def test_every_image_has_a_plot_and_a_json_file(run, input_images, bad_images, tmp_path):
     folder = tmp_path / "drawn"
     images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(run, precision="fp32", batch_size=4)
@@ -148,7 +148,7 @@ def test_every_image_is_drawn_and_told_in_json(run, input_images, bad_images, tm
             assert drawn.width > 2 * TILE
 
 
-def test_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
+def test_plot_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
     images = []
     for number, name in enumerate(
         ("a/..png", "b/cat.png", "c/cat.png", "c/cat.jpg", "d/%00 é.png")
@@ -173,13 +173,13 @@ def sizes(text: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("word", NASTY, ids=[str(n) for n in range(len(NASTY))])
-def test_no_word_breaks_a_drawing(word):
+def test_any_text_can_be_plotted(word):
     width, height = sizes(word)
     assert width == 2 * TILE + 24
     assert height >= TILE + 20
 
 
-def test_words_are_written_without_boxes(monkeypatch):
+def test_characters_without_a_glyph_are_escaped(monkeypatch):
     pillow = ImageFont.load_default(15)
     monkeypatch.setattr(text_rendering, "fonts", lambda: (pillow,))
     assert [escape_missing(word) for word in ("cat", "猫", "a猫")] == ["cat", "\\u732b", "a\\u732b"]
@@ -191,7 +191,7 @@ def test_words_are_written_without_boxes(monkeypatch):
         sizes(word)
 
 
-def test_long_words_take_more_lines_and_lose_nothing():
+def test_long_words_are_broken_into_lines_without_loss():
     text = "a-very-long-word" * 20
     lines = break_lines(text, 200)
     assert "".join(lines) == text
@@ -201,14 +201,14 @@ def test_long_words_take_more_lines_and_lose_nothing():
     assert sizes(text)[1] > sizes("short")[1]
 
 
-def test_the_line_is_drawn_in_the_middle():
+def test_lines_of_text_are_centred():
     image = Image.new("RGB", (200, 30), "white")
     draw_centred(ImageDraw.Draw(image), "minimum", (100, 2))
     _, ink = np.nonzero(np.asarray(image.convert("L")) < 128)
     assert abs((ink.min() + ink.max()) / 2 - 100) < 3
 
 
-def test_what_cannot_be_drawn_is_refused(run, tiny_run, input_images, tmp_path):
+def test_settings_that_cannot_be_explained_are_refused(run, tiny_run, input_images, tmp_path):
     for kind in (run, tiny_run):
         with pytest.raises(ConfigError, match="merge_tokens=0"):
             next(draw_explanations(Predictor(kind, merge_tokens=1), input_images, tmp_path / "x"))
@@ -226,7 +226,7 @@ def test_what_cannot_be_drawn_is_refused(run, tiny_run, input_images, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_the_drawn_caption_is_the_best_of_the_search(run, input_images, tmp_path):
+def test_the_plotted_caption_is_the_best_one(run, input_images, tmp_path):
     predictor = Predictor(run, precision="fp32", search=Search(beams=3, n_best=2, max_tokens=3))
     (found,) = draw_explanations(predictor, input_images[:1], tmp_path / "x")
     (record,) = (tmp_path / "x").glob("*.json")
@@ -237,7 +237,9 @@ def read(folder) -> list[dict]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
-def test_classes_are_explained_and_checked(tiny_run, input_images, bad_images, tmp_path):
+def test_classes_are_plotted_with_their_deletion_metric(
+    tiny_run, input_images, bad_images, tmp_path
+):
     images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(tiny_run, precision="fp32", batch_size=4)
     said = []
@@ -276,7 +278,7 @@ def test_classes_are_explained_and_checked(tiny_run, input_images, bad_images, t
 
 
 @pytest.mark.parametrize("resize", ["crop", "squash"])
-def test_a_drawing_shows_what_the_network_saw(tiny_run, tmp_path, resize):
+def test_the_plot_shows_the_preprocessed_image(tiny_run, tmp_path, resize):
     """An image that is red outside of the square that the network sees."""
     loaded = load_run(tiny_run)
     preparing = dataclasses.replace(loaded.preprocessing, resize=resize, crop_share=1.0)
@@ -294,7 +296,9 @@ def test_a_drawing_shows_what_the_network_saw(tiny_run, tmp_path, resize):
     assert red < 0.02 if resize == "crop" else 0.6 < red < 0.7
 
 
-def test_explaining_is_in_float32_and_by_each_image(tiny_run, input_images, tmp_path):
+def test_maps_are_computed_in_float32_and_independent_of_the_batch(
+    tiny_run, input_images, tmp_path
+):
     """The digits depend neither on the precision of the predictions nor on neighbours."""
     for name, settings, images in (
         ("a", {"precision": "fp32", "batch_size": 4}, input_images),
@@ -313,7 +317,7 @@ def test_explaining_is_in_float32_and_by_each_image(tiny_run, input_images, tmp_
     assert same >= 2 * len(input_images) - 2  # bf16 may rank the second class otherwise
 
 
-def test_where_no_image_is_read_nothing_is_said(tmp_path, tiny_run):
+def test_no_summary_is_printed_if_no_image_is_readable(tmp_path, tiny_run):
     said = []
     (found,) = draw_explanations(
         Predictor(tiny_run), ["none.png"], tmp_path / "x", notify=said.append

@@ -67,7 +67,7 @@ def scores(found: Sequence) -> list[float]:
 
 
 @torch.no_grad()
-def test_equals_the_network_run_by_hand(run, input_images):
+def test_captions_equal_those_of_the_network_called_directly(run, input_images):
     loaded = load_run(run)
     found = Predictor(run, precision="fp32", batch_size=4)(input_images)
     assert [prediction.image for prediction in found] == input_images
@@ -90,7 +90,9 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=["greedy", "beams", "drawn", "penalised"])
-def test_batches_and_bad_neighbours_change_nothing(run, input_images, bad_images, search):
+def test_captions_do_not_depend_on_batches_or_unreadable_images(
+    run, input_images, bad_images, search
+):
     predictor = Predictor(run, batch_size=4, precision="fp32", search=search)
     plain = predictor(input_images)
     assert {len(prediction.captions) for prediction in plain} == {search.n_best}
@@ -105,7 +107,7 @@ def test_batches_and_bad_neighbours_change_nothing(run, input_images, bad_images
     assert scores(mixed) == pytest.approx(scores(plain), abs=1e-4)
 
 
-def test_several_captions_come_best_first(run, input_images):
+def test_several_captions_are_ordered_by_score(run, input_images):
     search = Search(beams=4, n_best=4, length_penalty=0.0)
     found = Predictor(run, precision="fp32", search=search)(input_images)
     for prediction in found:
@@ -118,7 +120,7 @@ def test_several_captions_come_best_first(run, input_images):
         assert len({caption.ids for caption in prediction.captions}) == 4
 
 
-def test_words_are_drawn_by_the_number_in_the_whole_list(run, input_images):
+def test_sampling_is_seeded_by_the_index_in_the_whole_list(run, input_images):
     search = Search(temperature=2.0, seed=3)
     many = [input_images[0]] * 6
     small = Predictor(run, batch_size=2, precision="fp32", search=search)(many)
@@ -130,7 +132,7 @@ def test_words_are_drawn_by_the_number_in_the_whole_list(run, input_images):
 
 
 @pytest.mark.auto_precision
-def test_blank_places_get_no_caption(run, input_images, bad_images, monkeypatch):
+def test_padding_images_get_no_caption(run, input_images, bad_images, monkeypatch):
     rows, write = [], caption_generator.generate_captions
 
     def counting(decoder, memory, *others, **settings):
@@ -144,7 +146,7 @@ def test_blank_places_get_no_caption(run, input_images, bad_images, monkeypatch)
     assert rows == [4]
 
 
-def test_both_heads_answer_as_each_alone(both, input_images):
+def test_captions_and_classes_equal_those_of_each_head_alone(both, input_images):
     loaded = load_run(both)
     images = [loaded.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
     with torch.no_grad():
@@ -161,7 +163,9 @@ def test_both_heads_answer_as_each_alone(both, input_images):
 
 
 @pytest.mark.parametrize("name", ["run", "both"])
-def test_whole_images_in_their_own_aspect(name, request, tmp_path):
+def test_captions_with_keep_aspect_equal_those_of_the_network_called_directly(
+    name, request, tmp_path
+):
     folder = request.getfixturevalue(name)
     loaded, paths = load_run(folder), []
     for number, (height, width) in enumerate(((40, 40), (40, 150), (90, 30), (31, 33), (40, 150))):
@@ -188,13 +192,13 @@ def test_whole_images_in_their_own_aspect(name, request, tmp_path):
 
 
 @pytest.mark.auto_precision
-def test_whole_images_need_an_encoder_that_packs(tmp_path):
+def test_keep_aspect_needs_an_encoder_with_sequence_packing(tmp_path):
     folder = save_captioner(tmp_path, position="relative")
     with pytest.raises(ConfigError, match="position=relative"):
         Predictor(folder, keep_aspect=True)
 
 
-def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, input_images):
+def test_another_patch_size_changes_the_encoder_only(both, input_images):
     plain = Predictor(both, precision="fp32")(input_images, top_k=3)
     assert Predictor(both, precision="fp32", patch_size=8)(input_images, top_k=3) == plain
     assert Predictor(both, precision="fp32", merge_tokens=0)(input_images, top_k=3) == plain
@@ -215,7 +219,7 @@ def test_other_patches_reach_the_encoder_and_leave_the_decoder(both, input_image
 
 
 @pytest.mark.auto_precision
-def test_what_cannot_be_honoured_is_refused(run, tiny_run):
+def test_unsupported_settings_are_refused(run, tiny_run):
     with pytest.raises(ConfigError, match=r"beams=3, min_tokens=2: .*writes no captions"):
         Predictor(tiny_run, search=Search(beams=3, min_tokens=2))
     with pytest.raises(ConfigError, match=r"search: .*writes no captions"):
@@ -227,7 +231,7 @@ def test_what_cannot_be_honoured_is_refused(run, tiny_run):
 
 
 @torch.no_grad()
-def test_one_memory_that_is_no_number_spoils_no_other(run, input_images):
+def test_an_image_with_nan_memory_does_not_affect_others(run, input_images):
     predictor, loaded = Predictor(run, precision="fp32"), load_run(run)
     memories = [seen(loaded, path)[0] for path in input_images[:3]]
     memories[1] = memories[1] * torch.nan

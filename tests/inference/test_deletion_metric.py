@@ -38,7 +38,7 @@ def by_loop(model, image, order, side, wanted):
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_curves_equal_a_loop(settings):
+def test_curves_equal_those_of_an_explicit_loop(settings):
     model = network(**settings)
     image = input_images(1, height=32, width=40)[0]
     maps = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -55,7 +55,7 @@ def test_curves_equal_a_loop(settings):
         assert len(one.random) == RANDOM_ORDERS
 
 
-def test_a_true_map_beats_chance_and_a_wrong_one_does_not():
+def test_a_faithful_map_beats_chance_and_a_reversed_one_does_not():
     weights = torch.rand(16, generator=torch.Generator().manual_seed(1)) - 0.3
     model, image = Weighted(weights), torch.ones(3, 16, 16)
     true = weights.view(4, 4)
@@ -68,7 +68,7 @@ def test_a_true_map_beats_chance_and_a_wrong_one_does_not():
     assert other.better  # what speaks against one class speaks for the other
 
 
-def test_a_map_that_knows_nothing_is_better_than_chance_as_often_as_told():
+def test_a_random_map_beats_chance_once_in_ten_times():
     model = Weighted(torch.linspace(-1, 1, 16))
     better = sum(
         deletions(model, torch.ones(3, 16, 16), torch.zeros(1, 4, 4), [0], batch_size=128, seed=n)[
@@ -80,7 +80,7 @@ def test_a_map_that_knows_nothing_is_better_than_chance_as_often_as_told():
 
 
 @pytest.mark.parametrize(("patches", "maps"), [(1, 1), (4, 2), (16, 1), (16, 2)])
-def test_the_network_is_shown_as_many_images_as_stated(patches, maps):
+def test_the_number_of_forward_passes_is_as_stated(patches, maps):
     model = Weighted(torch.ones(16))
     side = int(patches**0.5)
     weights = torch.rand(maps, side, side)
@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_numbers():
     assert found(3) != found(4)
 
 
-def test_steps_are_from_none_to_all():
+def test_deletion_steps_go_from_none_to_all():
     assert steps(100) == list(range(0, 101, 10))
     assert steps(3) == [0, 1, 2, 3]
     assert steps(1) == [0, 1]

@@ -29,7 +29,7 @@ def data(tiny_data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_equals_what_predict_says_of_the_same_files(tiny_run, tiny_data, precision):
+def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, precision):
     scores = evaluate(tiny_run, str(tiny_data), precision=precision, batch_size=4)
     files = sorted((tiny_data / "val").rglob("*.*"))
     found = Predictor(tiny_run, precision=precision, batch_size=4)(files)
@@ -42,7 +42,7 @@ def test_equals_what_predict_says_of_the_same_files(tiny_run, tiny_data, precisi
     assert scores["loss"] > 0
 
 
-def test_whole_images_equal_what_predict_says(tiny_run, tiny_data):
+def test_scores_with_keep_aspect_equal_those_counted_from_predictions(tiny_run, tiny_data):
     scores = evaluate(tiny_run, str(tiny_data), precision="fp32", keep_aspect=True)
     files = sorted((tiny_data / "val").rglob("*.*"))
     found = Predictor(tiny_run, precision="fp32", keep_aspect=True)(files)
@@ -72,20 +72,20 @@ def test_unreadable_images_are_listed_and_not_counted(tiny_run, data):
     assert scores["per_class"][0]["count"] == 8
 
 
-def test_nothing_readable_is_an_error(tiny_run, data):
+def test_a_dataset_without_readable_images_is_an_error(tiny_run, data):
     for path in (data / "val").rglob("*.*"):
         path.write_bytes(b"")
     with pytest.raises(DataError, match="none of 27 images"):
         evaluate(tiny_run, str(data))
 
 
-def test_a_class_the_model_does_not_know_is_an_error(tiny_run, data):
+def test_a_class_that_the_model_lacks_is_an_error(tiny_run, data):
     (data / "val" / "apple").rename(data / "val" / "pear")
     with pytest.raises(DataError, match="pear"):
         evaluate(tiny_run, str(data))
 
 
-def test_shards_that_moved_are_known_again(tiny_run, data, tmp_path, capfd):
+def test_held_out_images_of_moved_shards_are_recognised(tiny_run, data, tmp_path, capfd):
     run, held_out = tmp_path / "run", ["apple/0.png", "class10/3.png", "class2/4.png"]
     shutil.copytree(tiny_run, run)
     for name in held_out:
@@ -99,7 +99,7 @@ def test_shards_that_moved_are_known_again(tiny_run, data, tmp_path, capfd):
     assert [row["count"] for row in evaluate(run, str(shards))["per_class"]] == [1, 1, 1]
 
 
-def test_measures_only_what_training_held_out(tiny_run, data, tmp_path):
+def test_only_images_that_training_held_out_are_evaluated(tiny_run, data, tmp_path):
     run, held_out = tmp_path / "run", ["apple/0.png", "class10/3.jpg", "class2/4.png"]
     shutil.copytree(tiny_run, run)
     record = {"root": str((data / "val").resolve()), "seed": 0, "val_share": 0.1, "val": held_out}
@@ -115,7 +115,7 @@ def test_measures_only_what_training_held_out(tiny_run, data, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"val": [1], "root": "x"}', '{"val": []}'])
-def test_a_damaged_split_is_an_error(tiny_run, tiny_data, tmp_path, text):
+def test_a_damaged_split_file_is_an_error(tiny_run, tiny_data, tmp_path, text):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     (run / "split.json").write_text(text)
@@ -123,7 +123,7 @@ def test_a_damaged_split_is_an_error(tiny_run, tiny_data, tmp_path, text):
         evaluate(run, str(tiny_data))
 
 
-def test_tells_its_progress(tiny_run, tiny_data):
+def test_progress_is_reported_after_each_batch(tiny_run, tiny_data):
     steps = []
     evaluate(
         load_run(tiny_run),
@@ -134,7 +134,7 @@ def test_tells_its_progress(tiny_run, tiny_data):
     assert steps == [(10, 27), (20, 27), (27, 27)]
 
 
-def test_a_table_is_read_as_training_read_it(tmp_path):
+def test_a_table_is_read_with_the_columns_of_the_training(tmp_path):
     given = {"data": "hf:photos.parquet", "label_column": "coarse"}
     write_settings(tmp_path / "config.yaml", make_config(given), "")
     assert (

@@ -64,7 +64,7 @@ def references(data: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("search", [None, Search(beams=3, max_tokens=4)], ids=["greedy", "beams"])
-def test_scores_the_captions_that_predict_writes(run, data, search):
+def test_the_scored_captions_are_those_of_the_predictor(run, data, search):
     scores = evaluate(run, str(data), search=search, **PRECISE)
     found = Predictor(run, search=search, **PRECISE)(images(data))
     told = [prediction.caption for prediction in found]
@@ -81,7 +81,7 @@ def test_scores_the_captions_that_predict_writes(run, data, search):
 
 
 @torch.no_grad()
-def test_the_losses_are_those_by_hand(run, data):
+def test_the_losses_equal_those_computed_directly(run, data):
     loaded = load_run(run)
     sums = {0: [0.0, 0], 13: [0.0, 0]}
     for place, path in enumerate(images(data)):
@@ -101,7 +101,7 @@ def test_the_losses_are_those_by_hand(run, data):
     assert own != pytest.approx(others, rel=1e-4)
 
 
-def test_whole_images_are_measured_too(run, data):
+def test_captions_with_keep_aspect_are_scored(run, data):
     whole = evaluate(run, str(data), keep_aspect=True, **PRECISE)
     found = Predictor(run, keep_aspect=True, **PRECISE)(images(data))
     assert whole["chrf"] == caption_scores([p.caption for p in found], references(data))["chrf"]
@@ -132,7 +132,7 @@ def trained(request, data, tmp_path_factory):
     return folder, min(events, key=lambda e: e["val_loss"])
 
 
-def test_the_numbers_of_the_training_are_found_again(trained, data):
+def test_evaluation_reproduces_the_scores_of_the_training(trained, data):
     folder, event = trained
     scores = evaluate(folder, str(data), **PRECISE)
     assert 0 < event["val_bleu4"] < 1
@@ -148,7 +148,7 @@ def test_the_numbers_of_the_training_are_found_again(trained, data):
         assert both == pytest.approx(event["val_loss"], rel=1e-5)
 
 
-def test_classes_are_measured_as_in_a_classifier(tmp_path, data):
+def test_classes_are_scored_as_for_a_classifier(tmp_path, data):
     folder = save_captioner(tmp_path, classes=CLASSES)
     scores = evaluate(folder, str(data), **PRECISE)
     assert scores.keys() == KEYS | CLASS_KEYS
@@ -158,7 +158,7 @@ def test_classes_are_measured_as_in_a_classifier(tmp_path, data):
     assert [row["label"] for row in scores["per_class"]] == list(CLASSES)
 
 
-def test_a_decoder_that_does_not_look_is_warned_of(run, data):
+def test_a_decoder_that_ignores_the_images_gives_a_warning(run, data):
     loaded, notes = load_run(run), []
     with torch.no_grad():
         for block in loaded.model.decoder.blocks:
@@ -171,19 +171,19 @@ def test_a_decoder_that_does_not_look_is_warned_of(run, data):
 @pytest.mark.parametrize(
     ("count", "shuffled", "warned"), [(9, 2.0, 1), (9, 2.019, 1), (9, 2.021, 0), (1, 2.0, 0)]
 )
-def test_other_images_must_be_worse_by_a_hundredth(count, shuffled, warned):
+def test_the_warning_depends_on_a_margin_of_one_percent(count, shuffled, warned):
     scores = {"count": count, "loss": 2.0, "loss_shuffled": shuffled}
     assert len(score_notes(scores, 0)) == warned
 
 
 @pytest.mark.auto_precision
-def test_captions_that_did_not_end_are_told(run, data):
+def test_captions_without_an_end_token_give_a_note(run, data):
     notes: list[str] = []
     evaluate(run, str(data), notify=notes.append, search=Search(min_tokens=2, max_tokens=2))
     assert "27 of 27 captions stopped at the longest, before their end" in notes
 
 
-def test_long_captions_are_left_out_of_the_loss_and_told(run, data, tmp_path):
+def test_long_captions_are_left_out_of_the_loss_with_a_note(run, data, tmp_path):
     copy = Path(shutil.copytree(data, tmp_path / "data"))
     said = {Path(p).relative_to(copy / "val").as_posix(): SAID[:1] for p in images(copy)}
     names, long = sorted(said), "a blue cat on a red dog on a blue table"
@@ -214,7 +214,7 @@ def test_unreadable_images_are_listed_and_not_counted(run, data, tmp_path):
         evaluate(run, str(copy))
 
 
-def test_measures_only_what_training_held_out(run, data, tmp_path):
+def test_only_images_that_training_held_out_are_evaluated(run, data, tmp_path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     alone = Path(shutil.copytree(data / "val", tmp_path / "alone"))
     held_out = ["apple/0.png", "class10/3.jpg", "class2/4.png"]
@@ -233,14 +233,14 @@ def test_measures_only_what_training_held_out(run, data, tmp_path):
 
 
 @pytest.mark.auto_precision
-def test_what_a_classifier_cannot_honour_is_refused(tiny_run, tiny_data):
+def test_generation_settings_are_refused_for_a_classifier(tiny_run, tiny_data):
     with pytest.raises(ConfigError, match=r"images='x': .* is a folder of class folders"):
         evaluate(tiny_run, str(tiny_data), images="x")
     with pytest.raises(ConfigError, match=r"beams=2: .*writes no captions"):
         evaluate(tiny_run, str(tiny_data), search=Search(beams=2))
 
 
-def test_a_loaded_run_gives_the_same(run, data):
+def test_a_loaded_run_gives_the_same_scores(run, data):
     steps = []
     loaded = dataclasses.replace(load_run(run))
     scores = evaluate(

@@ -41,7 +41,7 @@ def by_hand(several_run, images):
 
 
 @precisions
-def test_all_classes_over_their_thresholds_are_named_best_first(
+def test_classes_above_their_thresholds_are_named_best_first(
     several_run, images, by_hand, precision
 ):
     predictor = Predictor(several_run, device="cpu", precision=precision)
@@ -55,7 +55,7 @@ def test_all_classes_over_their_thresholds_are_named_best_first(
     assert any(sum(dict(p.predictions).values()) > 1.01 for p in found)  # not shares of one
 
 
-def test_top_k_and_threshold_are_heeded(several_run, images, by_hand):
+def test_top_k_and_threshold_limit_the_classes(several_run, images, by_hand):
     predictor = Predictor(several_run, device="cpu", precision="fp32")
     for prediction in predictor(images, top_k=1):
         assert len(prediction.predictions) <= 1
@@ -66,7 +66,7 @@ def test_top_k_and_threshold_are_heeded(several_run, images, by_hand):
 
 
 @precisions
-def test_views_are_averaged_as_probabilities(several_run, images, precision):
+def test_probabilities_of_views_are_averaged(several_run, images, precision):
     run = load_run(several_run)
     pixels = torch.stack([run.preprocessing(read_image(path)) for path in images[:3]])
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_views_are_averaged_as_probabilities(several_run, images, precision):
         assert dict(prediction.predictions) == pytest.approx(expected, abs=TOLERANCES[precision])
 
 
-def test_the_command_writes_all_formats(several_run, images, capfd):
+def test_vit_predict_writes_multilabel_rows_in_every_format(several_run, images, capfd):
     def predict(*words):
         assert main(["predict", str(several_run), *images[:6], "--device", "cpu", *words]) == 0
         return capfd.readouterr().out
@@ -101,7 +101,7 @@ def test_the_command_writes_all_formats(several_run, images, capfd):
         assert line.split()[1::2] == (names or ["-"])
 
 
-def test_a_label_that_would_be_two_is_refused_in_csv():
+def test_a_label_with_the_csv_separator_is_refused():
     layout = Layout(2, ("a|b", "c"), ["x.png"], multilabel=True)
     with pytest.raises(ConfigError, match=r"a\|b has a \|"):
         FORMATS["csv"](layout)
@@ -109,7 +109,9 @@ def test_a_label_that_would_be_two_is_refused_in_csv():
     assert line(Prediction("x.png", (("=a", 0.5),))) == "x.png,'=a,0.5,\r\n"
 
 
-def test_no_folder_is_that_of_an_image_with_several_classes(several_run, images, tmp_path, capfd):
+def test_sorting_into_folders_is_refused_for_multilabel_models(
+    several_run, images, tmp_path, capfd
+):
     words = ["predict", str(several_run), *images[:2], "--sort-into", str(tmp_path / "s")]
     assert main(words) == 2
     assert "this network is multi-label" in capfd.readouterr().err
@@ -117,7 +119,7 @@ def test_no_folder_is_that_of_an_image_with_several_classes(several_run, images,
 
 
 @precisions
-def test_named_classes_are_explained(several_run, images, tmp_path, capfd, precision):
+def test_explain_plots_the_named_classes(several_run, images, tmp_path, capfd, precision):
     """Explanations are in float32 whatever the precision of the predictions (docs/explain.md)."""
     words = ["predict", str(several_run), images[3], "--explain", str(tmp_path / "e")]
     words += ["--device", "cpu", "--precision", precision, "--format", "jsonl"]
@@ -134,7 +136,7 @@ def test_named_classes_are_explained(several_run, images, tmp_path, capfd, preci
     assert classes_to_explain(scores, None) == [2, 1]
 
 
-def test_evaluation_counts_what_prediction_names(several_run, several_list, capfd):
+def test_scores_equal_those_counted_from_predictions(several_run, several_list, capfd):
     scores = evaluate(several_run, str(several_list), device="cpu")
     true = dict(csv.reader(several_list.read_text().splitlines()[1:]))
     images = [str(several_list.parent / name) for name in true]
@@ -151,7 +153,7 @@ def test_evaluation_counts_what_prediction_names(several_run, several_list, capf
     assert "mAP " in capfd.readouterr().out
 
 
-def test_images_with_one_class_measure_a_network_of_several(several_run, tmp_path):
+def test_a_multilabel_model_is_evaluated_on_single_label_images(several_run, tmp_path):
     for name in THRESHOLDS:
         (tmp_path / "val" / name).mkdir(parents=True)
         Image.new("RGB", (18, 18), name).save(tmp_path / "val" / name / "0.png")
@@ -159,7 +161,9 @@ def test_images_with_one_class_measure_a_network_of_several(several_run, tmp_pat
     assert [row["count"] for row in scores["per_class"]] == [1, 1, 1]
 
 
-def test_several_classes_are_not_measured_with_one(tiny_run, several_list, tmp_path):
+def test_a_single_label_model_is_not_evaluated_on_multilabel_images(
+    tiny_run, several_list, tmp_path
+):
     own = tmp_path / "own.csv"
     shutil.copy(several_list.parent / "01.png", tmp_path)
     own.write_text("image,labels\n01.png,apple|class2\n")

@@ -12,7 +12,7 @@ def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Ten
     return centres[labels] + 0.4 * torch.randn(len(labels), dim, generator=draw), labels
 
 
-def test_planted_labels_are_found_and_hardly_any_other():
+def test_planted_label_errors_are_found_with_few_false_alarms():
     features, labels = clusters()
     planted = set(range(0, len(labels), 16))
     wrong = labels.clone()
@@ -27,7 +27,7 @@ def test_planted_labels_are_found_and_hardly_any_other():
     assert suspects(features, neighbours(features), labels, 4)[3:] == []
 
 
-def test_nearest_are_those_of_all_cosines():
+def test_nearest_neighbours_equal_those_of_the_full_cosine_matrix():
     features, _ = clusters()
     cosines = torch.nn.functional.cosine_similarity(features[:, None], features[None], dim=2)
     cosines.fill_diagonal_(-2)
@@ -37,6 +37,6 @@ def test_nearest_are_those_of_all_cosines():
     assert torch.equal(found.indices, expected.indices)
 
 
-def test_pairs_are_nearly_equal_features_once_each():
+def test_each_pair_of_similar_features_is_listed_once():
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [1.0, 1.0]])
     assert [pair[:2] for pair in similar_pairs(neighbours(features))] == [(0, 2)]

@@ -1,4 +1,4 @@
-"""Views, vectors, threads and compiled networks give what the plain network gives."""
+"""ModelRunner: views, embeddings, threads, compiled and prepacked networks against the plain network."""
 
 from pathlib import Path
 
@@ -6,13 +6,19 @@ import pytest
 import torch
 from PIL import Image
 
+import vit
 from vit.data.image_io import read_image
 from vit.errors import ConfigError, WeightsError
+from vit.inference.model_runner import PrepackedLinear, can_prepack, prepack
 from vit.inference.predictor import Predictor
 from vit.weights.load_model import load_model
 from vit.weights.saved_model import LoadedRun, load_run
 
 pytestmark = pytest.mark.auto_precision
+needs_onednn = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
+)
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def test_flip_is_the_mean_of_an_image_and_its_mirror_image(run, images, keep_asp
         assert torch.equal(answer.pixels, view)
 
 
-def test_an_image_and_its_mirror_image_have_one_answer(run, images, tmp_path):
+def test_an_image_and_its_mirror_image_have_equal_outputs_with_flip(run, images, tmp_path):
     mirrored = tmp_path / "mirrored.png"
     square = read_image(images[0]).crop((0, 0, 20, 20)).resize((16, 16))
     square.save(tmp_path / "a.png")
@@ -57,7 +63,7 @@ def test_an_image_and_its_mirror_image_have_one_answer(run, images, tmp_path):
     torch.testing.assert_close(one.probabilities, other.probabilities)
 
 
-def test_crops_are_ten_views(run, images, bad_images):
+def test_crops_is_the_mean_of_ten_views(run, images, bad_images):
     found = answers(run, [images[0], bad_images[0], images[1]], tta="crops", batch_size=4)
     assert found[1].error
     for path, answer in zip(images[:2], found[::2], strict=True):
@@ -67,7 +73,7 @@ def test_crops_are_ten_views(run, images, bad_images):
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_aspect": True}, {"tta": "flip"}])
-def test_embeddings_are_what_the_head_reads(run, images, bad_images, settings):
+def test_embeddings_are_the_input_of_the_head(run, images, bad_images, settings):
     paths = [*images[:5], bad_images[0]]
     *found, bad = answers(run, paths, embeddings=True, **settings)
     assert bad.embedding is None
@@ -85,7 +91,7 @@ def test_embeddings_are_what_the_head_reads(run, images, bad_images, settings):
             )
 
 
-def test_a_network_without_a_head_gives_embeddings_alone(tmp_path, images):
+def test_a_network_without_a_head_returns_embeddings_only(tmp_path, images):
     import timm
     from safetensors.torch import save_file
 
@@ -114,12 +120,12 @@ def test_a_network_without_a_head_gives_embeddings_alone(tmp_path, images):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_threads_change_no_digit(run, images, workers):
+def test_the_number_of_threads_changes_no_digit(run, images, workers):
     one = Predictor(run, device="cpu", batch_size=2, workers=workers)(images)
     assert one == Predictor(run, device="cpu", batch_size=2, workers=2)(images)
 
 
-def test_a_list_may_be_begun_anywhere(run, images):
+def test_a_list_continued_at_a_block_gives_the_same_digits(run, images):
     predictor = Predictor(run, device="cpu", batch_size=4)
     whole = predictor(images)
     for start in (4, 12, 24):
@@ -134,12 +140,12 @@ def test_a_list_may_be_begun_anywhere(run, images):
         ({"compile": True, "keep_aspect": True}, "too many shapes to compile"),
     ],
 )
-def test_what_cannot_be_is_refused(run, settings, reason):
+def test_contradicting_settings_are_refused(run, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         Predictor(run, device="cpu", **settings)
 
 
-def test_crops_of_what_is_never_cut_are_refused(run):
+def test_crops_are_refused_if_preprocessing_squashes(run):
     import dataclasses
 
     prepare = dataclasses.replace(run.preprocessing, resize="squash", crop_share=1.0)
@@ -147,7 +153,7 @@ def test_crops_of_what_is_never_cut_are_refused(run):
         Predictor(dataclasses.replace(run, preprocessing=prepare), device="cpu", tta="crops")
 
 
-def test_compiling_has_one_shape_and_a_failure_is_one_line(run, images, monkeypatch):
+def test_compiled_batches_have_one_shape_and_a_failure_is_one_line(run, images, monkeypatch):
     shapes = []
 
     def compiled(function, **_):
@@ -171,7 +177,53 @@ def test_compiling_has_one_shape_and_a_failure_is_one_line(run, images, monkeypa
 
 
 @pytest.mark.slow
-def test_a_compiled_network_says_the_same(run, images):
+def test_a_compiled_network_gives_the_same_probabilities(run, images):
     plain = answers(run, images)
     for answer, other in zip(answers(run, images, compile=True), plain, strict=True):
         torch.testing.assert_close(answer.probabilities, other.probabilities, atol=1e-5, rtol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "gelu_tanh"},
+        {"activation": "relu"},
+        {"feedforward": "swiglu"},
+        {"feedforward": "moe", "num_experts": 4, "top_k": 2},
+        {"parallel_blocks": True},
+        {"norm_order": "post"},
+        {"num_kv_heads": 1},
+        {"position": "relative"},
+        {"pooling": "attention"},
+        {"repeat_blocks": 2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_a_prepacked_network_gives_the_same_logits(options):
+    torch.manual_seed(0)
+    model = vit.create_model("vit_tiny_patch16_224", **SMALL, **options).eval()
+    torch.nn.init.normal_(model.head.weight)
+    assert can_prepack(model)
+    twin = prepack(model)
+    assert any(isinstance(module, PrepackedLinear) for module in twin.modules())
+    assert not any(isinstance(module, PrepackedLinear) for module in model.modules())
+    images = torch.randn(3, 3, 32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(twin(images), model(images), atol=2e-5, rtol=1e-5)
+
+
+@needs_onednn
+def test_a_prepacked_network_shares_all_tensors_but_the_matrices():
+    model = vit.create_model("vit_tiny_patch16_224", **SMALL).eval()
+    twin = prepack(model)
+    assert twin.head.weight is model.head.weight
+    assert twin.blocks[0].mlp.fc1.bias is model.blocks[0].mlp.fc1.bias
+
+
+@needs_onednn
+def test_only_float32_on_a_cpu_is_prepacked():
+    model = vit.create_model("vit_tiny_patch16_224", **SMALL).eval()
+    assert not can_prepack(model.double())
+    assert not can_prepack(model.bfloat16())

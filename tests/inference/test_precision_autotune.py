@@ -32,7 +32,7 @@ def clock(seconds):
     return lambda compute: (next(left), compute())
 
 
-def test_a_trial_compares_times_and_answers_round_by_round():
+def test_a_trial_compares_times_and_outputs_by_round():
     order = []
 
     def answers(batch, way):
@@ -49,7 +49,7 @@ def test_a_trial_compares_times_and_answers_round_by_round():
     assert "at most 0.1000" in found.line()
 
 
-def test_an_overflow_of_bf16_is_a_whole_probability():
+def test_an_overflow_in_bf16_counts_as_a_difference_of_one():
     broken = torch.full_like(EXACT, torch.nan)
     found = run_trial(
         lambda _, way: EXACT if way == "fp32" else broken, [[torch.ones(1)] * 3], clock([1.0, 1.0])
@@ -58,13 +58,13 @@ def test_an_overflow_of_bf16_is_a_whole_probability():
 
 
 @pytest.mark.parametrize(("speedup", "picked"), [(0.5, "fp32"), (1.05, "fp32"), (1.2, "bf16")])
-def test_a_little_faster_is_not_worth_it(speedup, picked):
+def test_a_small_speedup_does_not_select_bf16(speedup, picked):
     result = TrialResult(speedup, 1.0, 0.0, 8)
     assert result.precision == picked
     assert result.line().startswith(f"precision: {picked}")
 
 
-def test_verdicts_are_kept(tmp_path):
+def test_results_are_cached(tmp_path):
     folder = tmp_path / "new" / "precision"
     assert load_result(folder, "key") is None
     assert save_result(folder, "key", FAST) is None
@@ -73,7 +73,7 @@ def test_verdicts_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"speedup": "x"}', '{"speedup": NaN}'])
-def test_a_damaged_memory_is_none(tmp_path, text):
+def test_a_damaged_cache_file_is_ignored(tmp_path, text):
     (tmp_path / "key.json").write_text(text)
     assert load_result(tmp_path, "key") is None
     whole = {"speedup": float("nan"), "agreement": 1, "difference": 0, "images": 1}
@@ -81,14 +81,14 @@ def test_a_damaged_memory_is_none(tmp_path, text):
     assert load_result(tmp_path, "key") is None
 
 
-def test_a_memory_that_cannot_be_written_is_a_note(tmp_path):
+def test_a_cache_that_cannot_be_written_gives_a_note(tmp_path):
     (tmp_path / "file").write_text("")
     note = save_result(tmp_path / "file" / "precision", "key", FAST)
     assert note is not None
     assert "measured again each time" in note
 
 
-def test_the_key_tells_networks_apart():
+def test_the_cache_key_depends_on_the_network():
     keys = {
         cache_key(network={"dim": 8}),
         cache_key(network={"dim": 16}),
@@ -115,7 +115,7 @@ def settled(chosen: PrecisionAutotuner, images: int, seconds) -> str:
     )
 
 
-def test_a_long_list_is_tried_once_and_short_ones_follow(tmp_path):
+def test_a_long_list_is_timed_once_and_short_ones_use_the_result(tmp_path):
     notes: list[str] = []
     chosen = autotuner(tmp_path, notes)
     assert settled(chosen, 199, []) == "fp32"
@@ -128,7 +128,7 @@ def test_a_long_list_is_tried_once_and_short_ones_follow(tmp_path):
     assert len(notes) == 1
 
 
-def test_without_a_memory_it_still_works_and_says_so(tmp_path):
+def test_without_a_cache_the_result_is_used_and_noted(tmp_path):
     (tmp_path / "file").write_text("")
     notes: list[str] = []
     assert settled(autotuner(tmp_path / "file", notes), 200, [1.0, 1.0] * 3) == "fp32"
@@ -143,7 +143,9 @@ def undecided_cpu(monkeypatch, tmp_path):
     return tmp_path / "vit-toolkit" / "precision"
 
 
-def test_predict_and_evaluate_agree(undecided_cpu, tiny_run, tiny_data, monkeypatch):
+def test_predict_and_evaluate_use_the_same_precision(
+    undecided_cpu, tiny_run, tiny_data, monkeypatch
+):
     monkeypatch.setattr("vit.inference.precision_autotune.MIN_BATCHES", 3)
     input_images = [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
     notes: list[str] = []
@@ -167,6 +169,6 @@ def test_predict_and_evaluate_agree(undecided_cpu, tiny_run, tiny_data, monkeypa
     assert len(notes) == 1
 
 
-def test_what_was_asked_for_is_not_tried(undecided_cpu, tiny_run):
+def test_a_requested_precision_is_not_timed(undecided_cpu, tiny_run):
     assert Predictor(tiny_run, device="cpu", precision="bf16").precision_autotuner is None
     assert Predictor(tiny_run, device="cpu").precision_autotuner is not None

@@ -23,7 +23,7 @@ def input_images(tiny_data: Path) -> list[str]:
     return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
 
 
-def test_equals_the_network_run_by_hand(tiny_run, input_images):
+def test_predictions_equal_those_of_the_network_called_directly(tiny_run, input_images):
     run = load_run(tiny_run)
     images = [run.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
     with torch.inference_mode():
@@ -42,7 +42,7 @@ def test_equals_the_network_run_by_hand(tiny_run, input_images):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bad_neighbours_change_nothing(tiny_run, input_images, bad_images, precision):
+def test_unreadable_images_do_not_affect_others(tiny_run, input_images, bad_images, precision):
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
     plain = predictor(input_images)
     for place, bad in enumerate(bad_images):
@@ -54,7 +54,7 @@ def test_bad_neighbours_change_nothing(tiny_run, input_images, bad_images, preci
     assert predictor(input_images) == plain
 
 
-def test_every_bad_image_has_its_reason_at_its_place(tiny_run, input_images, bad_images):
+def test_every_unreadable_image_has_an_error_at_its_position(tiny_run, input_images, bad_images):
     mixed = [path for pair in zip(bad_images, input_images, strict=False) for path in pair]
     found = Predictor(tiny_run, batch_size=3)(mixed)
     assert [prediction.image for prediction in found] == mixed
@@ -70,7 +70,7 @@ def test_every_bad_image_has_its_reason_at_its_place(tiny_run, input_images, bad
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
-def test_the_network_sees_few_shapes(tiny_run, input_images, count, rows, precision, monkeypatch):
+def test_batches_have_few_shapes(tiny_run, input_images, count, rows, precision, monkeypatch):
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
     prepacked = predictor.runner.prepacked if precision == "fp32" else None
     network = prepacked or predictor.model
@@ -94,7 +94,9 @@ def oblong(tmp_path) -> list[str]:
     return paths
 
 
-def test_whole_images_in_their_own_aspect(tiny_run, oblong, bad_images):
+def test_predictions_with_keep_aspect_equal_those_of_the_network_called_directly(
+    tiny_run, oblong, bad_images
+):
     run = load_run(tiny_run)
     predictor = Predictor(tiny_run, keep_aspect=True, precision="fp32", batch_size=4)
     sizes = []
@@ -113,14 +115,14 @@ def test_whole_images_in_their_own_aspect(tiny_run, oblong, bad_images):
     assert predictor([bad_images[0]])[0].error
 
 
-def test_whole_images_need_a_network_that_packs(tiny_run):
+def test_keep_aspect_needs_a_network_with_sequence_packing(tiny_run):
     run = load_run(tiny_run)
     run.model.blocks[1].attn.rel_pos = torch.nn.Identity()
     with pytest.raises(ConfigError, match="images cannot be packed with position=relative"):
         Predictor(run, keep_aspect=True)
 
 
-def test_a_stream_takes_paths_only_as_needed_and_stops_its_threads(tiny_run, input_images):
+def test_a_stream_reads_paths_lazily_and_stops_its_threads(tiny_run, input_images):
     taken = []
 
     def endless():
@@ -145,7 +147,7 @@ def test_top_k_is_at_most_the_classes(tiny_run, input_images):
     assert len(predictor(input_images[:1], top_k=100)[0].predictions) == 3
 
 
-def test_takes_a_loaded_run_and_path_objects(tiny_run, input_images):
+def test_a_loaded_run_and_path_objects_are_accepted(tiny_run, input_images):
     predictor = Predictor(load_run(tiny_run))
     assert predictor([Path(input_images[0])]) == Predictor(tiny_run)([input_images[0]])
 
@@ -169,24 +171,24 @@ def test_an_overflow_is_an_error_of_its_image(tiny_run, input_images):
         ({"workers": 0}, "workers=0"),
     ],
 )
-def test_refuses_impossible_settings(tiny_run, settings, reason):
+def test_impossible_settings_are_refused(tiny_run, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         Predictor(tiny_run, **settings)
 
 
-def test_refuses_one_path_for_a_list(tiny_run, input_images):
+def test_a_single_path_is_refused(tiny_run, input_images):
     with pytest.raises(ConfigError, match="give a list"):
         Predictor(tiny_run)(input_images[0])
     with pytest.raises(ConfigError, match="top_k=0"):
         Predictor(tiny_run)(input_images, top_k=0)
 
 
-def test_refuses_what_is_no_run(tmp_path):
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="no file of weights"):
         Predictor(tmp_path)
 
 
-def test_any_run_merges_tokens_when_asked(tiny_run, input_images):
+def test_merge_tokens_applies_to_any_run(tiny_run, input_images):
     def scores(**settings):
         found = Predictor(tiny_run, precision="fp32", **settings)(input_images)
         return [prediction.predictions for prediction in found]
@@ -205,7 +207,7 @@ def test_any_run_merges_tokens_when_asked(tiny_run, input_images):
     assert [ranked[0][0] for ranked in scores(merge_tokens=1)] == best
 
 
-def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, input_images):
+def test_a_run_trained_with_merge_tokens_keeps_it(tiny_run, input_images):
     trained = change_patches(load_run(tiny_run), merge_tokens=1)
     assert Predictor(trained)(input_images) == Predictor(tiny_run, merge_tokens=1)(input_images)
     assert Predictor(trained, merge_tokens=0)(input_images) == Predictor(tiny_run)(input_images)
@@ -216,7 +218,7 @@ def test_merging_tokens_of_a_run_keeps_what_it_was_trained_with(tiny_run, input_
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_any_run_takes_patches_of_another_size(tiny_run, input_images, size):
+def test_patch_size_applies_to_any_run(tiny_run, input_images, size):
     model = from_pretrained(tiny_run, patch_size=size, notify=None)
     run = load_run(tiny_run)
     images = torch.stack(
@@ -233,7 +235,7 @@ def test_any_run_takes_patches_of_another_size(tiny_run, input_images, size):
     assert [p.predictions for p in found] != [p.predictions for p in usual]
 
 
-def test_the_usual_patch_size_changes_nothing(tiny_run, input_images):
+def test_the_own_patch_size_changes_nothing(tiny_run, input_images):
     assert Predictor(tiny_run, patch_size=8)(input_images) == Predictor(tiny_run)(input_images)
 
 
@@ -251,7 +253,7 @@ def test_patches_that_do_not_fill_an_image_are_refused(tiny_run, size, reason):
         Predictor(tiny_run, patch_size=size)
 
 
-def test_a_size_of_training_may_become_the_only_other_one(tiny_run):
+def test_a_patch_size_of_the_training_can_be_selected(tiny_run):
     flexible = load_run(tiny_run)
     settings = dataclasses.replace(flexible.config, patch_sizes=(4,))
     flexible = dataclasses.replace(flexible, config=settings)

@@ -50,7 +50,7 @@ def exact(run):
     return Predictor(run, device="cpu", precision="fp32")
 
 
-def test_the_file_names_what_the_run_names(several_run, exported, images):
+def test_the_file_names_the_same_classes_as_the_run(several_run, exported, images):
     runner, predictor = ExportedClassifier(exported), exact(several_run)
     assert runner.thresholds == predictor.thresholds == (0.3, 0.5, 0.7)
     assert runner.metadata["activation"] == "sigmoid"
@@ -59,14 +59,14 @@ def test_the_file_names_what_the_run_names(several_run, exported, images):
     same(runner(images, top_k=1), predictor(images, top_k=1))
 
 
-def test_the_run_in_bf16_differs_by_its_rounding(several_run, exported, images):
+def test_the_run_in_bf16_differs_by_rounding_only(several_run, exported, images):
     found = Predictor(several_run, device="cpu", precision="bf16")(images, threshold=0.0)
     expected = ExportedClassifier(exported)(images, threshold=0.0)
     for one, other in zip(found, expected, strict=True):
         assert dict(one.predictions) == pytest.approx(dict(other.predictions), abs=0.01)
 
 
-def test_verify_compares_sets_of_labels(several_run, exported, images):
+def test_verify_compares_the_sets_of_named_classes(several_run, exported, images):
     report = verify(exported, images, run=several_run)
     assert report.agrees, report.complaints()
     first = ModelOutputs(np.array([0.9, 0.6, 0.1]), thresholds=(0.5, 0.5, 0.5))
@@ -77,7 +77,9 @@ def test_verify_compares_sets_of_labels(several_run, exported, images):
     assert (none.agreement(none), none.agreement(first)) == (1, 0)
 
 
-def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, images, tmp_path):
+def test_verify_reports_other_thresholds_and_single_label_files(
+    several_run, exported, images, tmp_path
+):
     other = tmp_path / "run"
     shutil.copytree(several_run, other)
     set_thresholds(other, [0.6, 0.5, 0.7])
@@ -95,7 +97,7 @@ def test_verify_finds_other_thresholds_and_another_kind(several_run, exported, i
 
 
 @pytest.mark.parametrize("thresholds", ["null", "[0.5]", "[0.5, 0.5, 7]", "x"])
-def test_damaged_thresholds_are_told(exported, tmp_path, thresholds):
+def test_damaged_thresholds_in_the_metadata_are_refused(exported, tmp_path, thresholds):
     proto = onnx.load(exported)
     found = {p.key: p.value for p in proto.metadata_props}
     onnx.helper.set_model_props(proto, {**found, "thresholds": thresholds})
@@ -105,7 +107,7 @@ def test_damaged_thresholds_are_told(exported, tmp_path, thresholds):
 
 
 @pytest.mark.slow
-def test_an_export_says_what_it_loses(several_run, several_list, tmp_path):
+def test_the_export_reports_the_loss_of_map(several_run, several_list, tmp_path):
     lines = []
     for precision, more in (("fp16", {}), ("int8", {"dynamic": True})):
         out = tmp_path / f"{precision}.onnx"
@@ -115,7 +117,9 @@ def test_an_export_says_what_it_loses(several_run, several_list, tmp_path):
     assert sum(line.startswith("mAP: run ") for line in lines) == 2
 
 
-def test_what_a_file_loses_is_mean_average_precision(several_run, exported, several_list):
+def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
+    several_run, exported, several_list
+):
     run = load_run(several_run)
     samples = load_labeled_samples(
         several_run,
@@ -133,7 +137,7 @@ def test_what_a_file_loses_is_mean_average_precision(several_run, exported, seve
 
 
 @pytest.mark.slow
-def test_openvino_and_torch_keep_it(several_run, images, tmp_path):
+def test_openvino_and_torch_files_keep_the_thresholds(several_run, images, tmp_path):
     pytest.importorskip("openvino")
     export(several_run, tmp_path / "m.xml", to="openvino", notify=None)
     runner = load_exported(tmp_path / "m.xml", engine="openvino")
@@ -144,7 +148,7 @@ def test_openvino_and_torch_keep_it(several_run, images, tmp_path):
     assert json.loads(extra["thresholds.json"]) == [0.3, 0.5, 0.7]
 
 
-def test_transformers_opens_it_as_a_network_of_several_labels(several_run, images, tmp_path):
+def test_transformers_opens_the_folder_as_a_multilabel_model(several_run, images, tmp_path):
     _, lines = convert(several_run, "huggingface", tmp_path / "hf")
     assert "multi_label_classification" in " ".join(lines)
     theirs = AutoModelForImageClassification.from_pretrained(tmp_path / "hf").eval()
@@ -157,12 +161,12 @@ def test_transformers_opens_it_as_a_network_of_several_labels(several_run, image
     assert back.thresholds == (0.5, 0.5, 0.5)  # there is no place for others
 
 
-def test_timm_is_told_that_thresholds_are_left_behind(several_run, tmp_path):
+def test_conversion_to_timm_notes_that_thresholds_are_dropped(several_run, tmp_path):
     _, lines = convert(several_run, "timm", tmp_path / "timm")
     assert any("take sigmoids" in line for line in lines)
 
 
-def test_one_class_an_image_is_not_measured_on_several(tiny_run, tmp_path, several_list):
+def test_a_single_label_run_is_not_measured_on_multilabel_images(tiny_run, tmp_path, several_list):
     own = tmp_path / "own.csv"
     shutil.copy(several_list.parent / "01.png", tmp_path)
     own.write_text("image,labels\n01.png,apple|class2\n")

@@ -53,7 +53,7 @@ def assert_same(front, preprocessing, height, width, count=2):
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_every_byte_is_pillow_s(settings):
+def test_every_byte_equals_that_of_pillow(settings):
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)
     for height, width in SIZES:
@@ -62,7 +62,7 @@ def test_every_byte_is_pillow_s(settings):
 
 @columns_first
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_tall_images_begin_with_the_columns(settings):
+def test_tall_images_are_resized_along_the_columns_first(settings):
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)
     for height, width in TALL:
@@ -71,7 +71,7 @@ def test_tall_images_begin_with_the_columns(settings):
 
 @columns_first
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_of_large_resized_images_only_the_crop_is_computed(settings, monkeypatch):
+def test_only_the_crop_of_a_large_resized_image_is_computed(settings, monkeypatch):
     monkeypatch.setattr("vit.data.preprocessing.MAX_RESIZED_PIXELS", 900)
     monkeypatch.setattr(onnx_preprocessing, "MAX_RESIZED_PIXELS", 900)
     preprocessing = Preprocessing(**settings)
@@ -83,7 +83,7 @@ def test_of_large_resized_images_only_the_crop_is_computed(settings, monkeypatch
 @pytest.mark.slow
 @columns_first
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_photographs_of_usual_sizes(interpolation):
+def test_photographs_of_usual_sizes_equal_those_of_pillow(interpolation):
     preprocessing = Preprocessing(image_size=(224, 224), interpolation=interpolation)
     front = session(preprocessing)
     for size in [(375, 500), (1, 3000), (3000, 1), (2000, 300), (20, 20), (3000, 4000)]:

@@ -40,7 +40,7 @@ def static(graph, noise_of):
     return quantize(graph, list(noise_of(32)))
 
 
-def test_answers_are_nearly_those_of_float32(graph, static, noise_of):
+def test_int8_outputs_are_close_to_float32(graph, static, noise_of):
     images = noise_of(64, seed=1)
     wanted, found = answers(graph, images), answers(static, images)
     assert np.ptp(wanted[:, 0]) > 0.2  # or nothing would be said
@@ -49,13 +49,13 @@ def test_answers_are_nearly_those_of_float32(graph, static, noise_of):
     assert (found.argmax(1) == wanted.argmax(1)).mean() > 0.95
 
 
-def test_onnxruntime_is_told_not_to_overflow(static):
+def test_onnxruntime_is_configured_against_int8_overflow(static):
     """Without VNNI the tests here fail without the option; with VNNI they cannot."""
     options = OnnxSession(static)._session.get_session_options()
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
 
 
-def test_every_product_but_the_head_is_in_integers(static):
+def test_every_product_except_the_head_is_in_integers(static):
     proto = onnx.load_from_string(static)
     built_graph = {name: node for node in proto.graph.node for name in node.output}
     products = [node for node in proto.graph.node if node.op_type == "MatMul"]
@@ -70,7 +70,7 @@ def test_every_product_but_the_head_is_in_integers(static):
     assert kinds(static)["Gemm"] == 1
 
 
-def test_it_is_the_same_each_time(graph, static, noise_of):
+def test_quantization_is_deterministic(graph, static, noise_of):
     assert quantize(graph, list(noise_of(32))) == static
 
 
@@ -85,7 +85,7 @@ def test_metadata_are_kept(graph, static):
     assert one.output == two.output
 
 
-def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of, tmp_path):
+def test_dynamic_quantization_equals_that_of_onnxruntime(graph, noise_of, tmp_path):
     ours = quantize(graph, [], dynamic=True)
     assert json.loads(OnnxSession(ours).metadata["calibration"]) == {"dynamic": True}
     (tmp_path / "float.onnx").write_bytes(graph)
@@ -117,7 +117,7 @@ def test_dynamic_is_what_onnxruntime_makes_of_the_same_products(graph, noise_of,
     ],
     ids=str,
 )
-def test_parts_are_taken_apart_without_a_change(graph_of, noise_of, options, plainly):
+def test_the_split_projection_gives_the_same_outputs(graph_of, noise_of, options, plainly):
     content, module = graph_of(plainly=plainly, depth=1, **options)
     apart = Graph(content)
     assert split_qkv(apart) == 1
@@ -130,7 +130,7 @@ def test_parts_are_taken_apart_without_a_change(graph_of, noise_of, options, pla
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options_of_the_network_are_kept(graph_of, noise_of, options, dynamic):
+def test_networks_with_other_options_are_quantized(graph_of, noise_of, options, dynamic):
     content, module = graph_of(**options)
     images = noise_of(64, seed=1)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_options_of_the_network_are_kept(graph_of, noise_of, options, dynamic):
     assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9
 
 
-def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypatch):
+def test_smoothing_keeps_small_channels_beside_large_ones(graph_of, noise_of, monkeypatch):
     """A channel that is 60 times as large, and told so to the weights: the same network."""
 
     def enlarge(model):
@@ -160,7 +160,7 @@ def test_smoothing_saves_channels_beside_large_ones(graph_of, noise_of, monkeypa
     assert errors[0] < 0.3 * errors[1]
 
 
-def test_what_cannot_be_quantised_is_refused(graph, static, noise_of):
+def test_unsuitable_graphs_and_images_are_refused(graph, static, noise_of):
     few = list(noise_of(MIN_IMAGES - 1))
     with pytest.raises(DataError, match=f"^{MIN_IMAGES - 1} images for calibration: at least"):
         quantize(graph, few)

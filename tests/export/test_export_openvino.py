@@ -30,7 +30,9 @@ def whole(graph, noise_of):
 @pytest.mark.parametrize(
     ("precision", "allowed"), [("fp32", 1e-5), pytest.param("int8", 0.02, marks=needs_vnni)]
 )
-def test_both_engines_say_the_same(graph, whole, noise_of, tmp_path, precision, allowed):
+def test_openvino_and_onnxruntime_give_the_same_outputs(
+    graph, whole, noise_of, tmp_path, precision, allowed
+):
     content = graph if precision == "fp32" else whole
     (tmp_path / "given.onnx").write_bytes(content)
     out = tmp_path / "net.v1.xml"
@@ -52,7 +54,7 @@ def test_both_engines_say_the_same(graph, whole, noise_of, tmp_path, precision, 
         assert out.with_suffix(".bin").stat().st_size < 0.4 * len(graph)
 
 
-def test_what_differs_is_not_written(graph, tmp_path, monkeypatch):
+def test_a_graph_that_differs_in_openvino_is_not_written(graph, tmp_path, monkeypatch):
     out = tmp_path / "net.xml"
     convert(graph, out)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -63,7 +65,7 @@ def test_what_differs_is_not_written(graph, tmp_path, monkeypatch):
 
 
 @needs_vnni
-def test_weights_that_are_not_its_own_are_noticed(graph, whole, noise_of, tmp_path):
+def test_weights_of_another_export_are_refused(graph, whole, noise_of, tmp_path):
     for name, content in (("one", graph), ("two", whole)):
         convert(content, tmp_path / f"{name}.xml", images=list(noise_of(2)))
     weights = tmp_path / "one.bin"
@@ -79,7 +81,7 @@ def test_weights_that_are_not_its_own_are_noticed(graph, whole, noise_of, tmp_pa
         runtime.OpenVINOSession(tmp_path / "two.xml")
 
 
-def test_other_names_and_missing_libraries_are_refused(graph, tmp_path, monkeypatch):
+def test_other_suffixes_and_a_missing_library_are_refused(graph, tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"net\.onnx: name it \.xml, such as model\.xml$"):
         convert(graph, tmp_path / "net.onnx")
     monkeypatch.setitem(sys.modules, "openvino", None)

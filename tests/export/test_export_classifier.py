@@ -98,7 +98,7 @@ def assert_agrees(path, run, atol=1e-5):
 
 
 @pytest.mark.parametrize("options", EACH, ids=str)
-def test_every_network_says_what_torch_says(options, tmp_path):
+def test_every_network_gives_the_probabilities_of_torch(options, tmp_path):
     run = saved(tmp_path / "run", options)
     found = export_onnx(run, tmp_path / "a.onnx")
     assert found.difference < 1e-5
@@ -109,7 +109,7 @@ def test_every_network_says_what_torch_says(options, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "a.onnx"}
 
 
-def test_a_file_tells_what_it_is_and_nothing_of_this_machine(run, tmp_path):
+def test_the_metadata_are_complete_and_have_no_local_path(run, tmp_path):
     out = tmp_path / "a.onnx"
     export_onnx(run, out)
     metadata = OnnxSession(out).metadata
@@ -136,7 +136,7 @@ def shape_of(value):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, 21, 22, 23])
-def test_other_opsets(run, tmp_path, opset):
+def test_other_opsets_give_the_same_outputs(run, tmp_path, opset):
     out = tmp_path / "a.onnx"
     export_onnx(run, out, opset=opset)
     assert [(x.domain, x.version) for x in onnx.load(out).opset_import] == [("", opset)]
@@ -146,7 +146,7 @@ def test_other_opsets(run, tmp_path, opset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"class_token": False, "pooling": "mean"}], ids=str)
-def test_tokens_embedding_and_attention(settings, tmp_path):
+def test_tokens_embedding_and_attention_equal_those_of_torch(settings, tmp_path):
     run = saved(tmp_path / "run", {"registers": 2, **settings})
     export_onnx(run, tmp_path / "a.onnx", tokens=True)
     session, images = OnnxSession(tmp_path / "a.onnx"), noise(2, 16, 16)
@@ -165,7 +165,7 @@ def test_tokens_embedding_and_attention(settings, tmp_path):
     np.testing.assert_allclose(probabilities, torch_says(run, images), atol=1e-5)
 
 
-def test_weights_in_a_file_of_their_own(run, tmp_path, monkeypatch):
+def test_large_weights_are_external_data(run, tmp_path, monkeypatch):
     out, data = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
     data.write_text("mine")
     with monkeypatch.context() as patch:
@@ -183,7 +183,7 @@ def test_weights_in_a_file_of_their_own(run, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "moved").iterdir()} == {"a.onnx"}
 
 
-def test_half_precision(run, tmp_path, tiny_data):
+def test_fp16_is_close_to_torch_in_half_the_bytes(run, tmp_path, tiny_data):
     out = tmp_path / "a.onnx"
     whole = export_onnx(run, tmp_path / "whole.onnx")
     half = export_onnx(run, out, precision="fp16")
@@ -193,7 +193,7 @@ def test_half_precision(run, tmp_path, tiny_data):
     assert OnnxSession(out).metadata["precision"] == "fp16"
 
 
-def test_weights_that_half_precision_cannot_hold_are_refused(run):
+def test_weights_beyond_the_range_of_float16_are_refused(run):
     proto = onnx_export.trace_module(export_classifier.part_of(load_run(run)), 20)
     weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     large = onnx.numpy_helper.to_array(weight).copy()
@@ -211,7 +211,7 @@ def test_weights_that_half_precision_cannot_hold_are_refused(run):
         ([[0.5]], r"gives probabilities the shape \(1, 1\), torch \(1, 2\)"),
     ],
 )
-def test_answers_that_differ_from_torch_are_refused(run, found, message):
+def test_outputs_that_differ_from_torch_are_refused(run, found, message):
     part = export_classifier.part_of(load_run(run))
     expected = (torch.tensor([[0.5, 0.5]]),)
     assert onnx_graph.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
@@ -219,7 +219,7 @@ def test_answers_that_differ_from_torch_are_refused(run, found, message):
         onnx_graph.difference(part, expected, [np.float32(found)], 0.02)
 
 
-def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
+def test_a_graph_with_other_preprocessing_is_not_written(run, tmp_path, monkeypatch):
     other = dataclasses.replace(load_run(run).preprocessing, mean=(0.3, 0.3, 0.3), crop_share=0.5)
     front = export_classifier.preprocessing_nodes
     monkeypatch.setattr(
@@ -230,7 +230,7 @@ def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_top_1_of_run_and_file(tiny_run, tmp_path, tiny_data):
+def test_top1_of_run_and_file_are_compared(tiny_run, tmp_path, tiny_data):
     heard = []
     found = export_onnx(
         tiny_run, tmp_path / "a.onnx", validation=str(tiny_data), notify=heard.append
@@ -319,7 +319,7 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
         ({"max_drop": 2.0, "validation": "x"}, "max_drop=2: a share, from 0 to 1"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused(options, message):
+def test_options_without_effect_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Options(**options)
 
@@ -345,13 +345,13 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
         ("net.pt2", {}, 1e-5),
     ],
 )
-def test_convolutions_go_wherever_a_network_does(tmp_path, options, name, asked, allowed):
+def test_a_convolutional_stem_is_exported_to_every_format(tmp_path, options, name, asked, allowed):
     run = saved(tmp_path / "run", options)
     assert export(run, tmp_path / name, **asked).exported.difference < allowed
     assert (tmp_path / name).stat().st_size > 1000
 
 
-def test_a_program_of_torch(run, tmp_path):
+def test_a_torch_export_program_gives_the_probabilities_of_torch(run, tmp_path):
     out = tmp_path / "a.pt2"
     report = export(run, out)
     assert report.to == "torch"

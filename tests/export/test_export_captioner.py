@@ -151,7 +151,7 @@ def assert_same(answers, probabilities, captions):
         assert [label for label, _ in answer.predictions] == sorted(named, key=lambda n: -named[n])
 
 
-def test_captions_scores_and_classes_are_those_of_torch(exported, input_images):
+def test_captions_scores_and_classes_equal_those_of_torch(exported, input_images):
     run, path = exported
     probabilities, captions = torch_answers(run, input_images)
     assert len({one.text for one in captions}) > 3
@@ -160,7 +160,7 @@ def test_captions_scores_and_classes_are_those_of_torch(exported, input_images):
         assert_same(ExportedCaptioner(path, batch_size=size)(input_images), probabilities, captions)
 
 
-def test_lengths_are_limited_as_in_torch(exported, input_images):
+def test_the_length_limits_work_as_in_torch(exported, input_images):
     run, path = exported
     limits = {"min_tokens": 4, "max_tokens": 5}
     assert_same(
@@ -171,7 +171,7 @@ def test_lengths_are_limited_as_in_torch(exported, input_images):
     assert_same(like(input_images), *torch_answers(run, input_images, Search(min_tokens=7)))
 
 
-def test_a_step_takes_words_one_by_one_or_together(exported):
+def test_the_decoder_takes_tokens_one_by_one_or_together(exported):
     """Both by the decoder's graph; the exporter itself has compared it with torch."""
     runner = ExportedCaptioner(exported[1])
     key, value, _ = runner._encoder({"images": np.full((2, 16, 16, 3), 7, np.uint8)})
@@ -186,7 +186,7 @@ def test_a_step_takes_words_one_by_one_or_together(exported):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_torch_is_not_loaded(exported, input_images):
+def test_captioning_does_not_import_torch(exported, input_images):
     code = (
         "import sys; from vit.exported.onnx_captioner import ExportedCaptioner;"
         "print(ExportedCaptioner(sys.argv[1])([sys.argv[2]])[0].caption);"
@@ -202,7 +202,7 @@ def test_torch_is_not_loaded(exported, input_images):
     assert said.stdout == expected.text + "\n"
 
 
-def test_unreadable_images_have_error_rows(exported, input_images, bad_images):
+def test_unreadable_images_give_error_predictions(exported, input_images, bad_images):
     runner = ExportedCaptioner(exported[1], batch_size=3)
     mixed = [*bad_images[:4], input_images[0], *bad_images[4:], input_images[1]]
     answers = runner(mixed, top_k=1)
@@ -215,7 +215,7 @@ def test_unreadable_images_have_error_rows(exported, input_images, bad_images):
     assert (bad.caption, bad.score, bad.predictions) == (None, None, ())
 
 
-def test_files_describe_themselves_and_name_no_path_of_this_machine(exported):
+def test_the_metadata_are_complete_and_have_no_local_path(exported):
     run, path = exported
     loaded = load_run(run)
     both = {}
@@ -252,7 +252,7 @@ def test_files_describe_themselves_and_name_no_path_of_this_machine(exported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "decoder"), MIXTURES, ids=str)
-def test_every_option_is_exported(encoder, decoder, tmp_path, input_images):
+def test_every_option_of_the_network_is_exported(encoder, decoder, tmp_path, input_images):
     run = random_run(tmp_path / "run", encoder, decoder)
     assert export_onnx(run, tmp_path / "a.onnx").difference < 1e-5
     assert_same(
@@ -287,7 +287,7 @@ class Table:
 
 
 @pytest.mark.parametrize("least", [1, 3])
-def test_greedy_search_is_that_of_torch(least):
+def test_greedy_decoding_equals_that_of_torch(least):
     table, end = Table(), 2
     search = Search(min_tokens=least, max_tokens=6)
     expected = generate(table, rows=7, begin=0, end=end, search=search)
@@ -301,14 +301,14 @@ def test_greedy_search_is_that_of_torch(least):
     assert len({len(one.ids) for one in found}) > 2
 
 
-def test_logits_that_are_no_numbers_are_said():
+def test_logits_that_are_not_finite_raise_an_error():
     table, memory = Table(), np.zeros((1, 1, 1, 1, 1), np.float32)
     table.logits[:] = np.nan
     with pytest.raises(WeightsError, match="log probability nan"):
         greedy_decode(table.step, memory, memory, begin=0, end=2, min_tokens=1, max_tokens=3)
 
 
-def test_a_graph_that_differs_is_not_accepted():
+def test_a_graph_that_differs_from_torch_is_refused():
     class Scale(torch.nn.Module):
         by = 2.0
 
@@ -327,7 +327,7 @@ def test_a_graph_that_differs_is_not_accepted():
         check_equal(part, content)
 
 
-def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypatch):
+def test_settings_that_cannot_be_exported_are_refused_by_name(exported, tmp_path, monkeypatch):
     run, path = exported
     loaded = load_run(run)
     four = dataclasses.replace(loaded.config, channels=4)
@@ -350,7 +350,7 @@ def test_what_cannot_be_exported_is_refused_by_name(exported, tmp_path, monkeypa
     ExportedCaptioner(path)
 
 
-def test_files_that_do_not_go_together_are_refused(exported, tmp_path):
+def test_files_of_two_exports_are_refused(exported, tmp_path):
     _, path = exported
     decoder = path.with_name("pets.decoder.onnx")
     with pytest.raises(WeightsError, match="is the decoder of a captioner; give its encoder"):
@@ -385,7 +385,7 @@ def test_settings_out_of_range_are_refused(exported, settings, message):
         ExportedCaptioner(exported[1], **settings)
 
 
-def test_what_an_exported_network_has_not_is_refused_by_name(exported):
+def test_unsupported_settings_are_refused_by_name(exported):
     for settings in ({"device": "cuda"}, {"merge_tokens": 2}, {"keep_aspect": True}):
         ((name, _),) = settings.items()
         with pytest.raises(ConfigError, match=f"^{name}=.*exported network"):
