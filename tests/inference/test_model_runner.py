@@ -1,4 +1,4 @@
-"""ModelRunner: views, embeddings, threads, compiled and prepacked networks against the plain network."""
+"""ModelRunner: views, embeddings, threads, compilation and prepacking change no result."""
 
 from pathlib import Path
 
