@@ -1,14 +1,12 @@
-"""The report of a captioner: its numbers are right, sameness is loud, no text gets out of place."""
+"""The report of a captioner: its numbers are right, and every caption stays text."""
 
 import base64
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
 from PIL import Image
 
-from vit.config.parser import make_config
 from vit.evaluation.caption_metrics import caption_scores
 from vit.evaluation.caption_report import (
     CaptionedImage,
@@ -17,21 +15,7 @@ from vit.evaluation.caption_report import (
     write_caption_report,
 )
 from vit.evaluation.classification_metrics import Outcomes, summarize
-from vit.evaluation.html_page import VOID
-from vit.evaluation.run_report import RunFacts
 
-HOSTILE = (
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "' onmouseover='alert(1)",
-    "</title></style><b>bold",
-    "red\x1b[31m",
-    "a \u202egod\u202c and a \u2066cat",
-    "&amp;&lt;",
-    "two\nlines",
-    "half \udce9",
-    "",
-)
 PAIRS = (
     ("a red star", "a red star"),
     ("a red star", "a blue circle"),
@@ -59,128 +43,60 @@ def outcomes_of(pairs, paths=None, *, loss=1.0, shuffled_loss=2.0, ended=True) -
     )
 
 
-def epoch_event(epoch: int, **more: float) -> dict:
-    return {
-        "event": "epoch",
-        "epoch": epoch,
-        "train_loss": 3.0 / epoch,
-        "val_loss": 2.5 / epoch,
-        "val_loss_shuffled": 2.75,
-        "val_bleu4": 0.125 * epoch,
-        "val_rouge_l": 0.25,
-        "val_cider": 0.4375 * epoch,
-        "val_distinct": 0.5,
-        "lr": 1e-3,
-        "images_per_second": 812.5,
-        "seconds": 61.0,
-        **more,
-    }
-
-
 @pytest.fixture
-def write(tmp_path):
+def write(tmp_path, make_facts, make_epochs):
     """Write a report, and return its text."""
 
-    def write(outcomes, *, epochs=3, settings=None, class_outcomes=None, event=None, **changes):
-        facts = {
-            "config": make_config(
-                {"data": "pets", "task": "caption", "num_classes": 0, **(settings or {})}
-            ),
-            "classes": (),
-            "parameters": 205_000,
-            "machine": "1 x cpu in fp32",
-            "train_images": 99,
-            "root": tmp_path,
-            "val_held_out": False,
-            "best_epoch": 1,
-            "unreadable": {},
-        }
-        words = {"captions": 198, "mean_tokens": 10.5, "val_images": 4, "min_shuffled_gap": 0.01}
-        words |= {name: changes.pop(name) for name in words if name in changes}
-        folder = tmp_path / "run"
-        folder.mkdir(exist_ok=True)
+    def write(
+        outcomes,
+        *,
+        epochs=3,
+        settings=None,
+        classes=(),
+        class_outcomes=None,
+        event=None,
+        val_images=4,
+        **changes,
+    ):
+        settings = {"task": "caption", **(settings or {})}
         write_caption_report(
-            folder,
-            facts=RunFacts(**{**facts, **changes}),
-            caption_facts=CaptionFacts(**words),
-            events=[epoch_event(epoch, **(event or {})) for epoch in range(1, epochs + 1)],
+            tmp_path,
+            facts=make_facts(classes, settings, val_held_out=False, parameters=205_000, **changes),
+            caption_facts=CaptionFacts(
+                captions=198, mean_tokens=10.5, val_images=val_images, min_shuffled_gap=0.01
+            ),
+            events=make_epochs(epochs, **(event or {})),
             outcomes=outcomes,
             class_outcomes=class_outcomes,
         )
-        return (folder / "report.html").read_text(encoding="utf-8")
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
 
     return write
 
 
-class Reader(HTMLParser):
-    """Checks that tags close in order; keeps them, and the text between."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict]] = []
-        self.text: list[str] = []
-        self.feed(page)
-        self.close()
-        assert not self.open
-        for name, attributes in self.seen:
-            assert name not in ("script", "iframe", "object", "link", "base", "form", "a")
-            assert not [key for key in attributes if key.startswith("on")]
-            assert attributes.get("src", "data:image/jpeg;base64,").startswith("data:image/jpeg")
-        assert "http://" not in page
-        assert "https://" not in page
-
-    def handle_starttag(self, name, attributes):
-        self.seen.append((name, dict(attributes)))
-        if name not in VOID:
-            self.open.append(name)
-
-    def handle_endtag(self, name):
-        assert self.open.pop() == name
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "title"):
-            self.text.append(data)
-
-
-@pytest.fixture
-def input_images(tmp_path) -> list[str]:
-    """Images whose names are markup; the last file is no image."""
-    paths = []
-    for number in range(len(HOSTILE)):
-        path = tmp_path / f"{number}<img src=x onerror=alert(1)>\x1b[31m\u202e'\".png"
-        Image.new("RGB", (30 + number, 20), (20 * number, 90, 40)).save(path)
-        paths.append(str(path))
-    (tmp_path / paths[-1]).write_bytes(b"no image")
-    return paths
-
-
-def test_hostile_captions_stay_text(write, input_images):
-    outcomes = outcomes_of([(text, text[::-1] or "x") for text in HOSTILE], input_images)
-    page = write(
-        outcomes,
-        unreadable={input_images[-1]: "<i>damaged</i>\x1b"},
-        settings={"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"},
+def test_hostile_captions_stay_text(write, assert_harmless, hostile_names, hostile_images):
+    captions = [*hostile_names, "a \u202egod\u202c and a \u2066cat", ""]
+    paths = hostile_images[1:] + hostile_images[:1]
+    outcomes = outcomes_of([(text, text[::-1] or "x") for text in captions], paths)
+    page = assert_harmless(
+        write(
+            outcomes,
+            unreadable={paths[-1]: "<i>damaged</i>\x1b"},
+            settings={"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"},
+        )
     )
-    reader = Reader(page)
-    assert {name for name, _ in reader.seen}.isdisjoint({"i", "u", "s"})
-    assert not set(page) & set("\x1b\u202e\u202c\u2066\r\t\x00")
-    for raw in ("<script", "<img src=x", "'><", "<u>", "</title></style><b>"):
-        assert raw not in page
-    text = "".join(reader.text)
-    for told in ("<script>alert(1)</script>", "red\\x1b[31m", "\\u202egod", "two lines", "\\udce9"):
-        assert told in text
-    assert "(nothing)" in text
-    assert "1 image could not be read and took no part." in text
-    images = [found for name, found in reader.seen if name == "img"]
-    assert len(images) == 7 + 5 + 4  # of 8, 5 and 5, without the damaged one where it is among them
+    for text in ("\\u202egod", "two lines", "\\udce9", "(nothing)"):
+        assert text in page.prose
+    assert "1 image could not be read and took no part." in page.prose
+    images = page.find("img")
+    assert len(images) == 8 + 6 + 6
     assert all(
         base64.b64decode(found["src"].partition(",")[2])[:2] == b"\xff\xd8" for found in images
     )
 
 
-def test_numbers_are_the_metrics(write):
-    text = "\n".join(Reader(write(outcomes_of(PAIRS, loss=1.25, shuffled_loss=1.5))).text)
+def test_numbers_are_the_metrics(write, parse):
+    text = parse(write(outcomes_of(PAIRS, loss=1.25, shuffled_loss=1.5))).lines
     expected = caption_scores([a for a, _ in PAIRS], [(b, "something else") for _, b in PAIRS])
     for name, value in expected.items():
         assert f"\n{name}\n{value:.4f}\n" in text, name
@@ -210,8 +126,8 @@ def test_numbers_are_the_metrics(write):
         (0.9, "No. A token"),
     ],
 )
-def test_the_looking_test_in_words(write, other, verdict):
-    text = "".join(Reader(write(outcomes_of(PAIRS, shuffled_loss=other))).text)
+def test_the_looking_test_in_words(write, parse, other, verdict):
+    text = parse(write(outcomes_of(PAIRS, shuffled_loss=other))).prose
     assert verdict in text
     assert ("--caption-dropout" in text) == verdict.startswith("No")
     if other == 2.0:
@@ -219,20 +135,20 @@ def test_the_looking_test_in_words(write, other, verdict):
         assert "2.72 times as probable" in text
 
 
-def test_saying_the_same_of_everything_is_loud(write):
-    text = "".join(Reader(write(outcomes_of([("a man", b) for _, b in PAIRS]))).text)
+def test_saying_the_same_of_everything_is_loud(write, parse):
+    text = parse(write(outcomes_of([("a man", b) for _, b in PAIRS]))).prose
     assert "One caption is said of 100% of the images: “a man”." in text
     assert "It says the same of all 4 images." in text
-    quiet = "".join(Reader(write(outcomes_of([(b, b) for _, b in PAIRS * 2]))).text)
+    quiet = parse(write(outcomes_of([(b, b) for _, b in PAIRS * 2]))).prose
     assert "4 different captions for 8 images (50.0%)" in quiet
     assert "One caption is said of 25%" in quiet
-    varied = "".join(Reader(write(outcomes_of([(f"a {n}", "x") for n in range(6)]))).text)
+    varied = parse(write(outcomes_of([(f"a {n}", "x") for n in range(6)]))).prose
     assert "One caption is said" not in varied
 
 
-def test_the_most_frequent_captions_are_counted(write):
+def test_the_most_frequent_captions_are_counted(write, parse):
     said = [*3 * ["a dog"], *2 * ["a  cat "], "a cat", "a fish"]
-    text = "\n".join(Reader(write(outcomes_of([(s, "x") for s in said]))).text)
+    text = parse(write(outcomes_of([(s, "x") for s in said]))).lines
     assert "\na cat\n3\n42.9%\n" in text  # white space does not count
     assert "\na dog\n3\n42.9%\n" in text
     assert "\na fish\n1\n14.3%\n" in text
@@ -256,11 +172,11 @@ def test_the_best_and_the_worst_are_told_apart(write, tmp_path):
     assert "ROUGE-L 1.00, score -1.50" in page
 
 
-def test_few_or_one_image(write):
-    one = "".join(Reader(write(outcomes_of(PAIRS[:1]), epochs=1)).text)
+def test_few_or_one_image(write, parse):
+    one = parse(write(outcomes_of(PAIRS[:1]), epochs=1)).prose
     assert "One image alone cannot tell" in one
     assert "No image can be read." in one
-    part = "".join(Reader(write(outcomes_of(PAIRS), val_images=5000)).text)
+    part = parse(write(outcomes_of(PAIRS), val_images=5000)).prose
     assert "4 (evenly spread) of the data's own validation images" in part
 
 
@@ -270,16 +186,15 @@ def test_captions_without_an_end_are_told(write):
 
 
 @pytest.mark.parametrize("epochs", [1, 40])
-def test_curves_over_the_epochs(write, epochs):
-    reader = Reader(write(outcomes_of(PAIRS), epochs=epochs))
-    charts = [found for name, found in reader.seen if name == "svg"]
+def test_curves_over_the_epochs(write, parse, epochs):
+    charts = parse(write(outcomes_of(PAIRS), epochs=epochs)).find("svg")
     titles = [found["aria-label"].split(" over ")[0] for found in charts]
     assert titles == ["Loss", "Loss of captions", "CIDEr", "BLEU-4"]
     assert f"own images: {2.5 / epochs:.4g} at the end" in charts[1]["aria-label"]
     assert "other images: 2.75 at the end" in charts[1]["aria-label"]
 
 
-def test_both_heads_show_both(write):
+def test_both_heads_show_both(write, parse):
     chances = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3]])
     answers = Outcomes.of(chances, torch.tensor([0, 1, 1, 0]))
     page = write(
@@ -289,7 +204,7 @@ def test_both_heads_show_both(write):
         settings={"task": "classify,caption", "num_classes": 2},
         event={"val_top1": 0.75, "val_caption_loss": 0.625},
     )
-    text = "\n".join(Reader(page).text)
+    text = parse(page).lines
     scores = summarize(answers, ("<i>cat", "dog"))
     assert "\ntop-1\n75.00%" in text
     assert f"macro F1 {scores['macro_f1']:.2%}" in text
@@ -299,7 +214,7 @@ def test_both_heads_show_both(write):
     assert "\n0.6250\n2.7500\n" in text
 
 
-def test_a_long_caption_is_cut(write, input_images):
-    page = write(outcomes_of([("word " * 4000, "x" * 10_000)], input_images[:1]))
+def test_a_long_caption_is_cut(write, parse, hostile_images):
+    page = write(outcomes_of([("word " * 4000, "x" * 10_000)], hostile_images[1:2]))
     assert len(page) < 40_000
-    Reader(page)
+    parse(page)

@@ -1,7 +1,6 @@
 """tune.html and the verdict: the best trial, and whether its lead is more than noise."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from tests.training.searches import result, trials_of
 from vit.evaluation.tune_report import axis, noise, tune_page, verdict
 
 
-def test_the_verdict_knows_noise():
+def test_a_difference_within_noise_is_called_so():
     record = {"validation": 400, "results": [result(1, 0, 0.8), result(1, 3, 0.7)]}
     plan, little, much = result(1, 0, 0.80), result(1, 3, 0.81), result(1, 3, 0.95)
     assert 0.05 < noise(0.8, 0.81, 400) < 0.06
@@ -45,7 +44,7 @@ def test_the_page_draws_each_setting_where_there_are_enough_trials(tmp_path):
     leaderboard = record["results"][::-1]
     page = tune_page(record, leaderboard, record["results"][0], tmp_path / "runs")
     varied = {name for trial in trials for name in trial["changes"]}
-    charts = re.findall(r"<svg.*?</svg>", page)
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(charts) == len(varied) + 1  # and the curves
     for chart in charts[1:]:
         points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="5" class="(\w+)"', chart)
@@ -56,18 +55,28 @@ def test_the_page_draws_each_setting_where_there_are_enough_trials(tmp_path):
     assert "90.00%" in page
 
 
-def test_names_on_the_page_are_escaped(tmp_path):
-    evil = "<script>alert(1)</script>"
+def test_hostile_names_stay_text(tmp_path, assert_harmless, hostile_names):
     trial = {"values": {"lr": 1.0}, "changes": {}, "settings": {"lr": 1.0}}
+    evil = [
+        {"trial": number, **trial, "changes": {"lr": name}, "values": {"lr": name}}
+        for number, name in enumerate(hostile_names, 1)
+    ]
+    failed = [
+        {"rung": 1, "trial": one["trial"], "steps": 1, "seconds": 1.0, "error": one["values"]["lr"]}
+        for one in evil
+    ]
+    results = [result(1, 0, 0.5), *failed]
     record = {
-        "settings": {"data": evil, "time": "5m"},
+        "settings": {"data": "<u>pets</u>\x1b", "time": "5m"},
         "validation": 10,
         "seconds": 1.0,
         "time": "9s",
-        "trials": [{"trial": 0, **trial}, {"trial": 1, **trial, "changes": {"lr": evil}}],
-        "rungs": [{"trials": 2, "seconds": 3.0, "steps": [1, 1]}],
-        "results": [result(1, 0, 0.5), result(1, 1, 0.0, error=evil)],
+        "trials": [{"trial": 0, **trial}, *evil],
+        "rungs": [{"trials": 12, "seconds": 3.0, "steps": [1, 1]}],
+        "results": results,
+        "stopped": "<i>the search ended",
+        "result": {"epoch": 2, "scores": {"top1": 0.9, "loss": 0.1}},
     }
-    page = tune_page(record, record["results"], record["results"][0], Path(tmp_path / evil[:5]))
-    assert evil not in page
-    assert "&lt;script&gt;" in page
+    page = assert_harmless(tune_page(record, results, results[0], tmp_path / "<s>run"))
+    assert "Trial 1 failed: <script>alert(1)</script>" in page.prose
+    assert page.find("a") == [{"href": "best/report.html"}]

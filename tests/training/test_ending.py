@@ -52,7 +52,7 @@ def test_a_full_disk_costs_the_report_and_nothing_else(tiny_config, tmp_path, mo
     def full(*_, **__):
         raise RunError("report.html could not be written: the disk is full: free some space")
 
-    monkeypatch.setattr("vit.evaluation.classification_report.write_text", full)
+    monkeypatch.setattr("vit.evaluation.run_report.write_text", full)
     result = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
     assert result.epoch == 1
     assert not (tmp_path / "run/report.html").exists()

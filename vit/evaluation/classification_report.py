@@ -1,37 +1,34 @@
-"""report.html of a classification run: settings, curves, scores, errors and commands.
+"""report.html of a classification run: scores, confused classes, calibration and mistakes."""
 
-One offline file: charts are SVG, images are embedded.
-"""
-
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vit.errors import printable
+from vit.data.archives import relative
 from vit.evaluation.classification_metrics import Outcomes, summarize
-from vit.evaluation.error_analysis import calibration, class_table, confusions, mistakes
-from vit.evaluation.expert_usage import experts
-from vit.evaluation.html_page import Html, called, document, hero, join, tag
+from vit.evaluation.html_page import readable_thumbnails
 from vit.evaluation.run_report import (
-    PRIVACY,
-    REPORT_FILE,
+    Event,
     RunFacts,
-    learning,
-    settings,
-    trained,
-    unreadable,
-    usage,
+    learning_charts,
+    select_epochs,
+    write_run_report,
 )
-from vit.text import percent, plural
-from vit.version import __version__
-from vit.weights.safetensors_io import write_text
+
+MAX_MISTAKES = 24
+MAX_PAIRS = 30
+MAX_ROWS = 2000
+MAX_TABLE = 20
+"""Classes up to which a table shows all of them."""
 
 
 def write_classification_report(
     folder: Path,
     *,
     facts: RunFacts,
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[Event],
     outcomes: Outcomes,
     paths: Sequence[str],
 ) -> None:
@@ -39,79 +36,77 @@ def write_classification_report(
 
     Args:
         folder: The run folder.
-        facts: What was trained.
-        events: Lines of metrics.jsonl, at least one.
+        facts: Facts about the run.
+        events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Of the validation images that could be read, at least one.
         paths: Their files, in the same order.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
     """
-    scores = summarize(outcomes, facts.classes)
-    epochs = [event for event in events if event["event"] == "epoch"]
-    name = printable(folder.resolve().name or folder)
-    sections = [
-        headline(name, facts, scores, epochs),
-        learning(facts, epochs),
-        experts(epochs, facts.best_epoch),
-        class_table(scores["per_class"]),
-        confusions(outcomes, scores["per_class"]),
-        calibration(scores, float(outcomes.confidences.mean())),
-        mistakes(outcomes, paths, facts.classes, facts.root),
-        unreadable(facts),
-        settings(facts.config),
-        usage(folder),
-        tag("footer", f"Written by vit {__version__}. ", PRIVACY, class_="soft small"),
-    ]
-    write_text(folder / REPORT_FILE, document(f"{name}: {percent(scores['top1'])}", *sections))
+    epochs = select_epochs(events)
+    score = {"score_key": "val_top1", "score_name": "Top-1"}
+    write_run_report(
+        folder,
+        "classification_report.html.j2",
+        facts=facts,
+        epochs=epochs,
+        charts=learning_charts(facts, epochs, **score),
+        mistakes=find_mistakes(outcomes, paths, facts),
+        images=len(outcomes),
+        wrong=int((outcomes.ranks > 0).sum()),
+        **score,
+        **class_findings(outcomes, facts.classes),
+    )
 
 
-def headline(
-    name: str, facts: RunFacts, scores: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]
-) -> Html:
-    """The one number, what it was counted on, and what produced it."""
-    low, high = scores["top1_interval"]
-    tiles = {
-        f"best of {plural(len(epochs), 'epoch')}": facts.best_epoch,
-        **({"soup of epochs": ", ".join(map(str, facts.soup))} if facts.soup else {}),
-        "validation images": f"{scores['count']:,}",
-        "classes": f"{len(facts.classes):,}",
-        **({"top-5": percent(scores["top5"])} if len(facts.classes) > 5 else {}),
-        "macro F1": percent(scores["macro_f1"]),
-        "balanced accuracy": percent(scores["balanced_accuracy"]),
-        "loss": f"{scores['loss']:.4f}",
+def class_findings(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
+    """What class_findings.html.j2 shows: scores, the confusion matrix or its worst pairs."""
+    scores = summarize(outcomes, classes)
+    pairs = Counter(zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True))
+    wrong = {pair: count for pair, count in pairs.items() if pair[0] != pair[1]}
+    worst = sorted(wrong, key=lambda pair: (-wrong[pair], pair))[:MAX_PAIRS]
+    small = len(classes) <= MAX_TABLE
+    size = range(len(classes) if small else 0)
+    return {
+        "scores": scores,
+        "classes": class_table(scores["per_class"], "f1"),
+        "confidence": float(outcomes.confidences.mean()),
+        "matrix": [[pairs.get((label, answer), 0) for answer in size] for label in size],
+        "pairs": [
+            (scores["per_class"][label], scores["per_class"][answer], wrong[label, answer])
+            for label, answer in worst
+        ],
+        "wrong_pairs": len(wrong),
     }
-    return join(
-        tag("h1", called(name)),
-        trained(facts, epochs),
-        hero(
-            percent(scores["top1"]),
-            f"validation top-1; 95% interval {percent(low)} to {percent(high)}",
-            tiles,
-        ),
-        caution(facts, scores),
-    )
 
 
-def caution(facts: RunFacts, scores: Mapping[str, Any]) -> Html:
-    """What the headline's number is worth."""
-    common = max(scores["per_class"], key=lambda row: row["count"])
-    share = percent(facts.config.data.val_share, 0)
-    origin = (
-        f"images that vit held out of the data ({share} of each class, seed "
-        f"{facts.config.training.seed}; split.json names them)"
-        if facts.val_held_out
-        else "the data's own validation folder"
-    )
-    whose, chosen = f"epoch {facts.best_epoch}", "The best epoch was"
-    if facts.soup:
-        members = ", ".join(map(str, facts.soup))
-        whose, chosen = f"a soup, the average of epochs {members},", "The soup's epochs were"
-    return tag(
-        "p",
-        f"Measured with the weights of {whose} on {origin}. Always answering “",
-        called(common["label"]),
-        f"” would reach {percent(common['count'] / scores['count'])}. {chosen} chosen on "
-        "these images, which flatters a little; images kept apart tell the rest.",
-        class_="soft small",
-    )
+def class_table(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Any]:
+    """Scores of each class; where there are many, the worst by `measure` first."""
+    if len(rows) > MAX_TABLE:
+        rows = sorted(rows, key=lambda row: (not row["count"], row[measure] or 0.0))
+    return {
+        "total": len(rows),
+        "first": rows[:MAX_TABLE],
+        "folded": rows[MAX_TABLE:MAX_ROWS],
+        "left_out": max(len(rows) - MAX_ROWS, 0),
+    }
+
+
+def find_mistakes(
+    outcomes: Outcomes, paths: Sequence[str], facts: RunFacts
+) -> list[dict[str, Any]]:
+    """The wrong predictions of highest confidence whose images can be read."""
+    order = outcomes.confidences.argsort(descending=True, stable=True).tolist()
+    wrong = (index for index in order if outcomes.ranks[index] > 0)
+    return [
+        {
+            "image": image,
+            "label": facts.classes[int(outcomes.labels[index])],
+            "answer": facts.classes[int(outcomes.answers[index])],
+            "confidence": float(outcomes.confidences[index]),
+            "likelihood": float(outcomes.likelihoods[index]),
+            "path": relative(paths[index], facts.root),
+        }
+        for index, image in islice(readable_thumbnails(wrong, paths), MAX_MISTAKES)
+    ]

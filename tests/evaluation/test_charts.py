@@ -1,0 +1,54 @@
+"""Charts: ticks are few and round, and everything lies inside the plot."""
+
+import pytest
+
+from vit.evaluation.charts import (
+    Chart,
+    Curve,
+    epoch_ticks,
+    line_chart,
+    nice_ticks,
+    scatter_chart,
+)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0.97, 0.98), (2.3, 2.3), (0, 0), (0, 1e-7), (0.1, 5e4), (-1, 1)]
+)
+def test_ticks_are_few_round_and_span_the_values(low, high):
+    ticks = nice_ticks(low, high)
+    assert 3 <= len(ticks) <= 8
+    assert ticks[0] <= low + 1e-9
+    assert ticks[-1] >= high - 1e-9
+    assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 2), (1, 8), (1, 60), (1, 1200), (5, 90)])
+def test_epoch_ticks_are_few_and_have_both_ends(first, last):
+    ticks = epoch_ticks(first, last)
+    assert (ticks[0], ticks[-1]) == (first, last)
+    assert len(ticks) <= 9
+    assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 41, 600])
+def test_any_number_of_epochs_is_drawn_inside_the_chart(epochs):
+    numbers = range(1, epochs + 1)
+    curve = Curve("validation", "val", [1 - 1 / (epoch + 1) for epoch in numbers])
+    chart = line_chart("Top-1", numbers, [curve], best=epochs, unit="%")
+    (drawn,) = chart.curves
+    assert len(drawn.points) == epochs
+    assert drawn.dots == (epochs < 41)
+    for x, y in drawn.points:
+        assert Chart.left <= x <= Chart.right
+        assert Chart.top <= y <= Chart.bottom
+    assert chart.best == drawn.points[-1][0]
+    assert chart.description.startswith(f"Top-1 over {epochs} epochs; validation: ")
+    assert all(text.endswith("%") for _, text in chart.ticks)
+
+
+def test_points_of_one_value_lie_in_the_middle():
+    chart = scatter_chart("lr", [(3.0, 0.5, "val"), (3.0, 0.7, "other")], {3.0: "0.1"})
+    assert {x for x, *_ in chart.points} == {(Chart.left + Chart.right) / 2}
+    assert chart.marks == [((Chart.left + Chart.right) / 2, "0.1")]
+    assert chart.description == "lr: 2 points from 0.5 to 0.7"

@@ -1,0 +1,64 @@
+"""The page of `vit check`: names stay text, and long lists name the number of what is left out."""
+
+import pytest
+
+from vit.data.checks.check_listing import DatasetListing, ListedImage
+from vit.data.checks.dataset_check import CheckReport
+from vit.data.checks.image_stats import compute_stats
+from vit.data.checks.problems import Problem
+from vit.evaluation.check_report import check_page
+
+
+@pytest.fixture
+def make_report(tmp_path, hostile_images):
+    """Make the report of a dataset whose first image is unreadable."""
+
+    def make(problems, classes=("a",)):
+        listed = [ListedImage(path, "<i>train", ("a",)) for path in hostile_images]
+        listing = DatasetListing(tmp_path, ["<i>train"], list(classes), listed, [])
+        stats = {path: compute_stats(path) for path in hostile_images[1:]}
+        return CheckReport(listing, stats, problems)
+
+    return make
+
+
+def test_hostile_names_stay_text(make_report, assert_harmless, hostile_names, hostile_images):
+    problems = [
+        Problem("contradiction", name, tuple(hostile_images[2:4]), labels=hostile_names[:2])
+        for name in hostile_names
+    ]
+    page = assert_harmless(check_page(make_report(problems, hostile_names)))
+    assert "Training stops over the errors." in page.prose
+    assert f"contradiction: {len(hostile_names)} errors" in page.texts
+    assert len(page.find("img")) == 2 * len(hostile_names)
+    assert "\nerrors\n11\nwarnings\n0\n" in page.lines
+
+
+def test_at_most_four_images_of_a_problem_and_24_problems_of_a_kind_are_shown(
+    make_report, parse, hostile_images
+):
+    paths = tuple(hostile_images)
+    problems = [Problem("leak", "the same image", paths[:9], count=50)] * 30
+    problems += [Problem("unreadable", "damaged", paths[:1]), Problem("hidden", "x", paths[1:2])]
+    page = parse(check_page(make_report(problems)))
+    assert "6 more are left out here: vit check --json has all." in page.texts
+    assert page.prose.count(" And 46 more.") == 24
+    assert len(page.find("img")) == 24 * 3  # of 4, the first is unreadable
+    assert len(page.find("figure")) == 24 * 4 + 2  # hidden files are not opened
+
+
+def test_statistics_of_the_images(make_report, parse):
+    text = parse(check_page(make_report([]))).lines
+    assert "Nothing stands in the way of training." in text
+    assert "\nwidth\n31 to 69, median 50\nheight\n20 to 20, median 20\n" in text
+    assert "\nformats\nPNG 39\nmodes\nRGB 39\nexif rotated\n0.0%\n" in text
+    report = make_report([])
+    report.stats.clear()
+    assert "None can be read." in parse(check_page(report)).texts
+
+
+def test_many_classes_are_cut(make_report, parse):
+    page = parse(check_page(make_report([], [f"class {number}" for number in range(250)])))
+    assert "50 more classes are left out here." in page.texts
+    assert "class 199" in page.texts
+    assert "class 200" not in page.texts

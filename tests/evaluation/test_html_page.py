@@ -1,0 +1,60 @@
+"""Pages from templates: values stay text, and images carry pixels and nothing else."""
+
+import base64
+import re
+
+import jinja2
+import pytest
+from PIL import Image
+
+from vit.evaluation.html_page import TEMPLATES, number, read_thumbnail, render_page
+
+
+def test_templates_switch_escaping_off_for_the_data_of_thumbnails_only():
+    texts = [path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.j2")]
+    assert len(texts) > 5
+    unescaped = [line for text in texts for line in text.splitlines() if "|safe" in line]
+    assert len(unescaped) == 1
+    assert '<img src="{{ image.source|safe }}"' in unescaped[0]
+    assert not [text for text in texts if "autoescape" in text]
+
+
+def test_a_missing_value_is_an_error():
+    with pytest.raises(jinja2.UndefinedError, match="record"):
+        render_page("tune_report.html.j2", heading="x", score=0.5)
+
+
+@pytest.mark.parametrize("heading", ["a<b>&\x1b", "x" * 99 + "<", "'\"\u202e"])
+def test_headings_are_escaped_printable_and_cut_in_the_middle(parse, heading):
+    html = render_page("base.html.j2", heading=heading)
+    (title,) = re.findall("<h1>(.*)</h1>", html)
+    assert title in {
+        "<bdi>a&lt;b&gt;&amp;\\x1b</bdi>",
+        f'<bdi title="{"x" * 99}&lt;">{"x" * 36} ... {"x" * 23}&lt;</bdi>',
+        "<bdi>&#39;&#34;\\u202e</bdi>",
+    }
+    parse(html)
+
+
+def test_numbers_have_commas_or_a_format():
+    assert number(12345) == "12,345"
+    assert number(0.125, ".2%") == "12.50%"
+
+
+def test_thumbnails_carry_pixels_and_nothing_else(tmp_path):
+    path = tmp_path / "place.jpg"
+    exif = Image.Exif()
+    exif[0x010E] = "SECRET-PLACE"
+    Image.new("RGB", (900, 500), (10, 200, 90)).save(path, exif=exif, comment=b"SECRET-NOTE")
+    image = read_thumbnail(str(path))
+    assert (image.width, image.height, image.tiny) == (240, 133, False)
+    prefix, _, data = image.source.partition(",")
+    assert prefix == "data:image/jpeg;base64"
+    assert base64.b64decode(data)[:2] == b"\xff\xd8"
+    assert b"SECRET" not in base64.b64decode(data)
+
+
+def test_what_is_no_image_has_no_thumbnail(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"no image")
+    assert read_thumbnail(str(tmp_path / "a.png")) is None
+    assert read_thumbnail(str(tmp_path / "missing.png")) is None

@@ -1,0 +1,69 @@
+"""What the reports of all tasks share: settings, commands, experts."""
+
+import pytest
+import torch
+
+from vit.evaluation.classification_metrics import Outcomes
+from vit.evaluation.classification_report import write_classification_report
+from vit.evaluation.run_report import changed_settings
+
+
+@pytest.fixture
+def write(tmp_path, make_facts, make_epochs):
+    """Write a report of two images into a folder, and return its text."""
+
+    def write(settings=None, folder="a run", event=None, **changes):
+        (tmp_path / folder).mkdir()
+        write_classification_report(
+            tmp_path / folder,
+            facts=make_facts(("a", "b"), settings, **changes),
+            events=make_epochs(2, **(event or {})),
+            outcomes=Outcomes.of(torch.eye(2), torch.arange(2)),
+            paths=["/nowhere/a.png", "/nowhere/b.png"],
+        )
+        return (tmp_path / folder / "report.html").read_text(encoding="utf-8")
+
+    return write
+
+
+def test_settings_that_differ_are_listed_and_no_others(write, parse):
+    text = parse(write({"lr": 0.25, "ema": 0.9, "depth": 12})).lines
+    assert "\nlr\n0.25\n0.001\nPeak learning rate" in text
+    assert "\nema\n0.9\n0.0\n" in text
+    assert "\ndepth\n" not in text
+    assert "\nnum_classes\n" not in text
+
+
+def test_default_settings_are_not_listed(write, parse, make_facts):
+    assert changed_settings(make_facts(("a", "b")).config) == []
+    text = parse(write()).prose
+    assert "All settings are the defaults of vit_tiny_patch16_224." in text
+
+
+def test_commands_are_quoted_for_a_shell(write, parse, tmp_path):
+    code = parse(write(folder="it's <b>")).lines
+    folder = str(tmp_path / "it's <b>")
+    shell = folder.replace("'", "'\"'\"'")
+    assert f"\nvit predict '{shell}' IMAGE...\n" in code
+    assert f"\nvit train --config '{shell}/config.yaml' --out ANOTHER_FOLDER\n" in code
+    assert f"\nimport vit; vit.Predictor({folder!r})(['image.jpg'])" in code
+
+
+def test_unreadable_images_are_listed_up_to_50(write, parse):
+    page = parse(write(unreadable={f"/x/{number}.png": "damaged" for number in range(60)}))
+    assert "60 images could not be read and took no part. The first 50:" in page.prose
+    assert page.texts.count("damaged") == 50
+
+
+def test_the_load_of_experts_is_that_of_the_best_epoch(write, parse):
+    layer = {"block": 3, "load": [0.5, 0.375, 0.125, 0.0], "entropy": 0.875, "dropped": 0.01}
+    text = parse(write(event={"routers": [layer]})).lines
+    assert "\n3\n25.0%\n50.0%\n0.0%\n87.5%\n1.0%\n" in text
+    assert "\nblock\n1\n2\n3\n4\n3\n50.0%\n37.5%\n12.5%\n0.0%" in text
+    assert "How the experts are used" not in parse(write(folder="dense")).prose
+
+
+def test_a_soup_is_named(write, parse):
+    page = parse(write(soup=(1, 2)))
+    assert "\nsoup of epochs\n1, 2\n" in page.lines
+    assert "a soup, the average of epochs 1, 2," in page.prose
