@@ -58,7 +58,7 @@ ALLOWED = {
         *LEVEL_0, *LEVEL_1, "vit.weights.formats",
     },
     "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captions.tokenizer"},
-    "vit.evaluation": {*NUMERIC, "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
+    "vit.evaluation": {*NUMERIC, "jinja2", "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
     "vit.tasks": {*NUMERIC, *LEVEL_0, *LEVEL_1, "vit.evaluation", "vit.generation"},
     "vit.training.distributed": {"torch", "accelerate", *LEVEL_0, "vit.precision"},
     "vit.training.logging": {
@@ -120,6 +120,7 @@ ONLY = {
     "ray": {"vit/inference/ray_inference.py"},
     "openvino": {"vit/export/export_openvino.py", "vit/exported/openvino_session.py"},
     "simplejpeg": {"vit/data/image_io.py"},
+    "jinja2": {"vit/evaluation/html_page.py"},
     "sacrebleu": {"vit/evaluation/caption_metrics.py"},
     "tokenizers": {"vit/data/captions/tokenizer.py"},
     "transformers": {"vit/weights/convert.py", "vit/weights/formats/huggingface_classes.py"},
