@@ -65,6 +65,12 @@ def test_documented_names_exist():
     assert used <= set(dir(vit)), used - set(dir(vit))
 
 
+def test_the_docs_name_a_python_function_for_every_command():
+    text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `vit (\w+).*?` \| .*`", text, re.MULTILINE)
+    assert sorted(rows) == sorted(COMMANDS)
+
+
 @pytest.mark.parametrize("name", vit.__all__)
 def test_every_public_name_is_there(name):
     assert getattr(vit, name) is not None

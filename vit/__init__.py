@@ -12,9 +12,12 @@ from vit.weights.library_registration import register
 if TYPE_CHECKING:
     from vit.config import Config
     from vit.config.parser import make_config
+    from vit.data.sources.dataset_export import export_data
     from vit.export.export_onnx import export_onnx
+    from vit.export.verification import verify
     from vit.generation.generation_config import Search
     from vit.inference.evaluate import evaluate
+    from vit.inference.label_errors import check
     from vit.inference.predictor import Predictor
     from vit.model.build import create_model
     from vit.model.captioner import Captioner
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from vit.training.plan import plan_training
     from vit.training.train import train
     from vit.training.tune import tune
+    from vit.weights.convert import convert_model
     from vit.weights.load_model import from_pretrained
 
 register()
@@ -32,14 +36,18 @@ _HOMES = {
     "Predictor": "vit.inference.predictor",
     "Search": "vit.generation.generation_config",
     "VisionTransformer": "vit.model.vision_transformer",
+    "check": "vit.inference.label_errors",
+    "convert_model": "vit.weights.convert",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
+    "export_data": "vit.data.sources.dataset_export",
     "export_onnx": "vit.export.export_onnx",
     "from_pretrained": "vit.weights.load_model",
     "make_config": "vit.config.parser",
     "plan_training": "vit.training.plan",
     "train": "vit.training.train",
     "tune": "vit.training.tune",
+    "verify": "vit.export.verification",
 }
 
 __all__ = [
@@ -49,14 +57,18 @@ __all__ = [
     "Search",
     "VisionTransformer",
     "__version__",
+    "check",
+    "convert_model",
     "create_model",
     "evaluate",
+    "export_data",
     "export_onnx",
     "from_pretrained",
     "make_config",
     "plan_training",
     "train",
     "tune",
+    "verify",
 ]
 
 

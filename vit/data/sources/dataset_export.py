@@ -131,8 +131,8 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
 
 
 def export_data(
-    spec: DatasetSpec,
-    out: Path,
+    data: str | DatasetSpec,
+    out: str | os.PathLike[str],
     *,
     to: ExportFormat,
     shard_size: str | None = None,
@@ -143,7 +143,7 @@ def export_data(
     """Write the images of any source as a folder or as shards: `vit data`.
 
     Args:
-        spec: The source, with all of its splits.
+        data: The source; a DatasetSpec has its splits and columns.
         out: Output folder; it appears complete or not at all.
         to: Output format.
         shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
@@ -155,6 +155,8 @@ def export_data(
         ConfigError: The settings do not fit together.
         DataError: The source cannot be read, or the folder cannot be written.
     """
+    spec = data if isinstance(data, DatasetSpec) else DatasetSpec(data, all_splits=True)
+    out = Path(out)
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
     prefix = huggingface_datasets.PREFIX
