@@ -1,10 +1,8 @@
-"""Whether a command works alone, or as one of several processes that a launcher has started.
+"""Launch of several processes, and the process group of a command.
 
-Several processes on CPUs, where `accelerate launch --cpu --num_processes N` starts only one.
-
-Without MPI, accelerate's launcher runs the script once however many processes were asked for, and
-says nothing. The number stands only on its own command line, so it is read there, and torch's
-launcher starts the processes.
+Without MPI, `accelerate launch --cpu --num_processes N` starts one process without a warning. N is
+only on the command line of accelerate's launcher, so it is read there, and torch's launcher starts
+the processes.
 """
 
 import os
@@ -18,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:
-    """How many processes accelerate's launcher was asked for, where it started a single one.
+    """Number of processes requested from accelerate's launcher, if it started a single one.
 
     Args:
-        environment: That of this process; the launcher marks CPU runs, and gives the address where
-            processes meet only when they are several.
+        environment: Environment of this process; the launcher marks CPU runs, and sets the address
+            of the main process for several processes only.
         parent: Command line of the parent process.
 
     Returns:
-        Their number, or 1 where this process is one of several already or nobody asked.
+        The number, or 1 if this process is one of several already, or none were requested.
     """
     marked = environment.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in environment
     if not marked or "WORLD_SIZE" in environment or "accelerate" not in " ".join(parent):
@@ -40,7 +38,7 @@ def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -
 
 
 def launch_if_requested() -> None:
-    """Become torch's launcher where accelerate's was asked for several processes on CPUs."""
+    """Replace this process by torch's launcher if accelerate's should start several on CPUs."""
     if "ACCELERATE_USE_CPU" not in os.environ or "MASTER_ADDR" not in os.environ:
         return
     import psutil  # accelerate brings it
@@ -66,27 +64,27 @@ class SingleProcess:
 
     rank, processes = 0, 1
 
-    def device(self, asked: str | None) -> str | None:
-        return asked
+    def device(self, requested: str | None) -> str | None:
+        return requested
 
-    def run_on_main(self, act: Callable[[], T]) -> T:
-        return act()
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        return function()
 
-    def run_on_all(self, act: Callable[[], T]) -> T:
-        return act()
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        return function()
 
-    def all_gather(self, mine: T) -> list[T]:
-        return [mine]
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
 
 
 def world_size() -> int:
-    """How many processes a launcher has started."""
+    """Number of processes that a launcher has started."""
     word = os.environ.get("WORLD_SIZE", "1")
     return int(word) if word.isdecimal() else 1
 
 
 def current_process_group() -> "SingleProcess | ProcessGroup":
-    """The processes of this launch, or this one alone."""
+    """The process group of this launch."""
     if world_size() == 1:
         return SingleProcess()
     from vit.inference.process_group import ProcessGroup

@@ -34,19 +34,16 @@ class Parser(argparse.ArgumentParser):
     """Prints errors as one line, and suggests the nearest flag for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(
-            allow_abbrev=False,
-            **options,
-        )
+        super().__init__(allow_abbrev=False, **options)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse `words`; unknown arguments exit with code 2."""
-        # argparse takes an optional list of words for complete before a flag, even if it is empty
+        # argparse ends an optional list of words at the first flag, even if it is still empty
         has_list = any(one.nargs == "*" and not one.option_strings for one in self._actions)
         parse = self.parse_known_intermixed_args if has_list else self.parse_known_args
-        found, unknown = parse(words)
+        parsed, unknown = parse(words)
         if unknown:
-            data = self._data_of(found)
+            data = self._data_of(parsed)
             if data is not None and not unknown[0].startswith("-"):
                 from vit.data.sources.input_hints import extra_arguments_message
 
@@ -56,12 +53,12 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].split("=")[0]
             hint = nearest(word, self._option_string_actions)
             self.error(f"{printable(unknown[0])} is not an argument{hint}")
-        return found
+        return parsed
 
-    def _data_of(self, found: argparse.Namespace) -> str | None:
+    def _data_of(self, parsed: argparse.Namespace) -> str | None:
         """The value of DATA; None for commands without it."""
-        places = (one for one in self._actions if one.metavar == "DATA" and not one.option_strings)
-        return next((getattr(found, one.dest) for one in places), None)
+        actions = (one for one in self._actions if one.metavar == "DATA" and not one.option_strings)
+        return next((getattr(parsed, one.dest) for one in actions), None)
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(printable(message).split())

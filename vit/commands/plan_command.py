@@ -11,7 +11,7 @@ HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """DATA, where the recipe is written, and a flag for every setting."""
+    """Add DATA, the file of the recipe, and a flag for every setting."""
     parser.usage = "vit plan DATA [--time T] [--save FILE] [settings...]"
     parser.add_argument("data", metavar="DATA", help="as for vit train")
     parser.add_argument("--save", metavar="FILE", help="write the settings as a YAML file")
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, and write it where asked."""
+    """Print the plan, and write it to a file if requested."""
     chosen = chosen_settings(args)
     if args.save is not None:
         check_output(args.save, overwrite=args.overwrite)

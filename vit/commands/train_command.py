@@ -32,11 +32,11 @@ SCORES = {
     "bleu4": "BLEU-4",
     "loss": "loss",
 }
-"""What is printed of a cross-validation; folds.json has all."""
+"""Scores that are printed of a cross-validation; folds.json has all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """DATA, what happens to the run folder, and a flag for every setting."""
+    """Add DATA, flags of the run folder, and a flag for every setting."""
     parser.usage = "vit train DATA [--config FILE] [--out RUN] [--resume] [settings...]"
     parser.add_argument(
         "data",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """A flag for every setting but DATA, in groups by section."""
+    """Add a flag for every setting except DATA, in groups by section."""
     for section in SECTIONS:
         group = parser.add_argument_group(TITLES[section])
         for setting in all_settings().values():
@@ -168,7 +168,7 @@ def run_folds(config: Config | dict[str, Any], args: argparse.Namespace, given: 
 
 
 def format_folds(record: Mapping[str, Any]) -> str:
-    """The scores of all folds for reading."""
+    """Text of the scores of all folds, with mean and interval."""
     rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
     names = [name for name in SCORES if name in record["mean"]]
     lines = ["         " + "".join(f"{SCORES[name]:>20}" for name in names)]

@@ -10,7 +10,7 @@ from vit.commands.train_command import add_settings, chosen_settings, require_da
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """DATA, the folder, and a flag for every setting."""
+    """Add DATA, flags of the folder, and a flag for every setting."""
     parser.usage = (
         "vit tune DATA --time T [--out FOLDER] [--trials N] [--resume] [settings that are fixed...]"
     )
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune; the exit code is 1 where images were left out, or comes with the error."""
+    """Tune; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
     launch_if_requested()
     values = chosen_settings(args)

@@ -106,7 +106,7 @@ def convert(
         beside = Path(folder) / f"model{SUFFIX}"
         _save(model, beside)
         difference = _difference(graph, beside, images)
-        # the weights first: an older .xml then says that they are not its own
+        # the weights first: their digest then differs from that in an older .xml
         for suffix in (WEIGHTS, SUFFIX):
             source = beside.with_suffix(suffix)
             copy = partial(shutil.copyfile, source)
@@ -162,6 +162,6 @@ def _difference(
 def _noise(axes: Sequence[int | None]) -> Iterator[Array]:
     """Random images of SIZES; fixed axes of the graph keep their size."""
     for number, size in enumerate(SIZES):
-        shape = [own or wanted for own, wanted in zip(axes, (*size, 3), strict=True)]
+        shape = [fixed or free for fixed, free in zip(axes, (*size, 3), strict=True)]
         random = np.random.default_rng(number)
         yield random.integers(0, 256, shape, dtype=np.uint8)

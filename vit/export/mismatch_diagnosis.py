@@ -66,10 +66,10 @@ def _class_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     if len(ours) != len(theirs):
         return f"its metadata name other classes: {len(theirs)} of them, the run {len(ours)}"
     how = "the classes in another order" if sorted(ours) == sorted(theirs) else "other classes"
-    place = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if len(set(pair)) > 1)
+    index = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if len(set(pair)) > 1)
     return (
-        f"its metadata name {how}: number {place} is "
-        f"{printable(theirs[place])}, in the run {printable(ours[place])}"
+        f"its metadata name {how}: number {index} is "
+        f"{printable(theirs[index])}, in the run {printable(ours[index])}"
     )
 
 
@@ -172,7 +172,7 @@ def permutation_cause(reference: Outputs, file: Outputs) -> str | None:
             return None
     if len(set(order)) < len(order):
         return None
-    moved = sum(place != number for number, place in enumerate(order))
+    moved = sum(index != number for number, index in enumerate(order))
     return f"its outputs are in another order: {moved} of {len(order)} classes changed places"
 
 

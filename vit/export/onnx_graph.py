@@ -101,11 +101,11 @@ def trace_module(part: Part, opset: int) -> Any:
         VitError: A library is missing, or torch has no ONNX operators for the network.
     """
     libraries()
-    # copied: of a view, torch would ask the graph for the tensor behind it
+    # copied: of a view, torch would make the underlying tensor an input
     examples = tuple(x.clone(memory_format=torch.contiguous_format) for x in part.examples[0])
     batch, other = torch.export.Dim("batch", min=1), torch.export.Dim.DYNAMIC
     dynamic = tuple(
-        {place: batch if name == "batch" else other for place, name in axes.items()}
+        {axis: batch if name == "batch" else other for axis, name in axes.items()}
         for axes in part.inputs.values()
     )
     with warnings.catch_warnings():  # torch.onnx warns of names of its own
@@ -140,10 +140,10 @@ def _tidy(proto: Any, part: Part) -> None:
     """Name the dynamic axes; remove stack traces, which have paths of this machine."""
     for value in (*proto.graph.input, *proto.graph.output):
         axes = {**part.inputs, **part.outputs}[value.name]
-        for place, dim in enumerate(value.type.tensor_type.shape.dim):
-            assert dim.HasField("dim_param") == (place in axes), f"{value.name}, axis {place}"
-            if place in axes:
-                dim.dim_param = axes[place]
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            assert dim.HasField("dim_param") == (axis in axes), f"{value.name}, axis {axis}"
+            if axis in axes:
+                dim.dim_param = axes[axis]
     del proto.graph.value_info[:]  # with other names of the axes
     del proto.metadata_props[:]
     for item in (proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):

@@ -56,8 +56,8 @@ class ModelOutputs:
 
     def difference(self, other: "ModelOutputs") -> float:
         """The largest difference of two probabilities."""
-        apart = np.abs(self.probabilities - other.probabilities)
-        return max(abs(self.likelihood - other.likelihood), float(apart.max(initial=0.0)))
+        differences = np.abs(self.probabilities - other.probabilities)
+        return max(abs(self.likelihood - other.likelihood), float(differences.max(initial=0.0)))
 
 
 Outputs = list[ModelOutputs | str]
