@@ -1,4 +1,4 @@
-"""Kept images: those that were asked for, complete or not at all, and up to date."""
+"""The image cache: right pixels, rebuilt after changes, shared by processes, bounded in size."""
 
 import multiprocessing
 import os
@@ -20,7 +20,6 @@ from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ConstantTransform
 from vit.data.dataset_types import Sample
 from vit.data.image_cache import UNREADABLE, ImageCache, cache_side, locked, open_cache
-from vit.data.image_io import file_fingerprint
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
 from vit.data.transforms import TrainingTransform
@@ -39,16 +38,16 @@ def paths(tmp_path, pil_image) -> list[str]:
 
 
 def built(paths, tmp_path, **settings):
-    told = []
+    notes = []
     folder = tmp_path / "cache"
-    settings = {"side": 20, "kind": "disk", "folder": folder, "notify": told.append, **settings}
-    return open_cache(paths, **settings), told
+    settings = {"side": 20, "kind": "disk", "folder": folder, "notify": notes.append, **settings}
+    return open_cache(paths, **settings), notes
 
 
 def test_images_are_cached_at_the_side_that_crops_need(paths, tmp_path):
-    cache, told = built(paths, tmp_path)
-    assert len(told) == 1
-    assert "6 images with a short side of 20 px" in told[0]
+    cache, notes = built(paths, tmp_path)
+    assert len(notes) == 1
+    assert "6 images with a short side of 20 px" in notes[0]
     for number, path in enumerate(paths):
         with Image.open(path) as image:
             small = image.resize((round(image.width * 2 / 3), 20), Image.Resampling.BICUBIC)
@@ -69,8 +68,8 @@ def test_the_cache_is_built_once_and_again_after_a_change(paths, tmp_path, pil_i
     assert len(built(paths, tmp_path, side=16)[1]) == 1
     assert len(built(paths[:-1], tmp_path)[1]) == 1
     pil_image(41, 30, 99).save(paths[1])
-    cache, told = built(paths, tmp_path)
-    assert len(told) == 1
+    cache, notes = built(paths, tmp_path)
+    assert len(notes) == 1
     fresh, _ = built(paths, tmp_path, folder=tmp_path / "other")
     assert np.array_equal(cache.pixels(1), fresh.pixels(1))
 
@@ -81,8 +80,8 @@ def test_a_cache_with_a_damaged_index_is_rebuilt(paths, tmp_path, damage):
     content = bytearray(cache.file.read_bytes())
     content[150] ^= 1
     cache.file.write_bytes(content if damage == "flip" else content[:60])
-    again, told = built(paths, tmp_path)
-    assert len(told) == 1
+    again, notes = built(paths, tmp_path)
+    assert len(notes) == 1
     assert again.pixels(0).shape == (20, 27, 3)
 
 
@@ -102,11 +101,11 @@ def loaded(paths, cache, workers=0, start=0):
     transform = TrainingTransform(
         AugmentConfig(min_crop=0.3), Preprocessing(image_size=(16, 16)), fast_crop=True
     )
-    schedule = MicroBatchSampler(count=len(samples), seed=0, batch_size=2)
+    sampler = MicroBatchSampler(count=len(samples), seed=0, batch_size=2)
     loader = TrainingLoader(
         samples,
         ConstantTransform(transform),
-        schedule,
+        sampler,
         epochs=2,
         workers=workers,
         on_bad_image="skip",
@@ -144,8 +143,8 @@ def test_a_lack_of_space_is_reported_before_anything_is_written(paths, tmp_path,
 
 def test_memory_is_freed_when_the_last_process_ends(paths, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "SHARED_MEMORY", tmp_path)
-    cache, told = built(paths, tmp_path, kind="ram", folder=None)
-    assert "MiB of memory" in told[0]
+    cache, notes = built(paths, tmp_path, kind="ram", folder=None)
+    assert "MiB of memory" in notes[0]
     assert cache.file.exists()
     cache.unlink()
     assert not cache.file.exists()
@@ -155,10 +154,10 @@ def test_memory_is_freed_when_the_last_process_ends(paths, tmp_path, monkeypatch
 def slow_build(paths, folder, marks):
     original = cache_module.read_pixels
 
-    def slow(path, least):
+    def slow(path, min_size):
         Path(marks, f"{os.getpid()}-{Path(path).name}").touch()
         time.sleep(0.1)
-        return original(path, least)
+        return original(path, min_size)
 
     cache_module.read_pixels = slow
     open_cache(paths, side=20, kind="disk", folder=folder, threads=1)
@@ -182,8 +181,8 @@ def test_files_of_a_killed_build_are_deleted(paths, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert len(list((tmp_path / "cache").glob("*.building-*"))) == 1
-    _, told = built(paths, tmp_path)
-    assert len(told) == 1
+    _, notes = built(paths, tmp_path)
+    assert len(notes) == 1
     assert not list((tmp_path / "cache").glob("*.building-*"))
 
 
@@ -216,17 +215,9 @@ def test_a_replaced_image_of_the_same_name_size_and_time_is_detected(tmp_path, m
         cache, _ = built(["x.bmp"], tmp_path)
         assert cache.pixels(0)[0, 0, 0] == first
     shutil.copy2(tmp_path / "a" / "x.bmp", tmp_path / "b" / "x.bmp")
-    cache, told = built(["x.bmp"], tmp_path)
-    assert len(told) == 1
+    cache, notes = built(["x.bmp"], tmp_path)
+    assert len(notes) == 1
     assert cache.pixels(0)[0, 0, 0] == 255
-
-
-def test_the_fingerprint_of_an_archive_member_is_that_of_the_archive(tmp_path):
-    file = tmp_path / "x.tar"
-    file.write_bytes(b"12345")
-    assert file_fingerprint(str(file))[0] == 5
-    assert file_fingerprint(f"{file}/a/b.png") == file_fingerprint(str(file))
-    assert file_fingerprint(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="/dev/shm is of Linux")
@@ -250,14 +241,14 @@ def test_a_cache_deleted_while_it_is_opened_is_rebuilt(paths, tmp_path, monkeypa
     first, _ = built(paths, tmp_path, kind="ram", folder=None)
     original = cache_module.read_valid_index
 
-    def forgotten(file, stamps):
-        index = original(file, stamps)
+    def read_and_delete(file, expected):
+        index = original(file, expected)
         file.unlink(missing_ok=True)
         return index
 
-    monkeypatch.setattr(cache_module, "read_valid_index", forgotten)
-    second, told = built(paths, tmp_path, kind="ram", folder=None)
-    assert len(told) == 1
+    monkeypatch.setattr(cache_module, "read_valid_index", read_and_delete)
+    second, notes = built(paths, tmp_path, kind="ram", folder=None)
+    assert len(notes) == 1
     assert np.array_equal(first.pixels(3), second.pixels(3))
 
 
@@ -289,15 +280,15 @@ def test_the_least_recently_used_caches_are_evicted(paths, tmp_path, monkeypatch
         cache, _ = built(paths[number : number + 1], tmp_path)
         files.append(cache.file)
         del cache
-    stranger = tmp_path / "cache" / f"images-{24 * '0'}"
-    stranger.write_bytes(b"not ours")
-    for at, file in enumerate([stranger, *files]):
+    foreign = tmp_path / "cache" / f"images-{24 * '0'}"
+    foreign.write_bytes(b"not a cache")
+    for at, file in enumerate([foreign, *files]):
         os.utime(file, (at, at))
     built(paths[1:2], tmp_path)  # its use makes it the youngest
     size = max(file.stat().st_size for file in files)
     monkeypatch.setattr(cache_module, "MAX_TOTAL_BYTES", 3.5 * size)
-    _, told = built(paths[5:], tmp_path)
+    _, notes = built(paths[5:], tmp_path)
     assert [file.exists() for file in files] == [True, True, False, False]
-    assert stranger.exists()
-    assert "deleted the 2 least recently used of the caches" in told[0]
-    assert len(told) == 2
+    assert foreign.exists()
+    assert "deleted the 2 min_size recently used of the caches" in notes[0]
+    assert len(notes) == 2

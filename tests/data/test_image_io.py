@@ -19,6 +19,7 @@ from vit.data.image_io import (
     check_header,
     count_scans,
     decode_jpeg,
+    file_fingerprint,
     read_image,
     read_pixels,
 )
@@ -344,6 +345,14 @@ def test_pillow_warnings_are_not_shown_and_not_raised(write):
             thread.join()
         read_image(path)
     assert warnings.filters == before
+
+
+def test_the_fingerprint_of_an_archive_member_is_that_of_the_archive(tmp_path):
+    file = tmp_path / "x.tar"
+    file.write_bytes(b"12345")
+    assert file_fingerprint(str(file))[0] == 5
+    assert file_fingerprint(f"{file}/a/b.png") == file_fingerprint(str(file))
+    assert file_fingerprint(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
 
 
 # --- fast JPEG decoding

@@ -42,28 +42,119 @@ UNREADABLE = -1
 """Offset of an image that cannot be read."""
 
 Index = np.ndarray[Any, Any]
+Kind = Literal["ram", "disk"]
+MAX_TOTAL_BYTES = 100 * 2**30
+"""Limit of all caches in a folder together; a single one may be larger."""
+CHUNK = 256
+"""Images that are decoded at a time."""
+SHARED_MEMORY = Path("/dev/shm")
 
 
-def new_index(paths: Sequence[str]) -> Index:
-    """An index with the fingerprint of each image's file, and no pixels yet."""
-    index = np.zeros(len(paths), INDEX)
-    index["offset"] = UNREADABLE
-    fingerprints = np.array([file_fingerprint(path) for path in paths], np.int64)
-    columns = fingerprints.reshape(-1, len(FINGERPRINT)).T
-    for name, column in zip(FINGERPRINT, columns, strict=True):
-        index[name] = column
-    return index
-
-
-def make_folder(folder: Path, *, private: bool) -> None:
-    """Create the folder of caches.
+class ImageCache:
+    """Decoded images by sample index.
 
     Args:
-        folder: Its path.
-        private: Whether its parent is writable by all users, one of whom may have created it.
+        file: A complete cache; it may be deleted once this object exists.
+        index: Its index, from `read_valid_index`.
 
     Raises:
-        DataError: It is not private.
+        FileNotFoundError: It has been deleted or replaced.
+    """
+
+    def __init__(self, file: Path, index: Index) -> None:
+        self.file = file
+        self.index = index
+        with file.open("rb") as opened:
+            lock_file(opened, wait=True, shared=True)  # for as long as it is mapped
+            if opened.read(HEADER_BYTES) != header_of(index.tobytes()):
+                raise FileNotFoundError(errno.ENOENT, "replaced by another cache", str(file))
+            # copy on write, since torch warns of read-only memory; nobody writes
+            self.bytes = np.asarray(np.memmap(opened, np.uint8, mode="c"))
+        with contextlib.suppress(OSError):
+            os.utime(file)  # the time of the last use, for eviction
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageCache, (self.file, self.index)  # a spawned process maps the file itself
+
+    def pixels(self, number: int) -> Pixels | None:
+        """The pixels of sample `number`, (height, width, 3); None if it is not in the cache."""
+        offset, height, width = (
+            int(self.index[name][number]) for name in ("offset", "height", "width")
+        )
+        if offset == UNREADABLE:
+            return None
+        return self.bytes[offset : offset + 3 * height * width].reshape(height, width, 3)
+
+    def unlink(self) -> None:
+        """Delete the file's name; its memory is freed when the last process that maps it ends."""
+        with contextlib.suppress(OSError), locked(_lock_file(self.file)):
+            self.file.unlink()
+
+
+def cache_side(image_size: int, min_crop: float) -> int:
+    """Short side of cached images such that a crop of mean area is not upsampled."""
+    return math.ceil(image_size / math.sqrt((min_crop + 1) / 2))
+
+
+def open_cache(
+    paths: Sequence[str],
+    *,
+    side: int,
+    kind: Kind,
+    folder: Path | None = None,
+    threads: int = 2,
+    notify: Callable[[str], None] = lambda _: None,
+    advance: Callable[[int], object] = lambda _: None,
+) -> ImageCache:
+    """Open the cache of `paths`, and build it if there is none, or it is out of date.
+
+    Args:
+        paths: Images.
+        side: Short side of cached images, in pixels; smaller images are not resized.
+        kind: `disk` keeps the cache for other runs; `ram` until this process and its children end:
+            the caller calls `unlink` when all of them have opened it.
+        folder: Where `disk` caches are stored; by default in the user's cache folder.
+        threads: Number of decoding threads.
+        notify: Called with messages about what is built, where, and what is deleted for it.
+        advance: Called with the number of images just added.
+
+    Raises:
+        DataError: There is not enough space, it cannot be written, or it would not be private.
+    """
+    folder = _folder(kind, folder)
+    file = folder / _file_name(paths, side)
+    try:
+        _make_folder(folder, private=kind == "ram")
+        index = new_index(paths)
+        cache = _open_valid(file, index)
+        if cache is None:
+            with locked(_lock_file(file)):
+                cache = _open_valid(file, index)  # another process may have built it meanwhile
+                if cache is None:
+                    builder = _Builder(paths, index, side, file, threads)
+                    builder.reserve_space(kind, notify)
+                    cache = builder.build(advance)
+        return cache
+    except OSError as error:
+        raise DataError(
+            f"cache={kind}: {printable(folder)} cannot be written ({error.strerror}); choose "
+            "another --cache-folder, or --cache none"
+        ) from None
+
+
+def _folder(kind: Kind, folder: Path | None) -> Path:
+    if kind == "disk":
+        return user_cache() / "pictures" if folder is None else folder
+    if not SHARED_MEMORY.is_dir():
+        raise DataError("cache=ram: there is no /dev/shm here, which only Linux has; use disk")
+    return SHARED_MEMORY / f"vit-toolkit-{os.getuid()}"
+
+
+def _make_folder(folder: Path, *, private: bool) -> None:
+    """Create the folder of caches; `private` if all users can write to its parent.
+
+    Raises:
+        DataError: It is not private: another user may have created it.
         OSError: It cannot be created.
     """
     if not private:
@@ -80,12 +171,156 @@ def make_folder(folder: Path, *, private: bool) -> None:
         )
 
 
-def read_valid_index(file: Path, expected: Index) -> Index | None:
-    """Read the index of a complete cache of unchanged images; None otherwise.
+def _file_name(paths: Sequence[str], side: int) -> str:
+    folder = os.getcwd()
+    absolute = (os.path.join(folder, path) for path in paths)
+    key = hashlib.sha256("\0".join([str(side), *absolute]).encode("utf-8", "surrogateescape"))
+    return f"images-{key.hexdigest()[:24]}"
 
-    Args:
-        file: The cache.
-        expected: `new_index` of its images.
+
+def _lock_file(file: Path) -> Path:
+    return file.with_suffix(".lock")
+
+
+def _open_valid(file: Path, expected: Index) -> ImageCache | None:
+    """The cache in `file` if it is complete and its images are unchanged."""
+    index = read_valid_index(file, expected)
+    with contextlib.suppress(FileNotFoundError):  # deleted or rebuilt meanwhile
+        return None if index is None else ImageCache(file, index)
+    return None
+
+
+class _Builder:
+    """Builds the cache `file`; `index` is `new_index` of `paths`."""
+
+    def __init__(
+        self, paths: Sequence[str], index: Index, side: int, file: Path, threads: int
+    ) -> None:
+        self.paths, self.index, self.side, self.file = paths, index.copy(), side, file
+        self.threads = threads
+        with ThreadPoolExecutor(threads, "cache-size") as pool:
+            sizes = pool.map(self._pixel_bytes, paths, chunksize=CHUNK)
+            self.bytes = HEADER_BYTES + index.nbytes + sum(sizes)
+
+    def reserve_space(self, kind: Kind, notify: Callable[[str], None]) -> None:
+        """Evict caches beyond the limit, and in memory all that no process maps.
+
+        Raises:
+            DataError: There is not enough space.
+        """
+        folder = self.file.parent
+        delete_unfinished(folder)
+        limit = 0 if kind == "ram" else max(MAX_TOTAL_BYTES - self.bytes, 0)
+        old = caches_to_evict(folder, self.file, limit)
+        free = free_bytes(folder, memory=kind == "ram") + sum(old.values())
+        if self.bytes > free:
+            what = "memory" if kind == "ram" else f"space in {printable(folder)}"
+            raise DataError(
+                f"cache={kind}: {len(self.paths):,} images need {format_bytes(self.bytes)}, and "
+                f"{format_bytes(free)} of {what} are free; use --cache none, or fewer or smaller "
+                "images"
+            )
+        where = "memory" if kind == "ram" else printable(self.file)
+        deleted = [size for path, size in old.items() if is_unused(path, delete=True)]
+        if deleted:
+            limit_note = f"for the caches to stay within {MAX_TOTAL_BYTES // 2**30} GiB"
+            why = limit_note if kind == "disk" else "left by killed runs"
+            notify(
+                f"note: deleted the {len(deleted)} least recently used of the caches in "
+                f"{printable(folder)}, {format_bytes(sum(deleted))}, {why}"
+            )
+        notify(
+            f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
+            f"{format_bytes(self.bytes)} of {where}"
+        )
+
+    def build(self, advance: Callable[[int], object]) -> ImageCache:
+        """Build the cache, after `reserve_space`; an OSError if it cannot be written."""
+        try:
+            return ImageCache(self.file, self._write_file(advance))
+        except FileNotFoundError:
+            raise DataError(
+                f"{printable(self.file)} was deleted while it was built; start again"
+            ) from None
+
+    def _write_file(self, advance: Callable[[int], object]) -> Index:
+        """Decode all images into the file, which gets its name when it is complete."""
+        unfinished = self.file.with_name(f"{self.file.name}.building-{os.getpid()}")
+        try:
+            with (
+                unfinished.open("xb") as output,
+                ThreadPoolExecutor(self.threads, "cache") as pool,
+            ):
+                lock_file(output, wait=True)
+                output.seek(HEADER_BYTES + self.index.nbytes)
+                for first in range(0, len(self.paths), CHUNK):
+                    chunk = self.paths[first : first + CHUNK]
+                    for number, pixels in enumerate(pool.map(self._decode, chunk), first):
+                        if pixels is not None:
+                            self.index["offset"][number] = output.tell()
+                            self.index["height"][number] = pixels.shape[0]
+                            self.index["width"][number] = pixels.shape[1]
+                            output.write(pixels.data)
+                    advance(len(chunk))
+                body = self.index.tobytes()
+                output.seek(0)
+                output.write(header_of(body) + body)
+                output.flush()
+                os.fsync(output.fileno())
+            unfinished.replace(self.file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return self.index
+
+    def _pixel_bytes(self, path: str) -> int:
+        try:
+            width, height = self._cached_size(*read_size(path))
+        except BadImage:
+            return 0
+        return 3 * width * height
+
+    def _decode(self, path: str) -> Pixels | None:
+        try:
+            pixels = read_pixels(path, self._min_size)
+        except BadImage:
+            return None
+        height, width = pixels.shape[:2]
+        width, height = self._cached_size(width, height)
+        if (height, width) == pixels.shape[:2]:
+            return np.ascontiguousarray(pixels)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        small = F.interpolate(image, (height, width), mode="bicubic", antialias=True)
+        return small[0].permute(1, 2, 0).contiguous().numpy()
+
+    def _min_size(self, width: int, height: int) -> tuple[int, int]:
+        cached = self._cached_size(width, height)
+        return min(2 * cached[0], width), min(2 * cached[1], height)
+
+    def _cached_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) of the cached version of an image."""
+        short = min(width, height)
+        if short <= self.side:
+            return width, height
+        return round(width * self.side / short), round(height * self.side / short)
+
+
+# --- index, locks and eviction --------------------------------------------------------------------
+
+
+def new_index(paths: Sequence[str]) -> Index:
+    """An index with the fingerprint of each image's file, and no pixels yet."""
+    index = np.zeros(len(paths), INDEX)
+    index["offset"] = UNREADABLE
+    fingerprints = np.array([file_fingerprint(path) for path in paths], np.int64)
+    for number, name in enumerate(FINGERPRINT):
+        index[name] = fingerprints.reshape(-1, len(FINGERPRINT))[:, number]
+    return index
+
+
+def read_valid_index(file: Path, expected: Index) -> Index | None:
+    """The index of the cache `file`; None unless it is complete and equals `expected`.
+
+    `expected` is `new_index` of its images, so it has their present fingerprints.
     """
     try:
         with file.open("rb") as opened:
@@ -170,271 +405,3 @@ def is_unused(path: Path, *, delete: bool = False) -> bool:
                 path.unlink()
             return True
     return False
-
-
-Kind = Literal["ram", "disk"]
-MAX_TOTAL_BYTES = 100 * 2**30
-"""Limit of all caches in a folder together; a single one may be larger."""
-CHUNK = 256
-"""Images that are decoded at a time."""
-SHARED_MEMORY = Path("/dev/shm")
-
-
-class ImageCache:
-    """Decoded images by sample index.
-
-    Args:
-        file: A complete cache; it may be deleted once this object exists.
-        index: Its index.
-
-    Raises:
-        FileNotFoundError: It has been deleted or replaced.
-    """
-
-    def __init__(self, file: Path, index: Index) -> None:
-        self.file = file
-        self.index = index
-        with file.open("rb") as opened:
-            lock_file(opened, wait=True, shared=True)  # for as long as it is mapped
-            if opened.read(HEADER_BYTES) != header_of(index.tobytes()):
-                raise FileNotFoundError(errno.ENOENT, "replaced by another cache", str(file))
-            # copy on write, since torch warns of read-only memory; nobody writes
-            self.bytes = np.asarray(np.memmap(opened, np.uint8, mode="c"))
-        with contextlib.suppress(OSError):
-            os.utime(file)  # the time of the last use, for eviction
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ImageCache, (self.file, self.index)  # a spawned process maps the file itself
-
-    def pixels(self, number: int) -> Pixels | None:
-        """The pixels of sample `number`, (height, width, 3); None if it is not in the cache."""
-        offset, height, width = (
-            int(self.index[name][number]) for name in ("offset", "height", "width")
-        )
-        if offset == UNREADABLE:
-            return None
-        return self.bytes[offset : offset + 3 * height * width].reshape(height, width, 3)
-
-    def unlink(self) -> None:
-        """Delete the file's name; its memory is freed when the last process that maps it ends."""
-        with contextlib.suppress(OSError), locked(_lock_file(self.file)):
-            self.file.unlink()
-
-
-def cache_side(image_size: int, min_crop: float) -> int:
-    """Short side of cached images such that a crop of mean area is not upsampled."""
-    return math.ceil(image_size / math.sqrt((min_crop + 1) / 2))
-
-
-def open_cache(
-    paths: Sequence[str],
-    *,
-    side: int,
-    kind: Kind,
-    folder: Path | None = None,
-    threads: int = 2,
-    notify: Callable[[str], None] = lambda _: None,
-    advance: Callable[[int], object] = lambda _: None,
-) -> ImageCache:
-    """Open the cache of `paths`, and build it if there is none, or it is out of date.
-
-    Args:
-        paths: Images.
-        side: Short side of cached images, in pixels; smaller images are not resized.
-        kind: `disk` keeps the cache for other runs; `ram` until this process and its children end:
-            the caller calls `unlink` when all of them have opened it.
-        folder: Where `disk` caches are stored; by default in the user's cache folder.
-        threads: Number of decoding threads.
-        notify: Called with messages about what is built, where, and what is deleted for it.
-        advance: Called with the number of images just added.
-
-    Raises:
-        DataError: There is not enough space, it cannot be written, or it would not be private.
-    """
-    folder = _folder(kind, folder)
-    file = folder / _name(paths, side)
-    try:
-        make_folder(folder, private=kind == "ram")
-        index = new_index(paths)
-        cache = _open_valid(file, index)
-        if cache is None:
-            with locked(_lock_file(file)):
-                cache = _open_valid(file, index)  # another process may have built it meanwhile
-                if cache is None:
-                    builder = _Builder(paths, index, side, file, threads)
-                    builder.reserve_space(kind, notify)
-                    cache = builder.build(advance)
-        return cache
-    except OSError as error:
-        raise DataError(
-            f"cache={kind}: {printable(folder)} cannot be written ({error.strerror}); choose "
-            "another --cache-folder, or --cache none"
-        ) from None
-
-
-def _name(paths: Sequence[str], side: int) -> str:
-    """The name of the cache file, from absolute paths."""
-    folder = os.getcwd()
-    absolute = (os.path.join(folder, path) for path in paths)
-    key = hashlib.sha256("\0".join([str(side), *absolute]).encode("utf-8", "surrogateescape"))
-    return f"images-{key.hexdigest()[:24]}"
-
-
-def _lock_file(file: Path) -> Path:
-    return file.with_suffix(".lock")
-
-
-def _open_valid(file: Path, expected: Index) -> ImageCache | None:
-    """The cache in `file` if it is complete and its images are unchanged."""
-    index = read_valid_index(file, expected)
-    with contextlib.suppress(FileNotFoundError):  # deleted or rebuilt meanwhile
-        return None if index is None else ImageCache(file, index)
-    return None
-
-
-def _folder(kind: Kind, folder: Path | None) -> Path:
-    """The folder of caches of this kind.
-
-    Raises:
-        DataError: This system has no /dev/shm.
-    """
-    if kind == "disk":
-        return user_cache() / "pictures" if folder is None else folder
-    if not SHARED_MEMORY.is_dir():
-        raise DataError("cache=ram: there is no /dev/shm here, which only Linux has; use disk")
-    return SHARED_MEMORY / f"vit-toolkit-{os.getuid()}"
-
-
-class _Builder:
-    """Builds one cache.
-
-    Args:
-        paths: Images.
-        index: `new_index` of them.
-        side: Short side of cached images, in pixels.
-        file: The cache file.
-        threads: Number of decoding threads.
-    """
-
-    def __init__(
-        self, paths: Sequence[str], index: Index, side: int, file: Path, threads: int
-    ) -> None:
-        self.paths, self.index, self.side, self.file = paths, index.copy(), side, file
-        self.threads = threads
-        with ThreadPoolExecutor(threads, "cache-size") as pool:
-            sizes = pool.map(self._pixel_bytes, paths, chunksize=CHUNK)
-            self.bytes = HEADER_BYTES + index.nbytes + sum(sizes)
-
-    def reserve_space(self, kind: Kind, notify: Callable[[str], None]) -> None:
-        """Announce what will be built, and evict caches beyond the limit.
-
-        In memory, all caches that no process maps are evicted: their runs were killed.
-
-        Raises:
-            DataError: There is not enough space.
-        """
-        folder = self.file.parent
-        delete_unfinished(folder)
-        limit = 0 if kind == "ram" else max(MAX_TOTAL_BYTES - self.bytes, 0)
-        old = caches_to_evict(folder, self.file, limit)
-        free = free_bytes(folder, memory=kind == "ram") + sum(old.values())
-        if self.bytes > free:
-            what = "memory" if kind == "ram" else f"space in {printable(self.file.parent)}"
-            raise DataError(
-                f"cache={kind}: {len(self.paths):,} images need {format_bytes(self.bytes)}, and "
-                f"{format_bytes(free)} of {what} are free; use --cache none, or fewer or smaller "
-                "images"
-            )
-        where = "memory" if kind == "ram" else printable(self.file)
-        deleted = [size for path, size in old.items() if is_unused(path, delete=True)]
-        if deleted:
-            why = (
-                f" for the caches to stay within {MAX_TOTAL_BYTES // 2**30} GiB"
-                if kind == "disk"
-                else ""
-            )
-            notify(
-                f"note: deleted the {len(deleted)} least recently used of the caches in "
-                f"{printable(folder)}, {format_bytes(sum(deleted))},{why or ' left by killed runs'}"
-            )
-        notify(
-            f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
-            f"{format_bytes(self.bytes)} of {where}"
-        )
-
-    def build(self, advance: Callable[[int], object]) -> ImageCache:
-        """Build the cache, after `reserve_space`.
-
-        Raises:
-            DataError: Its file was deleted at once.
-            OSError: It cannot be written.
-        """
-        try:
-            return ImageCache(self.file, self._write_file(advance))
-        except FileNotFoundError:
-            raise DataError(
-                f"{printable(self.file)} was deleted while it was built; start again"
-            ) from None
-
-    def _write_file(self, advance: Callable[[int], object]) -> Index:
-        """Decode all images into the file, which gets its name when it is complete."""
-        unfinished = self.file.with_name(f"{self.file.name}.building-{os.getpid()}")
-        try:
-            with (
-                unfinished.open("xb") as output,
-                ThreadPoolExecutor(self.threads, "cache") as pool,
-            ):
-                lock_file(output, wait=True)
-                output.seek(HEADER_BYTES + self.index.nbytes)
-                for first in range(0, len(self.paths), CHUNK):
-                    chunk = self.paths[first : first + CHUNK]
-                    for number, pixels in enumerate(pool.map(self._decode, chunk), first):
-                        self._write_pixels(output, number, pixels)
-                    advance(len(chunk))
-                body = self.index.tobytes()
-                output.seek(0)
-                output.write(header_of(body) + body)
-                output.flush()
-                os.fsync(output.fileno())
-            unfinished.replace(self.file)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        return self.index
-
-    def _write_pixels(self, output: BinaryIO, number: int, pixels: Pixels | None) -> None:
-        if pixels is None:
-            return
-        self.index["offset"][number] = output.tell()
-        self.index["height"][number], self.index["width"][number] = pixels.shape[:2]
-        output.write(pixels.data)
-
-    def _pixel_bytes(self, path: str) -> int:
-        try:
-            width, height = self._cached_size(*read_size(path))
-        except BadImage:
-            return 0
-        return 3 * width * height
-
-    def _decode(self, path: str) -> Pixels | None:
-        try:
-            pixels = read_pixels(path, self._min_size)
-        except BadImage:
-            return None
-        height, width = pixels.shape[:2]
-        width, height = self._cached_size(width, height)
-        if (height, width) == pixels.shape[:2]:
-            return np.ascontiguousarray(pixels)
-        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        small = F.interpolate(image, (height, width), mode="bicubic", antialias=True)
-        return small[0].permute(1, 2, 0).contiguous().numpy()
-
-    def _min_size(self, width: int, height: int) -> tuple[int, int]:
-        cached = self._cached_size(width, height)
-        return min(2 * cached[0], width), min(2 * cached[1], height)
-
-    def _cached_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of the cached version of an image."""
-        short = min(width, height)
-        if short <= self.side:
-            return width, height
-        return round(width * self.side / short), round(height * self.side / short)

@@ -125,16 +125,6 @@ def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         return image.size
 
 
-def count_pixels(path: str | os.PathLike[str]) -> int:
-    """Number of pixels of an image, from its header.
-
-    Raises:
-        BadImage: As in `check_header`.
-    """
-    width, height = read_size(path)
-    return width * height
-
-
 def check_header(path: str | os.PathLike[str]) -> None:
     """Check what can be checked without decoding: file type, format, size, a truncated PNG.
 

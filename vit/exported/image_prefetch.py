@@ -4,6 +4,7 @@ Windows of images depend only on the list, never on the threads' timing, so a li
 batches, and the same results, every time.
 """
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from PIL import Image
 
-from vit.data.image_io import count_pixels, read_image
+from vit.data.image_io import read_image, read_size
 from vit.errors import BadImage, ConfigError
 from vit.exported.onnx_session import Array
 
@@ -126,7 +127,7 @@ class _PrefetchQueue:
 def _expected_pixels(path: str) -> int:
     """Pixels by the image's header; 0 for an unreadable one, whose error comes from decoding."""
     try:
-        return count_pixels(path)
+        return math.prod(read_size(path))
     except BadImage:
         return 0
 
