@@ -9,7 +9,6 @@ All random numbers come from torch's global generator, which the dataset seeds f
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from PIL import Image, ImageFilter, ImageOps
@@ -39,26 +38,18 @@ def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[
         return []
     from torchvision.transforms import v2  # its import takes two seconds
 
-    jitter = [v2.ColorJitter(strength, strength, strength)] if strength else []
-    return [*_policy(config, fill), *jitter]
-
-
-def _policy(config: AugmentConfig, fill: tuple[int, int, int]) -> list[Any]:
-    from torchvision.transforms import v2
-
-    common: dict[str, Any] = {
-        "interpolation": v2.InterpolationMode.BILINEAR,
-        "fill": list(fill),
-    }
+    common = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": list(fill)}
     layers, magnitude = config.randaugment_layers, config.randaugment_magnitude
-    policies: dict[str, Callable[[], Any]] = {
-        "randaugment": lambda: v2.RandAugment(layers, magnitude, **common),
-        "trivialaugment": lambda: v2.TrivialAugmentWide(**common),
+    policies: dict[str, Callable[[], list[Operation]]] = {
+        "none": list,
+        "randaugment": lambda: [v2.RandAugment(layers, magnitude, **common)],
+        "trivialaugment": lambda: [v2.TrivialAugmentWide(**common)],
         # as in the paper, without operations that its robustness benchmark uses as corruptions
-        "augmix": lambda: v2.AugMix(all_ops=False, **common),
-        "three": lambda: three_augment,
+        "augmix": lambda: [v2.AugMix(all_ops=False, **common)],
+        "three": lambda: [three_augment],
     }
-    return [policies[config.auto_augment]()] if config.auto_augment in policies else []
+    jitter = [v2.ColorJitter(strength, strength, strength)] if strength else []
+    return [*policies[config.auto_augment](), *jitter]
 
 
 def three_augment(image: Image.Image) -> Image.Image:

@@ -45,33 +45,33 @@ def contact_sheet(images: Tensor, texts: Sequence[Sequence[str]]) -> Image.Image
     width, height = tiles[0].size
     cell = max(width, TILE // 2)
     lines = [
-        [row for text in some for row in wrap(truncate(printable(text)), cell)]
-        for some in texts[:MAX_IMAGES]
+        [line for text in paragraphs for line in wrap(truncate(printable(text)), cell)]
+        for paragraphs in texts[:MAX_IMAGES]
     ]
     cols = min(len(tiles), COLS)
     rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
-    tall = [height + LINE_HEIGHT * max(len(lines[i]) for i in row) + MARGIN for row in rows]
-    sheet = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(tall)), "white")
+    heights = [height + LINE_HEIGHT * max(len(lines[i]) for i in row) + MARGIN for row in rows]
+    sheet = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(heights)), "white")
     draw, top = ImageDraw.Draw(sheet), MARGIN
-    for row, down in zip(rows, tall, strict=True):
+    for row, row_height in zip(rows, heights, strict=True):
         for col, index in enumerate(row):
             left = MARGIN + col * (cell + MARGIN)
             sheet.paste(tiles[index], (left + (cell - width) // 2, top))
             for number, line in enumerate(lines[index]):
                 draw_centred(draw, line, (left + cell // 2, top + height + LINE_HEIGHT * number))
-        top += down
+        top += row_height
     return sheet
 
 
 def tile(image: Tensor) -> Image.Image:
     """(3, height, width) uint8 -> an image at its size on the sheet."""
-    plain = Image.fromarray(np.ascontiguousarray(rearrange(image, "rgb h w -> h w rgb").numpy()))
-    longer = max(plain.size)
+    full = Image.fromarray(np.ascontiguousarray(rearrange(image, "rgb h w -> h w rgb").numpy()))
+    longer = max(full.size)
     if longer <= TILE:
         scale = TILE // longer
-        return plain.resize((plain.width * scale, plain.height * scale), Image.Resampling.NEAREST)
-    width, height = (max(1, round(side * TILE / longer)) for side in plain.size)
-    return plain.resize((width, height), Image.Resampling.BICUBIC)
+        return full.resize((full.width * scale, full.height * scale), Image.Resampling.NEAREST)
+    width, height = (max(1, round(side * TILE / longer)) for side in full.size)
+    return full.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def truncate(text: str) -> str:

@@ -41,7 +41,7 @@ THREAD_EXIT_SECONDS = 0.05
 
 
 @contextmanager
-def ignore_worker_warnings() -> Iterator[None]:
+def _ignore_worker_warnings() -> Iterator[None]:
     """Suppress warnings of more processes than cores, and of forking a process with threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -56,7 +56,7 @@ def default_workers(world_size: int) -> int:
     return min(max(cores // world_size, 1), MAX_WORKERS)
 
 
-def wait_for_exiting_threads() -> None:
+def _wait_for_exiting_threads() -> None:
     """Let threads of torch.distributed exit before processes are forked.
 
     An exiting thread holds a lock that would stay locked in the forked process:
@@ -67,8 +67,11 @@ def wait_for_exiting_threads() -> None:
         time.sleep(THREAD_EXIT_SECONDS)
 
 
-def start_worker(_worker: int) -> None:
-    """Initialise a loader process."""
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(_worker: int) -> None:
     # The main process handles signals, and may finish a step before it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A scheduler may signal the whole group: a dead loader would break the step in progress.
@@ -84,9 +87,7 @@ class MicroBatchLoader:
     Args:
         dataset: Loads a micro-batch from its keys.
         micro_batches: Keys of each micro-batch.
-        workers: Loader processes; 0 loads in this process.
-        on_bad_image: As in `TrainingLoader`.
-        pin_memory: As in `TrainingLoader`.
+        workers, on_bad_image, pin_memory: As in `TrainingLoader`.
         batch_bytes: Size of the images of a micro-batch; larger ones arrive more slowly.
         batches_held: Micro-batches that the caller still holds when it takes the next one; if it
             holds more, batches arrive more slowly.
@@ -114,16 +115,16 @@ class MicroBatchLoader:
         batch_sampler: Any = micro_batches
         if self.pool is not None:
             batch_sampler = SlotSampler(micro_batches, self.pool)
-        with ignore_worker_warnings():
+        with _ignore_worker_warnings():
             self.loader = DataLoader(
                 dataset if self.pool is None else SharedMemoryDataset(dataset, self.pool),
                 batch_sampler=batch_sampler,
                 num_workers=workers,
                 prefetch_factor=PREFETCH_FACTOR if workers else None,
-                collate_fn=identity_collate,
+                collate_fn=_identity,  # the dataset stacks the images
                 pin_memory=pin_memory,
                 persistent_workers=persistent and workers > 0,
-                worker_init_fn=start_worker,
+                worker_init_fn=_start_worker,
                 multiprocessing_context="fork" if fork else None,
                 # An iterator draws a base seed, by default from the global generator.
                 generator=torch.Generator(),
@@ -136,11 +137,11 @@ class MicroBatchLoader:
     def start_pass(self) -> None:
         """Begin a pass over the micro-batches."""
         if self.loader.num_workers:
-            wait_for_exiting_threads()
+            _wait_for_exiting_threads()
         if self.pool is not None:
             self.pool.allocate()
         self.owner_pid = os.getpid()
-        with ignore_worker_warnings():
+        with _ignore_worker_warnings():
             self.batches = iter(self.loader)
 
     def next_batch(self) -> Batch:
@@ -199,11 +200,6 @@ class MicroBatchLoader:
                 worker.kill()
 
 
-def identity_collate(batch: Any) -> Any:
-    """Return `batch`: the dataset stacks the images itself."""
-    return batch
-
-
 OPEN_LOADERS: "weakref.WeakSet[MicroBatchLoader]" = weakref.WeakSet()
 
 
@@ -211,7 +207,7 @@ OPEN_LOADERS: "weakref.WeakSet[MicroBatchLoader]" = weakref.WeakSet()
 def kill_all_workers() -> None:
     """Kill all loader processes at exit.
 
-    multiprocessing would send them a signal, which they ignore (`start_worker`), and wait forever.
+    multiprocessing would send them a signal, which they ignore (`_start_worker`), and wait forever.
     """
     for loader in list(OPEN_LOADERS):
         if loader.owner_pid == os.getpid():  # not in a forked process that exits
@@ -253,7 +249,7 @@ class TrainingLoader:
     ) -> None:
         self.sampler = sampler
         self.all_epochs = MultiEpochSampler(sampler, epochs)
-        largest = max((transform_for(epoch).image_size for epoch in (0, epochs - 1)), key=math.prod)
+        sizes = (transform_for(epoch).image_size for epoch in (0, epochs - 1))
         self.loader = MicroBatchLoader(
             ImageDataset(
                 samples,
@@ -267,7 +263,7 @@ class TrainingLoader:
             workers=default_workers(sampler.world_size) if workers is None else workers,
             on_bad_image=on_bad_image,
             pin_memory=pin_memory,
-            batch_bytes=rgb_bytes(sampler.micro_batch_size, largest),
+            batch_bytes=rgb_bytes(sampler.micro_batch_size, max(sizes, key=math.prod)),
             batches_held=2 * sampler.accumulate,  # of a step, while those of the next are taken
         )
         self.position: tuple[int, int] | None = None
@@ -316,11 +312,8 @@ class EvaluationLoader:
         batch_size: Images per batch and device.
         rank: Index of this device; it reads every `world_size`-th sample.
         world_size: Number of devices.
-        workers: As in `TrainingLoader`; they live as long as this object.
-        on_bad_image: As in `TrainingLoader`.
-        pin_memory: As in `TrainingLoader`.
-        caption_ids: As in `TrainingLoader`.
-        classes: As in `TrainingLoader`.
+        workers, on_bad_image, pin_memory, caption_ids, classes: As in `TrainingLoader`; the
+            processes live as long as this object.
     """
 
     def __init__(

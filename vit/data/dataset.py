@@ -122,7 +122,7 @@ class ImageDataset(Dataset[Batch]):
             RuntimeError: The transform failed, or gave images of different shapes.
         """
         transform = self._transform(keys[0].epoch)
-        good: list[SampleKey] = []
+        loaded: list[SampleKey] = []
         failed: list[BadImage] = []
         images = None
         for key in keys:
@@ -138,14 +138,14 @@ class ImageDataset(Dataset[Batch]):
                     f"{path}: the transform gave {tuple(image.shape)} {image.dtype} after "
                     f"{tuple(images.shape[1:])} {images.dtype} in the same batch"
                 )
-            images[len(good)] = image
-            good.append(key)
+            images[len(loaded)] = image
+            loaded.append(key)
         if images is None:
             return self.empty_batch(transform)._replace(failed=failed)
-        indices = torch.tensor([key.sample for key in good], dtype=torch.int64)
-        positions = torch.tensor([key.position for key in good], dtype=torch.int64)
-        batch = Batch(images[: len(good)], self.labels[indices], indices, positions, failed)
-        return self._with_captions(batch, good)
+        indices = torch.tensor([key.sample for key in loaded], dtype=torch.int64)
+        positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
+        batch = Batch(images[: len(loaded)], self.labels[indices], indices, positions, failed)
+        return self._with_captions(batch, loaded)
 
     def empty_batch(self, transform: Transform) -> Batch:
         """A batch of 0 images, with the image size of `transform`."""
@@ -157,21 +157,19 @@ class ImageDataset(Dataset[Batch]):
         captions = self.caption_ids
         if captions is None:
             return batch
-        own = captions.padded([(key.sample, self._caption_index(key)) for key in keys])
         if self.seed is not None:
-            return batch._replace(caption_ids=own)
+            chosen = [(key.sample, self._random_caption(self.seed, key)) for key in keys]
+            return batch._replace(caption_ids=captions.padded(chosen))
+        own = captions.padded([(key.sample, 0) for key in keys])
         # from half the dataset away: every image meets exactly one caption of another
         shift = len(self) // 2
         mismatched = captions.padded([((key.sample + shift) % len(self), 0) for key in keys])
         return batch._replace(caption_ids=own, mismatched_ids=mismatched)
 
-    def _caption_index(self, key: SampleKey) -> int:
-        """Which of an image's captions a pass uses."""
-        if self.seed is None:
-            return 0
+    def _random_caption(self, seed: int, key: SampleKey) -> int:
         assert self.caption_ids is not None
-        seed = random_seed(self.seed, "caption", *seed_counters(key))
-        return seed % self.caption_ids.count(key.sample)
+        number = random_seed(seed, "caption", *seed_counters(key))
+        return number % self.caption_ids.count(key.sample)
 
     def _transform(self, epoch: int) -> Transform:
         if self.epoch_transform is None or self.epoch_transform[0] != epoch:

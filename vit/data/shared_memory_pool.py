@@ -117,12 +117,7 @@ class LoadRequest(NamedTuple):
 
 
 class SlotSampler:
-    """Batch sampler that adds a slot to each micro-batch; it runs in the main process.
-
-    Args:
-        micro_batches: Keys of each micro-batch.
-        pool: Where the slots come from.
-    """
+    """Batch sampler of the main process that adds a slot of `pool` to each micro-batch."""
 
     def __init__(self, micro_batches: Iterable[list[SampleKey]], pool: SharedMemoryPool) -> None:
         self.micro_batches = micro_batches
@@ -142,19 +137,16 @@ class SharedMemoryDataset(Dataset["SharedBatch"]):
 
     def __getitems__(self, request: LoadRequest) -> "SharedBatch":
         """Load the micro-batch of `request`."""
-        in_slot = False
+        in_slot: Tensor | None = None
 
         def allocate(count: int, image: Tensor) -> Tensor:
             nonlocal in_slot
             if request.slot is not None:
-                images = self.pool.empty_batch(request.slot, count, image)
-                if images is not None:
-                    in_slot = True
-                    return images
-            return allocate_batch(count, image)
+                in_slot = self.pool.empty_batch(request.slot, count, image)
+            return allocate_batch(count, image) if in_slot is None else in_slot
 
         batch = self.dataset.load_batch(request.keys, allocate)
-        return SharedBatch(batch, self.pool.id, request.slot, in_slot=in_slot)
+        return SharedBatch(batch, self.pool.id, request.slot, in_slot=in_slot is not None)
 
 
 class SharedBatch:
@@ -168,7 +160,7 @@ class SharedBatch:
         batch: The batch as loaded.
         pool_id: `SharedMemoryPool.id`.
         slot: The slot of the request.
-        in_slot: Whether the images are in it.
+        in_slot: Whether the images are in that slot.
     """
 
     def __init__(self, batch: Batch, pool_id: int, slot: int | None, *, in_slot: bool) -> None:
@@ -191,8 +183,7 @@ def rebuild_batch(
     """The `Batch` of a pickled `SharedBatch`, in the main process.
 
     Args:
-        pool_id: `SharedMemoryPool.id`.
-        slot: The slot of the request.
+        pool_id, slot: As in `SharedBatch`.
         payload: The layout of the images in the slot, or the images.
         fields: The other fields of the batch; tensors as arrays.
     """

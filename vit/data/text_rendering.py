@@ -4,6 +4,7 @@ A font draws a box for a character that it lacks, so each line uses the first fo
 its characters. Characters that no font has are escaped as in Python: \\u732b.
 """
 
+import contextlib
 from functools import cache
 from typing import Any
 
@@ -25,12 +26,7 @@ NO_CHARACTER = "\U0010ffff"
 
 
 def break_lines(text: str, width: int) -> list[str]:
-    """Break `text` into lines of at most `width` pixels, between any two characters.
-
-    Args:
-        text: Printable.
-        width: In pixels.
-    """
+    """Break printable `text` into lines of at most `width` pixels, between any two characters."""
     lines = [""]
     for character in escape_missing(text):
         longer = lines[-1] + character
@@ -70,20 +66,17 @@ def font_of(text: str) -> Any:
 @cache
 def fonts() -> tuple[Any, ...]:
     """Pillow's own font, and those of `FONTS` that this machine has."""
-    found = [_opened(name) for name in FONTS]
-    return (ImageFont.load_default(FONT_SIZE), *(font for font in found if font is not None))
+    found: list[Any] = [ImageFont.load_default(FONT_SIZE)]
+    for name in FONTS:
+        # not here, damaged, or Pillow was built without FreeType
+        with contextlib.suppress(OSError, ImportError):
+            found.append(ImageFont.truetype(name, FONT_SIZE))
+    return tuple(found)
 
 
 def has_all(font: Any, text: str) -> bool:
     """Whether `font` has every character of `text`."""
     return all(has_glyph(font, character) for character in set(text))
-
-
-def _opened(name: str) -> Any:
-    try:
-        return ImageFont.truetype(name, FONT_SIZE)
-    except (OSError, ImportError):  # not here, damaged, or Pillow was built without FreeType
-        return None
 
 
 @cache
@@ -92,12 +85,12 @@ def has_glyph(font: Any, character: str) -> bool:
     if character.isspace():
         return True
     try:
-        return _drawn(font, character) != _drawn(font, NO_CHARACTER)
+        return _bitmap(font, character) != _bitmap(font, NO_CHARACTER)
     except (UnicodeError, OSError):  # a bitmap font has only Latin-1
         return character.isascii()
 
 
-def _drawn(font: Any, character: str) -> tuple[tuple[int, int], bytes]:
+def _bitmap(font: Any, character: str) -> tuple[tuple[int, int], bytes]:
     mask = font.getmask(character)
     return mask.size, bytes(mask)
 

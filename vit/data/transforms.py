@@ -141,11 +141,7 @@ class TrainingTransform:
         return self._erase(to_channels_last(image))
 
     def apply(self, source: PixelSource) -> Tensor:
-        """Transform the image of `source` with the same random numbers, (3, height, width) uint8.
-
-        Args:
-            source: Provides the pixels, given how many of them the crop needs.
-        """
+        """Transform the image of `source`, with the same random numbers; (3, height, width) uint8."""
         if not self.fast_crop:
             return self(Image.fromarray(source(lambda width, height: (width, height))))
         config = self.config
@@ -177,13 +173,11 @@ class TrainingTransform:
 
     def _crop(self, image: Image.Image) -> Image.Image:
         height, width = self.image_size
+        resample = RESAMPLING[self.preprocessing.interpolation]
         if self.config.random_crop == "simple":
-            return simple_random_crop(
-                image, width, height, RESAMPLING[self.preprocessing.interpolation]
-            )
+            return simple_random_crop(image, width, height, resample)
         if self.config.min_crop == 1:
             return self.preprocessing.resize_and_crop(image)
-        resample = RESAMPLING[self.preprocessing.interpolation]
         return image.resize((width, height), resample, box=self._sample_box(*image.size))
 
     def _flip(self, image: Image.Image) -> Image.Image:
@@ -249,12 +243,8 @@ def simple_random_crop(
     else:
         x, y = image.width / full[0], image.height / full[1]
         inside = image.resize(size, resample, box=(box[0] * x, box[1] * y, box[2] * x, box[3] * y))
-    missing = (
-        (box[1] - top, top + height - box[3]),
-        (box[0] - left, left + width - box[2]),
-        (0, 0),
-    )
-    return Image.fromarray(np.pad(np.asarray(inside), missing, mode="reflect"))
+    rows, cols = (box[1] - top, top + height - box[3]), (box[0] - left, left + width - box[2])
+    return Image.fromarray(np.pad(np.asarray(inside), (rows, cols, (0, 0)), mode="reflect"))
 
 
 def random_erasing(pixels: Tensor, colour: tuple[int, int, int]) -> None:
