@@ -141,7 +141,7 @@ class TrainingTransform:
         return self._erase(to_channels_last(image))
 
     def apply(self, source: PixelSource) -> Tensor:
-        """Transform the image of `source`, with the same random numbers; (3, height, width) uint8."""
+        """`__call__` of the pixels of `source`, with the same random numbers."""
         if not self.fast_crop:
             return self(Image.fromarray(source(lambda width, height: (width, height))))
         config = self.config

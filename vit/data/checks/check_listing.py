@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import os
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,25 +89,27 @@ class DatasetListing:
             if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
         ]
         lines = lines_of(self.spec, {path for one in fixable for path in one.images})
-        found = []
+        located = []
         for one in problems:
             where = [printable(lines[path]) for path in one.images[:4] if path in lines]
-            words = f"{one.detail} ({'; '.join(where)})"
-            known = bool(where) and one in fixable
-            found.append(dataclasses.replace(one, detail=words) if known else one)
-        return found
+            if where and one in fixable:
+                one = dataclasses.replace(one, detail=f"{one.detail} ({'; '.join(where)})")
+            located.append(one)
+        return located
 
     @property
-    def learned(self) -> str:
-        """The training split."""
+    def train_split(self) -> str:
+        """Name of the training split."""
         return "train" if "train" in self.splits else ALL
+
+    @property
+    def val_split(self) -> str | None:
+        """Name of the split that training validates on, if there is one."""
+        return next((name for name in VAL_NAMES if name in self.splits), None)
 
 
 def list_dataset(data: str | DatasetSpec) -> DatasetListing:
-    """List the images of `data`.
-
-    Args:
-        data: A source that `vit train` accepts, or its specification.
+    """List the images of a source that `vit train` accepts.
 
     Raises:
         DataError: It does not exist, or is a source other than a folder that cannot be opened.
@@ -131,31 +133,29 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
         listing.report("source", note)
     for fault in faults:
         listing.report(fault.kind, str(fault.error), *fault.images)
-    for name, items in opened.splits.items():
-        listing.images += [
-            ListedImage(item.path, name or ALL, item.labels, item.group) for item in items
-        ]
-    named = {
-        name: {label for item in items for label in item.labels}
-        for name, items in ((name or ALL, items) for name, items in opened.splits.items())
-    }
-    if listing.learned not in named:
-        there = join_names(named) or "nothing"
+    paths: dict[str, dict[str, list[str]]] = {}
+    """Of each split the images of each class."""
+    for name, records in opened.splits.items():
+        split = name or ALL
+        paths[split] = defaultdict(list)
+        for record in records:
+            listing.images.append(ListedImage(record.path, split, record.labels, record.group))
+            for label in record.labels:
+                paths[split][label].append(record.path)
+    if listing.train_split not in paths:
+        there = join_names(paths) or "nothing"
         listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
-    listing.classes = sorted(named[listing.learned])
-    where = opened.locations.get(listing.learned, spec.data)
+    listing.classes = sorted(paths[listing.train_split])
+    where = opened.locations.get(listing.train_split, spec.data)
     if not listing.classes:
         listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])
         listing.report("one_class", f"only one class ({only}), nothing to tell apart", spec.data)
-    for name in named.keys() - {listing.learned}:
-        found: dict[str, list[str]] = {label: [] for label in named[name]}
-        for item in opened.splits[name]:
-            for label in item.labels:
-                found[label].append(item.path)
-        match_classes(listing, name, Path(spec.data), found)
+    for split, by_class in paths.items():
+        if split != listing.train_split:
+            match_classes(listing, split, Path(spec.data), by_class)
     check_validation(listing)
     return listing
 
@@ -266,7 +266,7 @@ def match_classes(
 
 def check_validation(listing: DatasetListing) -> None:
     """Report a missing or empty validation split."""
-    name = next((name for name in VAL_NAMES if name in listing.splits), None)
+    name = listing.val_split
     if name is None:
         listing.report("no_val", "no validation images: training holds out a share of each class")
         return
@@ -278,14 +278,14 @@ def check_validation(listing: DatasetListing) -> None:
 
 def skipped_files(walk: FolderWalker) -> list[Problem]:
     """The files and folders that a walk skipped, one problem per reason."""
-    endings = (".".join(["", *name.lower().split(".")[-1:]]) for name in walk.ignored_files)
-    foreign: list[str] = []
+    unsupported: list[str] = []
     other: list[str] = []
-    for name, ending in zip(walk.ignored_files, endings, strict=True):
-        (foreign if ending in UNSUPPORTED_SUFFIXES else other).append(name)
+    for name in walk.ignored_files:
+        suffix = f".{name.lower().split('.')[-1]}"
+        (unsupported if suffix in UNSUPPORTED_SUFFIXES else other).append(name)
     convert = "images of formats that are not read; convert them to JPEG or PNG"
     kinds = {
-        "foreign_format": (foreign, convert),
+        "foreign_format": (unsupported, convert),
         "ignored_file": (other, "files not taken for images"),
         "hidden": (sorted(walk.hidden_paths), "hidden and system names"),
         "empty_folder": (walk.empty_folders, "folders without images"),

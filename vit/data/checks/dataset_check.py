@@ -20,7 +20,7 @@ from vit.data.checks.image_stats import (
 )
 from vit.data.checks.problems import KINDS, Problem, problem_kind, shared_property
 from vit.data.image_io import Fingerprint, file_fingerprint
-from vit.data.sources.dataset_spec import VAL_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import (
     few_note,
     imbalance_note,
@@ -45,17 +45,13 @@ Progress = Callable[[str, int, int], object]
 
 @dataclass
 class CheckReport:
-    """The result of a dataset check.
-
-    Args:
-        listing: The images.
-        stats: Statistics of the readable images, by path.
-        problems: The most severe first.
-    """
+    """The result of a dataset check."""
 
     listing: DatasetListing
     stats: dict[str, ImageStats]
+    """Statistics of the readable images, by path."""
     problems: list[Problem]
+    """The most severe first."""
 
     @property
     def failed(self) -> bool:
@@ -178,7 +174,7 @@ def load_or_compute_stats(
     if cache is not None:
         fingerprints = {path: file_fingerprint(path) for path in paths}
         found.update(cache.read(fingerprints))
-        cache.delete(cache.paths() - fingerprints.keys())
+        cache.delete_others(paths)
     missing = [path for path in paths if path not in found]
     unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:
@@ -206,10 +202,9 @@ def unreadable_images(
         for path, result in results.items()
         if isinstance(result, str)
     ]
-    val = next((name for name in VAL_NAMES if name in listing.splits), listing.learned)
-    for split in dict.fromkeys((listing.learned, val)):
+    for split in dict.fromkeys((listing.train_split, listing.val_split or listing.train_split)):
         images = [one for one in listing.images if one.split == split]
-        if split != listing.learned:
+        if split != listing.train_split:
             groups = {"validation": images}
         else:
             groups = {
@@ -228,14 +223,14 @@ def class_problems(listing: DatasetListing) -> list[Problem]:
     """Problems of class names and class sizes."""
     problems = []
     for form, names in lookalike_names(listing.classes).items():
-        written = ", ".join(map(ascii, names))
-        words = f"classes {written} look the same, as {printable(form)}"
-        problems.append(Problem("class_names", words))
+        detail = f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}"
+        problems.append(Problem("class_names", detail))
     for names in similar_names(listing.classes):
-        written = ", ".join(map(ascii, names))
-        words = f"classes {written} differ only in case or spaces"
-        problems.append(Problem("similar_names", words))
-    counts = {name: number for name, number in listing.counts(listing.learned).items() if number}
+        detail = f"classes {', '.join(map(ascii, names))} differ only in case or spaces"
+        problems.append(Problem("similar_names", detail))
+    counts = {
+        name: number for name, number in listing.counts(listing.train_split).items() if number
+    }
     if len(counts) > 1:
         notes = {"few_pictures": few_note(counts), "imbalance": imbalance_note(counts)}
         problems += [Problem(kind, note) for kind, note in notes.items() if note]

@@ -11,7 +11,7 @@ from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_warnings import compare_origins
 from vit.errors import printable
 
-SplitAndClasses = Mapping[str, tuple[str, object]]
+SplitAndClasses = Mapping[str, tuple[str, tuple[str, ...]]]
 """Split and classes by path."""
 
 
@@ -34,12 +34,8 @@ def find_duplicates(
     groups: dict[bytes, list[str]] = defaultdict(list)
     for path in locations:
         groups[stats[path].digest].append(path)
-    problems = [
-        problem
-        for group in groups.values()
-        if len(group) > 1
-        for problem in exact_duplicate_problems(group, locations)
-    ]
+    copies = [group for group in groups.values() if len(group) > 1]
+    problems = [one for group in copies for one in exact_duplicate_problems(group, locations)]
     members = [group for group in groups.values() if not stats[group[0]].blank]
     firsts = [stats[group[0]] for group in members]
     done = 0
@@ -93,22 +89,16 @@ def near_duplicate_problem(
     )
     _, _, kinds = compare_origins(worst, locations)
     labels = class_names(worst, locations)
+    kind, where = "near_duplicate", ""
     if "split" in kinds:
         splits = " and ".join(locations[path][0] for path in worst)
-        two = ", under two labels" if "class" in kinds else ""
-        words = f"nearly the same image in {splits}{two} ({how})"
-        return Problem("near_leak", words, worst, labels=labels)
-    if "class" in kinds:
-        words = f"nearly the same image in two classes ({how})"
-        return Problem("near_two_labels", words, worst, labels=labels)
-    return Problem("near_duplicate", f"nearly the same image ({how})", worst, labels=labels)
+        where = f" in {splits}" + (", under two labels" if "class" in kinds else "")
+        kind = "near_leak"
+    elif "class" in kinds:
+        kind, where = "near_two_labels", " in two classes"
+    return Problem(kind, f"nearly the same image{where} ({how})", worst, labels=labels)
 
 
 def class_names(paths: Sequence[str], locations: SplitAndClasses) -> tuple[str, ...]:
     """The names of the classes of each image."""
-    found = []
-    for path in paths:
-        labels = locations[path][1]
-        assert isinstance(labels, tuple)
-        found.append(", ".join(map(printable, labels)))
-    return tuple(found)
+    return tuple(", ".join(map(printable, locations[path][1])) for path in paths)

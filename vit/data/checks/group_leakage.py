@@ -6,7 +6,6 @@ from itertools import zip_longest
 from vit.data.archives import relative
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.problems import SHOWN, Problem
-from vit.data.sources.dataset_spec import VAL_NAMES
 from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.errors import printable
 from vit.text import plural
@@ -39,17 +38,14 @@ def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Probl
             found[one.split][name].append(one)
     notes = group_notes(groups, group, column=listing.grouped)
     problems = [Problem("source", note) for note in notes]
-    learned = found.get(listing.learned, {})
-    val = next((name for name in VAL_NAMES if name in listing.splits), None)
+    train = found.pop(listing.train_split, {})
     for split, members in found.items():
-        if split == listing.learned:
-            continue
-        kind = "group_leak" if split == val else "group_in_test"
-        for name in sorted(learned.keys() & members.keys()):
-            here, there = learned[name], members[name]
+        kind = "group_leak" if split == listing.val_split else "group_in_test"
+        for name in sorted(train.keys() & members.keys()):
+            here, there = train[name], members[name]
             words = (
                 f"group {printable(name)} ({printable(group)}) has {plural(len(here), 'image')} "
-                f"in {listing.learned} and {len(there):,} in {split}"
+                f"in {listing.train_split} and {len(there):,} in {split}"
             )
             in_turn = [one for both in zip_longest(here, there) for one in both if one]
             shown = tuple(one.path for one in in_turn[:SHOWN])

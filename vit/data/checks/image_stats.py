@@ -91,7 +91,7 @@ def compute_stats(path: str) -> StatsOrReason:
         exif_rotated=header.exif_rotated,
         alpha=header.alpha,
         grey=int(np.ptp(small, axis=2).max()) <= GREY_TOLERANCE,
-        blank=flat and all(high - low <= BLANK_TOLERANCE for low, high in channel_ranges(image)),
+        blank=flat and all(high - low <= BLANK_TOLERANCE for low, high in image.getextrema()),
         digest=digest,
         thumbnail=encode_thumbnail(small),
     )
@@ -121,12 +121,6 @@ def downscaled(image: Image.Image) -> Image.Image:
     return image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
 
 
-def channel_ranges(image: Image.Image) -> list[tuple[int, int]]:
-    """Smallest and largest value of each channel of an RGB image."""
-    found = [channel.getextrema() for channel in image.split()]
-    return [(int(low), int(high)) for low, high in found]  # type: ignore[arg-type]
-
-
 def encode_thumbnail(small: np.ndarray[Any, Any]) -> bytes:
     """`ImageStats.thumbnail` of a (THUMBNAIL_SIDE, THUMBNAIL_SIDE, 3) image: JPEG's Y, Cb, Cr."""
     red, green, blue = (small[..., channel].astype(np.float32) for channel in range(3))
@@ -138,27 +132,22 @@ def encode_thumbnail(small: np.ndarray[Any, Any]) -> bytes:
     return b"".join(np.rint(plane).clip(0, 255).astype(np.uint8).tobytes() for plane in planes)
 
 
-def default_workers() -> int:
-    """One process per core that this process may use, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MAX_WORKERS)
-
-
 def compute_all_stats(
     paths: Sequence[str], *, workers: int | None = None, timeout: float = TIMEOUT_SECONDS
 ) -> Iterator[tuple[int, StatsOrReason]]:
-    """Compute the statistics of `paths` in worker processes.
+    """Compute the statistics of `paths` in worker processes, by default one per core.
 
     Args:
         paths: Images.
-        workers: Number of processes; one per core if None.
+        workers: Number of processes.
         timeout: Seconds after which an image is given up.
 
     Yields:
         The index of an image in `paths` and its statistics, in any order.
     """
     pending = deque(range(at, min(at + CHUNK, len(paths))) for at in range(0, len(paths), CHUNK))
-    number = min(workers or default_workers(), len(pending))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    number = min(workers or min(cores or 1, MAX_WORKERS), len(pending))
     processes = [StatsWorker(paths, timeout) for _ in range(number)]
     try:
         while pending or any(process.assigned for process in processes):
@@ -334,18 +323,14 @@ class StatsCache:
         ]
         self._execute("insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete the entries of `paths`."""
-        self._execute("delete from verdicts where path = ?", [(os.fsencode(p),) for p in paths])
-
-    def paths(self) -> set[str]:
-        """The paths of all entries."""
-        if self.database is None:
-            return set()
-        with contextlib.suppress(sqlite3.Error):
-            rows = self.database.execute("select path from verdicts").fetchall()
-            return {os.fsdecode(path) for (path,) in rows}
-        return set()
+    def delete_others(self, paths: Iterable[str]) -> None:
+        """Delete the entries of all paths but `paths`."""
+        if self.database is not None:
+            kept = set(map(os.fsencode, paths))
+            with contextlib.suppress(sqlite3.Error):
+                rows = self.database.execute("select path from verdicts").fetchall()
+                others = [row for row in rows if row[0] not in kept]
+                self._execute("delete from verdicts where path = ?", others)
 
     def close(self) -> None:
         """Close the database."""
