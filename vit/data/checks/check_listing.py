@@ -133,8 +133,7 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
         listing.report("source", note)
     for fault in faults:
         listing.report(fault.kind, str(fault.error), *fault.images)
-    paths: dict[str, dict[str, list[str]]] = {}
-    """Of each split the images of each class."""
+    paths: dict[str, dict[str, list[str]]] = {}  # by split and class
     for name, records in opened.splits.items():
         split = name or ALL
         paths[split] = defaultdict(list)
