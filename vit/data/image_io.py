@@ -354,12 +354,9 @@ def _decode_intact_jpeg(
 
 
 def decode_jpeg(data: bytes, min_size: tuple[int, int] | None = None) -> Pixels | None:
-    """Decode a JPEG with libjpeg-turbo; None if the decoder has any complaint.
+    """Decode a JPEG with libjpeg-turbo, not smaller than `min_size`, (width, height).
 
-    Args:
-        data: The file.
-        min_size: (width, height) that suffices: the image may be decoded at half, a quarter or an
-            eighth of its size, but not smaller than this.
+    None if the decoder has any complaint.
     """
     width, height = min_size or (0, 0)
     factor = 1 if min_size is None else 2

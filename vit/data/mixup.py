@@ -42,9 +42,7 @@ def sample_mix_plan(
 
     Args:
         config: Strength and probability of MixUp and CutMix.
-        seed: Seed of the run.
-        epoch: Index of the epoch.
-        step: Index of the step in the epoch.
+        seed, epoch, step: Of the run, from 0, and from 0 in the epoch.
         batch_size: Images of the step, over all devices and micro-batches.
     """
     if not config.mixes:

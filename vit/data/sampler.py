@@ -142,14 +142,7 @@ def balanced_order(classes: Tensor, generator: torch.Generator) -> Tensor:
     """A shuffled order of as many entries as samples, with equally many of each non-empty class.
 
     If the number of samples is not a multiple of the number of classes, random classes have one
-    entry more.
-
-    Args:
-        classes: Class indices of the samples, (count,).
-        generator: Source of randomness.
-
-    Returns:
-        Sample indices, (count,) int64.
+    entry more. (count,) class indices of the samples -> (count,) sample indices, both int64.
     """
     present, inverse = torch.unique(classes, return_inverse=True)
     members = torch.split(inverse.argsort(stable=True), torch.bincount(inverse).tolist())

@@ -108,7 +108,6 @@ class PreNormBlock(Block):
     """x + f(norm(x)), for attention and then for the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), context)))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         return x, context
@@ -118,7 +117,6 @@ class PostNormBlock(Block):
     """norm(x + f(x)), for attention and then for the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, context))))
         x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
         return x, context
@@ -132,7 +130,6 @@ class SandwichNormBlock(Block):
     norm2_post: nn.Module
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), context))))
         x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))
         return x, context
@@ -144,7 +141,6 @@ class ParallelBlock(Block):
     norms = ("norm1",)
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         y = self.norm1(x)
         x = x + self.drop_path(self.ls1(self.attn(y, context)) + self.ls2(self.mlp(y)))
         return x, context
@@ -154,12 +150,9 @@ class DecoderBlock(Block):
     """Base class of the decoder blocks, which add cross-attention.
 
     Args:
-        attn: Causal self-attention.
-        mlp: Feed-forward part.
+        attn, mlp, norm, drop_path: As in Block; self-attention is causal.
         cross_attn: Attention to the tokens of the image.
-        norm: Builds one norm layer.
         scales: LayerScale, or identity, of attention, feed-forward and cross-attention.
-        drop_path: Probability of skipping a branch during training.
     """
 
     norms = ("norm1", "norm_cross", "norm2")
@@ -184,7 +177,6 @@ class PreNormDecoderBlock(DecoderBlock):
     """x + f(norm(x)), for attention, cross-attention and the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), context)))
         x = x + self.drop_path(self.ls_cross(self.cross_attn(self.norm_cross(x), context)))
         x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
@@ -195,7 +187,6 @@ class PostNormDecoderBlock(DecoderBlock):
     """norm(x + f(x)), for attention, cross-attention and the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
         x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, context))))
         x = self.norm_cross(x + self.drop_path(self.ls_cross(self.cross_attn(x, context))))
         x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))

@@ -106,16 +106,12 @@ class TextDecoder(nn.Module):
 
         Args:
             ids: (batch, tokens), int64.
-            memory: Tokens of the image, (batch, memory_tokens, memory_dim); None for a language
-                model.
+            memory: As in `init_cache`.
             padding: True at padding tokens, (batch, tokens). Padding on the right needs none,
                 since attention is causal.
 
         Returns:
             (batch, tokens, vocab).
-
-        Raises:
-            ValueError: There are more tokens than positions.
         """
         return self.logits(self.hidden_states(ids, self.init_cache(memory), padding=padding))
 
@@ -135,9 +131,6 @@ class TextDecoder(nn.Module):
 
         Returns:
             (batch, new, vocab).
-
-        Raises:
-            ValueError: There are more tokens than positions.
         """
         return self.logits(self.hidden_states(ids, cache, attention_fn=attention_fn))
 
@@ -158,6 +151,9 @@ class TextDecoder(nn.Module):
         Args:
             ids, cache, attention_fn: As for `decode`.
             padding: As for `forward`; only with an empty cache, which does not store padding.
+
+        Raises:
+            ValueError: There are more tokens than positions.
         """
         offset, new = cache.length, ids.shape[1]
         if offset + new > self.max_length:

@@ -50,10 +50,7 @@ class SwiGLU(nn.Module):
     It has three matrices: with two thirds of an MLP's `hidden_dim` it has as many parameters.
 
     Args:
-        dim: Width of a token.
-        hidden_dim: Width inside.
-        bias: Whether the projections have one.
-        dropout: Probability of dropping an activation, inside and at the end, during training.
+        dim, hidden_dim, bias, dropout: As for MLP.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class PackedSwiGLU(nn.Module):
     """SwiGLU with one matrix for gate and value, the gate first.
 
     Args:
-        dim, hidden_dim, bias, dropout: As for SwiGLU.
+        dim, hidden_dim, bias, dropout: As for MLP.
     """
 
     def __init__(

@@ -34,12 +34,8 @@ class Experts(nn.Module):
     """MLPs of one shape with stacked weights.
 
     Args:
-        dim: Width of a token.
-        hidden_dim: Width inside.
+        dim, hidden_dim, activation, bias, dropout: As for MLP, of each expert.
         num_experts: Number of MLPs.
-        activation: Applied inside; the exact GELU by default.
-        bias: Whether the projections have one.
-        dropout: Probability of dropping an activation, inside and at the end, during training.
     """
 
     fc1_weight: nn.Parameter
@@ -162,15 +158,10 @@ class MixtureOfExperts(nn.Module):
     forward pass.
 
     Args:
-        dim: Width of a token.
-        hidden_dim: Width inside an expert.
-        num_experts: Number of experts.
+        dim, hidden_dim, num_experts, activation, bias, dropout: As for Experts.
         top_k: Experts of each token.
         weight_fn: Top-k probabilities (..., top_k) -> weights of the experts' outputs.
         capacity_fn: Drops assignments, a partial of `drop_over_capacity`; None drops none.
-        activation: Applied inside an expert; the exact GELU by default.
-        bias: Whether the experts' projections have one.
-        dropout: Probability of dropping an activation, inside and at the end, during training.
         jitter: The router's inputs are multiplied by uniform(1 - jitter, 1 + jitter) in training
             (Fedus et al., appendix C).
         shared: Shared expert, used by every token (Dai et al., "DeepSeekMoE", arXiv:2401.06066).

@@ -74,11 +74,9 @@ class SinusoidalPositions(LearnedPositions):
         self.encode = encode
 
     def table(self) -> Tensor | None:
-        """The table, (1, prefix + rows * cols, dim)."""
         return F.pad(self.encode(self.grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
 
     def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
-        """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
         positions = F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
         return positions.to(table)
 
@@ -98,13 +96,10 @@ class NoPositions(nn.Module):
 def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Tensor:
     """Interpolate a learned table to another grid, so that trained weights fit other image sizes.
 
-    Prefix rows (class token) are not pixels and stay as they are.
-
     Args:
         table: Learned positions of the old grid, (1, prefix + patches, dim).
-        old: Rows and columns of the table's grid, in patches.
-        new: New rows and columns.
-        prefix: Rows of the table in front of the patches.
+        old, new: Rows and columns of both grids, in patches.
+        prefix: Rows of the table in front of the patches, which stay as they are.
 
     Returns:
         Positions of the new grid, (1, prefix + rows * cols, dim).

@@ -46,7 +46,6 @@ class LearnedTextPositions(TextPositions):
     def forward(
         self, x: Tensor, offset: int, padding: Tensor | None
     ) -> tuple[Tensor, Rotation | None]:
-        """As the base class, without a rotation."""
         return x + lookup_positions(self.pos_embed, x, offset, padding), None
 
 
@@ -62,7 +61,6 @@ class SinusoidalTextPositions(TextPositions):
     def forward(
         self, x: Tensor, offset: int, padding: Tensor | None
     ) -> tuple[Tensor, Rotation | None]:
-        """As the base class, without a rotation."""
         return x * self.dim**0.5 + lookup_positions(self.table, x, offset, padding), None
 
 
@@ -81,7 +79,6 @@ class RotaryTextPositions(TextPositions):
     def forward(
         self, x: Tensor, offset: int, padding: Tensor | None
     ) -> tuple[Tensor, Rotation | None]:
-        """As the base class."""
         angles = lookup_positions(self.angles, x, offset, padding)
         return x, Rotation(angles if angles.ndim == 3 else angles.unsqueeze(0))
 

@@ -124,7 +124,6 @@ class MergingBlock(PreNormBlock):
         self.count, self.prefix = count, prefix
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        """(batch, tokens, dim) -> (batch, fewer tokens, dim), and the context of these tokens"""
         recorder = KeyRecorder(context.attention_fn)
         y = self.attn(self.norm1(x), context._replace(attention_fn=recorder))
         x = x + self.drop_path(self.ls1(y))
