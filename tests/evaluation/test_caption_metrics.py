@@ -16,7 +16,7 @@ from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge, my_lcs
 from sacrebleu.metrics import BLEU, CHRF
 
-from vit.evaluation.caption_metrics import caption_scores, longest_common, plain, rouge_l, words
+from vit.evaluation.caption_metrics import caption_scores, lcs_length, normalize, rouge_l, words
 
 FILE = Path(__file__).with_name("captions_100.json")
 ROWS = json.loads(FILE.read_text(encoding="utf-8"))
@@ -99,8 +99,10 @@ def test_cider_equals_pycocoevalcap():
 
 
 def test_chrf_equals_sacrebleu():
-    told = [plain(text) for text in HYPOTHESES]
-    expected = CHRF().corpus_score(told, padded([[plain(t) for t in row] for row in REFERENCES]))
+    told = [normalize(text) for text in HYPOTHESES]
+    expected = CHRF().corpus_score(
+        told, padded([[normalize(t) for t in row] for row in REFERENCES])
+    )
     score = caption_scores(HYPOTHESES, REFERENCES)["chrf"]
     assert score == pytest.approx(expected.score / 100, abs=1e-12)
     assert 0.3 < score < 0.9
@@ -263,13 +265,13 @@ def test_common_words_equal_the_table_of_pycocoevalcap():
     for _ in range(300):
         first, second = (draw.choices("abcd", k=draw.randint(0, 12)) for _ in range(2))
         expected = my_lcs(first, second)
-        assert longest_common(first, second) == expected, (first, second)
+        assert lcs_length(first, second) == expected, (first, second)
 
 
 def test_a_caption_of_ten_thousand_words():
     text = [f"w{number}" for number in range(10_000)]
-    assert longest_common(text, text[10:] + text[:10]) == 9_990
-    assert longest_common(["a"] * 10_000, ["a"] * 9_000) == 9_000
+    assert lcs_length(text, text[10:] + text[:10]) == 9_990
+    assert lcs_length(["a"] * 10_000, ["a"] * 9_000) == 9_000
     scores = caption_scores([" ".join(text), "a b"], [[" ".join(text[::-1])], ["b"]])
     assert scores["rouge_l"] == pytest.approx((1e-4 + 2.44 * 0.5 / (1 + 1.44 * 0.5)) / 2)
 

@@ -4,7 +4,6 @@ import pytest
 
 from vit.evaluation.charts import (
     Chart,
-    Curve,
     epoch_ticks,
     line_chart,
     nice_ticks,
@@ -34,15 +33,14 @@ def test_epoch_ticks_are_few_and_have_both_ends(first, last):
 @pytest.mark.parametrize("epochs", [1, 2, 41, 600])
 def test_any_number_of_epochs_is_drawn_inside_the_chart(epochs):
     numbers = range(1, epochs + 1)
-    curve = Curve("validation", "val", [1 - 1 / (epoch + 1) for epoch in numbers])
-    chart = line_chart("Top-1", numbers, [curve], best=epochs, unit="%")
-    (drawn,) = chart.curves
-    assert len(drawn.points) == epochs
-    assert drawn.dots == (epochs < 41)
-    for x, y in drawn.points:
+    values = [1 - 1 / (epoch + 1) for epoch in numbers]
+    chart = line_chart("Top-1", numbers, {"validation": values}, best=epochs, unit="%")
+    ((label, style, points),) = chart.curves
+    assert (label, style, len(points)) == ("validation", "val", epochs)
+    for x, y in points:
         assert Chart.left <= x <= Chart.right
         assert Chart.top <= y <= Chart.bottom
-    assert chart.best == drawn.points[-1][0]
+    assert chart.best == points[-1][0]
     assert chart.description.startswith(f"Top-1 over {epochs} epochs; validation: ")
     assert all(text.endswith("%") for _, text in chart.ticks)
 
@@ -52,3 +50,11 @@ def test_points_of_one_value_lie_in_the_middle():
     assert {x for x, *_ in chart.points} == {(Chart.left + Chart.right) / 2}
     assert chart.marks == [((Chart.left + Chart.right) / 2, "0.1")]
     assert chart.description == "lr: 2 points from 0.5 to 0.7"
+
+
+def test_the_curve_to_compare_with_comes_first():
+    chart = line_chart("Loss", [1, 2], {"training": [2, 1], "validation": [3, 2]}, best=2)
+    assert [(label, style) for label, style, _ in chart.curves] == [
+        ("training", "train"),
+        ("validation", "val"),
+    ]

@@ -1,7 +1,7 @@
 """Caption metrics: BLEU, ROUGE-L, chrF, CIDEr-D, and the shares of distinct and exact captions.
 
-Captions of any script are cut into words for BLEU, ROUGE-L and CIDEr. METEOR and SPICE are left
-out: they need Java and English word lists.
+BLEU, ROUGE-L and CIDEr compare words, which are found in text of any script. METEOR and SPICE are
+left out: they need Java and English word lists.
 
 Source: CIDEr-D: Vedantam, Zitnick and Parikh, section 4 and appendix, arXiv:1411.5726.
 """
@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 # Letters of scripts that put no spaces between words, by how Unicode names them
@@ -22,20 +21,20 @@ UNSPACED = (
 SAME = str.maketrans({"\u2019": "'", "\uff07": "'", "\u2010": "-", "\u2011": "-"})
 """Typographic apostrophes and hyphens, as a keyboard writes them."""
 
-# The kinds of characters, one letter each; a pattern runs over kinds, never over characters.
+# The kind of a character, one letter each; WORD is a pattern over kinds, never over characters.
 KINDS = {
     "'": "q", "-": "h", ".": "s", ",": "s", ":": "s", "/": "s",
-    "\u200c": "j",  # joins or parts letters of one word in Persian and in India
-    "\u200d": "j",  # and glues emoji to one
+    "\u200c": "j",  # joins or separates letters of one word in Persian and in India
+    "\u200d": "j",  # and joins emoji
     "\U000e007f": "g",  # ends the letters of a region's flag
     "\ufe0f": "v",  # makes an emoji of the character before
 }  # fmt: skip
 LETTER = "[ad][mvj]*"
-IMAGE = "[et][mvtg]*"
+EMOJI = "[et][mvtg]*"
 WORD = re.compile(
     "|".join(
         [
-            f"rr[mvtg]*|r|{IMAGE}(?:j{IMAGE})*",  # a flag; an emoji, or a symbol
+            f"rr[mvtg]*|r|{EMOJI}(?:j{EMOJI})*",  # a flag; an emoji, or a symbol
             "[qhsp]v[mv]*",  # an emoji made of punctuation
             "c[mvj]*",
             f"q?(?:{LETTER})+(?:(?:[qh]|(?<=d)s(?=d))(?:{LETTER})+)*",
@@ -72,7 +71,7 @@ def words(caption: str) -> list[str]:
 
 
 class _Kinds(dict[int, str]):
-    """Kind of every character by its number; found when it is first met."""
+    """The kind of every character by its number, filled on demand."""
 
     def __missing__(self, number: int) -> str:
         self[number] = _kind(chr(number))
@@ -80,7 +79,7 @@ class _Kinds(dict[int, str]):
 
 
 def _kind(character: str) -> str:
-    """One letter; a space for what parts words and is never in one."""
+    """One letter; a space for what separates words."""
     name, category = unicodedata.name(character, ""), unicodedata.category(character)
     if character in KINDS:
         return KINDS[character]
@@ -101,29 +100,16 @@ _kinds = _Kinds()
 
 
 ORDERS = 4
-SIGMA = 6.0  # words; how far the lengths may be apart
-SCALE = 10.0
+"""The longest n-grams of CIDEr, in words."""
+SIGMA = 6.0
+"""Width, in words, of CIDEr's penalty of different lengths."""
 
-Words = Sequence[str]
-Gram = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """One caption as weights of its n-grams.
-
-    Args:
-        length: Words.
-        weights: Of each n-gram how often it occurs times its rarity; one table an order n.
-        norms: Euclidean length of each table.
-    """
-
-    length: int
-    weights: tuple[dict[Gram, float], ...]
-    norms: tuple[float, ...]
+Ngram = tuple[str, ...]
 
 
-def cider(hypotheses: Sequence[Words], references: Sequence[Sequence[Words]]) -> float:
+def cider(
+    hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]
+) -> float:
     """Mean CIDEr-D over the images, in [0, 10]; captions are given as words.
 
     CIDEr-D(c, S) = 10/4 Σₙ 1/|S| Σₛ exp(-(l(c) - l(s))²/2·6²) min(gc, gs)·gs / |gc||gs|
@@ -133,74 +119,68 @@ def cider(hypotheses: Sequence[Words], references: Sequence[Sequence[Words]]) ->
     weighs nothing: the score of one image alone is 0, and so is that of images whose
     references are the same.
     """
-    counted = [[grams(reference) for reference in row] for row in references]
-    frequency = Counter(gram for row in counted for gram in set().union(*row))
-    rarity = {gram: math.log(len(counted) / images) for gram, images in frequency.items()}
-    unseen = math.log(len(counted))
+    counts = [[count_ngrams(reference) for reference in row] for row in references]
+    frequency = Counter(ngram for row in counts for ngram in set().union(*row))
+    rarity = {ngram: math.log(len(counts) / images) for ngram, images in frequency.items()}
+    unseen = math.log(len(counts))
+
+    def weigh(ngrams: Counter[Ngram]) -> list[dict[Ngram, float]]:
+        """The weight of each n-gram, one table an order."""
+        tables: list[dict[Ngram, float]] = [{} for _ in range(ORDERS)]
+        for ngram, count in ngrams.items():
+            tables[len(ngram) - 1][ngram] = count * rarity.get(ngram, unseen)
+        return tables
+
     scores = []
-    for hypothesis, captions, row in zip(hypotheses, references, counted, strict=True):
-        ours = weigh(hypothesis, grams(hypothesis), rarity, unseen)
+    for hypothesis, captions, row in zip(hypotheses, references, counts, strict=True):
+        ours = weigh(count_ngrams(hypothesis))
         parts = [
-            likeness(ours, weigh(caption, counts, rarity, unseen))
-            for caption, counts in zip(captions, row, strict=True)
+            math.exp(-((len(hypothesis) - len(caption)) ** 2) / (2 * SIGMA**2))
+            * clipped_cosine(ours, weigh(ngrams))
+            for caption, ngrams in zip(captions, row, strict=True)
         ]
-        scores.append(SCALE * math.fsum(parts) / len(parts))
+        scores.append(10 * math.fsum(parts) / len(parts))
     return math.fsum(scores) / len(scores)
 
 
-def grams(caption: Words) -> Counter[Gram]:
+def count_ngrams(caption: Sequence[str]) -> Counter[Ngram]:
     """How often each run of 1 to 4 words occurs."""
-    found: Counter[Gram] = Counter()
+    found: Counter[Ngram] = Counter()
     for order in range(1, ORDERS + 1):
         found.update(zip(*(caption[start:] for start in range(order)), strict=False))
     return found
 
 
-def weigh(
-    caption: Words, counts: Counter[Gram], rarity: dict[Gram, float], unseen: float
-) -> Weighed:
-    """`caption` with n-grams `counts`; one that no reference has is as rare as `unseen`."""
-    weights: tuple[dict[Gram, float], ...] = tuple({} for _ in range(ORDERS))
-    for gram, count in counts.items():
-        weights[len(gram) - 1][gram] = count * rarity.get(gram, unseen)
-    norms = tuple(math.sqrt(math.fsum(w * w for w in table.values())) for table in weights)
-    return Weighed(len(caption), weights, norms)
+def clipped_cosine(
+    ours: Sequence[dict[Ngram, float]], theirs: Sequence[dict[Ngram, float]]
+) -> float:
+    """min(gc, gs)·gs / |gc||gs|, mean over the orders; one without weights counts as 0."""
+    cosines = []
+    for here, there in zip(ours, theirs, strict=True):
+        norms = [math.sqrt(math.fsum(w * w for w in table.values())) for table in (here, there)]
+        if all(norms):
+            shared = here.keys() & there.keys()
+            dot = math.fsum(min(here[ngram], there[ngram]) * there[ngram] for ngram in shared)
+            cosines.append(dot / (norms[0] * norms[1]))
+    return math.fsum(cosines) / ORDERS
 
 
-def likeness(ours: Weighed, theirs: Weighed) -> float:
-    """Clipped cosine, mean over the orders, times the penalty of the lengths; in [0, 1].
-
-    An order whose n-grams weigh nothing, or that has none, counts as 0.
-    """
-    cosines = [
-        math.fsum(min(w, there[gram]) * there[gram] for gram, w in here.items() if gram in there)
-        / (here_norm * there_norm)
-        for here, there, here_norm, there_norm in zip(
-            ours.weights, theirs.weights, ours.norms, theirs.norms, strict=True
-        )
-        if here_norm and there_norm
-    ]
-    penalty = math.exp(-((ours.length - theirs.length) ** 2) / (2 * SIGMA**2))
-    return penalty * math.fsum(cosines) / ORDERS
-
-
-BETA = 1.2  # of ROUGE-L: how much more recall weighs than precision
+BETA = 1.2
+"""How much more recall weighs than precision in ROUGE-L."""
 
 
 def caption_scores(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Every score of the captions `hypotheses`; one and at least one reference an image.
+    """All scores of `hypotheses`, one an image, against at least one reference an image.
 
-    `bleu1` to `bleu4`, `rouge_l` and `cider` compare words (`words`); `chrf`,
-    `distinct` and `exact` the text as it is, in NFC, where white space of any kind and length is
-    one space. The order of the images is of no account. All are shares in [0, 1] but `cider`,
-    in [0, 10]:
+    `bleu1` to `bleu4`, `rouge_l` and `cider` compare words (`words`); `chrf`, `distinct` and
+    `exact` the text in NFC with single spaces. All are shares in [0, 1] but `cider`, in [0, 10],
+    and do not depend on the order of the images:
 
     - bleu1 ... bleu4: of the whole set, not smoothed: 0 where no hypothesis has an n-gram right.
     - rouge_l: mean over the images.
-    - cider: CIDEr-D with document frequencies of these references. An n-gram that every image
-      has weighs nothing: the score of a single image is 0, whatever its caption says.
+    - cider: CIDEr-D with document frequencies of these references.
     - chrf: chrF2 of the whole set; of each image against the reference that fits best, of equal
       ones the first.
     - distinct: different hypotheses, over all.
@@ -210,16 +190,16 @@ def caption_scores(
         ValueError: There is no image, one has no reference, or the lengths differ.
     """
     _check(hypotheses, references)
-    texts = [plain(text) for text in hypotheses]
-    true_texts = [[plain(text) for text in row] for row in references]
-    told = [words(text) for text in texts]
+    texts = [normalize(text) for text in hypotheses]
+    true_texts = [[normalize(text) for text in row] for row in references]
+    found = [words(text) for text in texts]
     true = [[words(text) for text in row] for row in true_texts]
-    rouges = [rouge_l(ours, row) for ours, row in zip(told, true, strict=True)]
+    rouges = [rouge_l(caption, row) for caption, row in zip(found, true, strict=True)]
     hits = sum(text in row for text, row in zip(texts, true_texts, strict=True))
     return {
-        **bleu(told, true),
+        **bleu(found, true),
         "rouge_l": math.fsum(rouges) / len(rouges),
-        "cider": cider(told, true),
+        "cider": cider(found, true),
         "chrf": chrf(texts, true_texts),
         "distinct": len(set(texts)) / len(texts),
         "exact": hits / len(texts),
@@ -241,7 +221,7 @@ def _check(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> No
             raise ValueError(f"image {number} has no reference")
 
 
-def plain(text: str) -> str:
+def normalize(text: str) -> str:
     """`text` in NFC, with one space for any run of white space and none at the ends."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
@@ -249,7 +229,7 @@ def plain(text: str) -> str:
 def bleu(
     hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]
 ) -> dict[str, float]:
-    """bleu1 to bleu4 of the whole set; of captions given as words.
+    """bleu1 to bleu4 of the whole set; captions are given as words.
 
     The length of an image's reference is the one nearest to the hypothesis, of two the shorter.
 
@@ -258,16 +238,17 @@ def bleu(
     """
     from sacrebleu.metrics.bleu import BLEU
 
-    metric = BLEU(tokenize="none", force=True)  # of the whole, only the counts are used
     joined = [[" ".join(reference) for reference in row] for row in references]
-    whole = metric.corpus_score([" ".join(told) for told in hypotheses], list(zip_longest(*joined)))
+    counts = BLEU(tokenize="none", force=True).corpus_score(
+        [" ".join(caption) for caption in hypotheses], list(zip_longest(*joined))
+    )
     scores = {}
     for order in range(1, 5):
         part = BLEU.compute_bleu(
-            whole.counts[:order],
-            whole.totals[:order],
-            whole.sys_len,
-            whole.ref_len,
+            counts.counts[:order],
+            counts.totals[:order],
+            counts.sys_len,
+            counts.ref_len,
             smooth_method="none",
             max_ngram_order=order,
         )
@@ -287,33 +268,32 @@ def chrf(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> floa
 
 
 def rouge_l(hypothesis: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """ROUGE-L of one image, as COCO has it: captions are given as words.
+    """ROUGE-L of one image as COCO computes it; captions are given as words.
 
     F = (1 + β²) P R / (R + β² P), where P and R are the greatest precision and the greatest recall
     over the references, perhaps of two of them. An empty caption is one empty word.
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", section 3, 2004.
     """
-    told = hypothesis or [""]
-    captions = [reference or [""] for reference in references]
-    common = [longest_common(told, caption) for caption in captions]
-    precision = max(common) / len(told)
-    recall = max(length / len(caption) for length, caption in zip(common, captions, strict=True))
+    caption, true = hypothesis or [""], [reference or [""] for reference in references]
+    common = [lcs_length(caption, reference) for reference in true]
+    precision = max(common) / len(caption)
+    recall = max(length / len(reference) for length, reference in zip(common, true, strict=True))
     if precision == 0:
         return 0.0
     return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision)
 
 
-def longest_common(first: Sequence[str], second: Sequence[str]) -> int:
+def lcs_length(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the longest common subsequence; a row of the table is the bits of one integer.
 
     Source: Hyyrö, "Bit-Parallel LCS-length Computation Revisited", section 3, AWOCA 2004.
     """
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for index, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << index
+        positions[word] = positions.get(word, 0) | 1 << index
     row = full = (1 << len(first)) - 1
     for word in second:
-        met = row & places.get(word, 0)
-        row = (row + met) | (row - met)
+        matches = row & positions.get(word, 0)
+        row = (row + matches) | (row - matches)
     return len(first) - (row & full).bit_count()

@@ -11,22 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from vit.data.archives import relative
-from vit.errors import printable
-from vit.evaluation.caption_metrics import caption_scores, plain, rouge_l, words
+from vit.evaluation.caption_metrics import caption_scores, normalize, rouge_l, words
 from vit.evaluation.charts import Chart
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_report import class_findings
-from vit.evaluation.html_page import readable_thumbnails
+from vit.evaluation.html_page import Thumbnail, readable_thumbnails
 from vit.evaluation.run_report import Event, RunFacts, epoch_chart, select_epochs, write_run_report
 
 MAX_EXAMPLES = 8
 """Examples of the best, of the worst, and of all captions."""
-MAX_REFERENCES = 3
-MAX_LENGTH = 300
-"""Characters of a caption that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +115,7 @@ def write_caption_report(
         caption_scores=caption_scores(
             [one.caption for one in images], [one.references for one in images]
         ),
-        captions=[(shown(text), count) for text, count in ranked(one.caption for one in images)],
+        captions=ranked(one.caption for one in images),
         references=ranked(one.references[0] for one in images),
         lengths=[
             ("captions", count_words(one.caption for one in images)),
@@ -153,7 +147,7 @@ def caption_charts(facts: RunFacts, epochs: Sequence[Event]) -> list[Chart]:
 
 def ranked(captions: Iterable[str]) -> list[tuple[str, int]]:
     """Each of `captions` with its number, the most frequent first; white space does not matter."""
-    counts = Counter(map(plain, captions))
+    counts = Counter(map(normalize, captions))
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -173,18 +167,16 @@ def count_words(captions: Iterable[str]) -> dict[str, float]:
 
 def choose_examples(
     images: Sequence[CaptionedImage], facts: RunFacts
-) -> dict[str, list[dict[str, Any]]]:
-    """Examples by title: some drawn by chance, the best and the worst, where there are any.
+) -> dict[str, list[tuple[Thumbnail, CaptionedImage, float]]]:
+    """Examples with their ROUGE-L by title: some drawn by chance, the best and the worst.
 
     The best are those of the highest ROUGE-L, of equal ones those of the lowest loss. Images that
     cannot be read are left out.
     """
-    fits = [rouge_l(words(one.caption), [words(text) for text in one.references]) for one in images]
-    ranking = [
-        (-fit, one.loss, one.path, index)
-        for index, (fit, one) in enumerate(zip(fits, images, strict=True))
-    ]
-    order = [index for *_, index in sorted(ranking)]
+    fits = [rouge_l(words(one.caption), [*map(words, one.references)]) for one in images]
+    order = sorted(
+        range(len(images)), key=lambda index: (-fits[index], images[index].loss, images[index].path)
+    )
     half = min(MAX_EXAMPLES, len(order) // 2)
     draw = random.Random(facts.config.training.seed)
     chosen = {
@@ -195,23 +187,9 @@ def choose_examples(
     paths = [one.path for one in images]
     return {
         title: [
-            {
-                "image": image,
-                "caption": shown(images[index].caption),
-                "rouge_l": fits[index],
-                "score": images[index].score,
-                "references": [shown(text) for text in images[index].references[:MAX_REFERENCES]],
-                "more_references": max(len(images[index].references) - MAX_REFERENCES, 0),
-                "path": relative(paths[index], facts.root),
-            }
+            (image, images[index], fits[index])
             for index, image in readable_thumbnails(indices, paths)
         ]
         for title, indices in chosen.items()
         if indices
     }
-
-
-def shown(caption: str) -> str:
-    """A caption on one line, cut where it is very long."""
-    text = printable(" ".join(caption.split()))
-    return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]} ..."

@@ -5,36 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-MAX_DOTS = 40
-"""Epochs up to which a curve has a dot for each."""
-
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One line of a chart.
-
-    Args:
-        label: Its name in the legend.
-        style: Class in the page's style: `train` or `val`.
-        values: One for each of the chart's epochs.
-    """
-
-    label: str
-    style: str
-    values: Sequence[float]
-
-
-@dataclass(frozen=True)
-class DrawnCurve:
-    """A curve in pixels; `legend` is the left end of its name in the legend."""
-
-    label: str
-    style: str
-    points: Sequence[Point]
-    dots: bool
-    legend: int
+STYLES = ("val", "train")
+"""Classes in the page's style: of the last curve, and of one to compare it with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +20,7 @@ class Chart:
         marks: x and text of each mark on the horizontal axis.
         axis: Name of the horizontal axis.
         best: x of the best epoch, if any.
-        curves: Lines.
+        curves: Label, class in the page's style, and the (x, y) of each value.
         points: x, y and class in the page's style of single points.
     """
 
@@ -65,33 +37,33 @@ class Chart:
     marks: Sequence[tuple[float, object]]
     axis: str
     best: float | None = None
-    curves: Sequence[DrawnCurve] = ()
+    curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]] = ()
     points: Sequence[tuple[float, float, str]] = ()
 
 
 def line_chart(
-    title: str, epochs: Sequence[int], curves: Sequence[Curve], *, best: int, unit: str = ""
+    title: str,
+    epochs: Sequence[int],
+    curves: Mapping[str, Sequence[float]],
+    *,
+    best: int,
+    unit: str = "",
 ) -> Chart:
     """A chart of `curves` over `epochs`.
 
     Args:
         title: What is drawn.
         epochs: At least one, rising.
-        curves: The lines.
+        curves: Values by label, one an epoch; of two curves, the first is there to compare.
         best: Epoch to mark.
         unit: `%` where the values are shares.
     """
-    values = [value for curve in curves for value in curve.values]
+    values = [value for curve in curves.values() for value in curve]
     low = 0.0 if 0 <= min(values) < 0.6 * max(values) else min(values)
     ticks, to_y = _vertical_axis(low, max(values), unit)
     to_x = _scale(epochs[0], epochs[-1], Chart.left, Chart.right)
-    drawn, legend = [], Chart.left
-    for curve in curves:
-        points = [(to_x(e), to_y(v)) for e, v in zip(epochs, curve.values, strict=True)]
-        dots = len(points) <= MAX_DOTS
-        drawn.append(DrawnCurve(curve.label, curve.style, points, dots, legend))
-        legend += 56 + 7 * len(curve.label)
-    ends = (f"{curve.label}: {_label(curve.values[-1], unit)} at the end" for curve in curves)
+    x = [to_x(epoch) for epoch in epochs]
+    ends = (f"{label}: {_label(curve[-1], unit)} at the end" for label, curve in curves.items())
     return Chart(
         title=title,
         description=f"{title} over {epochs[-1]} epochs; " + "; ".join(ends),
@@ -99,7 +71,12 @@ def line_chart(
         marks=[(to_x(epoch), epoch) for epoch in epoch_ticks(epochs[0], epochs[-1])],
         axis="epoch",
         best=to_x(best),
-        curves=drawn,
+        curves=[
+            (label, style, [*zip(x, map(to_y, curve), strict=True)])
+            for (label, curve), style in zip(
+                curves.items(), STYLES[: len(curves)][::-1], strict=True
+            )
+        ],
     )
 
 

@@ -106,10 +106,13 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     if count == 0:
         raise ValueError("no image to score")
     right = int((outcomes.ranks == 0).sum())
-    per_class = class_scores(outcomes, classes)
-    answered = set(outcomes.answers.tolist())
-    seen = [row for index, row in enumerate(per_class) if row["count"] or index in answered]
-    labelled = [row for row in per_class if row["count"]]
+    hits, labelled, answered = (
+        part.bincount(minlength=len(classes)).tolist()
+        for part in (outcomes.labels[outcomes.ranks == 0], outcomes.labels, outcomes.answers)
+    )
+    per_class = [*map(class_scores, classes, hits, labelled, answered)]
+    seen = [row for row, times in zip(per_class, answered, strict=True) if row["count"] or times]
+    recalls = [row["recall"] for row in per_class if row["count"]]
     return {
         "count": count,
         "top1": right / count,
@@ -117,28 +120,28 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
         "top1_interval": list(wilson_interval(right, count)),
         "loss": float(-outcomes.likelihoods.clamp(min=LEAST).log().mean()),
         "macro_f1": math.fsum(row["f1"] for row in seen) / len(seen),
-        "balanced_accuracy": math.fsum(row["recall"] for row in labelled) / len(labelled),
+        "balanced_accuracy": math.fsum(recalls) / len(recalls),
         "ece": calibration_error(outcomes.confidences, outcomes.ranks == 0),
         "per_class": per_class,
     }
 
 
-def class_scores(outcomes: Outcomes, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """label, count, precision, recall and f1 of each of `classes`; undefined ones are 0."""
-    size = len(classes)
-    labelled = outcomes.labels.bincount(minlength=size).tolist()
-    answered = outcomes.answers.bincount(minlength=size).tolist()
-    hits = outcomes.labels[outcomes.ranks == 0].bincount(minlength=size).tolist()
-    return [
-        {
-            "label": label,
-            "count": count,
-            "precision": hit / answers if answers else 0.0,
-            "recall": hit / count if count else 0.0,
-            "f1": 2 * hit / (count + answers) if count + answers else 0.0,
-        }
-        for label, count, answers, hit in zip(classes, labelled, answered, hits, strict=True)
-    ]
+def class_scores(label: str, hits: float, count: float, answered: float) -> dict[str, Any]:
+    """Scores of one class; undefined ones are 0.
+
+    Args:
+        label: Its name.
+        hits: Images with the class for which it is predicted.
+        count: Images with the class.
+        answered: Images for which it is predicted.
+    """
+    return {
+        "label": label,
+        "count": int(count),
+        "precision": hits / answered if answered else 0.0,
+        "recall": hits / count if count else 0.0,
+        "f1": 2 * hits / (count + answered) if count + answered else 0.0,
+    }
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:

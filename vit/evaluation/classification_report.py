@@ -6,7 +6,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vit.data.archives import relative
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.html_page import readable_thumbnails
 from vit.evaluation.run_report import (
@@ -106,7 +105,7 @@ def find_mistakes(
             "answer": facts.classes[int(outcomes.answers[index])],
             "confidence": float(outcomes.confidences[index]),
             "likelihood": float(outcomes.likelihoods[index]),
-            "path": relative(paths[index], facts.root),
+            "path": paths[index],
         }
         for index, image in islice(readable_thumbnails(wrong, paths), MAX_MISTAKES)
     ]

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vit.data.archives import relative
 from vit.data.image_io import read_image
 from vit.errors import BadImage, printable, quoted
 from vit.text import format_count, format_duration, percent, plural
@@ -41,7 +42,10 @@ def _environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (format_count, format_duration, number, percent, plural, printable, quoted)
+    filters = (
+        *(format_count, format_duration, number, percent, plural),
+        *(printable, quoted, relative, shorten),
+    )
     environment.filters |= {function.__name__: function for function in filters}
     return environment
 
@@ -49,6 +53,12 @@ def _environment() -> "Environment":
 def number(value: float, spec: str = ",") -> str:
     """`value` in a format of Python, by default with commas between thousands."""
     return format(value, spec)
+
+
+def shorten(text: str, limit: int = 300) -> str:
+    """`text` on one line, printable, and cut where it is longer than `limit` characters."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= limit else f"{line[:limit]} ..."
 
 
 @dataclass(frozen=True)

@@ -13,64 +13,69 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.evaluation.classification_metrics import LEAST, calibration_error
+from vit.evaluation.classification_metrics import LEAST, calibration_error, class_scores
 
-USUAL = 0.5
-"""Threshold of a class of which too little is known."""
-FEWEST = 5
+DEFAULT_THRESHOLD = 0.5
+"""Threshold of a class with too few images to choose one."""
+MIN_IMAGES = 5
 """Images with a class, and without it, from which on a threshold is chosen."""
 RESAMPLES = 200
-MOST_WORK = 10**9
-"""Image scores that all resamples may look at; about ten seconds."""
-MOST_AT_ONCE = 2 * 10**7
+MAX_WORK = 10**9
+"""Image scores that all resamples may read; about ten seconds."""
+MAX_DRAWN = 2 * 10**7
 
 
-class Steps(NamedTuple):
-    """A class's images from the highest score down, those of one score together; (steps,)."""
+class RankedImages(NamedTuple):
+    """The images by the score of one class, from high to low; equal scores are one step."""
 
     scores: Tensor
-    """What the images of a step have in common."""
+    """Score of each step, (steps,)."""
     ends: Tensor
-    """Place of the last image of each step."""
+    """Index of the last image of each step, (steps,)."""
     order: Tensor
     """The images by score, (images,)."""
     hits: Tensor
     """Whether each of them has the class, float64, (images,)."""
 
 
-def steps_of(scores: Tensor, targets: Tensor) -> Steps:
-    """Of one class: scores (images,), whether each image has it (images,)."""
+def rank_images(scores: Tensor, targets: Tensor) -> RankedImages:
+    """Rank images by `scores` of one class, (images,); `targets`, (images,), is 1 for the class."""
     ordered, order = scores.sort(descending=True, stable=True)
     last = torch.ones(len(ordered), dtype=torch.bool)
     last[:-1] = ordered[1:] != ordered[:-1]
     ends = last.nonzero().squeeze(1)
-    return Steps(ordered[ends], ends, order, targets[order].double())
+    return RankedImages(ordered[ends], ends, order, targets[order].double())
 
 
-def average_precisions(scores: Tensor, targets: Tensor) -> Tensor:
-    """Average precision of each class, (classes,) float64: sum of (R_n - R_(n-1)) P_n.
+def average_precisions(scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Average precision of each class, sum of (R_n - R_(n-1)) P_n, as in scikit-learn.
 
-    Precision P and recall R are those of the images down to score n; nothing is interpolated, as
-    in scikit-learn.
+    Precision P and recall R are those of the images down to score n; nothing is interpolated.
 
     Args:
         scores: (images, classes); a higher one means yes.
         targets: 1 where an image has a class, (images, classes).
+        weights: How often each image counts in each resample, (resamples, images); once if None.
+
+    Returns:
+        (classes,) float64; (classes, resamples) with `weights`.
     """
-    found = [
-        _average_precision(steps, torch.ones(1, len(scores), dtype=torch.float64))
-        for steps in map(steps_of, scores.unbind(1), targets.unbind(1))
-    ]
-    return torch.cat(found)
+    counts = torch.ones(1, len(scores), dtype=torch.float64) if weights is None else weights
+    found = torch.stack(
+        [
+            _average_precision(rank_images(*column), counts)
+            for column in zip(scores.unbind(1), targets.unbind(1), strict=True)
+        ]
+    )
+    return found.squeeze(1) if weights is None else found
 
 
-def _average_precision(steps: Steps, weights: Tensor) -> Tensor:
-    """(resamples,), where each image counts as often as `weights` say, (resamples, images)."""
-    counted = weights[:, steps.order]
-    right = (counted * steps.hits).cumsum(1)[:, steps.ends]
-    asked = counted.cumsum(1)[:, steps.ends]
+def _average_precision(ranked: RankedImages, weights: Tensor) -> Tensor:
+    counts = weights[:, ranked.order]
+    right = (counts * ranked.hits).cumsum(1)[:, ranked.ends]
+    predicted = counts.cumsum(1)[:, ranked.ends]
     gains = right.diff(dim=1, prepend=right.new_zeros(len(right), 1))
-    return (gains * right / asked.clamp(min=1)).sum(1) / right[:, -1]  # 0 / 0 is NaN
+    return (gains * right / predicted.clamp(min=1)).sum(1) / right[:, -1]  # 0 / 0 is NaN
 
 
 def map_interval(scores: Tensor, targets: Tensor, *, seed: int = 0) -> list[float] | None:
@@ -84,48 +89,44 @@ def map_interval(scores: Tensor, targets: Tensor, *, seed: int = 0) -> list[floa
     Source: Davison and Hinkley, "Bootstrap Methods and their Application", section 5.2, 1997.
     """
     images, classes = scores.shape
-    if RESAMPLES * images > MOST_AT_ONCE or RESAMPLES * images * classes > MOST_WORK:
+    if RESAMPLES * images > MAX_DRAWN or RESAMPLES * images * classes > MAX_WORK:
         return None
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(images, (RESAMPLES, images), generator=generator)
     weights = torch.zeros(RESAMPLES, images, dtype=torch.float64)
     weights.scatter_add_(1, drawn, torch.ones_like(weights))
-    every = [
-        _average_precision(steps, weights)
-        for steps in map(steps_of, scores.unbind(1), targets.unbind(1))
-    ]
-    means = torch.stack(every).nanmean(dim=0)
+    means = average_precisions(scores, targets, weights).nanmean(dim=0)
     if not means.isfinite().all():
         return None
     quantiles = means.quantile(torch.tensor([0.975, 0.025], dtype=torch.float64))
-    value = mean_of_known(average_precisions(scores, targets))
+    value = nanmean(average_precisions(scores, targets))
     reflected: list[float] = (2 * value - quantiles).clamp(0, 1).tolist()
     return reflected
 
 
 def f1_scores(answers: Tensor, targets: Tensor) -> Tensor:
-    """2 right / (labelled + answered) of each class, (classes,) float64."""
-    right, labelled, answered = counts(answers, targets)
-    return 2 * right / (labelled + answered)
+    """2 right / (labelled + predicted) of each class, (classes,) float64."""
+    right, labelled, predicted = _counts(answers, targets)
+    return 2 * right / (labelled + predicted)
 
 
-def counts(answers: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Right answers, images with the class and answers of each class, (classes,) float64."""
+def _counts(answers: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each class: right predictions, images with the class, predictions; (classes,) float64."""
     answers, targets = answers.bool(), targets.bool()
     return (answers & targets).sum(0).double(), targets.sum(0).double(), answers.sum(0).double()
 
 
-def mean_of_known(values: Tensor) -> float:
-    """Mean of what is not NaN; 0 where nothing is known."""
+def nanmean(values: Tensor) -> float:
+    """Mean of what is not NaN; 0 where everything is."""
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else 0.0
 
 
 def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[float], list[int]]:
-    """For each class the probability from which on it is said, so that F1 is the highest.
+    """For each class the probability from which on it is predicted, so that F1 is the highest.
 
-    Half-way between the lowest score that is taken and the next one, so that rounding changes no
-    answer; of several the one nearest to 0.5. A class that fewer than 5 images have, or lack,
+    Half-way between the lowest score that is accepted and the next one, so that rounding changes
+    no answer; of several the one nearest to 0.5. A class that fewer than 5 images have, or lack,
     keeps 0.5.
 
     Args:
@@ -135,25 +136,25 @@ def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[floa
     Returns:
         Thresholds, and the numbers of the classes that keep 0.5 for that reason.
     """
-    found, few = [], []
+    thresholds, few = [], []
     for index, (scores, own) in enumerate(
         zip(probabilities.unbind(1), targets.unbind(1), strict=True)
     ):
-        having = int(own.sum())
-        if min(having, len(own) - having) < FEWEST:
+        positives = int(own.sum())
+        if min(positives, len(own) - positives) < MIN_IMAGES:
             few.append(index)
-            found.append(USUAL)
+            thresholds.append(DEFAULT_THRESHOLD)
         else:
-            found.append(_best_threshold(steps_of(scores.double(), own), having))
-    return found, few
+            thresholds.append(_best_threshold(rank_images(scores.double(), own), positives))
+    return thresholds, few
 
 
-def _best_threshold(steps: Steps, having: int) -> float:
-    right = steps.hits.cumsum(0)[steps.ends]
-    f1 = 2 * right / (having + steps.ends + 1)
-    below = torch.cat([steps.scores[1:], steps.scores.new_zeros(1)])
-    cuts = ((steps.scores + below) / 2)[f1 == f1.max()]
-    return float(cuts[(cuts - USUAL).abs().argmin()])
+def _best_threshold(ranked: RankedImages, positives: int) -> float:
+    right = ranked.hits.cumsum(0)[ranked.ends]
+    f1 = 2 * right / (positives + ranked.ends + 1)
+    below = torch.cat([ranked.scores[1:], ranked.scores.new_zeros(1)])
+    cuts = ((ranked.scores + below) / 2)[f1 == f1.max()]
+    return float(cuts[(cuts - DEFAULT_THRESHOLD).abs().argmin()])
 
 
 def summarize_multilabel(
@@ -165,48 +166,8 @@ def summarize_multilabel(
     scikit-learn's with zero_division=nan; `micro_f1` counts all decisions together;
     `subset_accuracy` is the share of images with every class right, `hamming` the share of wrong
     decisions, `loss` the mean of binary cross-entropy over images and classes, `ece` the distance
-    between probability and share of yes over all decisions.
-
-    Raises:
-        ValueError: There is no image, a shape does not fit, or a probability is not finite.
-    """
-    check(probabilities, targets, classes)
-    probabilities = probabilities.double()
-    answers = probabilities >= torch.tensor(thresholds, dtype=torch.float64)
-    right, labelled, answered = counts(answers, targets)
-    wrong = answers != targets.bool()
-    asked = float(labelled.sum() + answered.sum())
-    precisions = average_precisions(probabilities, targets)
-    losses = F.binary_cross_entropy(
-        probabilities.clamp(LEAST, 1 - 2**-53), targets.double(), reduction="mean"
-    )
-    return {
-        "count": len(probabilities),
-        "map": mean_of_known(precisions),
-        "map_interval": map_interval(probabilities, targets),
-        "macro_f1": mean_of_known(f1_scores(answers, targets)),
-        "micro_f1": 2 * float(right.sum()) / asked if asked else 0.0,
-        "subset_accuracy": float((~wrong.any(dim=1)).double().mean()),
-        "hamming": float(wrong.double().mean()),
-        "loss": float(losses),
-        "ece": calibration_error(probabilities.flatten(), targets.flatten()),
-        "per_class": [
-            class_row(*row)
-            for row in zip(
-                classes,
-                right.tolist(),
-                labelled.tolist(),
-                answered.tolist(),
-                precisions.tolist(),
-                thresholds,
-                strict=True,
-            )
-        ],
-    }
-
-
-def check(probabilities: Tensor, targets: Tensor, classes: Sequence[str]) -> None:
-    """Refuse what has no scores.
+    between probability and share of yes over all decisions. In `per_class`, undefined precision,
+    recall and F1 are 0, and an undefined average precision is None.
 
     Raises:
         ValueError: There is no image, a shape does not fit, or a probability is not finite.
@@ -219,18 +180,34 @@ def check(probabilities: Tensor, targets: Tensor, classes: Sequence[str]) -> Non
         )
     if not bool(probabilities.isfinite().all()):
         raise ValueError("a probability is not a finite number")
-
-
-def class_row(
-    label: str, right: float, labelled: float, answered: float, precision: float, threshold: float
-) -> dict[str, Any]:
-    """Scores of one class; undefined precision, recall and F1 are 0, average precision is None."""
+    probabilities = probabilities.double()
+    answers = probabilities >= torch.tensor(thresholds, dtype=torch.float64)
+    right, labelled, predicted = _counts(answers, targets)
+    wrong = answers != targets.bool()
+    decisions = float(labelled.sum() + predicted.sum())
+    precisions = average_precisions(probabilities, targets)
+    losses = F.binary_cross_entropy(
+        probabilities.clamp(LEAST, 1 - 2**-53), targets.double(), reduction="mean"
+    )
+    columns = (right, labelled, predicted, precisions)
     return {
-        "label": label,
-        "count": int(labelled),
-        "precision": right / answered if answered else 0.0,
-        "recall": right / labelled if labelled else 0.0,
-        "f1": 2 * right / (labelled + answered) if labelled + answered else 0.0,
-        "average_precision": None if math.isnan(precision) else precision,
-        "threshold": threshold,
+        "count": len(probabilities),
+        "map": nanmean(precisions),
+        "map_interval": map_interval(probabilities, targets),
+        "macro_f1": nanmean(f1_scores(answers, targets)),
+        "micro_f1": 2 * float(right.sum()) / decisions if decisions else 0.0,
+        "subset_accuracy": float((~wrong.any(dim=1)).double().mean()),
+        "hamming": float(wrong.double().mean()),
+        "loss": float(losses),
+        "ece": calibration_error(probabilities.flatten(), targets.flatten()),
+        "per_class": [
+            {
+                **class_scores(label, hits, count, answered),
+                "average_precision": None if math.isnan(precision) else precision,
+                "threshold": threshold,
+            }
+            for label, threshold, hits, count, answered, precision in zip(
+                classes, thresholds, *(column.tolist() for column in columns), strict=True
+            )
+        ],
     }

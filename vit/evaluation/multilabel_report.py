@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.archives import relative
 from vit.evaluation.classification_report import MAX_MISTAKES, class_table
 from vit.evaluation.html_page import readable_thumbnails
 from vit.evaluation.multilabel_metrics import summarize_multilabel
@@ -87,7 +86,7 @@ def find_mistakes(
             "label": facts.classes[int(worst[index])],
             "probability": float(outcomes.probabilities[index, worst[index]]),
             "predicted": bool(predicted[index, worst[index]]),
-            "path": relative(outcomes.paths[index], facts.root),
+            "path": outcomes.paths[index],
         }
         for index, image in islice(readable_thumbnails(images, outcomes.paths), MAX_MISTAKES)
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from vit.config import Config
 from vit.config.parser import all_settings, flatten, make_config
-from vit.evaluation.charts import Chart, Curve, line_chart
+from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
 from vit.weights.safetensors_io import write_text
 
@@ -97,16 +97,15 @@ def epoch_chart(
         facts: Facts about the run.
         epochs: Its epochs.
         title: What is drawn.
-        curves: One curve, or one to compare with and then the curve itself. By label: the keys
-            of an epoch, of which the first that it has gives the value.
+        curves: By label: keys, of which the first that an epoch has gives the value.
         unit: `%` where the values are shares.
     """
-    drawn = [
-        Curve(label, style, [next(event[key] for key in keys if key in event) for event in epochs])
-        for style, (label, keys) in zip(("val", "train"), reversed(curves.items()), strict=False)
-    ]
+    values = {
+        label: [next(event[key] for key in keys if key in event) for event in epochs]
+        for label, keys in curves.items()
+    }
     numbers = [int(event["epoch"]) for event in epochs]
-    return line_chart(title, numbers, drawn[::-1], best=facts.best_epoch, unit=unit)
+    return line_chart(title, numbers, values, best=facts.best_epoch, unit=unit)
 
 
 def learning_charts(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.evaluation.charts import Chart, Curve, line_chart, scatter_chart
+from vit.evaluation.charts import Chart, line_chart, scatter_chart
 from vit.evaluation.classification_metrics import Z95
 from vit.evaluation.html_page import render_page
 from vit.text import percent
@@ -131,10 +131,7 @@ def plan_chart(best: Result, plan: Result | None) -> Chart | None:
     """Curves of the best trial and of the plan, where that was trained for as long."""
     if plan is None or best["trial"] == 0 or len(best["epochs"]) != len(plan["epochs"]):
         return None
-    curves = [
-        Curve("the plan", "train", plan["epochs"]),
-        Curve(f"trial {best['trial']}", "val", best["epochs"]),
-    ]
+    curves = {"the plan": plan["epochs"], f"trial {best['trial']}": best["epochs"]}
     title = f"validation {measure_name(best)}"
     epochs = range(1, len(best["epochs"]) + 1)
     return line_chart(title, epochs, curves, best=best["epoch"], unit="%")

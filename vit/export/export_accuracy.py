@@ -14,7 +14,7 @@ from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
 from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.errors import BadImage, DataError, VitError, printable
-from vit.evaluation.multilabel_metrics import average_precisions, mean_of_known
+from vit.evaluation.multilabel_metrics import average_precisions, nanmean
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.weights.saved_model import LoadedRun
 
@@ -127,7 +127,7 @@ def precision(probabilities: Array, samples: Sequence[Sample]) -> float:
     """Mean average precision."""
     targets = MultiHot(map(labels_of, samples), probabilities.shape[1])
     every = targets[torch.arange(len(samples))]
-    return mean_of_known(average_precisions(torch.from_numpy(probabilities), every))
+    return nanmean(average_precisions(torch.from_numpy(probabilities), every))
 
 
 def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:

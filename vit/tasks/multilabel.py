@@ -21,7 +21,7 @@ from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample
 from vit.data.multilabel_targets import MultiHot, labels_of
-from vit.evaluation.multilabel_metrics import average_precisions, f1_scores, mean_of_known
+from vit.evaluation.multilabel_metrics import average_precisions, f1_scores, nanmean
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import Event, Task, TrainingRun, forward, mixed
 
@@ -83,8 +83,8 @@ class MultiLabelTally:
             indices, logits = indices[order], logits[order]
             targets = MultiHot(map(labels_of, self.samples), logits.shape[1])[indices]
             return {
-                "val_map": mean_of_known(average_precisions(logits, targets)),
-                "val_f1": mean_of_known(f1_scores(logits >= 0, targets)),
+                "val_map": nanmean(average_precisions(logits, targets)),
+                "val_f1": nanmean(f1_scores(logits >= 0, targets)),
             }
 
         scores = run.on_main(score)

@@ -26,7 +26,7 @@ from vit.evaluation.caption_report import (
 )
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_report import write_classification_report
-from vit.evaluation.multilabel_metrics import FEWEST, USUAL, choose_thresholds
+from vit.evaluation.multilabel_metrics import DEFAULT_THRESHOLD, MIN_IMAGES, choose_thresholds
 from vit.evaluation.multilabel_report import MultilabelOutcomes, write_multilabel_report
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.generation.caption import Caption
@@ -322,8 +322,8 @@ def save_thresholds(run: TrainingState, folder: Path, splits: Splits) -> None:
     if few:
         names = join_names([printable(splits.classes[index]) for index in few])
         notify(
-            f"note: fewer than {FEWEST} validation images have, or lack, class {names}: its "
-            f"threshold is {USUAL}"
+            f"note: fewer than {MIN_IMAGES} validation images have, or lack, class {names}: its "
+            f"threshold is {DEFAULT_THRESHOLD}"
         )
 
 
