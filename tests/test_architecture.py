@@ -59,7 +59,10 @@ ALLOWED = {
     },
     "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captions.tokenizer"},
     "vit.evaluation": {*NUMERIC, "jinja2", "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
-    "vit.tasks": {*NUMERIC, *LEVEL_0, *LEVEL_1, "vit.evaluation", "vit.generation"},
+    "vit.tasks": {
+        *NUMERIC, *LEVEL_0, *LEVEL_1, "vit.evaluation", "vit.generation",
+        "vit.output", "vit.weights",
+    },
     "vit.training.distributed": {"torch", "accelerate", *LEVEL_0, "vit.precision"},
     "vit.training.logging": {
         *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.training.distributed",

@@ -20,8 +20,9 @@ from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
-from vit.inference.evaluate import evaluate, load_labeled_samples
+from vit.inference.evaluate import evaluate, load_samples
 from vit.inference.predictor import Predictor
+from vit.tasks.task import get_task
 from vit.weights.convert import convert
 from vit.weights.load_model import load_model
 from vit.weights.saved_model import load_run, set_thresholds
@@ -121,12 +122,8 @@ def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
     several_run, exported, several_list
 ):
     run = load_run(several_run)
-    samples = load_labeled_samples(
-        several_run,
-        DatasetSpec(str(several_list)),
-        run.classes,
-        print,
-        thresholds=run.thresholds,
+    samples = load_samples(
+        get_task(run.task_name), several_run, DatasetSpec(str(several_list)), run.classes, print
     )
     found = compare(run, OnnxSession(exported), samples)
     scores = evaluate(several_run, str(several_list), device="cpu", precision="fp32")

@@ -15,8 +15,9 @@ from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
 from vit.generation.generation_config import Search
-from vit.inference.evaluate import evaluate, score_notes
+from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
+from vit.tasks.captioning import score_notes
 from vit.training.train import train
 from vit.weights.saved_model import load_run
 

@@ -176,7 +176,7 @@ def test_no_fault_of_the_captions_report_costs_the_run(
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("vit.training.final_report.write_caption_report", fail)
+    monkeypatch.setattr("vit.evaluation.caption_report.write_caption_report", fail)
     config = caption_config(epochs=1, warmup_epochs=0)
     assert train(config, tmp_path / "run").epoch == 1
     told = capsys.readouterr().err.splitlines()

@@ -81,11 +81,17 @@ def format_scores(scores: dict[str, Any]) -> str:
     if "map" in scores:
         return multilabel_summary(scores)
     if "bleu4" not in scores:
-        return class_summary(scores)
+        return class_summary(scores) if "top1" in scores else plain_summary(scores)
     captions = caption_summary(scores)
     if "top1" not in scores:
         return captions
     return captions + "\n\n" + class_summary({**scores, "loss": scores["class_loss"]})
+
+
+def plain_summary(scores: dict[str, Any]) -> str:
+    """The numbers of another task: each score that is one."""
+    numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
+    return "\n".join(f"{name:<18} {value:.6g}" for name, value in numbers.items())
 
 
 def caption_summary(scores: dict[str, Any]) -> str:

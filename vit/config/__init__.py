@@ -87,7 +87,7 @@ class Config:
 
     def _check_balance(self) -> None:
         balance, task = self.training.balance, self.training.task
-        if balance != "none" and task != "classify":
+        if balance != "none" and not self.training.single_label:
             raise ConfigError(
                 f"balance={balance}: class balancing needs a single-label task, not task={task}; "
                 "leave it out, or use --task classify"
@@ -108,7 +108,7 @@ class Config:
 
     def _check_probe(self) -> None:
         """Check that a linear probe has a single-label task."""
-        if self.training.task == "classify":
+        if self.training.single_label:
             return
         if self.finetune.method == "probe" or self.finetune.probe_first:
             name = "method" if self.finetune.method == "probe" else "probe_first"

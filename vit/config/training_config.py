@@ -22,6 +22,13 @@ TIME_DECIDES = (
 )
 
 
+def implied_task(*, multilabel: bool, captions: bool, classes: bool) -> str:
+    """The name of the task of a network that does not store one."""
+    if captions:
+        return "classify,caption" if classes else "caption"
+    return "multilabel" if multilabel else "classify"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
@@ -142,6 +149,11 @@ class TrainingConfig(Section):
     def classifies(self) -> bool:
         """Whether the network learns classes."""
         return self.multilabel or "classify" in self.tasks
+
+    @property
+    def single_label(self) -> bool:
+        """Whether the network learns exactly one class an image, and nothing else."""
+        return self.task == "classify"
 
     @property
     def multilabel(self) -> bool:

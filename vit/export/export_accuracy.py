@@ -12,10 +12,9 @@ from PIL import Image
 
 from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
-from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.errors import BadImage, DataError, VitError, printable
-from vit.evaluation.multilabel_metrics import average_precisions, nanmean
 from vit.exported.onnx_session import Array, OnnxSession
+from vit.tasks.task import get_task
 from vit.weights.saved_model import LoadedRun
 
 
@@ -94,40 +93,17 @@ def compare(run: LoadedRun, session: OnnxSession, samples: Sequence[Sample]) -> 
     ours = np.stack([row[0] for row in rows])
     theirs = np.stack([row[1] for row in rows])
     seen = [row[2] for row in rows]
-    score = right if run.thresholds is None else precision
-    said = [answers(side, run.thresholds) for side in (ours, theirs)]
+    task = get_task(run.task_name)
+    named = [task.decisions(side, run.thresholds) for side in (ours, theirs)]
     return Accuracy(
         count=len(rows),
         failed=len(samples) - len(rows),
-        before=score(ours, seen),
-        after=score(theirs, seen),
-        agreement=float((said[0] == said[1]).all(axis=1).mean()),
+        before=task.score(ours, seen),
+        after=task.score(theirs, seen),
+        agreement=float((named[0] == named[1]).all(axis=1).mean()),
         difference=float(np.abs(ours - theirs).max()),
-        score="top-1" if run.thresholds is None else "mAP",
+        score=task.score_name,
     )
-
-
-def answers(probabilities: Array, thresholds: tuple[float, ...] | None) -> Array:
-    """The best class of each image, (images, 1), or which it has, (images, classes)."""
-    said: Array = (
-        probabilities.argmax(1)[:, None]
-        if thresholds is None
-        else probabilities >= np.array(thresholds)
-    )
-    return said
-
-
-def right(probabilities: Array, samples: Sequence[Sample]) -> float:
-    """Top-1."""
-    labels = np.array([sample.label for sample in samples])
-    return float((probabilities.argmax(1) == labels).mean())
-
-
-def precision(probabilities: Array, samples: Sequence[Sample]) -> float:
-    """Mean average precision."""
-    targets = MultiHot(map(labels_of, samples), probabilities.shape[1])
-    every = targets[torch.arange(len(samples))]
-    return nanmean(average_precisions(torch.from_numpy(probabilities), every))
 
 
 def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:
@@ -144,6 +120,5 @@ def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:
 def probabilities(run: LoadedRun, image: Image.Image) -> Array:
     """What torch says of one image, in float32."""
     floats = run.preprocessing.normalise(run.preprocessing(image).unsqueeze(0))
-    logits = run.model(floats)
-    said: Array = (logits.softmax(1) if run.thresholds is None else logits.sigmoid())[0].numpy()
-    return said
+    computed: Array = get_task(run.task_name).activation()(run.model(floats))[0].numpy()
+    return computed

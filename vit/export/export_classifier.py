@@ -21,6 +21,7 @@ from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention_maps import AttentionRecorder
 from vit.model.vision_transformer import VisionTransformer
+from vit.tasks.task import get_task
 from vit.version import __version__
 from vit.weights.saved_model import LoadedRun
 
@@ -36,15 +37,15 @@ class Classifier(nn.Module):
     Args:
         model: The network.
         preprocessing: Its normalisation.
-        multilabel: Sigmoid instead of softmax.
+        activation: Outputs of the head -> probabilities, or what else the task returns.
     """
 
     def __init__(
-        self, model: VisionTransformer, preprocessing: Preprocessing, *, multilabel: bool = False
+        self, model: VisionTransformer, preprocessing: Preprocessing, activation: nn.Module
     ) -> None:
         super().__init__()
         self.model, self.preprocessing = model, preprocessing
-        self.activation = nn.Sigmoid() if multilabel else nn.Softmax(dim=1)
+        self.activation = activation
 
     def floats(self, images: Tensor) -> Tensor:
         """Bytes (batch, height, width, 3) -> normalised, (batch, 3, height, width)"""
@@ -103,7 +104,7 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     kind = ClassifierWithTokens if tokens else Classifier
     return Part(
         name="classifier",
-        module=kind(run.model, run.preprocessing, multilabel=run.thresholds is not None).eval(),
+        module=kind(run.model, run.preprocessing, get_task(run.task_name).activation()).eval(),
         inputs={FITTED: batch},
         outputs=outputs,
         examples=[
@@ -127,10 +128,10 @@ def prepend_preprocessing(proto: Any, preprocessing: Preprocessing) -> None:
 
 def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> dict[str, str]:
     """Metadata of the file; quantization sets `calibration`."""
-    multilabel = {"activation": "sigmoid", "thresholds": json.dumps(run.thresholds)}
     return {
         "graph": "classifier",
-        **({"activation": "softmax"} if run.thresholds is None else multilabel),
+        "activation": get_task(run.task_name).activation_name,
+        **({} if run.thresholds is None else {"thresholds": json.dumps(run.thresholds)}),
         "classes": json.dumps(list(run.classes), ensure_ascii=False),
         "preprocessing": json.dumps(run.preprocessing.to_dict()),
         "vit_version": __version__,

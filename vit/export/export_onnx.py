@@ -146,9 +146,7 @@ def classifier_file(
     if external and data_beside(path).exists() and not overwrite:
         name = printable(data_beside(path))
         raise RunError(f"{name} exists; choose another name, or add --overwrite")
-    samples = validation_samples(
-        source, options.measured_on, run.classes, notify, thresholds=run.thresholds
-    )
+    samples = validation_samples(source, run, options.measured_on, notify)
     images = calibration_images(options, run.classes, samples)
     proto = build_classifier(part, run, source, options, images)
     with staged_file(path, proto, external=external) as staged:

@@ -18,6 +18,7 @@ from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor
 from vit.model.captioner import Captioner
 from vit.output.prediction_results import Prediction
+from vit.tasks.task import get_task
 from vit.weights.saved_model import LoadedRun
 
 Runner = ExportedClassifier | ExportedCaptioner
@@ -96,8 +97,7 @@ def _compute(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
         ((caption, *_),) = generate_captions(model.decoder, memory, run.tokenizer, Search())
     else:
         logits = model(batch)
-    exact = logits[0].double()
-    probabilities = (exact.softmax(dim=0) if run.thresholds is None else exact.sigmoid()).numpy()
+    probabilities = get_task(run.task_name).activation()(logits.double())[0].numpy()
     if not np.isfinite(probabilities).all():
         return "the network overflowed in float32"
     if caption is None:
@@ -108,7 +108,7 @@ def _compute(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
 def by_predictor(run: LoadedRun, images: Sequence[str]) -> Outputs:
     """Outputs of the Predictor in float32, as `vit predict` with the run."""
     predictor = Predictor(run, device="cpu", precision="fp32")
-    predictions = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=0.0)
+    predictions = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=-math.inf)
     return [_outputs_of(one, run.classes, predictor.thresholds) for one in predictions]
 
 
@@ -121,7 +121,7 @@ def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Ou
     if runner.thresholds is not None:
         own = dict(zip(runner.classes, runner.thresholds, strict=True))
         thresholds = tuple(own.get(name, 1.0) for name in classes)
-    predictions = runner.stream(images, top_k=top_k, threshold=0.0)
+    predictions = runner.stream(images, top_k=top_k, threshold=-math.inf)
     return [_outputs_of(one, classes, thresholds) for one in predictions]
 
 

@@ -22,7 +22,8 @@ from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import BadImage, DataError, VitError, printable
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
-from vit.inference.evaluate import load_captioned_samples, load_labeled_samples
+from vit.inference.evaluate import load_samples
+from vit.tasks.task import get_task
 from vit.weights.saved_model import LoadedRun
 
 
@@ -50,23 +51,20 @@ class SampleImages(Sequence[Array]):
 
 
 def validation_samples(
-    run: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    run: LoadedRun,
     data: str | None,
-    classes: tuple[str, ...],
     notify: Callable[[str], object],
-    *,
-    thresholds: tuple[float, ...] | None = None,
 ) -> tuple[Sample, ...]:
-    """The images that `vit evaluate` would use; none without `data`.
+    """The images of `data` that `vit evaluate` would use; none without `data`.
 
     Raises:
-        VitError: As `load_labeled_samples`.
+        VitError: As `vit.inference.evaluate.load_samples`.
     """
     if data is None:
         return ()
-    return load_labeled_samples(
-        run, DatasetSpec(data, split="val"), classes, notify, thresholds=thresholds
-    )
+    spec = DatasetSpec(data, split="val")
+    return load_samples(get_task(run.task_name), source, spec, run.classes, notify)
 
 
 def calibration_images(
@@ -158,9 +156,9 @@ def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...],
         VitError: They cannot be found.
     """
     data = make_config(read_settings(folder / "config.yaml"), complete=True).data
-    load = load_labeled_samples if run.tokenizer is None else load_captioned_samples
     spec = DatasetSpec(data.data, data.images, split="val")
-    return load(folder, spec, run.classes, lambda _note: None), data.data
+    task = get_task(run.task_name)
+    return load_samples(task, folder, spec, run.classes, lambda _note: None), data.data
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:

@@ -5,6 +5,7 @@ inside. This module decodes images, by the code that training used, and batches 
 """
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 
 INPUT, OUTPUT = "images", "probabilities"
+WITHOUT_THRESHOLDS = ("softmax", "identity")
+"""Values of the metadata's `activation` that go with no thresholds."""
 WINDOW_BATCHES = 8
 """Batches among which images of one size are grouped."""
 BATCH_PIXELS = 2**22
@@ -255,7 +258,7 @@ def top_k_classes(
     Classes below their threshold in `thresholds` are left out.
     """
     best = np.argsort(-probabilities, kind="stable")[:top_k]
-    minimum = [0.0] * len(classes) if thresholds is None else thresholds
+    minimum = [-math.inf] * len(classes) if thresholds is None else thresholds
     pairs = ((index, float(probabilities[index])) for index in best)
     return tuple((classes[index], score) for index, score in pairs if score >= minimum[index])
 
@@ -275,13 +278,13 @@ def _parse_classes(text: str) -> tuple[str, ...]:
 
 
 def _parse_thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple[float, ...] | None:
-    """Decision thresholds of a multi-label network; None for softmax, and for older files.
+    """Decision thresholds of a multi-label network; None for the others, and for older files.
 
     Raises:
         ValueError: They are missing, or not probabilities.
     """
     activation = metadata.get("activation", "softmax")
-    if activation == "softmax":
+    if activation in WITHOUT_THRESHOLDS:
         return None
     values = json.loads(metadata.get("thresholds", "null"))
     complete = isinstance(values, list) and len(values) == len(classes)

@@ -15,9 +15,10 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from vit.inference.model_runner import to_probabilities
+from vit.inference.model_runner import Activation, to_probabilities
 from vit.model.vision_transformer import VisionTransformer
 
+SOFTMAX: Activation = partial(torch.softmax, dim=1)
 STEPS = 10  # until all patches are deleted
 RANDOM_ORDERS = 9  # a random map beats all of them with probability 1/10
 ROUNDING = 1e-4  # relative difference of scores that is no difference
@@ -89,7 +90,7 @@ def deletions(
     *,
     batch_size: int,
     seed: int,
-    multilabel: bool = False,
+    activation: Activation = SOFTMAX,
 ) -> list[Deletion]:
     """Deletion metric of each of `maps`; takes `passes` forward images.
 
@@ -100,13 +101,13 @@ def deletions(
         classes: The class of each map.
         batch_size: Images in one forward pass.
         seed: Seed of the random orders, which all maps share.
-        multilabel: Sigmoid instead of softmax.
+        activation: Outputs of the head -> probabilities.
     """
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)
     counts = steps(orders.shape[1])
-    activation = partial(to_probabilities, multilabel=multilabel)
-    found = _probabilities(model, image, orders, counts, grid, batch_size, activation)
+    probabilities_of = partial(to_probabilities, activation=activation)
+    found = _probabilities(model, image, orders, counts, grid, batch_size, probabilities_of)
     shares = tuple(count / orders.shape[1] for count in counts)
 
     def curve(order: int, label: int) -> Curve:

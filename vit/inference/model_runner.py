@@ -22,6 +22,7 @@ from vit.model.pooling import NoPooling
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import Precision, autocast, has_onednn
 
+Activation = Callable[[Tensor], Tensor]
 Views = Literal["flip", "crops"]
 ONEDNN_GELU = {"none": "none", "tanh": "tanh"}
 """GELU approximations of torch under oneDNN's names."""
@@ -54,7 +55,7 @@ class ModelRunner:
             over those of five crops, ten views in all (`crops`).
         embeddings: Return the input of the head too.
         compiled: Use torch.compile.
-        multilabel: Each class has a probability of its own.
+        activation: Outputs of the head -> probabilities, or what else the task returns.
 
     Raises:
         ConfigError: The settings contradict each other or the model.
@@ -70,11 +71,11 @@ class ModelRunner:
         tta: Views | None = None,
         embeddings: bool = False,
         compiled: bool = False,
-        multilabel: bool = False,
+        activation: Activation,
     ) -> None:
         self.model, self.preprocessing, self.device = model, preprocessing, device
         self.keep_aspect, self.tta = keep_aspect, tta
-        self.embeddings, self.compiled, self.multilabel = embeddings, compiled, multilabel
+        self.embeddings, self.compiled, self.activation = embeddings, compiled, activation
         check_settings(self)
         self.forward: Callable[[Tensor], Any] = self._forward
         if compiled:
@@ -91,7 +92,7 @@ class ModelRunner:
         for view in augmented_views(images, self.tta):
             with autocast(precision, self.device):
                 logits, pooled, memories = self._forward_images(view)
-            probabilities.append(to_probabilities(logits, multilabel=self.multilabel))
+            probabilities.append(to_probabilities(logits, self.activation))
             if pooled is not None:
                 embeddings.append(pooled.float().cpu())
         return BatchOutput(mean(probabilities), mean(embeddings) if embeddings else None, memories)
@@ -153,10 +154,9 @@ class ModelRunner:
         return self.preprocessing.normalise(images.to(self.device))
 
 
-def to_probabilities(logits: Tensor, *, multilabel: bool) -> Tensor:
-    """Softmax, or sigmoid if `multilabel`: (batch, classes) -> the same in float64 on the CPU"""
-    exact = logits.float().cpu().double()
-    return exact.sigmoid() if multilabel else exact.softmax(dim=1)
+def to_probabilities(logits: Tensor, activation: Activation) -> Tensor:
+    """`activation` in float64 on the CPU: (batch, classes) -> the same"""
+    return activation(logits.float().cpu().double())
 
 
 def augmented_views(images: Sequence[Tensor], tta: Views | None) -> list[Sequence[Tensor]]:

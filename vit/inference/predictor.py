@@ -3,6 +3,7 @@
 Evaluation uses the same code (vit/inference/evaluate.py), so both give the same numbers.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from vit.inference.precision_autotune import PrecisionAutotuner
 from vit.model.captioner import use_column_major_weights
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
+from vit.tasks.task import get_task
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
@@ -135,6 +137,7 @@ class Predictor:
                 self.caption_generator.decoder
             )  # not in a network that the caller may save
         self.keep_aspect = keep_aspect
+        self.task = get_task(loaded.task_name)
         self.thresholds = loaded.thresholds
         """Probability from which on each class is named, of a multi-label model; else None."""
         self.runner = ModelRunner(
@@ -145,7 +148,7 @@ class Predictor:
             tta=tta,
             embeddings=embeddings,
             compiled=compile,
-            multilabel=self.thresholds is not None,
+            activation=self.task.activation(),
         )
         side = self.model.patch_embed.patch_size if keep_aspect else None
         self.read = ImageReader(self.preprocessing, patch_size=side, crops=tta == "crops")
@@ -353,7 +356,7 @@ def to_predictions(
         table = torch.stack(rows)
         best = ranking(table)[:, :top_k]
         pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
-    least = [0.0] * len(classes) if thresholds is None else thresholds
+    least = [-math.inf] * len(classes) if thresholds is None else thresholds
     labels = (
         tuple(
             (classes[index], score)

@@ -9,8 +9,10 @@ images, and every token has the same weight with any number of processes and mic
 validation losses are equal for a decoder that ignores the image.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,17 +23,23 @@ from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
-from vit.errors import DataError
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
+from vit.evaluation.classification_metrics import Outcomes
 from vit.generation.caption_likelihood import (
+    MIN_SHUFFLED_GAP,
     caption_losses,
     ignores_image,
     matched_and_shuffled_losses,
 )
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
+from vit.model.build import build_captioner
 from vit.model.captioner import Captioner, CaptionerOutput
+from vit.output.prediction_results import unended_note
 from vit.tasks.classification import (
+    ClassEvaluation,
     balanced_accuracy,
     correct_per_class,
     count_classes,
@@ -39,10 +47,24 @@ from vit.tasks.classification import (
     loss_and_correct,
 )
 from vit.tasks.losses import smoothed_cross_entropy
-from vit.tasks.task import Event, Task, TrainingRun
+from vit.tasks.task import (
+    EvaluatedModel,
+    Evaluation,
+    Event,
+    FinishedRun,
+    ImageOutput,
+    Notify,
+    Task,
+    TrainingRun,
+)
+from vit.text import plural
+
+if TYPE_CHECKING:
+    from vit.evaluation.caption_report import CaptionOutcomes
 
 MIN_CIDER_IMAGES = 100
 """Validation images below which CIDEr is too noisy to rank epochs."""
+EXAMPLES = 5
 SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
 
 
@@ -55,6 +77,8 @@ class Captioning(Task):
     """
 
     metric = "val_cider"
+    activation_name = "softmax"
+    trained_head = "the decoder"
     classifies = False
     """Whether to add the classification loss, with the same weight."""
 
@@ -67,6 +91,48 @@ class Captioning(Task):
         """Tokenizer of the captions."""
         assert self._tokenizer is not None, "the data have a tokenizer"
         return self._tokenizer
+
+    def dataset_spec(self, config: Config) -> DatasetSpec:
+        """Captions, and classes if they are learned too."""
+        data = config.data
+        if data.label_column is not None and not self.classifies:
+            raise ConfigError(
+                f"label_column={data.label_column!r}: task={config.training.task} learns no "
+                "classes; leave it out, or learn them too with --task classify,caption"
+            )
+        return DatasetSpec.from_config(
+            data, multilabel=False, captions=True, labels=self.classifies
+        )
+
+    def complete(self, config: Config, given: Sequence[str]) -> Config:
+        """Without classes, the network has no head."""
+        if self.classifies:
+            return config
+        if "pooling" in given and config.model.pooling != "none":
+            raise ConfigError(
+                f"pooling={config.model.pooling}: the decoder attends to all tokens, and there "
+                "is no head to pool for; leave it out"
+            )
+        for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
+            if name in given and (value := getattr(config.model, name)) not in usual:
+                raise ConfigError(
+                    f"{name}={value}: task=caption alone has no head; leave it out, or learn "
+                    "classes too with --task classify,caption"
+                )
+        return replace(config, model=replace(config.model, num_classes=0, pooling="none"))
+
+    def build_network(self, config: Config) -> Captioner:
+        """A Vision Transformer with a decoder."""
+        return build_captioner(config.model, config.decoder)
+
+    def summary(self, config: Config, splits: Splits) -> list[str]:
+        """The numbers of images, classes and captions."""
+        captions = sum(len(sample.captions) for sample in splits.train)
+        return [
+            *super().summary(config, splits),
+            f"{captions:,} captions of at most {config.decoder.caption_tokens} tokens, out of "
+            f"{config.decoder.vocab_size:,} tokens",
+        ]
 
     def with_data(self, config: Config, splits: Splits | None) -> "Captioning":
         """The task with the tokenizer and the mean length of the captions."""
@@ -82,7 +148,7 @@ class Captioning(Task):
         run: TrainingRun,
         batch: Batch,
         images: Tensor,
-        epoch: int,  # noqa: ARG002
+        epoch: int,
     ) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
         config = run.config
@@ -129,6 +195,50 @@ class Captioning(Task):
         """The loss and the scores."""
         return super().format_result(event).replace(" ", f" loss {event['val_loss']:.3f}, ", 1)
 
+    def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
+        """Captions, and classes if the network has a head."""
+        if spec.label_column is not None and not outputs:
+            raise ConfigError(
+                f"label_column={spec.label_column!r}: the model has no classes; leave it out"
+            )
+        return replace(spec, multilabel=False, captions=True, labels=bool(outputs))
+
+    def evaluation(
+        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+    ) -> "CaptionEvaluation":
+        """Start an evaluation on the samples with a caption that fits into the decoder."""
+        kept, ids = drop_long_captions(model.caption_generator, samples, notify)
+        return CaptionEvaluation(model.caption_generator, kept, ids, model.classes)
+
+    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
+        """None: the decoder, which every captioner stores, shows the task."""
+        return {}
+
+    def write_report(self, run: FinishedRun) -> None:
+        """Captions beside their images, scores, and those of the classes if there is a head."""
+        from vit.evaluation.caption_report import CaptionFacts, write_caption_report
+
+        count, failed = len(run.splits.val), dict[str, str]()
+        chosen = is_chosen(torch.arange(count), count, run.config.training.caption_samples)
+        samples = [
+            sample for sample, taken in zip(run.splits.val, chosen.tolist(), strict=True) if taken
+        ]
+        with contextlib.closing(run.batches(samples, failed)) as batches:
+            outcomes, class_outcomes = caption_outcomes(run, batches, samples)
+        write_caption_report(
+            run.folder,
+            facts=run.facts(failed),
+            caption_facts=CaptionFacts(
+                captions=sum(len(sample.captions) for sample in run.splits.train),
+                mean_tokens=self.mean_tokens,
+                val_images=count,
+                min_shuffled_gap=MIN_SHUFFLED_GAP,
+            ),
+            events=run.events,
+            outcomes=outcomes,
+            class_outcomes=class_outcomes,
+        )
+
     def warning(self, event: Event) -> str | None:
         """A log line if captions fit shuffled images as well as their own; else None."""
         if event.get("val_images", 2) < 2:
@@ -147,6 +257,7 @@ class CaptioningWithClasses(Captioning):
     """Captioning and classification from the same encoder; the sum of both losses."""
 
     classifies = True
+    trained_head = "head and decoder"
 
     def rank(self, event: Event) -> tuple[float, float]:
         """The loss, which both tasks share."""
@@ -155,6 +266,116 @@ class CaptioningWithClasses(Captioning):
     def format_scores(self, event: Event) -> str:
         """Accuracy, then the scores of captions."""
         return f"{format_accuracy(event)}  {super().format_scores(event)}"
+
+
+def drop_long_captions(
+    caption_generator: Any, samples: Sequence[Sample], notify: Notify
+) -> tuple[tuple[Sample, ...], CaptionIds]:
+    """Samples with a caption that fits into the decoder, and those captions as tokens.
+
+    Raises:
+        DataError: No caption fits, or a caption cannot be tokenised.
+    """
+    most = caption_generator.decoder.max_length
+    ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
+    kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
+    if not kept:
+        raise DataError(f"no caption has at most {most} tokens, the length of this decoder")
+    if ids.too_long:
+        note = f"left {plural(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
+        lost = len(samples) - len(kept)
+        notify(f"{note}, and {plural(lost, 'image')} with no other" if lost else note)
+        ids = CaptionIds([sample.captions for sample in kept], caption_generator.tokenizer, most)
+    return kept, ids
+
+
+class CaptionEvaluation(Evaluation):
+    """Metrics of generated captions, losses of the references, and metrics of the classes.
+
+    Args:
+        caption_generator: The `vit.inference.caption_generator.CaptionGenerator` of the network.
+        samples: Images, each with a caption that fits into the decoder.
+        ids: Their captions as tokens.
+        classes: Class names.
+    """
+
+    def __init__(
+        self,
+        caption_generator: Any,
+        samples: Sequence[Sample],
+        ids: CaptionIds,
+        classes: Sequence[str],
+    ) -> None:
+        super().__init__(samples)
+        self.caption_generator, self.ids = caption_generator, ids
+        self.classes = ClassEvaluation(samples, classes)
+        self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
+        self.tokens = dict.fromkeys(self.sums, 0)
+        self.indices: list[int] = []
+        self.texts: list[str] = []
+        self.unended = 0
+
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        """Add a batch."""
+        pairs = [(first + n, output) for n, output in enumerate(outputs) if output.captions]
+        memories = [output.memory for _, output in pairs if output.memory is not None]
+        indices = [index for index, _ in pairs]
+        half = len(self.samples) // 2  # as in training: each caption with one other image
+        for name, shift in (("loss", 0), ("loss_shuffled", half)):
+            chosen = [((index + shift) % len(self.samples), 0) for index in indices]
+            loss, tokens = self.caption_generator.loss(memories, self.ids.padded(chosen))
+            self.sums[name] += loss
+            self.tokens[name] += tokens
+        self.indices += indices
+        self.texts += [output.captions[0].text for _, output in pairs]
+        self.unended += sum(not output.captions[0].ended for _, output in pairs)
+        self.classes.add(outputs, first)
+
+    def scores(self) -> dict[str, Any]:
+        """`count`, `loss`, `loss_shuffled`, the metrics of `caption_scores`, and `examples`.
+
+        With classes also the metrics of `summarize`, whose loss becomes `class_loss`.
+        """
+        if not self.texts:
+            return {}
+        references = [self.samples[index].captions for index in self.indices]
+        scores: dict[str, Any] = {"count": len(self.texts)}
+        if class_scores := self.classes.scores():
+            scores |= class_scores
+            scores["class_loss"] = scores.pop("loss")
+        scores |= {name: total / self.tokens[name] for name, total in self.sums.items()}
+        scores |= caption_scores(self.texts, references)
+        return {**scores, "count": len(self.texts), "examples": self._examples()}
+
+    def _examples(self) -> list[dict[str, str]]:
+        """Images spread over the dataset, with the generated caption and the first reference."""
+        shown = min(EXAMPLES, len(self.texts))
+        return [
+            {
+                "image": self.samples[self.indices[number]].path,
+                "caption": self.texts[number],
+                "reference": self.samples[self.indices[number]].captions[0],
+            }
+            for number in (index * len(self.texts) // shown for index in range(shown))
+        ]
+
+    def notes(self, scores: Mapping[str, Any]) -> list[str]:
+        """Warnings about the metrics."""
+        return score_notes(scores, self.unended)
+
+
+def score_notes(scores: Mapping[str, Any], unended: int) -> list[str]:
+    """Warnings about the metrics of captions, of which `unended` were cut off."""
+    notes = []
+    right, wrong = scores["loss"], scores["loss_shuffled"]
+    if scores["count"] > 1 and ignores_image(right, wrong):
+        notes.append(
+            f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
+            f"{wrong:.3f} with other images"
+        )
+    if unended:
+        notes.append(unended_note(unended, scores["count"]))
+    return notes
 
 
 class CaptionTally:
@@ -219,6 +440,58 @@ class CaptionTally:
 
         measured = run.on_main(score)
         return {**found, **{f"val_{name}": measured[name] for name in SCORES}}
+
+
+@torch.inference_mode()
+def caption_outcomes(
+    run: FinishedRun, batches: Iterator[tuple[Batch, Tensor]], samples: Sequence[Sample]
+) -> tuple["CaptionOutcomes", Outcomes | None]:
+    """Captions by the best weights, their losses, and class predictions if there is a head.
+
+    Args:
+        run: The finished run.
+        batches: Batches of `samples`, with normalised images on the device.
+        samples: The images to evaluate.
+    """
+    from vit.evaluation.caption_report import CaptionedImage, CaptionOutcomes
+
+    model, tokenizer, device = run.loaded.model, run.loaded.tokenizer, run.device
+    assert isinstance(model, Captioner)
+    assert tokenizer is not None
+    captioned: list[CaptionedImage] = []
+    class_outcomes: list[Outcomes] = []
+    sums = torch.zeros(4, dtype=torch.float64)
+    for batch, images in batches:
+        assert batch.mismatched_ids is not None
+        words, others = target_words(batch, device), batch.mismatched_ids.to(device)
+        with run.autocast():
+            classes, memory = model.encode_images(images)
+            captions = generate_captions(model.decoder, memory, tokenizer, Search())
+            losses = matched_and_shuffled_losses(
+                model.decoder, memory, words, others, tokenizer.pad
+            )
+        sums += losses.sum(dim=1)
+        means = (losses[0] / losses[1]).tolist()
+        rows = zip(batch.indices.tolist(), captions, means, strict=True)
+        captioned += [
+            CaptionedImage(
+                path=samples[index].path,
+                caption=best.text,
+                score=best.score,
+                ended=best.ended,
+                references=samples[index].captions,
+                loss=loss,
+            )
+            for index, (best, *_), loss in rows
+        ]
+        if run.loaded.classes:
+            probabilities = classes.float().cpu().double().softmax(dim=1)
+            class_outcomes.append(Outcomes.of(probabilities, batch.labels))
+    summed, count, other_summed, other_count = sums.tolist()
+    outcomes = CaptionOutcomes(
+        images=captioned, loss=summed / count, shuffled_loss=other_summed / other_count
+    )
+    return outcomes, Outcomes.cat(class_outcomes) if class_outcomes else None
 
 
 def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:

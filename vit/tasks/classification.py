@@ -2,18 +2,36 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset import Batch
-from vit.data.dataset_types import Sample, Splits
+from vit.data.dataset_types import NO_LABEL, Sample, Splits
+from vit.data.multilabel_targets import has_multilabel
+from vit.errors import ConfigError, printable
+from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.losses import smoothed_cross_entropy
-from vit.tasks.task import Event, Task, TrainingRun, forward, mixed
+from vit.tasks.task import (
+    EvaluatedModel,
+    Evaluation,
+    Event,
+    FinishedRun,
+    ImageOutput,
+    Notify,
+    Task,
+    TrainingRun,
+    forward,
+    mixed,
+    one_class_needed,
+)
 
 NOTABLE_DIFFERENCE = 0.05
 """Difference of balanced accuracy and accuracy above which both are logged."""
@@ -27,9 +45,25 @@ class Classification(Task):
     """
 
     metric = "val_top1"
+    activation_name = "softmax"
+    score_name = "top-1"
 
     def __init__(self, balance: ClassBalance | None = None) -> None:
         self.balance = balance
+
+    def check_data(
+        self, config: Config, splits: Splits, given: Sequence[str], notify: Notify
+    ) -> tuple[Config, Splits]:
+        """Change to the multi-label task for such data, unless the user chose this one."""
+        if not splits.multilabel:
+            return config, splits
+        if "task" in given:
+            raise one_class_needed(config, "use --task multilabel")
+        notify("note: images have several labels: task=multilabel")
+        training, finetune = replace(config.training, task="multilabel"), config.finetune
+        if "probe_first" not in given and finetune.method != "probe":
+            finetune = replace(finetune, probe_first=False)
+        return replace(config, training=training, finetune=finetune), splits
 
     def with_data(self, config: Config, splits: Splits | None) -> "Classification":
         """The task with the frequencies of the classes, if its loss needs them."""
@@ -37,13 +71,53 @@ class Classification(Task):
             return self
         return Classification(ClassBalance.of(config, splits.train))
 
-    def notes(self, config: Config, splits: Splits) -> list[str]:  # noqa: ARG002
+    def notes(self, config: Config, splits: Splits) -> list[str]:
         """How class imbalance is treated."""
         return [] if self.balance is None else self.balance.notes(splits.classes)
 
     def format_scores(self, event: Event) -> str:
         """Accuracy, and balanced accuracy if it differs or ranks epochs."""
         return format_accuracy(event)
+
+    def check_samples(self, samples: Sequence[Sample], where: str) -> None:
+        """Refuse multi-label images."""
+        if has_multilabel(samples):
+            raise ConfigError(
+                f"{printable(where)}: images have several classes, or none, and this network gives "
+                "each one; train it with --task multilabel, or give data with one class an image"
+            )
+
+    def evaluation(
+        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+    ) -> "ClassEvaluation":
+        """Start an evaluation."""
+        return ClassEvaluation(samples, model.classes)
+
+    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
+        """Accuracy."""
+        labels = np.array([sample.label for sample in samples])
+        return float((outputs.argmax(1) == labels).mean())
+
+    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
+        """None: it is the task of a network without other fields."""
+        return {}
+
+    def write_report(self, run: FinishedRun) -> None:
+        """Scores, confusions, calibration and mistakes on the validation images."""
+        from vit.evaluation.classification_report import write_classification_report
+
+        failed: dict[str, str] = {}
+        samples, paths, outcomes = run.splits.val, list[str](), list[Outcomes]()
+        for batch, logits in run.logits(samples, failed):
+            outcomes.append(Outcomes.of(logits.softmax(dim=1), batch.labels))
+            paths += [samples[index].path for index in batch.indices.tolist()]
+        write_classification_report(
+            run.folder,
+            facts=run.facts(failed),
+            events=run.events,
+            outcomes=Outcomes.cat(outcomes),
+            paths=paths,
+        )
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
@@ -58,6 +132,35 @@ class Classification(Task):
     def tally(self, samples: Sequence[Sample]) -> "ClassTally":
         """Start a validation."""
         return ClassTally(count_classes(samples))
+
+
+class ClassEvaluation(Evaluation):
+    """Accuracy, calibration and scores of each class.
+
+    Args:
+        samples: The images; those with NO_LABEL are left out.
+        classes: Class names.
+    """
+
+    def __init__(self, samples: Sequence[Sample], classes: Sequence[str]) -> None:
+        super().__init__(samples)
+        self.classes = classes
+        self.outcomes: list[Outcomes] = []
+
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        """Add a batch."""
+        rows = [
+            (sample.label, output.probabilities)
+            for sample, output in zip(self.samples[first:], outputs, strict=False)
+            if output.probabilities is not None and sample.label != NO_LABEL
+        ]
+        if rows:
+            labels, probabilities = zip(*rows, strict=True)
+            self.outcomes.append(Outcomes.of(torch.stack(probabilities), torch.tensor(labels)))
+
+    def scores(self) -> dict[str, Any]:
+        """The metrics of `summarize`."""
+        return summarize(Outcomes.cat(self.outcomes), self.classes) if self.outcomes else {}
 
 
 class ClassTally:

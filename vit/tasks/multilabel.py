@@ -11,25 +11,74 @@ and class on each process.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset import Batch
-from vit.data.dataset_types import Sample
-from vit.data.multilabel_targets import MultiHot, labels_of
-from vit.evaluation.multilabel_metrics import average_precisions, f1_scores, nanmean
+from vit.data.dataset_types import Sample, Splits
+from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import printable
+from vit.evaluation.multilabel_metrics import (
+    DEFAULT_THRESHOLD,
+    MIN_IMAGES,
+    average_precisions,
+    choose_thresholds,
+    f1_scores,
+    nanmean,
+    summarize_multilabel,
+)
 from vit.tasks.losses import smoothed_binary_cross_entropy
-from vit.tasks.task import Event, Task, TrainingRun, forward, mixed
+from vit.tasks.task import (
+    EvaluatedModel,
+    Evaluation,
+    Event,
+    FinishedRun,
+    ImageOutput,
+    Notify,
+    Task,
+    TrainingRun,
+    forward,
+    mixed,
+)
+from vit.text import join_names
+from vit.weights.saved_model import set_thresholds
+
+if TYPE_CHECKING:
+    from vit.evaluation.multilabel_report import MultilabelOutcomes
 
 
 class MultiLabel(Task):
     """Multi-label classification, with MixUp and CutMix."""
 
     metric = "val_map"
+    activation_name = "sigmoid"
+    score_name = "mAP"
+
+    def dataset_spec(self, config: Config) -> DatasetSpec:
+        """Any number of classes an image."""
+        return DatasetSpec.from_config(config.data, multilabel=True)
+
+    def check_data(
+        self,
+        config: Config,
+        splits: Splits,
+        given: Sequence[str],
+        notify: Notify,
+    ) -> tuple[Config, Splits]:
+        """Any data will do."""
+        return config, to_multilabel(splits)
+
+    def summary(self, config: Config, splits: Splits) -> list[str]:
+        """The numbers of images and classes."""
+        return [f"{line}, several an image" for line in super().summary(config, splits)]
 
     def label_width(self, config: Config) -> int | None:
         """One column a class."""
@@ -50,6 +99,89 @@ class MultiLabel(Task):
     def format_scores(self, event: Event) -> str:
         """Mean average precision and F1."""
         return f"val mAP {event['val_map']:.2%}  F1 {event['val_f1']:.2%}"
+
+    def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
+        """Any number of classes an image."""
+        return replace(spec, multilabel=True)
+
+    def evaluation(
+        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+    ) -> "MultiLabelEvaluation":
+        """Start an evaluation."""
+        assert model.thresholds is not None, "a multi-label network has thresholds"
+        return MultiLabelEvaluation(samples, model.classes, model.thresholds)
+
+    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
+        """Mean average precision."""
+        targets = MultiHot(map(labels_of, samples), outputs.shape[1])[torch.arange(len(samples))]
+        return nanmean(average_precisions(torch.from_numpy(outputs), targets))
+
+    def decisions(self, outputs: NDArray[Any], thresholds: Sequence[float] | None) -> NDArray[Any]:
+        """Which classes each image has."""
+        named: NDArray[Any] = outputs >= np.array(thresholds)
+        return named
+
+    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
+        """The threshold of each class."""
+        return {"thresholds": [DEFAULT_THRESHOLD] * len(outputs)}
+
+    def finish(self, run: FinishedRun) -> None:
+        """Choose a threshold for each class on the validation images, and write them to the run."""
+        outcomes = predict_validation_images(run, {})
+        thresholds, few = choose_thresholds(outcomes.probabilities, outcomes.targets)
+        set_thresholds(run.folder, thresholds)
+        run.notify(
+            f"thresholds of the classes: {min(thresholds):.3f} to {max(thresholds):.3f}, by F1 on "
+            "the validation images"
+        )
+        if few:
+            names = join_names([printable(run.splits.classes[index]) for index in few])
+            run.notify(
+                f"note: fewer than {MIN_IMAGES} validation images have, or lack, class {names}: its "
+                f"threshold is {DEFAULT_THRESHOLD}"
+            )
+
+    def write_report(self, run: FinishedRun) -> None:
+        """Scores of each class, and mistakes on the validation images."""
+        from vit.evaluation.multilabel_report import write_multilabel_report
+
+        failed: dict[str, str] = {}
+        outcomes = predict_validation_images(run, failed)
+        write_multilabel_report(
+            run.folder, facts=run.facts(failed), events=run.events, outcomes=outcomes
+        )
+
+
+class MultiLabelEvaluation(Evaluation):
+    """The metrics of `summarize_multilabel`; holds all probabilities, 8 bytes an image and class.
+
+    Args:
+        samples: The images.
+        classes: Class names.
+        thresholds: Decision threshold of each class.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], classes: Sequence[str], thresholds: Sequence[float]
+    ) -> None:
+        super().__init__(samples)
+        self.classes, self.thresholds = classes, thresholds
+        self.rows: list[Tensor] = []
+        self.labels: list[tuple[int, ...]] = []
+
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        """Add a batch."""
+        for sample, output in zip(self.samples[first:], outputs, strict=False):
+            if output.probabilities is not None:
+                self.rows.append(output.probabilities)
+                self.labels.append(labels_of(sample))
+
+    def scores(self) -> dict[str, Any]:
+        """Mean average precision, F1 and scores of each class."""
+        if not self.rows:
+            return {}
+        targets = MultiHot(self.labels, len(self.classes))[torch.arange(len(self.labels))]
+        return summarize_multilabel(torch.stack(self.rows), targets, self.classes, self.thresholds)
 
 
 class MultiLabelTally:
@@ -89,6 +221,24 @@ class MultiLabelTally:
 
         scores = run.on_main(score)
         return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
+
+
+def predict_validation_images(run: FinishedRun, failed: dict[str, str]) -> "MultilabelOutcomes":
+    """Probabilities and targets of the validation images; arguments as for `FinishedRun.logits`."""
+    from vit.evaluation.multilabel_report import MultilabelOutcomes
+
+    parts = [
+        (logits.sigmoid(), batch.indices) for batch, logits in run.logits(run.splits.val, failed)
+    ]
+    probabilities, indices = (torch.cat(part) for part in zip(*parts, strict=True))
+    samples, thresholds = run.splits.val, run.loaded.thresholds
+    assert thresholds is not None, "a multi-label run has thresholds"
+    return MultilabelOutcomes(
+        probabilities=probabilities,
+        targets=MultiHot(map(labels_of, samples), len(run.splits.classes))[indices],
+        thresholds=thresholds,
+        paths=[samples[index].path for index in indices.tolist()],
+    )
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

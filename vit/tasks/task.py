@@ -10,10 +10,12 @@ A task is one subclass of Task, and one line in `TASKS` of vit/config/training_c
 import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.config import Config
@@ -21,11 +23,27 @@ from vit.config.training_config import TASKS
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.mixup import mix, sample_mix_plan
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import ConfigError
+from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 
+if TYPE_CHECKING:
+    from vit.evaluation.run_report import RunFacts
+    from vit.generation.caption import Caption
+    from vit.weights.saved_model import LoadedRun
+
 T = TypeVar("T")
+Notify = Callable[[str], None]
 Event = Mapping[str, Any]
 """An event of metrics.jsonl, or the validation scores in it."""
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "softmax": lambda: nn.Softmax(dim=1),
+    "sigmoid": nn.Sigmoid,
+    "identity": nn.Identity,
+}
+"""Name in the metadata of exported files -> module."""
 
 
 class TrainingRun(Protocol):
@@ -53,6 +71,91 @@ class TrainingRun(Protocol):
 
     def on_main(self, act: Callable[[], T]) -> T:
         """Call `act` on the main process, and return its result on all."""
+
+
+class FinishedRun(Protocol):
+    """What a task uses of a training whose last epoch is over, on the main process."""
+
+    config: Config
+    folder: Path
+    splits: Splits
+    device: torch.device
+    notify: Notify
+
+    @property
+    def loaded(self) -> "LoadedRun":
+        """The network with the best weights, on `device`."""
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events of metrics.jsonl."""
+
+    def facts(self, failed: Mapping[str, str]) -> "RunFacts":
+        """What every report shows of the run; `failed` could not be read, with the reason."""
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Compute in the precision of inference."""
+
+    def batches(
+        self, samples: Sequence[Sample], failed: dict[str, str]
+    ) -> Generator[tuple[Batch, Tensor], None, None]:
+        """Batches of `samples` with their normalised images, and the best weights on their device.
+
+        `failed` receives the files that cannot be read, with the reason.
+
+        Raises:
+            DataError: No image can be read.
+        """
+
+    def logits(
+        self, samples: Sequence[Sample], failed: dict[str, str]
+    ) -> Generator[tuple[Batch, Tensor], None, None]:
+        """Batches of `samples` and the logits of the best weights, float64 (images, classes)."""
+
+
+class ImageOutput(Protocol):
+    """What a task uses of `vit.inference.predictor.ImageOutput`."""
+
+    @property
+    def probabilities(self) -> Tensor | None: ...
+    @property
+    def captions(self) -> "tuple[Caption, ...]": ...
+    @property
+    def memory(self) -> Tensor | None: ...
+
+
+class EvaluatedModel(Protocol):
+    """What a task uses of `vit.inference.predictor.Predictor`."""
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def thresholds(self) -> tuple[float, ...] | None: ...
+    @property
+    def caption_generator(self) -> Any: ...
+
+
+class Evaluation(ABC):
+    """Accumulates the metrics of `vit evaluate`.
+
+    Args:
+        samples: The images to predict, in this order.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+
+    @abstractmethod
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        """Add the outputs of a batch, whose first image is sample `first`."""
+
+    @abstractmethod
+    def scores(self) -> dict[str, Any]:
+        """The metrics as JSON values, with `count`; empty if no image was read."""
+
+    def notes(self, scores: Mapping[str, Any]) -> list[str]:
+        """Warnings about the metrics."""
+        return []
 
 
 class Tally(Protocol):
@@ -83,7 +186,67 @@ class Task(ABC):
     """The score that ranks epochs, such as `val_top1`."""
     higher_is_better: ClassVar[bool] = True
 
-    def with_data(self, config: Config, splits: Splits | None) -> "Task":  # noqa: ARG002
+    activation_name: ClassVar[str] = "identity"
+    """A key of ACTIVATIONS, which exported files record."""
+    score_name: ClassVar[str] = ""
+    """Name of `score`."""
+    trained_head: ClassVar[str] = "the head"
+    """What is trained on a frozen encoder, for the log."""
+
+    def dataset_spec(self, config: Config) -> DatasetSpec:
+        """What the task reads of the data.
+
+        Raises:
+            ConfigError: A setting of the data has no meaning for the task.
+        """
+        return DatasetSpec.from_config(config.data)
+
+    def check_data(
+        self,
+        config: Config,
+        splits: Splits,
+        given: Sequence[str],
+        notify: Notify,
+    ) -> tuple[Config, Splits]:
+        """Check that the task can learn `splits`, or change the task to one that can.
+
+        Args:
+            config: Settings as requested.
+            splits: The data.
+            given: Names of the settings that the user chose.
+            notify: Receives log lines.
+
+        Raises:
+            ConfigError: The task needs one class an image, and the data are multi-label.
+        """
+        if splits.multilabel:
+            raise one_class_needed(config, "give it data with one")
+        return config, splits
+
+    def output_names(self, splits: Splits) -> tuple[str, ...]:
+        """Name of each output of the head: the classes."""
+        return splits.classes
+
+    def complete(self, config: Config, given: Sequence[str]) -> Config:
+        """Complete the settings of the network that the task decides.
+
+        Raises:
+            ConfigError: A setting that the user chose, which is in `given`, does not fit the task.
+        """
+        return config
+
+    def build_network(self, config: Config) -> VisionTransformer:
+        """The network with random weights, on the CPU."""
+        return build_classifier(config.model)
+
+    def summary(self, config: Config, splits: Splits) -> list[str]:
+        """Log lines about the size of the data."""
+        classes = f", {len(splits.classes)} classes" if splits.classes else ""
+        return [
+            f"{len(splits.train):,} training and {len(splits.val):,} validation images{classes}"
+        ]
+
+    def with_data(self, config: Config, splits: Splits | None) -> "Task":
         """The task with what its loss needs of the training data; None if there are none yet."""
         return self
 
@@ -98,11 +261,11 @@ class Task(ABC):
     def tally(self, samples: Sequence[Sample]) -> Tally:
         """Start a validation on `samples`, over all processes."""
 
-    def label_width(self, config: Config) -> int | None:  # noqa: ARG002
+    def label_width(self, config: Config) -> int | None:
         """Width of multi-hot label rows; None if an image has one class."""
         return None
 
-    def notes(self, config: Config, splits: Splits) -> list[str]:  # noqa: ARG002
+    def notes(self, config: Config, splits: Splits) -> list[str]:
         """Log lines about the data before the first step, safe on a terminal."""
         return []
 
@@ -119,7 +282,85 @@ class Task(ABC):
         """The scores of an event for the last log line."""
         return f"validation {self.format_scores(event).replace('val ', '')}"
 
-    def warning(self, event: Event) -> str | None:  # noqa: ARG002
+    def activation(self) -> nn.Module:
+        """Outputs of the head -> what is returned for an image, (batch, outputs) -> the same."""
+        return ACTIVATIONS[self.activation_name]()
+
+    def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
+        """What an evaluation reads of the data.
+
+        Args:
+            spec: As requested.
+            outputs: Name of each output of the network.
+
+        Raises:
+            ConfigError: A setting of the data has no meaning for the network.
+        """
+        return spec
+
+    def label_names(self, spec: DatasetSpec, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """The class names that labels of the data are indices into: those of the network."""
+        return outputs
+
+    def check_samples(self, samples: Sequence[Sample], where: str) -> None:  # noqa: B027
+        """Check that a network of this task can be evaluated on `samples` of the data `where`.
+
+        Raises:
+            ConfigError: Their labels do not suit it.
+        """
+
+    @abstractmethod
+    def evaluation(
+        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+    ) -> "Evaluation":
+        """Start an evaluation of a saved network on `samples`.
+
+        Raises:
+            DataError: The samples do not suit the network.
+        """
+
+    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
+        """Share in [0, 1] by which an exported file is compared with its run, higher is better.
+
+        Args:
+            outputs: Of `activation`, (images, outputs).
+            samples: The images.
+
+        Raises:
+            ConfigError: The task has no such share.
+        """
+        raise ConfigError(
+            "validation: files of this task are compared with their run on noise only; leave it out"
+        )
+
+    def decisions(self, outputs: NDArray[Any], thresholds: Sequence[float] | None) -> NDArray[Any]:
+        """The best class of each image, (images, 1), or which it has, (images, classes)."""
+        best: NDArray[Any] = outputs.argmax(1)[:, None]
+        return best
+
+    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
+        """What config.json of the run folder has of the task, under the key "vit".
+
+        The default is the task's name. Tasks that a folder shows by its other fields store none.
+        """
+        return {"task": config.training.task}
+
+    def finish(self, run: FinishedRun) -> None:  # noqa: B027
+        """Complete the run folder after the last epoch; `vit train --resume` repeats it.
+
+        Raises:
+            VitError: The run cannot be read or written.
+        """
+
+    @abstractmethod
+    def write_report(self, run: FinishedRun) -> None:
+        """Write report.html.
+
+        Raises:
+            VitError: No image can be read, or the report cannot be written.
+        """
+
+    def warning(self, event: Event) -> str | None:
         """A log line about suspicious scores of an epoch; else None."""
         return None
 
@@ -129,6 +370,14 @@ def get_task(name: str) -> Task:
     module, _, kind = TASKS[name].partition(":")
     task: Task = getattr(importlib.import_module(module), kind)()
     return task
+
+
+def one_class_needed(config: Config, remedy: str) -> ConfigError:
+    """The error of a task that learns one class an image, for multi-label data."""
+    return ConfigError(
+        f"task={config.training.task}: the images have several classes, or none, and this task "
+        f"learns one an image; {remedy}"
+    )
 
 
 def mixed(

@@ -114,12 +114,3 @@ def drop_long_captions(
     """Samples with a caption of at most `most` tokens, and the number of longer captions."""
     ids = CaptionIds([sample.captions for sample in samples], tokenizer, most)
     return tuple(s for place, s in enumerate(samples) if ids.count(place)), ids.too_long
-
-
-def caption_summary(config: Config, splits: Splits) -> str:
-    """Line about the captions for the start of a training."""
-    captions = sum(len(sample.captions) for sample in splits.train)
-    return (
-        f"{captions:,} captions of at most {config.decoder.caption_tokens} tokens, out of "
-        f"{config.decoder.vocab_size:,} tokens"
-    )

@@ -11,12 +11,11 @@ from vit.config import Config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import exclude_images, find_unreadable
 from vit.data.dataset_types import Splits
-from vit.data.multilabel_targets import to_multilabel
 from vit.data.sampler import fitting_batch_size
-from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
+from vit.tasks.task import Task, get_task
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
 
@@ -51,7 +50,8 @@ def look_at_data(
         ConfigError: A setting does not fit the data.
         BadImage: An image cannot be read and `on_bad_image` is stop.
     """
-    config, splits = resolve_task(config, open_data(config, listing), given, notify)
+    splits = open_data(config, listing)
+    config, splits = task_of(config).check_data(config, splits, given, notify)
     config = complete(config, splits, given)
     bad = find_bad_images(splits, config, accelerator)
     splits = exclude_images(splits, bad)
@@ -72,6 +72,11 @@ def look_at_data(
     return config, splits, {image.path: image.reason for image in bad}
 
 
+def task_of(config: Config) -> Task:
+    """The task of a training, without its data."""
+    return get_task(config.training.task)
+
+
 def list_data(config: Config) -> Listing:
     """List the files of a classification dataset, for `open_data`.
 
@@ -79,26 +84,8 @@ def list_data(config: Config) -> Listing:
         DataError: The dataset does not exist or cannot be read.
         ConfigError: A setting does not apply to this kind of dataset.
     """
-    spec = dataset_spec(config)
+    spec = task_of(config).dataset_spec(config)
     return Listing(spec, read_source(spec))
-
-
-def dataset_spec(config: Config) -> DatasetSpec:
-    """The dataset specification of a training, with the captions and classes that it learns.
-
-    Raises:
-        ConfigError: A column of classes is named, and the training learns only captions.
-    """
-    data, training = config.data, config.training
-    if not training.captions:
-        return DatasetSpec.from_config(data, multilabel=training.multilabel or None)
-    if data.label_column is not None and not training.classifies:
-        raise ConfigError(
-            f"label_column={data.label_column!r}: task={training.task} learns no classes; leave it "
-            "out, or learn them too with --task classify,caption"
-        )
-    labels = training.classifies
-    return DatasetSpec.from_config(data, multilabel=False, captions=True, labels=labels)
 
 
 def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
@@ -117,7 +104,7 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
     if data.folds is not None and data.fold is None:
         raise ConfigError(f"folds={data.folds}: a run trains one fold; set --fold (1..N)")
     return open_splits(
-        dataset_spec(config),
+        task_of(config).dataset_spec(config),
         val_share=data.val_share,
         seed=training.seed,
         fold=None if data.folds is None else Fold(data.fold or 1, data.folds),
@@ -139,34 +126,8 @@ def check_channels(channels: int) -> None:
         )
 
 
-def resolve_task(
-    config: Config, splits: Splits, given: Sequence[str], notify: Notify
-) -> tuple[Config, Splits]:
-    """Switch to the multi-label task for such data, unless the user chose a task.
-
-    Raises:
-        ConfigError: The chosen task needs one class an image, and the data are multi-label.
-    """
-    training, finetune = config.training, config.finetune
-    if training.multilabel:
-        return config, to_multilabel(splits)
-    if not splits.multilabel:
-        return config, splits
-    if training.captions or "task" in given:
-        remedy = "give it data with one" if training.captions else "use --task multilabel"
-        raise ConfigError(
-            f"task={training.task}: the images have several classes, or none, and this task "
-            f"learns one an image; {remedy}"
-        )
-    notify("note: images have several labels: task=multilabel")
-    if "probe_first" not in given and finetune.method != "probe":
-        finetune = dataclasses.replace(finetune, probe_first=False)
-    training = dataclasses.replace(training, task="multilabel")
-    return dataclasses.replace(config, training=training, finetune=finetune), splits
-
-
 def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
-    """Set the number of classes; without a classification task, remove the head.
+    """Set the size of the head, and what else of the network the task decides.
 
     Args:
         config: Settings as requested.
@@ -176,26 +137,14 @@ def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
     Raises:
         ConfigError: A chosen `num_classes`, `pooling` or `final_norm` does not fit the data.
     """
-    found = len(splits.classes)
+    task = task_of(config)
+    found = len(task.output_names(splits))
     if "num_classes" in given and config.model.num_classes != found:
         raise ConfigError(
             f"num_classes={config.model.num_classes}: the data has {found} classes; "
             "leave it out and it is taken from the data"
         )
-    if not config.training.classifies:
-        if "pooling" in given and config.model.pooling != "none":
-            raise ConfigError(
-                f"pooling={config.model.pooling}: the decoder attends to all tokens, and there "
-                "is no head to pool for; leave it out"
-            )
-        for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
-            if name in given and (value := getattr(config.model, name)) not in usual:
-                raise ConfigError(
-                    f"{name}={value}: task=caption alone has no head; leave it out, or learn "
-                    "classes too with --task classify,caption"
-                )
-        model = dataclasses.replace(config.model, num_classes=0, pooling="none")
-        config = dataclasses.replace(config, model=model)
+    config = task.complete(config, given)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
 
 
@@ -209,7 +158,7 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
-        where = locate_in_lists(dataset_spec(config), [bad[0].path])
+        where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         raise BadImage(
             bad[0].path,

@@ -15,14 +15,12 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.model.build import build_captioner, build_classifier
 from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
 from vit.text import format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
-from vit.training.caption_vocabulary import caption_summary
 from vit.training.distributed.devices import arithmetic
 from vit.training.distributed.fsdp import is_sharded, require_shardable
 from vit.training.distributed.stop_signals import Interruption
@@ -66,11 +64,7 @@ def make_network(
         ConfigError: The method does not fit the network.
     """
     torch.manual_seed(random_seed(config.training.seed, "weights"))
-    network: VisionTransformer = (
-        build_captioner(config.model, config.decoder)
-        if config.training.captions
-        else build_classifier(config.model)
-    )
+    network = get_task(config.training.task).build_network(config)
     if source is not None:
         state, report = adapt_weights(source, config.model, classes=classes or None)
         for line in report.lines():
@@ -220,12 +214,8 @@ def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]
     repeated = ", deterministic" if config.run.deterministic else ""
     micro = config.data.micro_batches
     batch = f"batch {config.data.batch_size}" + (f" in {micro} micro-batches" if micro > 1 else "")
-    classes = f", {len(splits.classes)} classes" if splits.classes else ""
-    classes += ", several an image" if config.training.multilabel else ""
-    words = [caption_summary(config, splits)] if config.training.captions else []
     return [
-        f"{len(splits.train):,} training and {len(splits.val):,} validation images{classes}",
-        *words,
+        *run.task.summary(config, splits),
         f"{size} parameters{sharded}, {config.model.image_size} px, "
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
         f"{steps_line(config, splits, total_steps)}",

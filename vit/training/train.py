@@ -23,6 +23,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import RunError, VitError, printable
+from vit.tasks.task import get_task
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import measured_workers, with_cache
 from vit.training.checkpoint.run_folder import (
@@ -105,7 +106,7 @@ def train(
         network = make_network(
             config,
             resolved.release_source(),
-            splits.classes,
+            get_task(config.training.task).output_names(splits),
             notifier(accelerator),
             splits.tokenizer,
         )

@@ -98,8 +98,9 @@ class Trainer:
         self.part = {"images": 0, "loss_sum": 0.0}  # of the epoch in progress
         self.best = BestEpochs(folder, run.config.run.keep_best, run.task.rank)
         self.logger = MetricsLogger(run, folder)
+        self.outputs = run.task.output_names(splits)
         self.checkpoints = CheckpointManager(
-            run, folder, splits.classes, self.best, self.logger.metrics
+            run, folder, self.outputs, self.best, self.logger.metrics
         )
         self.training = training_loader(run, splits.train)
         self.evaluation = evaluation_loader(run, splits.val)
@@ -208,7 +209,7 @@ class Trainer:
             finish_run(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
             folder=self.folder,
-            classes=self.splits.classes,
+            classes=self.outputs,
             epoch=self.best.first["epoch"],
             val_top1=chosen.get("val_top1"),
             scores={n.removeprefix("val_"): v for n, v in chosen.items() if n.startswith("val_")},

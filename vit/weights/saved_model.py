@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.parser import parse_decoder_config, parse_model_config
+from vit.config.training_config import TASKS, implied_task
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError, printable
@@ -53,6 +54,7 @@ class LoadedRun:
         tokenizer: Tokenizer of its captions.
         thresholds: Minimum sigmoid probability per class of a multi-label classifier; None for a
             single-label one.
+        stored_task: Name of its task, if the other fields do not show it.
     """
 
     model: VisionTransformer
@@ -63,6 +65,16 @@ class LoadedRun:
     decoder: DecoderConfig | None = None
     tokenizer: Tokenizer | None = None
     thresholds: tuple[float, ...] | None = None
+    stored_task: str = ""
+
+    @property
+    def task_name(self) -> str:
+        """Name of the task that the network was trained for."""
+        return self.stored_task or implied_task(
+            multilabel=self.thresholds is not None,
+            captions=self.tokenizer is not None,
+            classes=bool(self.classes),
+        )
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,7 @@ def save_model(
     classes: Sequence[str],
     preprocessing: Preprocessing,
     tokenizer: Tokenizer | None = None,
+    task_fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `model` to `folder`, a captioner with its `tokenizer`.
 
@@ -106,9 +119,13 @@ def save_model(
         WeightsError: The weights are not finite, or do not match the other arguments.
         RunError: The disk is full, or the folder cannot be written.
     """
-    state = model.state_dict()
     packed = serialize_model(
-        state, config=config, classes=classes, preprocessing=preprocessing, tokenizer=tokenizer
+        model.state_dict(),
+        config=config,
+        classes=classes,
+        preprocessing=preprocessing,
+        tokenizer=tokenizer,
+        task_fields=task_fields,
     )
     packed.write(Path(folder))
 
@@ -121,6 +138,7 @@ def serialize_model(
     preprocessing: Preprocessing,
     terms: str | None = None,
     tokenizer: Tokenizer | None = None,
+    task_fields: Mapping[str, Any] | None = None,
 ) -> SerializedModel:
     """Serialise a network in memory.
 
@@ -131,6 +149,7 @@ def serialize_model(
         preprocessing: Image preprocessing.
         terms: License of the weights.
         tokenizer: Tokenizer of the captions.
+        task_fields: `Task.stored_fields` of the network's task.
 
     Raises:
         WeightsError: The weights are not finite, or do not match the other arguments.
@@ -151,8 +170,7 @@ def serialize_model(
         own["decoder"] = asdict(decoder)
         theirs["architecture"] = UNKNOWN_ARCHITECTURE  # timm has no network with a decoder
     content = {**theirs, "vit": own}
-    if config.training.multilabel:
-        own["thresholds"] = [DEFAULT_THRESHOLD] * len(classes)
+    own |= task_fields or {}
     if terms is not None:
         content["pretrained_cfg"]["license"] = terms
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -241,6 +259,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         decoder=decoder,
         tokenizer=tokenizer,
         thresholds=thresholds,
+        stored_task=check_task(own.get("task", "")),
     )
 
 
@@ -285,7 +304,8 @@ def vit_section(content: Any) -> dict[str, Any]:
             f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
             "install the vit that wrote it"
         )
-    if own.keys() - {"decoder", "thresholds"} != {"version", "config", "preprocessing", "classes"}:
+    optional = {"decoder", "thresholds", "task"}
+    if own.keys() - optional != {"version", "config", "preprocessing", "classes"}:
         raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
     return own
 
@@ -356,6 +376,17 @@ def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
     if len(names) != config.num_classes:
         raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
     return names
+
+
+def check_task(name: Any) -> str:
+    """Check that a task exists, and return its name; empty if none is stored.
+
+    Raises:
+        WeightsError: There is no such task.
+    """
+    if name != "" and name not in TASKS:
+        raise WeightsError(f"task {printable(name)} is not known to this vit: {', '.join(TASKS)}")
+    return str(name)
 
 
 def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:

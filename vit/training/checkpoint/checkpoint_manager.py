@@ -196,6 +196,7 @@ class CheckpointManager:
             preprocessing=run.preprocessing,
             terms=run.config.finetune.license,
             tokenizer=run.tokenizer,
+            task_fields=run.task.stored_fields(run.config, self.classes),
         )
 
     def wait(self) -> None:

@@ -16,6 +16,7 @@ from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model.vision_transformer import VisionTransformer
+from vit.tasks.task import get_task
 from vit.training.finetune.freezing import freeze_backbone, trainable_line
 from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
@@ -79,8 +80,7 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     found |= preset_sizes(config, source, given)
     found |= caption_settings(config, source, method, given)
     found["method"] = method
-    one_class = not config.training.captions and not config.training.multilabel
-    usual_first = config.finetune.method is None and one_class
+    usual_first = config.finetune.method is None and config.training.single_label
     found["probe_first"] = usual_first if first is None else first
     check_unused_settings(method, chosen, given, usual={**flatten(make_config({})), **found})
     found["license"] = source.license
@@ -201,10 +201,7 @@ def apply_finetune_method(network: VisionTransformer, config: Config) -> str | N
         return lora_line(network, rank=rank, targets=settings.targets)
     if settings.method in ("linear", "probe"):
         freeze_backbone(network)
-        answers = {"classify": "the head", "caption": "the decoder"}
-        return trainable_line(
-            f"{answers.get(config.training.task, 'head and decoder')} alone", network
-        )
+        return trainable_line(f"{get_task(config.training.task).trained_head} alone", network)
     return None
 
 
