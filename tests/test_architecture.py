@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vit.config.training_config import TASKS
+
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.text", "vit.version"}
 LEVEL_1 = {
@@ -244,6 +246,20 @@ def test_a_library_has_one_address(library):
         if any(within(name, {library}) for name in imports(file)):
             here = file.relative_to(ROOT).as_posix()
             assert any(here.startswith(home) for home in ONLY[library]), f"{library} in {here}"
+
+
+def test_only_tasks_config_and_commands_compare_the_name_of_a_task():
+    """A module asks the Task of a network instead; plan.py reads settings that make no Task yet."""
+    exempt = ("tasks/", "config/", "commands/", "training/plan.py")
+    compared = []
+    for file in sorted((ROOT / "vit").rglob("*.py")):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for compare in (node for node in nodes if isinstance(node, ast.Compare)):
+            words = {part.value for part in ast.walk(compare) if isinstance(part, ast.Constant)}
+            if words & TASKS.keys() and re.search(r"\btasks?\b", ast.unparse(compare)):
+                compared.append(file.relative_to(ROOT / "vit").as_posix())
+    assert any(name.startswith("config/") for name in compared), "the search finds none at all"
+    assert not [name for name in compared if not name.startswith(exempt)]
 
 
 def test_a_block_has_no_ifs():

@@ -9,7 +9,7 @@ from vit.commands.main import main
 from vit.data.contact_sheet import MARGIN, TILE, contact_sheet, wrap
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.training.show_batch import class_lines
+from vit.tasks.classification import class_lines
 
 pytestmark = pytest.mark.auto_precision
 

@@ -165,6 +165,17 @@ class Captioning(Task):
             loss = loss + smoothed_cross_entropy(said.class_logits, targets, smoothing=smoothing)
         return loss.view(1)
 
+    def preview(
+        self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """The caption of each image, below its class if classes are learned too."""
+        assert batch.caption_ids is not None, "the loader was given captions"
+        texts = [self.tokenizer.decode(row) for row in batch.caption_ids.tolist()]
+        if not self.classifies:
+            return images, [[text] for text in texts]
+        labels = batch.labels.tolist()
+        return images, [[classes[at], text] for at, text in zip(labels, texts, strict=True)]
+
     def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
         """Start a validation on `samples`."""
         return CaptionTally(self, samples)

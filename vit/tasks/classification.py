@@ -33,6 +33,8 @@ from vit.tasks.task import (
     one_class_needed,
 )
 
+MIN_SHARE = 0.005
+"""Smallest share of a class that is named below an image."""
 NOTABLE_DIFFERENCE = 0.05
 """Difference of balanced accuracy and accuracy above which both are logged."""
 
@@ -129,6 +131,12 @@ class Classification(Task):
         loss = smoothed_cross_entropy if self.balance is None else self.balance.loss
         return loss(logits, targets, smoothing=config.training.smoothing).view(1)
 
+    def preview(
+        self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """Mixed images, with the share of each class."""
+        return preview_mixture(run, batch, images, F.one_hot(batch.labels, len(classes)), classes)
+
     def tally(self, samples: Sequence[Sample]) -> "ClassTally":
         """Start a validation."""
         return ClassTally(count_classes(samples))
@@ -192,6 +200,25 @@ class ClassTally:
         if run.config.training.balance != "none":
             found["chosen_by"] = "val_balanced_accuracy"
         return found
+
+
+def preview_mixture(
+    run: TrainingRun, batch: Batch, images: Tensor, targets: Tensor, classes: Sequence[str]
+) -> tuple[Tensor, list[list[str]]]:
+    """Mixed images, with the share of each class; arguments as for `mixed` and `Task.preview`."""
+    images, targets = mixed(run, batch, images, targets.float(), epoch=0)
+    return images, [class_lines(row, classes) for row in targets]
+
+
+def class_lines(shares: Tensor, classes: Sequence[str]) -> list[str]:
+    """Class names of a target (classes,), one a line with its share if images are mixed."""
+    order = shares.sort(descending=True, stable=True).indices.tolist()
+    named = [(classes[at], float(shares[at])) for at in order if shares[at] >= MIN_SHARE]
+    if not named:
+        return ["(no class)"]
+    if all(share >= 1 - MIN_SHARE for _, share in named):
+        return [", ".join(name for name, _ in named)]
+    return [f"{name} {share:.0%}" for name, share in named]
 
 
 def loss_and_correct(logits: Tensor, labels: Tensor) -> Tensor:

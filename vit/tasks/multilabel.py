@@ -35,6 +35,7 @@ from vit.evaluation.multilabel_metrics import (
     nanmean,
     summarize_multilabel,
 )
+from vit.tasks.classification import preview_mixture
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
@@ -91,6 +92,12 @@ class MultiLabel(Task):
         smoothing = run.config.training.smoothing
         logits = forward(run, images)
         return smoothed_binary_cross_entropy(logits, targets, smoothing=smoothing).view(1)
+
+    def preview(
+        self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """Mixed images, with the share of each class."""
+        return preview_mixture(run, batch, images, batch.labels, classes)
 
     def tally(self, samples: Sequence[Sample]) -> "MultiLabelTally":
         """Start a validation on `samples`."""

@@ -257,6 +257,19 @@ class Task(ABC):
         Runs the forward pass, so all processes must make this call, also with an empty batch.
         """
 
+    def preview(
+        self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """The normalised `images` of a training batch as the network sees them, and lines on each.
+
+        Args:
+            run: The training, before its first step.
+            batch: A micro-batch.
+            images: Its images, normalised.
+            classes: Class names of the data.
+        """
+        return images, [[classes[label]] for label in batch.labels.tolist()]
+
     @abstractmethod
     def tally(self, samples: Sequence[Sample]) -> Tally:
         """Start a validation on `samples`, over all processes."""

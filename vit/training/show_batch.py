@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
-from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError, printable
-from vit.tasks.task import mixed
 from vit.text import plural
 from vit.training.autotune.dry_run import dry_run
 from vit.training.distributed.collectives import on_main
@@ -30,9 +27,6 @@ from vit.training.train import complete_settings, known_words, look_at_weights, 
 from vit.training.training_loaders import training_loader
 from vit.training.training_state import TrainingState
 from vit.weights.safetensors_io import atomic_write
-
-MIN_SHARE = 0.005
-"""Smallest share of a class that is named below an image."""
 
 
 def show_batch(
@@ -100,37 +94,11 @@ def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[s
         raise BadImage(batch.failed[0].path, batch.failed[0].reason)
     if not len(batch.images):
         raise DataError("not one image of the first batch can be read")
-    if run.config.training.captions:
-        return batch.images, caption_lines(run, batch, splits.classes)
-    multilabel = batch.labels.ndim == 2
-    hot = batch.labels if multilabel else F.one_hot(batch.labels, len(splits.classes))
-    images, targets = run.preprocessing.normalise(batch.images), hot.float()
-    images, targets = mixed(run, batch, images, targets, epoch=0)
+    images = run.preprocessing.normalise(batch.images)
+    images, texts = run.task.preview(run, batch, images, splits.classes)
     mean, std = (
         torch.tensor(values)[:, None, None]
         for values in (run.preprocessing.mean, run.preprocessing.std)
     )
     pixels = ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-    return pixels, [class_lines(row, splits.classes) for row in targets]
-
-
-def class_lines(shares: Tensor, classes: Sequence[str]) -> list[str]:
-    """Class names of a target (classes,), one a line with its share if images are mixed."""
-    order = shares.sort(descending=True, stable=True).indices.tolist()
-    named = [(classes[at], float(shares[at])) for at in order if shares[at] >= MIN_SHARE]
-    if not named:
-        return ["(no class)"]
-    if all(share >= 1 - MIN_SHARE for _, share in named):
-        return [", ".join(name for name, _ in named)]
-    return [f"{name} {share:.0%}" for name, share in named]
-
-
-def caption_lines(run: TrainingState, batch: Batch, classes: Sequence[str]) -> list[list[str]]:
-    """The caption of each image, below its class if it has one."""
-    assert run.tokenizer is not None, "captions are learned with a tokenizer"
-    assert batch.caption_ids is not None, "the loader was given captions"
-    texts = [run.tokenizer.decode(row) for row in batch.caption_ids.tolist()]
-    if not run.config.training.classifies:
-        return [[text] for text in texts]
-    labels = batch.labels.tolist()
-    return [[classes[at], text] for at, text in zip(labels, texts, strict=True)]
+    return pixels, texts
