@@ -144,8 +144,8 @@ class MultiLabel(Task):
         if few:
             names = join_names([printable(run.splits.classes[index]) for index in few])
             run.notify(
-                f"note: fewer than {MIN_IMAGES} validation images have, or lack, class {names}: its "
-                f"threshold is {DEFAULT_THRESHOLD}"
+                f"note: fewer than {MIN_IMAGES} validation images have, or lack, class {names}: "
+                f"its threshold is {DEFAULT_THRESHOLD}"
             )
 
     def write_report(self, run: FinishedRun) -> None:
