@@ -11,6 +11,7 @@ from vit.errors import ConfigError, VitError, WeightsError, printable
 from vit.exported.onnx_metadata import check_external_data
 
 Array = npt.NDArray[Any]
+Source = str | os.PathLike[str] | bytes
 LIBRARIES = "pip install 'vit-toolkit[onnx]'"
 LARGE_INPUT_BYTES = 2**24
 """From this size on, the memory arena is released after a run; else it is kept for the next."""
@@ -40,7 +41,7 @@ class InferenceSession(Protocol):
 
 
 class OnnxSession:
-    """An ONNX graph in onnxruntime.
+    """An ONNX graph in onnxruntime; an InferenceSession.
 
     Args:
         source: The file, or its bytes.
@@ -48,9 +49,6 @@ class OnnxSession:
         threads: Compute threads per operator; default: one per core.
 
     Attributes:
-        inputs: Names of the inputs, in order.
-        outputs: Names of the outputs, in order.
-        metadata: Metadata of the file.
         signature: Type and shape of each input and output; a dynamic axis is a name.
 
     Raises:
@@ -61,7 +59,7 @@ class OnnxSession:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | bytes,
+        source: Source,
         providers: Sequence[str] | None = None,
         *,
         threads: int | None = None,
@@ -93,7 +91,14 @@ class OnnxSession:
         self._shrink_arena = onnxruntime.RunOptions()
         if requested == ["CPUExecutionProvider"]:
             self._shrink_arena.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        self._session = _create_session(onnxruntime, source, options, requested)
+        given = source if isinstance(source, bytes) else os.fspath(source)
+        try:
+            self._session = onnxruntime.InferenceSession(given, options, providers=requested)
+        except Exception as error:  # the library has no common class of its errors
+            raise WeightsError(
+                f"{source_name(source)} is no usable ONNX file ({error_text(error)}); export it "
+                "again"
+            ) from None
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         self.inputs = [value.name for value in inputs]
         self.outputs = [value.name for value in outputs]
@@ -103,35 +108,21 @@ class OnnxSession:
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Run the graph; return all outputs, in order.
-
-        Raises:
-            WeightsError: The engine fails.
-        """
         large = max(array.nbytes for array in inputs.values()) >= LARGE_INPUT_BYTES
         try:
             outputs: list[Array] = self._session.run(
                 None, dict(inputs), self._shrink_arena if large else None
             )
         except Exception as error:  # the library has no common class of its errors
-            raise WeightsError(f"onnxruntime cannot compute it ({_error_text(error)})") from None
+            raise WeightsError(f"onnxruntime cannot compute it ({error_text(error)})") from None
         return [np.asarray(output) for output in outputs]
 
 
-def _create_session(
-    onnxruntime: Any,
-    source: str | os.PathLike[str] | bytes,
-    options: Any,
-    providers: list[str],
-) -> Any:
-    name = "the graph" if isinstance(source, bytes) else printable(source)
-    given = source if isinstance(source, bytes) else os.fspath(source)
-    try:
-        return onnxruntime.InferenceSession(given, options, providers=providers)
-    except Exception as error:  # the library has no common class of its errors
-        reason = _error_text(error)
-        raise WeightsError(f"{name} is no usable ONNX file ({reason}); export it again") from None
+def source_name(source: Source) -> str:
+    """Name of a file or of its bytes in messages."""
+    return "the graph" if isinstance(source, bytes) else printable(source)
 
 
-def _error_text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """Message of an engine's error, shortened to one line."""
     return printable(" ".join(str(error).split())[:200])

@@ -14,7 +14,7 @@ import numpy as np
 
 from vit.errors import ConfigError, VitError, WeightsError, printable
 from vit.exported.onnx_metadata import check_external_data
-from vit.exported.onnx_session import Array
+from vit.exported.onnx_session import Array, Source, error_text, source_name
 from vit.paths import did_you_mean
 
 LIBRARIES = "pip install 'vit-toolkit[openvino]'"
@@ -27,7 +27,7 @@ ELEMENT_TYPES = {"u8": "tensor(uint8)", "f32": "tensor(float)"}
 
 
 class OpenVINOSession:
-    """A graph in OpenVINO, with the interface of vit.exported.onnx_session.OnnxSession.
+    """A graph in OpenVINO; an InferenceSession.
 
     Args:
         source: X.xml with X.bin beside it, X.onnx, or the bytes of the latter.
@@ -37,9 +37,6 @@ class OpenVINOSession:
             supports it; here it is fp32.
 
     Attributes:
-        inputs: Names of the inputs, in order.
-        outputs: Names of the outputs, in order.
-        metadata: Metadata of the file.
         signature: Type and shape of each input and output; a dynamic axis is None.
 
     Raises:
@@ -50,7 +47,7 @@ class OpenVINOSession:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | bytes,
+        source: Source,
         providers: Sequence[str] | None = None,
         *,
         threads: int | None = None,
@@ -65,8 +62,8 @@ class OpenVINOSession:
             compiled = core.compile_model(model, device, settings)
         except RuntimeError as error:
             raise WeightsError(
-                f"{_name(source)}: OpenVINO cannot compile it ({_error_text(error)}); export it "
-                "again"
+                f"{source_name(source)}: OpenVINO cannot compile it ({error_text(error)}); "
+                "export it again"
             ) from None
         # names of the model: what is compiled has names of its own beside them
         self.inputs = [value.any_name for value in model.inputs]
@@ -79,16 +76,11 @@ class OpenVINOSession:
         self._lock = threading.Lock()
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Run the graph; return all outputs, in order.
-
-        Raises:
-            WeightsError: OpenVINO fails.
-        """
         with self._lock:  # a request runs once at a time and reuses its output buffers
             try:
                 results = self._request.infer([inputs[name] for name in self.inputs])
             except (RuntimeError, TypeError) as error:
-                raise WeightsError(f"OpenVINO cannot compute it ({_error_text(error)})") from None
+                raise WeightsError(f"OpenVINO cannot compute it ({error_text(error)})") from None
             return [np.array(results[index]) for index in range(len(self.outputs))]
 
 
@@ -112,13 +104,13 @@ def _core(factory: Callable[[], Any]) -> Any:
     return factory()
 
 
-def read_model(core: Any, source: str | os.PathLike[str] | bytes) -> Any:
+def read_model(core: Any, source: Source) -> Any:
     """Read an openvino.Model from X.xml, X.onnx or the bytes of the latter.
 
     Raises:
         WeightsError: The file is missing or unusable, or X.bin belongs to another X.xml.
     """
-    name = _name(source)
+    name = source_name(source)
     if not isinstance(source, bytes):
         if not os.path.isfile(source):
             hint = did_you_mean(source) or "; give the file of vit export"
@@ -132,7 +124,7 @@ def read_model(core: Any, source: str | os.PathLike[str] | bytes) -> Any:
         model = core.read_model(source)
     except RuntimeError as error:
         raise WeightsError(
-            f"{name} is no usable file of OpenVINO or ONNX ({_error_text(error)}); export it again"
+            f"{name} is no usable file of OpenVINO or ONNX ({error_text(error)}); export it again"
         ) from None
     if not isinstance(source, bytes) and source.endswith(".xml"):
         _check_weights(model, source)
@@ -201,11 +193,3 @@ def _settings(core: Any, device: str, threads: int | None, precision: str) -> di
 def _element_type(value: Any) -> str:
     name = value.element_type.get_type_name()
     return ELEMENT_TYPES.get(name, f"tensor({name})")
-
-
-def _name(source: str | os.PathLike[str] | bytes) -> str:
-    return "the graph" if isinstance(source, bytes) else printable(source)
-
-
-def _error_text(error: Exception) -> str:
-    return printable(" ".join(str(error).split())[:200])
