@@ -1,0 +1,106 @@
+"""Dataset export: lists of labels, safe names, and folders that are never lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vit.data.archives import relative
+from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources.dataset_export import (
+    UniqueNames,
+    atomic_folder,
+    class_folders,
+    export_data,
+    export_dataset,
+    parse_shard_size,
+    safe_name,
+)
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import read_source
+from vit.errors import ConfigError, DataError
+
+
+def test_multilabel_datasets_are_exported_with_lists_of_labels(tmp_path):
+    for number in range(3):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    items = [ImageRecord(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
+    listed = DatasetIndex(tmp_path, {"train": items}, {"train": "here"}, multilabel=True)
+    made = {
+        kind: export_dataset(
+            listed, "x", tmp_path / kind, to=kind, max_bytes=10**9, progress=lambda _: None
+        )
+        for kind in ("shards", "folder")
+    }
+    assert made["folder"].images == 3
+    again = read_source(DatasetSpec(str(tmp_path / "shards"), all_splits=True))
+    assert again.multilabel
+    assert [item.labels for item in again.splits["train"]] == [(), ("b",), ("b", "a")]
+    lines = (tmp_path / "folder/labels.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines][2] == {
+        "image": "images/train/2.png", "labels": ["b", "a"], "split": "train",
+    }  # fmt: skip
+    assert (tmp_path / "folder/images/train/2.png").is_file()
+
+
+def test_images_behind_links_are_not_overwritten(tiny_data, tmp_path):
+    out = tmp_path / "out"
+    export_data(str(tiny_data), out, to="folder")
+    (tmp_path / "link").symlink_to(out)
+    linked = out / "val/apple/linked.png"
+    linked.symlink_to(tiny_data / "val/apple/0.png")
+    for path in (tmp_path / "link/val/apple/0.png", linked):
+        listed = DatasetIndex(tmp_path, {"": [ImageRecord(str(path), ("a",))]}, {"": "here"})
+        with pytest.raises(DataError, match="holds images of the data"):
+            export_dataset(listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _: None)
+    assert linked.exists()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path, monkeypatch, times):
+    folder, real, left = tmp_path / "out", Path.rename, [times]
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+
+    def rename(path: Path, target: Path) -> Path:
+        if target == folder and left[0]:
+            left[0] -= 1
+            raise PermissionError(13, "Permission denied")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(DataError, match="cannot be written") as refused, atomic_folder(folder):
+        pass
+    if times == 1:
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert (folder / "mine.txt").read_text() == "mine"
+    else:
+        assert (Path(str(refused.value).split(" is now ")[1]) / "mine.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [("256MB", 256 * 10**6), ("1.5 gib", 3 * 2**29), ("2M", 2 * 10**6)]
+)
+def test_shard_sizes_are_parsed_with_decimal_and_binary_units(size, number):
+    assert parse_shard_size(size) == number
+
+
+@pytest.mark.parametrize("size", ["", "MB", "-1MB", "1TB", "1e9", "0MB"])
+def test_invalid_shard_sizes_are_refused(size):
+    with pytest.raises(ConfigError, match="shard_size="):
+        parse_shard_size(size)
+
+
+def test_file_names_are_safe_and_unique():
+    for name in ("", ".", "..", ".hidden", "a/b", "a\x00b", "x" * 999, "__MACOSX", "a:b", "x.tar"):
+        safe = safe_name(name)
+        assert safe
+        assert not {"/", "\0", ":"} & {*safe}
+        assert not safe.startswith(".")
+        assert len(safe) <= 200
+        assert safe_name(safe) == safe
+    names = UniqueNames()
+    assert [names.add("a.png") for _ in range(3)] == ["a.png", "a-2.png", "a-3.png"]
+    assert class_folders(["a/b", "a_b"], split=True) == {"a_b": "a_b", "a/b": "a_b-2"}
+    assert relative("/d/x/1.png", Path("/d")) == "x/1.png"
