@@ -7,6 +7,7 @@ from vit.commands.command_options import (
     add_json_option,
     add_list_options,
     add_setting,
+    add_task_option,
     dataset_spec,
     positive_int,
     settings_from_args,
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
+    add_task_option(parser, "what a training would learn")
     add_list_options(parser)
     add_setting(parser, all_settings()["group"])
     add_json_option(parser, "where all problems are written; an older file is replaced")

@@ -239,18 +239,30 @@ def settings_from_args(args: argparse.Namespace) -> dict[str, Any]:
     return {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
 
 
+def add_task_option(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add `--task`, for commands that read a dataset as a training of that task does."""
+    parser.set_defaults(task=None)
+    parser.add_argument(
+        "--task",
+        choices=choices_of(all_settings()["task"].kind),
+        default=argparse.SUPPRESS,
+        help=f"{purpose}: classes, captions or both (default: classes, one or several an image)",
+    )
+
+
 def add_list_options(
     parser: argparse.ArgumentParser, usual: str = "found by its usual names"
 ) -> None:
     """Add flags of image lists; `usual` describes the default of the column flags."""
-    parser.set_defaults(images=None, image_column=None, label_column=None)
+    parser.set_defaults(images=None, image_column=None, label_column=None, caption_column=None)
     parser.add_argument(
         "--images",
         metavar="DIR",
         default=argparse.SUPPRESS,
         help="folder of the images of a list (default: its own, or the one beside it with them)",
     )
-    for name, of in (("image", "the images"), ("label", "the classes")):
+    columns = (("image", "the images"), ("label", "the classes"), ("caption", "the captions"))
+    for name, of in columns:
         parser.add_argument(
             f"--{name}-column",
             metavar="COLUMN",
@@ -265,14 +277,13 @@ def add_list_options(
 
 
 def dataset_spec(args: argparse.Namespace, **settings: Any) -> "DatasetSpec":
-    """The DatasetSpec of DATA and the flags of `add_list_options`."""
+    """The DatasetSpec of DATA and the flags of `add_list_options` and `add_task_option`."""
+    from vit.config import TrainingConfig
     from vit.data.sources.dataset_spec import DatasetSpec
 
-    return DatasetSpec(
-        args.data,
-        args.images,
-        args.image_column,
-        args.label_column,
-        allow_outside=args.allow_outside,
-        **settings,
-    )
+    names = ("data", "images", "image_column", "label_column", "caption_column", "allow_outside")
+    if (task := getattr(args, "task", None)) is not None:
+        training = TrainingConfig(task=task)
+        settings |= {"captions": training.captions, "labels": training.classifies}
+        settings["multilabel"] = training.multilabel
+    return DatasetSpec(**{name: getattr(args, name) for name in names}, **settings)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from vit.commands.command_options import add_list_options, dataset_spec
+from vit.commands.command_options import add_list_options, add_task_option, dataset_spec
 from vit.commands.command_output import image_bar, notify
 from vit.errors import printable
 
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of hf:NAME to shards: do not keep the source on this disk",
     )
+    add_task_option(parser, "what is written with the images")
     add_list_options(parser)
     parser.set_defaults(shard_size=None)
 

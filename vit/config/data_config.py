@@ -20,6 +20,8 @@ class DataConfig(Section):
     """Image column of a list; found by its usual names when left empty."""
     label_column: str | None = None
     """Class column of a list; found by its usual names when left empty."""
+    caption_column: str | None = None
+    """Caption column of a list or table; found by its usual names when left empty."""
     allow_outside: bool = False
     """Accept images of a list outside of its folder, or of `images`."""
     group: str | None = None

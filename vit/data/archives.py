@@ -16,8 +16,6 @@ import shutil
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from vit.data.tar_index import TarIndex, read_index
 from vit.errors import BadImage, DataError, printable
 
@@ -290,16 +288,8 @@ def read_arrow_row(path: str, file: str, member: str) -> bytes:
         raise BadImage(path, str(error)) from None
     if column not in found.column_names or not row.isdecimal() or int(row) >= len(found):
         raise BadImage(path, "no such row in the table")
-    value = _value(found.column(column), int(row))
+    value = found.column(column)[int(row)].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise BadImage(path, "the row has no image")
     return content
-
-
-def _value(column: Any, row: int) -> object:
-    ends = np.cumsum([len(chunk) for chunk in column.chunks])
-    at = int(np.searchsorted(ends, row, side="right"))
-    first = int(ends[at - 1]) if at else 0
-    value: object = column.chunk(at)[row - first].as_py()
-    return value

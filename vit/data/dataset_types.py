@@ -39,6 +39,25 @@ class ImageRecord(NamedTuple):
     captions: tuple[str, ...] = ()
 
 
+class ImageFile(NamedTuple):
+    """An encoded image with its annotations, as exports write it."""
+
+    name: str
+    """Path without the split and the class."""
+    labels: tuple[str, ...]
+    content: bytes
+    captions: tuple[str, ...] = ()
+
+    def annotations(self, *, multilabel: bool) -> dict[str, list[str] | str]:
+        """Classes and captions as the keys of a JSON record."""
+        found: dict[str, list[str] | str] = {}
+        if multilabel:
+            found["labels"] = list(self.labels)
+        elif self.labels:
+            found["label"] = self.labels[0]
+        return found | ({"captions": list(self.captions)} if self.captions else {})
+
+
 @dataclass(frozen=True)
 class DatasetIndex:
     """The images of a source, before class matching and the training/validation split."""

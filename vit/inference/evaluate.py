@@ -156,6 +156,7 @@ def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
         images=spec.images or (data.images if own else None),
         image_column=spec.image_column or data.image_column,
         label_column=spec.label_column or data.label_column,
+        caption_column=spec.caption_column or data.caption_column,
         allow_outside=spec.allow_outside or (own and data.allow_outside),
     )
 

@@ -90,7 +90,7 @@ def test_parquet_gives_the_samples_of_the_folder(parquet):
 
 
 def test_images_equal_those_that_the_library_decodes(parquet):
-    listed = read_dataset(f"hf:{parquet[1]}", None, None)
+    listed = read_dataset(DatasetSpec(f"hf:{parquet[1]}"))
     for split, name in (("train", "train"), ("validation", "val")):
         rows = datasets.load_dataset(str(parquet[1]), split=split)
         records = listed.splits[name]
@@ -142,12 +142,14 @@ def test_tables_without_feature_types_are_read(tmp_path):
     images = [png(value) for value in range(8)]
     table = pa.table({"png": images, "id": [*range(8)], "class": ["b", "a"] * 4})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
-    listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
+    listed = read_dataset(DatasetSpec(f"hf:{tmp_path}/x.parquet"))
     assert [record.labels[0] for record in listed.splits[""]] == ["b", "a"] * 4
     contents = [open_member(record.path).read() for record in listed.splits[""]]
     assert contents == images
     assert relative(listed.splits[""][3].path, listed.root) == "a/000000003"
-    named = read_dataset(f"hf:{tmp_path}/x.parquet", "png", "id")
+    named = read_dataset(
+        DatasetSpec(f"hf:{tmp_path}/x.parquet", image_column="png", label_column="id")
+    )
     assert [record.labels[0] for record in named.splits[""]] == [str(row) for row in range(8)]
 
 
@@ -158,7 +160,7 @@ def test_list_columns_are_multilabel(tmp_path, kind):
     columns = {"image": [{"bytes": png(n), "path": None} for n in range(3)]}
     columns["label"] = [[0, 1], [], [1]] if kind == "numbers" else [["cat", "dog"], [], ["dog"]]
     write(tmp_path / "x.parquet", columns, typed(label=datasets.List(inner)))
-    listed = read_dataset(f"hf:{tmp_path}/x.parquet", None, None)
+    listed = read_dataset(DatasetSpec(f"hf:{tmp_path}/x.parquet"))
     assert listed.multilabel
     assert [record.labels for record in listed.splits[""]] == [("cat", "dog"), (), ("dog",)]
 
@@ -167,7 +169,7 @@ def test_a_split_without_labels_is_left_out(parquet):
     columns = cells(parquet[0] / "validation")
     columns["label"] = [-1] * 5
     write(parquet[1] / "data/test-00000-of-00001.parquet", columns, typed())
-    listed = read_dataset(f"hf:{parquet[1]}", None, None)
+    listed = read_dataset(DatasetSpec(f"hf:{parquet[1]}"))
     assert {*listed.splits} == {"train", "val"}
     assert listed.notes == ["left out 5 images of test: they have no labels"]
 
@@ -203,17 +205,19 @@ def test_ambiguous_columns_are_named_in_the_error(tmp_path):
         datasets.Features({"image": datasets.Image(), "fine": kind, "coarse": kind}),
     )
     with pytest.raises(DataError, match=r"several columns of classes \(fine, coarse\)"):
-        read_dataset(f"hf:{path}", None, None)
-    assert read_dataset(f"hf:{path}", None, "coarse").splits[""][0].labels == ("a",)
+        read_dataset(DatasetSpec(f"hf:{path}"))
+    assert read_dataset(DatasetSpec(f"hf:{path}", label_column="coarse")).splits[""][0].labels == (
+        "a",
+    )
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "y.parquet")
     with pytest.raises(DataError, match=r"images \(text\); choose one with --image-column"):
-        read_dataset(f"hf:{tmp_path}/y.parquet", None, None)
+        read_dataset(DatasetSpec(f"hf:{tmp_path}/y.parquet"))
 
 
 def test_rows_without_an_image_are_bad_images(tmp_path):
     columns = {"image": [{"bytes": png(0), "path": None}, None], "label": [0, 1]}
     write(tmp_path / "x.parquet", columns, typed())
-    records = read_dataset(f"hf:{tmp_path}/x.parquet", None, None).splits[""]
+    records = read_dataset(DatasetSpec(f"hf:{tmp_path}/x.parquet")).splits[""]
     with pytest.raises(BadImage, match="the row has no image"):
         read_image(records[1].path)
     file = records[0].path.split(".arrow/")[0] + ".arrow"

@@ -44,7 +44,7 @@ def read(path, notes=None):
 
 
 def captions_of(path):
-    return [(name, tuple(captions)) for name, captions in read(path).captions.items()]
+    return [(name, entry.captions) for name, entry in read(path).entries.items()]
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,10 @@ def test_columns_of_captions_and_labels(write):
     notes: list[str] = []
     path = write("id,caption_0,class,caption_1,image,text\n5,one,cat,two,a.jpg,no\n")
     contents = read(path, notes)
-    assert contents.captions == {"a.jpg": ["one", "two"]}
-    assert contents.entries == {"a.jpg": Entry(2, ("cat",), "", "")}
+    assert contents.entries == {"a.jpg": Entry(2, ("cat",), "", "", ("one", "two"))}
     assert notes == [f"{path}: captions from caption_0, caption_1; not used: id, text"]
     path = write('{"file_name": "a.jpg", "text2": ["two", null], "text1": "one", "label": 3}\n')
-    contents = read(path)
-    assert (contents.captions, contents.empty_captions) == ({"a.jpg": ["two", "one"]}, 1)
-    assert contents.entries["a.jpg"].labels == ("3",)
+    assert read(path).entries == {"a.jpg": Entry(1, ("3",), "", "", ("two", "", "one"))}
 
 
 def test_quotes_commas_and_lines_in_a_cell(write):

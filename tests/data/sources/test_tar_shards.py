@@ -17,6 +17,7 @@ from vit.commands.main import main
 from vit.data import archives
 from vit.data.archives import is_inside, open_binary, open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_eval_split, open_splits
@@ -182,7 +183,7 @@ def test_a_shard_that_was_written_anew_is_read_anew(tmp_path):
 def labelled(tmp_path, members: dict[str, bytes], **beside: str):
     for name, text in beside.items():
         (tmp_path / f"classes.{name}").write_text(text)
-    found = read_shards(str(pack(tmp_path / "x.tar", members)))
+    found = read_shards(DatasetSpec(str(pack(tmp_path / "x.tar", members))))
     return [record.labels for record in found.splits[""]], found
 
 
@@ -213,7 +214,7 @@ def test_ignored_members_get_a_note(tmp_path):
             about = tarfile.TarInfo(name)
             about.type, about.linkname = kind, "/etc/passwd"
             tar.addfile(about)
-    found = read_shards(str(path))
+    found = read_shards(DatasetSpec(str(path)))
     assert sum(map(len, found.splits.values())) == 2
     assert found.notes == [
         "left out 1 member not taken for images: .heic 1; convert them to JPEG or PNG",
@@ -337,7 +338,7 @@ def damaged(tmp_path: Path, kind: str) -> str:
 def test_damaged_shards_are_refused(tmp_path, kind, what):
     path = damaged(tmp_path, kind)
     with pytest.raises(DataError, match=what) as refused:
-        read_shards(path)
+        read_shards(DatasetSpec(path))
     assert str(refused.value).startswith(path)
 
 
@@ -357,7 +358,7 @@ def test_hostile_members_are_refused(tmp_path, name, what):
     with tarfile.open(path, "a") as tar:
         tar.addfile(tarfile.TarInfo(name))
     with pytest.raises(DataError, match=what):
-        read_shards(str(path))
+        read_shards(DatasetSpec(str(path)))
 
 
 def test_wrong_sizes_and_gaps_are_refused(tmp_path):
@@ -366,16 +367,16 @@ def test_wrong_sizes_and_gaps_are_refused(tmp_path):
     about.size = 2**40
     path.write_bytes(about.tobuf(tarfile.GNU_FORMAT) + b"x" * 512)
     with pytest.raises(DataError, match=r"cut short: it needs 1,099,511,6\d\d,\d+ bytes"):
-        read_shards(str(path))
+        read_shards(DatasetSpec(str(path)))
     about.size, about.type = 0, tarfile.GNUTYPE_SPARSE
     path.write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     with pytest.raises(DataError, match=r"a/1\.jpg: is sparse"):
-        read_shards(str(path))
+        read_shards(DatasetSpec(str(path)))
     about = tarfile.TarInfo("x")
     about.type, about.size = tarfile.XHDTYPE, 2**35
     path.write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     with pytest.raises(DataError, match="an extended header of 34,359,738,368 bytes"):
-        read_shards(str(path))
+        read_shards(DatasetSpec(str(path)))
 
 
 def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
@@ -411,7 +412,7 @@ def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
 )
 def test_invalid_labels_are_refused(tmp_path, members, what):
     with pytest.raises(DataError, match=what):
-        read_shards(str(pack(tmp_path / "x.tar", members)))
+        read_shards(DatasetSpec(str(pack(tmp_path / "x.tar", members))))
 
 
 def one_line(capsys, *words: str) -> str:

@@ -12,6 +12,7 @@ from torchvision import datasets
 from vit.commands.main import main
 from vit.data.archives import open_binary
 from vit.data.image_io import read_image
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.errors import DataError
@@ -104,7 +105,7 @@ def test_unavailable_datasets_are_refused_in_one_line(monkeypatch, tmp_path, cap
         assert what in stderr
     monkeypatch.setattr(datasets.CIFAR10, "download", offline)
     with pytest.raises(DataError, match=r"cannot be downloaded \(Error downloading .*go online"):
-        read_torchvision("torchvision:CIFAR10")
+        read_torchvision(DatasetSpec("torchvision:CIFAR10"))
 
 
 def test_an_interrupted_export_leaves_no_file(monkeypatch, cache):
@@ -118,5 +119,5 @@ def test_an_interrupted_export_leaves_no_file(monkeypatch, cache):
 
     monkeypatch.setattr(datasets.MNIST, "__getitem__", breaks)
     with pytest.raises(DataError, match="cannot be written"):
-        read_torchvision("torchvision:MNIST")
+        read_torchvision(DatasetSpec("torchvision:MNIST"))
     assert [*(cache / "png").iterdir()] == []

@@ -18,14 +18,12 @@ from vit.data.sources.dataset_spec import (
     UNSEEN,
     VAL_NAMES,
     DatasetSpec,
+    RowError,
     resolve_folder,
 )
 from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.image_folder import split_folders
-from vit.data.sources.image_list import lines_of
-from vit.data.sources.list_files import is_list
-from vit.data.sources.open_dataset import is_folder_source, read_source
-from vit.data.sources.row_errors import Fault
+from vit.data.sources.open_dataset import is_folder_source, locate_in_lists, read_source
 from vit.errors import DataError, printable
 from vit.text import join_names, plural
 
@@ -81,14 +79,14 @@ class DatasetListing:
 
     def with_lines(self, problems: Sequence[Problem]) -> list[Problem]:
         """Add the line numbers of an image list to the problems that can be fixed there."""
-        if self.spec is None or not is_list(self.spec.data):
+        if self.spec is None:
             return [*problems]
         fixable = [
             one
             for one in problems
             if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
         ]
-        lines = lines_of(self.spec, {path for one in fixable for path in one.images})
+        lines = locate_in_lists(self.spec, {path for one in fixable for path in one.images})
         located = []
         for one in problems:
             where = [printable(lines[path]) for path in one.images[:4] if path in lines]
@@ -124,15 +122,15 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
 
 def list_source(spec: DatasetSpec) -> DatasetListing:
     """List an image list, shards or a table."""
-    faults: list[Fault] = []
-    spec = dataclasses.replace(spec, all_splits=True, faults=faults)
+    errors: list[RowError] = []
+    spec = dataclasses.replace(spec, all_splits=True, row_errors=errors)
     opened = read_source(spec)
     listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
     listing.grouped = opened.has_groups
     for note in opened.notes:
         listing.report("source", note)
-    for fault in faults:
-        listing.report(fault.kind, str(fault.error), *fault.images)
+    for row in errors:
+        listing.report(row.kind, str(row.error), *row.images)
     paths: dict[str, dict[str, list[str]]] = {}  # by split and class
     for name, records in opened.splits.items():
         split = name or ALL
@@ -147,7 +145,8 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
         return listing
     listing.classes = sorted(paths[listing.train_split])
     where = opened.locations.get(listing.train_split, spec.data)
-    if not listing.classes:
+    is_listed = any(one.split == listing.train_split for one in listing.images)
+    if not (listing.classes if spec.labels else is_listed):
         listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])

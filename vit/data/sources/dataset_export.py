@@ -2,9 +2,10 @@
 
     OUT/train/CLASS/NAME.jpg                     folder; without splits OUT/CLASS/NAME.jpg
     OUT/images/train/NAME.jpg, OUT/labels.jsonl  folder, multi-label
+    OUT/train/NAME.jpg, OUT/train/metadata.jsonl folder, with captions
     OUT/train-000000.tar: CLASS/NAME.jpg         shards
-    OUT/train-000000.tar: NAME.jpg, NAME.json    shards, multi-label or with class names that are
-                                                 no folder names (the WebDataset format)
+    OUT/train-000000.tar: NAME.jpg, NAME.json    shards, multi-label, with captions, or with class
+                                                 names that are no folder names (WebDataset)
 
 The output is reproducible byte for byte: members are in order, without times and owners.
 """
@@ -20,18 +21,18 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
 from vit.data.archives import open_binary, relative, split_address
-from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError, printable
-from vit.text import join_names
+from vit.text import join_names, plural
 
 ExportFormat = Literal["folder", "shards"]
 
@@ -43,6 +44,8 @@ FORMAT_SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "JPEG2000": ".jp2"}
 """Pillow's format -> suffix, where that is not its name in lower case."""
 LABELS_FILE = "labels.jsonl"
 """List of the images and classes of a multi-label folder."""
+CAPTIONS_FILE = "metadata.jsonl"
+"""List of the images and captions of a folder, as the library `datasets` names it."""
 SIZE_UNITS = {
     "": 1,
     "B": 1,
@@ -57,15 +60,6 @@ MIN_SHARD_BYTES = 10**6
 SHARD_SIZE = "256MB"
 MARKER_FILE = "vit-data.json"
 """Written to every exported folder; only a folder that has it is ever replaced."""
-
-
-class ImageFile(NamedTuple):
-    """An encoded image to write."""
-
-    name: str
-    """Path without the split and the class."""
-    labels: tuple[str, ...]
-    content: bytes
 
 
 class WriteCounts(NamedTuple):
@@ -172,14 +166,7 @@ def export_data(
         progress(done, total)
 
     if streaming:
-        return stream_dataset(
-            spec.data,
-            out,
-            max_bytes=max_bytes,
-            progress=count,
-            image_column=spec.image_column,
-            label_column=spec.label_column,
-        )
+        return stream_dataset(spec, out, max_bytes=max_bytes, progress=count)
     from vit.data.sources.open_dataset import read_source  # which imports this module
 
     index = read_source(spec)
@@ -233,21 +220,23 @@ def export_dataset(
     }
     folders = class_folders(classes, split=set(index.splits) != {""})
     renamed = [name for name, folder in folders.items() if name != folder]
-    if renamed and to == "folder" and not index.multilabel:
+    captioned = any(record.captions for records in index.splits.values() for record in records)
+    if renamed and to == "folder" and not (index.multilabel or captioned):
         pairs = [f"{printable(name)} is {printable(folders[name])}" for name in renamed]
         report.notes.append(f"classes whose name is no folder name: {join_names(pairs)}")
     with atomic_folder(out) as folder:
         for split, records in index.splits.items():
             images = _readable_images(records, split, index.root, report, progress)
             if to == "folder":
-                counts = write_folder(folder, split, images, None if index.multilabel else folders)
+                in_lists = index.multilabel or captioned
+                counts = write_folder(folder, split, images, None if in_lists else folders)
             else:
                 counts = write_shards(
                     folder,
                     split,
                     images,
                     max_bytes,
-                    in_class_folders=not index.multilabel and not renamed,
+                    in_class_folders=not (index.multilabel or captioned or renamed),
                     multilabel=index.multilabel,
                 )
             report.add(counts)
@@ -256,13 +245,7 @@ def export_dataset(
 
 
 def stream_dataset(
-    source: str,
-    out: Path,
-    *,
-    max_bytes: int,
-    progress: Callable[[int], object],
-    image_column: str | None = None,
-    label_column: str | None = None,
+    spec: DatasetSpec, out: Path, *, max_bytes: int, progress: Callable[[int], object]
 ) -> ExportReport:
     """Write shards of a Hugging Face dataset while it is downloaded, without keeping a copy.
 
@@ -270,19 +253,19 @@ def stream_dataset(
     """
     report = ExportReport()
     with atomic_folder(out) as folder:
-        for split in huggingface_datasets.stream_splits(source, image_column, label_column):
+        for split in huggingface_datasets.stream_splits(spec):
             folders = class_folders(split.classes, split=bool(split.name))
             in_class_folders = bool(folders) and all(name == folders[name] for name in folders)
             counts = write_shards(
                 folder,
                 split.name,
-                _streamed_images(split, source, report, progress),
+                _streamed_images(split, spec, report, progress),
                 max_bytes,
-                in_class_folders=in_class_folders and not split.multilabel,
+                in_class_folders=in_class_folders and not (split.multilabel or spec.captions),
                 multilabel=split.multilabel,
             )
             report.add(counts)
-        _finish(folder, source, report)
+        _finish(folder, spec.data, report)
     return report
 
 
@@ -301,18 +284,24 @@ def _finish(folder: Path, source: str, report: ExportReport) -> None:
 
 def _streamed_images(
     split: huggingface_datasets.StreamedSplit,
-    source: str,
+    spec: DatasetSpec,
     report: ExportReport,
     progress: Callable[[int], object],
 ) -> Iterator[ImageFile]:
+    uncaptioned = 0
     for row in split.rows:
         progress(1)
+        if spec.captions and not row.captions:
+            uncaptioned += 1
+            continue
         try:
-            check_bytes(row.content, f"{source}/{split.name or 'train'}/{row.name}")
+            check_bytes(row.content, f"{spec.data}/{split.name or 'train'}/{row.name}")
         except BadImage as bad:
             report.bad.append(bad)
             continue
-        yield ImageFile(row.name, row.labels, row.content)
+        yield row
+    if uncaptioned:
+        report.notes.append(f"left out {plural(uncaptioned, 'image')} without a caption")
 
 
 def _readable_images(
@@ -332,7 +321,8 @@ def _readable_images(
         except BadImage as bad:
             report.bad.append(BadImage(bad.path, bad.reason))
             continue
-        yield ImageFile(_name_in_class(record, split, root), record.labels, content)
+        name = _name_in_class(record, split, root)
+        yield ImageFile(name, record.labels, content, record.captions)
 
 
 def _name_in_class(record: ImageRecord, split: str, root: Path) -> str:
@@ -430,24 +420,35 @@ def write_folder(
         root: Folder to write to.
         split: Name of the split; empty if there are no splits.
         images: Images, consumed one by one.
-        folders: Folder of each class; None for multi-label images, which get a `LABELS_FILE`.
+        folders: Folder of each class; None for multi-label images, which get a `LABELS_FILE`, and
+            for captioned ones, which get a `CAPTIONS_FILE` in the folder of their split.
     """
     names, number = UniqueNames(), 0
-    lines = []
+    lines: dict[Path, list[str]] = {}
     for number, image in enumerate(images, 1):  # noqa: B007
         name = image_file_name(image.name, image.content)
-        if folders is None:
+        if folders is None and image.captions:
+            path = names.add("/".join(filter(None, [split, name])))
+            line = {"file_name": path.removeprefix(f"{split}/")}
+            line |= image.annotations(multilabel=False)
+            lines.setdefault(root / split / CAPTIONS_FILE, []).append(to_line(line))
+        elif folders is None:
             path = names.add("/".join(filter(None, ["images", split, name])))
-            line = {"image": path, "labels": list(image.labels)}
-            lines.append(json.dumps(line | ({"split": split} if split else {}), ensure_ascii=False))
+            line = {"image": path, **image.annotations(multilabel=True)}
+            line |= {"split": split} if split else {}
+            lines.setdefault(root / LABELS_FILE, []).append(to_line(line))
         else:
             path = names.add("/".join(filter(None, [split, folders[image.labels[0]], name])))
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(image.content)
-    if lines:
-        with open(root / LABELS_FILE, "a", encoding="utf-8", newline="\n") as file:
-            file.writelines(f"{line}\n" for line in lines)
+    for list_path, records in lines.items():
+        with open(list_path, "a", encoding="utf-8", newline="\n") as file:
+            file.writelines(records)
     return WriteCounts(number, number)
+
+
+def to_line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def write_shards(
@@ -466,7 +467,8 @@ def write_shards(
         split: Name of the split; empty if there are no splits.
         images: Images, consumed one by one; one is in memory at a time.
         max_bytes: Bytes of a shard, unless a single image is larger.
-        in_class_folders: Write CLASS/NAME.jpg; otherwise NAME.jpg and its labels in NAME.json.
+        in_class_folders: Write CLASS/NAME.jpg; otherwise NAME.jpg, and its labels and captions in
+            NAME.json.
         multilabel: Whether an image may have any number of classes.
     """
     names, number, files = UniqueNames(), 0, 0
@@ -496,12 +498,11 @@ def write_shards(
 def _webdataset_members(
     names: UniqueNames, name: str, image: ImageFile, multilabel: bool
 ) -> list[tuple[str, bytes]]:
-    """An image and its labels as two members; a WebDataset key ends at the first dot."""
+    """An image and its annotations as two members; a WebDataset key ends at the first dot."""
     stem, suffix = os.path.splitext(name)
     folder, slash, last = stem.rpartition("/")
     key = names.add(folder + slash + last.replace(".", "_"))
-    label = {"labels": list(image.labels)} if multilabel else {"label": image.labels[0]}
-    text = json.dumps(label, ensure_ascii=False)
+    text = json.dumps(image.annotations(multilabel=multilabel), ensure_ascii=False)
     return [(key + suffix, image.content), (f"{key}.json", text.encode())]
 
 

@@ -1,14 +1,14 @@
-"""Dataset specification: what to read and how, and the path that DATA resolves to."""
+"""Dataset specification: what to read and how, the path that DATA resolves to, and row errors."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from vit.config import DataConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
-from vit.data.sources.row_errors import Faults
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
 
@@ -17,6 +17,41 @@ UNSEEN = "unseen"
 """Evaluation-only split: combinations that the training split lacks."""
 SPLIT_NAMES = ("train", *VAL_NAMES, UNSEEN)
 LAYOUT = "expected DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, or DATA/CLASS/*.jpg"
+HARMLESS = ("repeated_line", "lone_label")
+"""Kinds of row errors that do not stop a training."""
+
+
+class RowError(NamedTuple):
+    """Why a line of a list, a shard or a member of one was skipped."""
+
+    kind: str
+    """As in vit.data.checks.problems."""
+    error: DataError
+    """The location and the reason, as a training raises it."""
+    images: tuple[str, ...] = ()
+    """The image or shard, if it is known."""
+
+
+RowErrors = list[RowError] | None
+"""Collects errors of single rows, which are skipped; None: the first one is raised."""
+
+
+def skip_or_raise(errors: RowErrors, kind: str, error: DataError, *images: str) -> None:
+    """Collect `error`, or raise it if errors are not collected.
+
+    Raises:
+        DataError: `errors` is None.
+    """
+    if errors is None:
+        raise error
+    errors.append(RowError(kind, error, images))
+
+
+def all_skipped_error(errors: list[RowError]) -> DataError:
+    """The error if every row was skipped: the first reason, and the number of others."""
+    first, *others = [one for one in errors if one.kind not in HARMLESS] or errors
+    more = f" (and {len(others):,} more such faults: nothing else can be read)" if others else ""
+    return DataError(f"{first.error}{more}")
 
 
 @dataclass(frozen=True)
@@ -30,6 +65,7 @@ class DatasetSpec:
     images: str | None = None
     image_column: str | None = None
     label_column: str | None = None
+    caption_column: str | None = None
     group: str | None = None
     allow_outside: bool = False
     multilabel: bool | None = None
@@ -39,11 +75,11 @@ class DatasetSpec:
     all_splits: bool = False
     """Read every split; `split` is ignored then."""
     captions: bool = False
-    """Whether the images have captions: then `data` is a list of them, or a folder with one."""
+    """Whether the images have captions."""
     labels: bool = True
     """Whether the images have classes."""
-    faults: Faults = field(default=None, compare=False)
-    """Collects errors of single rows or shards, which are skipped; None: the first one raises."""
+    row_errors: RowErrors = field(default=None, compare=False)
+    """Receives errors of single rows and shards, which are skipped; None: the first one raises."""
 
     @classmethod
     def from_config(
@@ -60,6 +96,7 @@ class DatasetSpec:
             data.images,
             data.image_column,
             data.label_column,
+            data.caption_column,
             data.group,
             data.allow_outside,
             multilabel,

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: `hf:NAME[:CONFIG]` from the Hub, `hf:PATH` from disk.
+"""Hugging Face datasets: `hf:NAME[:CONFIG]` from the Hub, `hf:PATH` (also Parquet) from disk.
 
 The library `datasets` keeps Arrow tables in its cache, and an image is read from its row in the
 table; images of a folder stay files. Dataset scripts are never executed. Feature types are compared
@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data import archives
-from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.list_columns import (
+    caption_columns,
+    cell_captions,
+    cell_group,
+    drop_uncaptioned,
+    match_name,
+)
 from vit.errors import DataError, printable
 from vit.text import join_names, plural
 
 PREFIX = "hf:"
 PARQUET_SUFFIXES = (".parquet", ".pq")
+SAVED_FILES = ("dataset_dict.json", "state.json")
+"""Files in folders that `save_to_disk` of the library wrote."""
 SPLIT_ALIASES = {"valid": "val", "validation": "val", "dev": "val", "training": "train"}
 """Other names of splits -> ours."""
 IMAGE_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
@@ -29,29 +39,21 @@ BINARY_DTYPES = ("binary", "large_binary", "binary_view")
 
 
 class ColumnSelection(NamedTuple):
-    """The image and label columns of a table."""
+    """The columns of a table that are read."""
 
     image: str
-    label: str
-    """Empty if labels are not read."""
-    class_names: tuple[str, ...]
-    """Class names by index; empty if the cells hold class names."""
-    multilabel: bool
-    """Whether a label cell is a list."""
     is_image: bool
     """Whether the image column has the feature type Image."""
     is_bytes: bool
     """Whether an image cell is bytes, without a path."""
-
-
-@dataclass(frozen=True)
-class StreamedRow:
-    """An image of a dataset that is read once, in order."""
-
-    labels: tuple[str, ...]
-    name: str
-    """File name of the image, or its row number."""
-    content: bytes
+    label: str = ""
+    """Empty if labels are not read."""
+    class_names: tuple[str, ...] = ()
+    """Class names by index; empty if the cells hold class names."""
+    multilabel: bool = False
+    """Whether a label cell is a list."""
+    captions: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class StreamedSplit:
     classes: tuple[str, ...]
     """Class names, if the table declares them."""
     multilabel: bool
-    rows: Iterator[StreamedRow]
+    rows: Iterator[ImageFile]
 
 
 def is_named(data: str) -> bool:
@@ -71,79 +73,88 @@ def is_named(data: str) -> bool:
     return data.startswith(PREFIX)
 
 
-def read_dataset(
-    data: str, image_column: str | None, label_column: str | None, *, labelled: bool = True
-) -> DatasetIndex:
+def read_dataset(spec: DatasetSpec) -> DatasetIndex:
     """Index the images of all splits, downloading the dataset if it is not in the cache.
 
-    Args:
-        data: Name or path, with `hf:`.
-        image_column: Column of the images; None: the only one.
-        label_column: Column of the classes; None: the only one.
-        labelled: Leave out splits without labels; otherwise labels are not read.
+    Splits without labels, or without captions where those are read, are left out.
 
     Raises:
         DataError: The dataset cannot be loaded, or has no such columns.
     """
+    data = spec.data
     splits: dict[str, list[ImageRecord]] = {}
     notes: list[str] = []
-    multilabel = False
+    multilabel, has_groups = False, []
     for split, rows in _load(data, streaming=False).items():
         name = SPLIT_ALIASES.get(str(split), str(split))
-        labels: list[tuple[str, ...]] | None
-        if labelled:
-            columns = find_columns(rows.features, image_column, label_column, data)
-            labels = read_label_column(rows.data.column(columns.label).to_pylist(), columns, data)
-        else:
-            columns = find_image_column(rows.features, image_column, data)
-            labels = [()] * len(rows)
-        if labels is None:
-            images = plural(len(rows), "image")
-            notes.append(f"left out {images} of {name}: they have no labels")
+        columns = find_columns(rows.features, spec)
+        cells = {
+            column: rows.data.column(column).to_pylist()
+            for column in (columns.label, *columns.captions, columns.group)
+            if column
+        }
+        labels: list[tuple[str, ...]] | None = [()] * len(rows)
+        if columns.label:
+            labels = read_label_column(cells[columns.label], columns, data)
+        captions = [read_captions(cells, row, columns, data) for row in range(len(rows))]
+        if labels is None or (columns.captions and not any(map(any, captions))):
+            images, lack = plural(len(rows), "image"), "labels" if labels is None else "captions"
+            notes.append(f"left out {images} of {name}: they have no {lack}")
             continue
+        groups = [
+            cell_group(cell, f"{data}, row {row}", 0)
+            for row, cell in enumerate(cells.get(columns.group) or [None] * len(rows))
+        ]
         paths = _image_paths(rows, columns, labels, data)
-        splits[name] = [ImageRecord(path, names) for path, names in zip(paths, labels, strict=True)]
+        splits[name] = [*map(ImageRecord, paths, labels, groups, captions)]
         multilabel |= columns.multilabel
+        has_groups.append(bool(columns.group))
     if not any(splits.values()):
-        raise DataError(f"{printable(data)}: no {'labelled ' if labelled else ''}images in it")
+        kind = "captioned " if spec.captions else "labelled " if spec.labels else ""
+        raise DataError(f"{printable(data)}: no {kind}images in it")
+    if any(has_groups) and not all(has_groups):
+        raise DataError(f"group={printable(spec.group)}: a column of some splits, not of all")
+    if spec.captions:
+        splits = drop_uncaptioned(splits, notes)
     if set(splits) == {"train"}:
         splits = {"": splits["train"]}
     locations = {name: printable(data) + (f" ({name})" if name else "") for name in splits}
-    return DatasetIndex(_root(data, splits), splits, locations, notes, multilabel)
+    root = _root(data, splits)
+    return DatasetIndex(root, splits, locations, notes, multilabel, any(has_groups))
 
 
-def stream_splits(
-    data: str, image_column: str | None, label_column: str | None
-) -> Iterator[StreamedSplit]:
+def stream_splits(spec: DatasetSpec) -> Iterator[StreamedSplit]:
     """Stream the splits in order, with one image in memory and nothing in the cache.
 
-    Arguments and errors are those of `read_dataset`.
+    Errors are those of `read_dataset`.
     """
     from datasets import Image
 
-    splits = _load(data, streaming=True)
+    splits = _load(spec.data, streaming=True)
     for split, rows in splits.items():
-        with readable_errors(data):
+        with readable_errors(spec.data):
             features = rows.features or rows._resolve_features().features
-        columns = find_columns(features, image_column, label_column, data)
+        columns = find_columns(features, spec)
         if columns.is_image:
             rows = rows.cast_column(columns.image, Image(decode=False))
         name = "" if set(splits) == {"train"} else SPLIT_ALIASES.get(str(split), str(split))
-        streamed = _stream_rows(iter(rows), columns, data)
+        streamed = _stream_rows(iter(rows), columns, spec.data)
         yield StreamedSplit(name, columns.class_names, columns.multilabel, streamed)
 
 
-def _stream_rows(
-    source: Iterator[Any], columns: ColumnSelection, data: str
-) -> Iterator[StreamedRow]:
-    """The images of a split; none if no row has a label."""
+def _stream_rows(source: Iterator[Any], columns: ColumnSelection, data: str) -> Iterator[ImageFile]:
+    """The images of a split; none if labels are read and no row has one."""
     unlabelled = 0
     for number, row in _enumerate_rows(source, data):
-        labels = read_label_column([row[columns.label]], columns, data)
+        labels: list[tuple[str, ...]] | None = [()]
+        if columns.label:
+            labels = read_label_column([row[columns.label]], columns, data)
         unlabelled += labels is None
         if labels is not None and not unlabelled:
+            cells = {name: [row[name]] for name in columns.captions}
+            captions = tuple(filter(None, read_captions(cells, 0, columns, data)))
             content, path = _image_bytes(row[columns.image], data, number)
-            yield StreamedRow(labels[0], row_name(path, number), content)
+            yield ImageFile(row_name(path, number), labels[0], content, captions)
         elif unlabelled <= number:
             raise DataError(f"{printable(data)}: some images have a label, and others have none")
 
@@ -170,50 +181,57 @@ def _image_bytes(cell: Any, data: str, number: int) -> tuple[bytes, str]:
     return content, path
 
 
-def find_columns(
-    features: Mapping[str, Any], image: str | None, label: str | None, data: str
-) -> ColumnSelection:
-    """Find the image and label columns.
+def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelection:
+    """Find the columns that `spec` reads: images, and classes, captions and groups.
 
     Args:
         features: Feature type of each column.
-        image: Name of the image column; None: the only one.
-        label: Name of the label column; None: the only one.
-        data: Name of the dataset in messages.
+        spec: Names of columns; those that are None are found by their types and usual names.
 
     Raises:
         DataError: There is no such column, or there are several candidates.
     """
-    _check_column(features, label, "label_column", data)
-    columns = find_image_column(features, image, data)
-    label = label or _only_column(
-        features, _is_class_label, LABEL_COLUMNS, data, "classes", "label_column"
-    )
-    feature = features[label]
-    inner = _element_feature(feature)
-    is_class_label = _type_name(inner) == "ClassLabel"
-    dtype = str(getattr(inner, "dtype", ""))
-    is_plain = _type_name(inner) == "Value" and (dtype in TEXT_DTYPES or "int" in dtype)
-    if not (is_class_label or is_plain):
-        raise DataError(f"{printable(data)}: column {printable(label)} has no classes ({inner!r})")
-    return columns._replace(
-        label=label,
-        class_names=tuple(inner.names) if is_class_label else (),
-        multilabel=_type_name(feature) in LIST_FEATURES or isinstance(feature, list),
-    )
-
-
-def find_image_column(features: Mapping[str, Any], image: str | None, data: str) -> ColumnSelection:
-    """Find the image column only; arguments and errors are those of `find_columns`."""
-    _check_column(features, image, "image_column", data)
-    image = image or _only_column(
+    data, group = spec.data, ""
+    for setting in ("image_column", "label_column", "caption_column"):
+        _check_column(features, getattr(spec, setting), setting, data)
+    image = spec.image_column or _only_column(
         features, _is_image_feature, IMAGE_COLUMNS, data, "images", "image_column"
     )
     feature = features[image]
     if not _is_image_feature(feature) or "/" in image:
         raise DataError(f"{printable(data)}: column {printable(image)} has no images ({feature!r})")
     is_bytes = getattr(feature, "dtype", "") in BINARY_DTYPES
-    return ColumnSelection(image, "", (), False, _type_name(feature) == "Image", is_bytes)
+    columns = ColumnSelection(image, _type_name(feature) == "Image", is_bytes)
+    if spec.labels:
+        label = spec.label_column or _only_column(
+            features, _is_class_label, LABEL_COLUMNS, data, "classes", "label_column"
+        )
+        feature = features[label]
+        inner = _element_feature(feature)
+        is_number = _type_name(inner) == "Value" and "int" in str(getattr(inner, "dtype", ""))
+        is_class_label = _type_name(inner) == "ClassLabel"
+        if not (is_class_label or is_number or _is_text(inner)):
+            name = printable(label)
+            raise DataError(f"{printable(data)}: column {name} has no classes ({inner!r})")
+        columns = columns._replace(
+            label=label,
+            class_names=tuple(inner.names) if is_class_label else (),
+            multilabel=_type_name(feature) in LIST_FEATURES or isinstance(feature, list),
+        )
+    captions: tuple[str, ...] = ()
+    if spec.captions:
+        texts = [name for name in features if _is_text(_element_feature(features[name]))]
+        captions = (spec.caption_column,) if spec.caption_column else caption_columns(texts)
+        if not captions:
+            names = join_names([printable(name) for name in features], 8)
+            problem = f"no column of captions ({names}); choose one with --caption-column"
+            raise DataError(f"{printable(data)}: {problem}")
+        if captions[0] not in texts:
+            name, kind = printable(captions[0]), features[captions[0]]
+            raise DataError(f"{printable(data)}: column {name} has no captions ({kind!r})")
+    if spec.group:
+        group = match_name([*features], (spec.group.strip().lower(),))
+    return columns._replace(captions=captions, group=group)
 
 
 def _check_column(features: Mapping[str, Any], column: str | None, setting: str, data: str) -> None:
@@ -237,6 +255,10 @@ def _is_image_feature(feature: Any) -> bool:
     if _type_name(feature) == "Image" or str(getattr(feature, "dtype", "")) in BINARY_DTYPES:
         return True
     return isinstance(feature, dict) and feature.keys() >= {"bytes", "path"}
+
+
+def _is_text(feature: Any) -> bool:
+    return _type_name(feature) == "Value" and str(feature.dtype) in TEXT_DTYPES
 
 
 def _is_class_label(feature: Any) -> bool:
@@ -283,6 +305,16 @@ def read_label_column(
         values = cell if columns.multilabel else [cell]
         labels.append(tuple(dict.fromkeys(_class_name(one, columns, data, row) for one in values)))
     return labels
+
+
+def read_captions(
+    cells: Mapping[str, Sequence[Any]], row: int, columns: ColumnSelection, data: str
+) -> tuple[str, ...]:
+    """The captions of a row, of which some may be empty."""
+    found: list[str] = []
+    for name in columns.captions:
+        found += cell_captions(cells[name][row], name, f"{data}, row {row}", 0, is_table=False)
+    return tuple(found)
 
 
 def _class_name(value: Any, columns: ColumnSelection, data: str, row: int) -> str:
@@ -338,6 +370,8 @@ def _load(data: str, *, streaming: bool) -> dict[Any, Any]:
         options |= {"path": "parquet", "data_files": name}
     elif os.path.isdir(name):
         options["path"] = name
+        if any(os.path.isfile(os.path.join(name, file)) for file in SAVED_FILES):
+            return _load_saved(name, data, streaming=streaming)
     elif name.startswith(("/", ".", "~")) or name.endswith(PARQUET_SUFFIXES):
         raise DataError(f"{printable(data)}: no such file or folder")
     else:
@@ -346,6 +380,18 @@ def _load(data: str, *, streaming: bool) -> dict[Any, Any]:
     with readable_errors(data):
         splits = datasets.load_dataset(**options)
     return dict(splits)
+
+
+def _load_saved(folder: str, data: str, *, streaming: bool) -> dict[Any, Any]:
+    """All splits of a folder that `save_to_disk` wrote."""
+    import datasets
+
+    with readable_errors(data):
+        saved = datasets.load_from_disk(folder)
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    return {
+        name: rows.to_iterable_dataset() if streaming else rows for name, rows in splits.items()
+    }
 
 
 class readable_errors:  # noqa: N801

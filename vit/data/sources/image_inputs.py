@@ -4,13 +4,15 @@ import glob
 import os
 from collections.abc import Iterable
 
-from vit.data.sources import builtin_datasets
+from vit.data.sources import builtin_datasets, huggingface_datasets, torchvision_datasets
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.image_list import images_in
 from vit.data.sources.input_hints import no_match_message
 from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
-from vit.data.sources.open_dataset import list_packed_images
-from vit.data.sources.remote_shards import is_remote
+from vit.data.sources.open_dataset import read_source
+from vit.data.sources.remote_shards import is_remote, list_remote_images
+from vit.data.sources.tar_shards import is_shards, list_shard_images, shard_files
 from vit.errors import DataError, printable
 
 
@@ -53,7 +55,17 @@ def _expand(path: str, notes: list[str] | None) -> list[str]:
 
 
 def _list_packed(path: str, notes: list[str] | None) -> list[str]:
-    images, more = list_packed_images(path) or ([], [])
+    """The images in shards or a named dataset, without their classes; none of other sources."""
+    if is_remote(path):
+        images, more = list_remote_images(path)
+    elif is_shards(path):
+        images, more = list_shard_images(shard_files(path), path)
+    elif huggingface_datasets.is_named(path) or torchvision_datasets.is_named(path):
+        index = read_source(DatasetSpec(path, labels=False, all_splits=True))
+        images = [record.path for records in index.splits.values() for record in records]
+        more = index.notes
+    else:
+        return []
     if notes is not None:
         notes += [f"{printable(path)}: {note}" for note in more]
     return images

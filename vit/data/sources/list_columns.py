@@ -1,4 +1,4 @@
-"""Columns of a list: which ones hold images, captions, classes, splits and groups; their cells.
+"""Columns of lists and tables: which hold images, captions, classes, splits, groups; their cells.
 
 Lists come from anywhere, so every cell is checked: a file name stays inside the folder of the
 images, and text is valid Unicode.
@@ -8,16 +8,17 @@ import os
 import posixpath
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vit.config.parser import nearest
+from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.errors import DataError, printable
-from vit.text import join_names
+from vit.text import join_names, plural
 
 IMAGE_COLUMNS = (
     *("file_name", "filename", "image", "image_name", "image_path", "image_file"),
@@ -86,11 +87,11 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
     """
     has = join_names([printable(name.strip()) for name in names], 8) or "none"
 
-    def named(setting: str, wanted: str) -> str:
-        found = match_name(names, (wanted,)) or match_name(names, (wanted.strip().lower(),))
+    def named(setting: str, column: str) -> str:
+        found = match_name(names, (column,)) or match_name(names, (column.strip().lower(),))
         if not found:
-            hint = nearest(wanted, [name.strip() for name in names])
-            raise wrong(path, f"{setting}={wanted}: no such column among {has}{hint}", line)
+            hint = nearest(column, [name.strip() for name in names])
+            raise wrong(path, f"{setting}={column}: no such column among {has}{hint}", line)
         return found
 
     image = named("image_column", spec.image_column) if spec.image_column else image_column(names)
@@ -99,8 +100,10 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         advice = f"expected {expected} in the first line, or say which with --image-column"
         raise wrong(path, f"no column of images among {has}; {advice}", line)
     others = [name for name in names if name != image]
-    captions = caption_columns(others) if spec.captions else ()
-    if spec.captions and not captions:
+    captions: tuple[str, ...] = ()
+    if spec.captions and spec.caption_column:
+        captions = (named("caption_column", spec.caption_column),)
+    elif spec.captions and not (captions := caption_columns(others)):
         expected = "caption, captions, text, or caption_0, caption_1"
         raise wrong(path, f"no column of captions among {has}; expected {expected}", line)
     if spec.label_column:
@@ -247,6 +250,44 @@ def cell_captions(value: Any, column: str, path: str, line: int, *, is_table: bo
             raise wrong(path, f"{where} {json_kind(text)}; {expected}", line)
         captions.append(_clean_caption(text or "", path, line))
     return captions
+
+
+def drop_uncaptioned(
+    splits: Mapping[str, Sequence[ImageRecord]], notes: list[str]
+) -> dict[str, list[ImageRecord]]:
+    """The images with each of their captions once; those without a caption are left out.
+
+    Args:
+        splits: Images by split, with captions that may be empty or repeated.
+        notes: Receives how many captions and images were left out.
+
+    Raises:
+        DataError: No image of a split has a caption.
+    """
+    kept: dict[str, list[ImageRecord]] = {}
+    empty, repeats = 0, 0
+    uncaptioned: list[str] = []
+    for split, records in splits.items():
+        kept[split] = []
+        for record in records:
+            captions = [caption for caption in record.captions if caption]
+            unique = tuple(dict.fromkeys(captions))
+            empty += len(record.captions) - len(captions)
+            repeats += len(captions) - len(unique)
+            if unique:
+                kept[split].append(record._replace(captions=unique))
+            else:
+                uncaptioned.append(record.path)
+    names = join_names([printable(path) for path in sorted(uncaptioned)])
+    if empty:
+        notes.append(f"left out {plural(empty, 'empty caption')}")
+    if repeats:
+        notes.append(f"left out {plural(repeats, 'caption')} that the same image has already")
+    if uncaptioned:
+        notes.append(f"left out {plural(len(uncaptioned), 'image')} without a caption: {names}")
+    if not all(kept.values()):
+        raise DataError(f"{names}: no image has a caption")
+    return kept
 
 
 def _clean_caption(text: str, path: str, line: int) -> str:

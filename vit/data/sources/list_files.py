@@ -1,4 +1,4 @@
-"""Finds the lists of a data set, one or more per split, and the folder of their images.
+"""Finds the lists of a dataset, one or more per split, and the folder of their images.
 
 Lists of classes:
 
@@ -41,12 +41,12 @@ LAYOUT = (
 COCO_NAME = re.compile(r"captions_(train|val|test)(\w*)\.json", re.IGNORECASE)
 SPLIT = re.compile(rf"(?:.*[^a-z])?({'|'.join(SPLIT_NAMES)})(?:[^a-z].*)?")
 SAMPLE = 100
-"""Images of a list that are looked for to find the folder of all."""
+"""Number of images of a list that are searched for to find the folder of all."""
 
 
 @dataclass(frozen=True)
 class ListFiles:
-    """The lists of a data set."""
+    """The lists of a dataset."""
 
     files: dict[str, list[str]]
     """Paths by split; under the empty name if there is one list without a split in its name."""
@@ -62,11 +62,17 @@ def is_list(data: str) -> bool:
     return data.lower().endswith(SUFFIXES) and os.path.lexists(data)
 
 
+def has_caption_lists(folder: str) -> bool:
+    """Whether `folder`, or the folder of a split in it, has a list of captions."""
+    places = [Path(folder), *(Path(folder, name) for name in SPLIT_NAMES)]
+    return any(place.is_dir() and _candidates(place) for place in places)
+
+
 def find_lists(spec: DatasetSpec) -> ListFiles:
-    """The lists of classes or of captions in `spec.data`: a list, a folder or a built-in set.
+    """Find the lists of classes or captions in `spec.data`, a list, a folder or a built-in dataset.
 
     Raises:
-        DataError: There is none, or several that may be meant.
+        DataError: There is none, or it is ambiguous which one.
     """
     if spec.images is not None and not os.path.isdir(spec.images):
         hint = did_you_mean(spec.images)
@@ -90,9 +96,9 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
 
 
 def _class_lists(folder: str) -> dict[str, str]:
-    """The lists of classes directly in `folder` by split; none without one for train.
+    """The lists of classes directly in `folder`, by split.
 
-    None either if `train` is a folder of class folders: those are read then.
+    Empty without a list for train, or if `train` is a folder of class folders, which are read then.
     """
     found: dict[str, str] = {}
     for name in sorted(_listed(folder)):
@@ -136,9 +142,9 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     elif "train" not in files:
         raise DataError(f"{printable(root)} has captions for {join_names([*files])}, not for train")
     else:
-        beside = [name for name in folders if name not in files and name != "annotations"]
-        if beside:
-            names = join_names([printable(name) for name in beside])
+        others = [name for name in folders if name not in files and name != "annotations"]
+        if others:
+            names = join_names([printable(name) for name in others])
             notes.append(f"left out folders without a list of captions of a split: {names}")
     if "" not in files and "train" not in files:
         raise DataError(f"{printable(data)}: no captions for train; {LAYOUT}")
@@ -146,7 +152,7 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
 
 
 def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
-    """The lists of captions by the split in their name, if no split has a folder of its own."""
+    """The lists of captions by the split in their name, if there are no split folders."""
     metadata = [path for path in here if os.path.basename(path) in METADATA]
     if len(here) == len(metadata) < 2:
         here = _metadata_under(root)
@@ -174,7 +180,7 @@ def _split_lists(folder: Path) -> list[str]:
 def _candidates(folder: Path) -> list[str]:
     """Lists of captions directly in `folder`, or in its annotations/, sorted.
 
-    A file that is named as metadata counts whatever it holds, so that its reader reports its fault.
+    A file named as metadata is included whatever its content, so that its reader reports the error.
     """
     paths: list[str] = []
     for place in (folder, folder / "annotations"):
@@ -230,49 +236,47 @@ def _no_list(root: Path) -> DataError:
 
 
 def images_folder(path: str, names: Iterable[str], images: str | None, notes: list[str]) -> str:
-    """The folder that the file names in a list are relative to.
+    """Find the folder that the file names in a list are relative to.
 
-    The first that has any of the images: a folder named like a list of COCO's, the list's own,
-    or the only one beside it.
+    It is the first that has any of the images: that of the list, the folder of COCO's layout, or
+    the only sibling folder.
 
     Args:
         path: The list.
         names: The file names in it; absolute ones are ignored.
         images: The folder that the user gave, if any.
-        notes: Receives which folder was taken, unless it is the one given or the list's own.
+        notes: Receives the folder, unless it is the given one or that of the list.
 
     Raises:
-        DataError: Several folders beside the list have such images.
+        DataError: Several sibling folders have such images.
     """
-    within = [name for name in names if not os.path.isabs(name)]
-    sample = within[:: max(len(within) // SAMPLE, 1)]
+    relative_names = [name for name in names if not os.path.isabs(name)]
+    sample = relative_names[:: max(len(relative_names) // SAMPLE, 1)]
     own = (os.path.dirname(path) or os.curdir) if images is None else images
-    above = os.path.dirname(own) if os.path.basename(own) == "annotations" else own
+    parent = os.path.dirname(own) if os.path.basename(own) == "annotations" else own
     coco = COCO_NAME.fullmatch(os.path.basename(path))
     tail = f"{coco[1]}{coco[2]}" if coco else ""
-    near = [os.path.join(above, "images", tail), os.path.join(above, tail)] if tail else []
-    for folder in (own, *near):
-        if _has_any(folder, sample):
-            return _taken(folder, own, path, notes)
-    if images is not None:
-        return images
-    parents = dict.fromkeys((own, above or os.curdir))
-    beside = [os.path.join(at, name) for at in parents for name in FolderWalker(at).subfolders(at)]
-    holding = [folder for folder in beside if _has_any(folder, sample)]
-    if len(holding) > 1:
-        folders = join_names([printable(folder) for folder in holding])
-        raise DataError(
-            f"{printable(path)}: its images are in several folders: {folders}; say which with "
-            f"images"
-        )
-    if holding:
-        return _taken(holding[0], own, path, notes)
-    if sample:
-        notes.append(
-            f"{printable(path)}: its images, such as {printable(sample[0])}, are neither beside "
-            f"it nor in a folder beside it; say where with images"
-        )
-    return own
+    coco_folders = [os.path.join(parent, "images", tail), os.path.join(parent, tail)]
+    candidates = (own, *(coco_folders if tail else ()))
+    found = [folder for folder in candidates if _has_any(folder, sample)][:1]
+    if not found and images is None:
+        parents = dict.fromkeys((own, parent or os.curdir))
+        siblings = (os.path.join(at, n) for at in parents for n in FolderWalker(at).subfolders(at))
+        found = [folder for folder in siblings if _has_any(folder, sample)]
+        if len(found) > 1:
+            folders = join_names([printable(folder) for folder in found])
+            raise DataError(
+                f"{printable(path)}: its images are in several folders: {folders}; say which with "
+                f"images"
+            )
+        if sample and not found:
+            notes.append(
+                f"{printable(path)}: its images, such as {printable(sample[0])}, are neither "
+                f"beside it nor in a folder beside it; say where with images"
+            )
+    if found and found[0] != own:
+        notes.append(f"{printable(path)}: its images are taken from {printable(found[0])}")
+    return found[0] if found else own
 
 
 def _has_any(folder: str, names: Sequence[str]) -> bool:
@@ -282,14 +286,8 @@ def _has_any(folder: str, names: Sequence[str]) -> bool:
     )
 
 
-def _taken(folder: str, own: str, path: str, notes: list[str]) -> str:
-    if folder != own:
-        notes.append(f"{printable(path)}: its images are taken from {printable(folder)}")
-    return folder
-
-
 def common_folders(base: str, names: Iterable[str]) -> list[str]:
-    """The deepest folder that holds all of the images, unless one has an absolute name."""
+    """The deepest folder that contains all images; none if a name is absolute."""
     folders = {os.path.dirname(name) for name in names}
     if any(os.path.isabs(folder) for folder in folders):
         return []
@@ -298,7 +296,7 @@ def common_folders(base: str, names: Iterable[str]) -> list[str]:
 
 
 def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) -> list[str]:
-    """How many images lie in `folders` beside those that are `named` by a list."""
+    """A note about images in `folders` that no list names."""
     walk = FolderWalker(root)
     extra = []
     for folder in dict.fromkeys(folders):

@@ -26,7 +26,7 @@ from vit.data.sources.list_columns import (
     image_column,
 )
 from vit.data.sources.table_reader import (
-    OnWrong,
+    OnError,
     beginning,
     below_separator,
     check_width,
@@ -66,11 +66,11 @@ class Row(NamedTuple):
     """Whether the values are cells of a table."""
 
 
-Reader = Callable[[str, DatasetSpec, list[str], OnWrong], Iterator[Row]]
+Reader = Callable[[str, DatasetSpec, list[str], OnError], Iterator[Row]]
 
 
 def read_rows(
-    path: str, spec: DatasetSpec, notes: list[str], on_wrong: OnWrong = stop
+    path: str, spec: DatasetSpec, notes: list[str], on_error: OnError = stop
 ) -> Iterator[Row]:
     """The rows of a list.
 
@@ -78,12 +78,12 @@ def read_rows(
         path: The list.
         spec: Which columns are read, and whether it is a list of captions.
         notes: Receives, at the end, what was left out.
-        on_wrong: Receives the error of a line that cannot be read.
+        on_error: Called with the error of a line that cannot be read.
 
     Raises:
         DataError: It is no list, or damaged.
     """
-    return READERS[list_format(path, captions=spec.captions)](path, spec, notes, on_wrong)
+    return READERS[list_format(path, captions=spec.captions)](path, spec, notes, on_error)
 
 
 def list_format(path: str, *, captions: bool) -> str:
@@ -185,8 +185,8 @@ def _keys(line: str) -> list[str]:
     return list(record) if isinstance(record, dict) else []
 
 
-def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_wrong: OnWrong) -> Iterator[Row]:
-    table = read_table(path, lambda line: find_delimiter(line, captions=spec.captions), on_wrong)
+def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
+    table = read_table(path, lambda line: find_delimiter(line, captions=spec.captions), on_error)
     check_header(table, path, spec)
     counts = Counter(name for name in table.names if name.strip())
     repeated = [printable(name) for name, number in counts.items() if number > 1]
@@ -198,12 +198,12 @@ def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_wrong: OnWron
     notes += table.blank_notes(path)
 
 
-def _json_rows(path: str, _: DatasetSpec, __: list[str], on_wrong: OnWrong) -> Iterator[Row]:
-    for line, record in json_records(path, on_wrong):
+def _json_rows(path: str, _: DatasetSpec, __: list[str], on_error: OnError) -> Iterator[Row]:
+    for line, record in json_records(path, on_error):
         yield Row(line, tuple(record), line, record)
 
 
-def _bar_rows(path: str, _: DatasetSpec, notes: list[str], __: OnWrong) -> Iterator[Row]:
+def _bar_rows(path: str, _: DatasetSpec, notes: list[str], __: OnError) -> Iterator[Row]:
     names: list[str] = []
     header, repaired = 0, []
     for line, text in enumerate(text_lines(path), 1):
@@ -224,7 +224,7 @@ def _bar_rows(path: str, _: DatasetSpec, notes: list[str], __: OnWrong) -> Itera
         notes.append(f"{printable(path)}: no bar after the number in line {lines}; read so")
 
 
-def _token_rows(path: str, _: DatasetSpec, __: list[str], ___: OnWrong) -> Iterator[Row]:
+def _token_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterator[Row]:
     names = ("image", "caption")
     for line, text in enumerate(text_lines(path), 1):
         found = TOKEN.match(text)
@@ -234,7 +234,7 @@ def _token_rows(path: str, _: DatasetSpec, __: list[str], ___: OnWrong) -> Itera
             raise wrong(path, f"{text.strip()[:60]!a}; expected IMAGE#NUMBER<TAB>CAPTION", line)
 
 
-def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnWrong) -> Iterator[Row]:
+def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterator[Row]:
     """The images of a COCO file of captions, each with all of its captions."""
     data = parse_json(whole_text(path), path)
     if not isinstance(data, dict):

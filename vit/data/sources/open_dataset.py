@@ -7,12 +7,13 @@ the source has none, and notes list what was left out or looks wrong.
 
 import dataclasses
 import difflib
+import os
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit.data.archives import relative
+from vit.data.archives import is_inside, relative
 from vit.data.dataset_types import (
     NO_LABEL,
     DatasetIndex,
@@ -26,10 +27,10 @@ from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolv
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
-from vit.data.sources.list_files import is_list
-from vit.data.sources.remote_shards import is_remote, list_remote_images, read_remote
-from vit.data.sources.row_errors import Faults
-from vit.data.sources.tar_shards import is_shards, list_shard_images, read_shards, shard_files
+from vit.data.sources.list_files import has_caption_lists, is_list
+from vit.data.sources.remote_shards import is_remote, read_remote
+from vit.data.sources.tar_shards import is_shards, read_shards
+from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.data.sources.train_val_split import Fold, split_train_val
 from vit.errors import ConfigError, DataError, printable
 from vit.text import join_names, plural
@@ -39,53 +40,41 @@ HeldOut = Callable[[Path, Collection[str]], Collection[str]]
 """Returns the names that training held out, given the root of a dataset and the names in it."""
 
 
-def _shard_reader(read: Callable[[str, Faults], DatasetIndex]) -> Reader:
-    """Adapt a reader without columns to `Reader`."""
+def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
+    """A reader that refuses settings of lists, and selects the splits that are needed."""
 
     def reader(spec: DatasetSpec) -> DatasetIndex:
-        _refuse_settings(spec, "images", "image_column", "label_column")
-        return _select_splits(read(spec.data, spec.faults), spec)
+        for name in refused:
+            if (value := getattr(spec, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value!r}: {printable(spec.data)} is not a list; leave it out, or "
+                    "give a list (.csv, .jsonl)"
+                )
+        index = read(spec)
+        splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
+        return dataclasses.replace(index, splits=splits, split_kind="split")
 
     return reader
 
 
-def _read_huggingface(spec: DatasetSpec) -> DatasetIndex:
-    _refuse_settings(spec, "images")
-    index = huggingface_datasets.read_dataset(spec.data, spec.image_column, spec.label_column)
-    return _select_splits(index, spec)
-
-
-def _read_torchvision(data: str, _: Faults) -> DatasetIndex:
-    return torchvision_datasets.read_torchvision(data)
-
-
-def _select_splits(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
-    splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
-    return dataclasses.replace(index, splits=splits, split_kind="split")
-
-
-def _refuse_settings(spec: DatasetSpec, *names: str) -> None:
-    for name in names:
-        if (value := getattr(spec, name)) is not None:
-            raise ConfigError(
-                f"{name}={value!r}: {printable(spec.data)} is not a list; leave it out, or give a "
-                "list (.csv, .jsonl)"
-            )
-
-
+COLUMNS_IN_SHARDS = ("images", "image_column", "label_column")
 READERS: tuple[tuple[Callable[[str], bool], Reader], ...] = (
-    (huggingface_datasets.is_named, _read_huggingface),
-    (torchvision_datasets.is_named, _shard_reader(_read_torchvision)),
-    (is_remote, _shard_reader(read_remote)),
-    (is_shards, _shard_reader(read_shards)),
+    (huggingface_datasets.is_named, _read_named(huggingface_datasets.read_dataset, ["images"])),
+    (torchvision_datasets.is_named, _read_named(read_torchvision, COLUMNS_IN_SHARDS)),
+    (is_remote, _read_named(read_remote, COLUMNS_IN_SHARDS)),
+    (is_shards, _read_named(read_shards, COLUMNS_IN_SHARDS)),
     (is_list, read_lists),
     (lambda _: True, read_folder),
 )
 """(predicate on DATA, reader); the first match reads. The last reads folders and built-in sets."""
 
 
-def _find_reader(data: str) -> Reader:
-    return next(read for matches, read in READERS if matches(data))
+def _find_reader(data: str, *, captions: bool = False) -> Reader:
+    read = next(read for matches, read in READERS if matches(data))
+    folder = os.path.isdir(data)
+    if captions and (read in (read_lists, read_folder) or (folder and has_caption_lists(data))):
+        return read_lists
+    return read
 
 
 def is_folder_source(data: str) -> bool:
@@ -110,9 +99,14 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
         DataError: There is no such source, or it cannot be read.
         ConfigError: A setting does not apply to this kind of source.
     """
-    read = read_lists if spec.captions else _find_reader(spec.data)
+    read = _find_reader(spec.data, captions=spec.captions)
     if spec.allow_outside and read is not read_lists:
         raise ConfigError(f"allow_outside: {printable(spec.data)} is not a list; leave it out")
+    if spec.caption_column is not None and not spec.captions:
+        raise ConfigError(
+            f"caption_column={spec.caption_column!r}: captions are not read here; leave it out, or "
+            "learn them with --task caption"
+        )
     index = read(spec)
     if index.multilabel and spec.multilabel is False:
         raise DataError(
@@ -120,28 +114,6 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             "--task multilabel learns them"
         )
     return dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
-
-
-def list_packed_images(data: str) -> tuple[list[str], list[str]] | None:
-    """Paths of all images in shards or a named dataset, without their classes, and notes.
-
-    Returns:
-        None if `data` is another kind of source.
-
-    Raises:
-        DataError: It cannot be read, or has no images.
-    """
-    if huggingface_datasets.is_named(data):
-        index = huggingface_datasets.read_dataset(data, None, None, labelled=False)
-    elif torchvision_datasets.is_named(data):
-        index = torchvision_datasets.read_torchvision(data)
-    elif is_remote(data):
-        return list_remote_images(data)
-    elif is_shards(data):
-        return list_shard_images(shard_files(data), data)
-    else:
-        return None
-    return [record.path for records in index.splits.values() for record in records], index.notes
 
 
 @dataclass(frozen=True)
@@ -242,6 +214,8 @@ def open_eval_split(
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))
     candidates = VAL_NAMES if split == "val" else (split,)
+    if spec.captions and split == "train":
+        candidates = ("train", "")
     name = next((name for name in candidates if name in index.splits), None)
     held_out_names = _present_held_out(index, held_out)
     if split == "val" and name == "test" and held_out_names:
@@ -274,7 +248,8 @@ def open_eval_split(
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> `LIST, line N`, for the images that a list names."""
-    return lines_of(spec, paths) if spec.captions or is_list(spec.data) else {}
+    read = _find_reader(spec.data, captions=spec.captions)
+    return lines_of(spec, paths) if read is read_lists else {}
 
 
 def match_class_names(
@@ -416,10 +391,14 @@ def _by_labels(records: Iterable[ImageRecord]) -> ImagesByClass:
     return images
 
 
+def _caption_order(path: str, root: Path) -> str:
+    return relative(path, root) if is_inside(path) else path
+
+
 def _samples(
     records: Sequence[ImageRecord], classes: Sequence[str], index: DatasetIndex, spec: DatasetSpec
 ) -> tuple[Sample, ...]:
-    """Samples in order of class and name; multi-label ones of name, captioned ones of path.
+    """Samples in order of class and name; multi-label and captioned ones in order of name.
 
     The order does not depend on the source, so the same images give the same training.
     """
@@ -427,7 +406,7 @@ def _samples(
     if spec.captions:
         return tuple(
             Sample(r.path, class_index[r.labels[0]] if classes else NO_LABEL, r.captions)
-            for r in sorted(records, key=lambda record: record.path)
+            for r in sorted(records, key=lambda record: _caption_order(record.path, index.root))
         )
     ordered = sorted(
         (

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.dataset_types import DatasetIndex
-from vit.data.sources.row_errors import Faults
-from vit.data.sources.tar_shards import COMPRESSED, expand_braces, index_shards, list_shard_images
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.tar_shards import COMPRESSED, expand_braces, list_shard_images, read_shards
 from vit.errors import DataError, printable
 from vit.paths import user_cache
 from vit.text import format_megabytes, plural
@@ -35,19 +35,15 @@ def is_remote(data: str) -> bool:
     return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
 
 
-def read_remote(data: str, faults: Faults = None) -> DatasetIndex:
+def read_remote(spec: DatasetSpec) -> DatasetIndex:
     """Index the images of remote shards, downloading the missing ones.
-
-    Args:
-        data: The address.
-        faults: As in `read_shards`.
 
     Raises:
         DataError: A shard cannot be downloaded or read.
     """
-    paths, notes = _download(data)
-    index = index_shards(paths, data, faults)
-    key = hashlib.blake2b(data.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    paths, notes = _download(spec.data)
+    index = read_shards(spec, paths)
+    key = hashlib.blake2b(spec.data.encode("utf-8", "replace"), digest_size=8).hexdigest()
     root = index.root
     if str(root).endswith(".tar") or ".tar/" in f"{root}/":  # names are unique in all shards
         root = _cache() / f"{key}.tar" / f"{root}/".partition(".tar/")[2]

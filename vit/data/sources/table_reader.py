@@ -1,8 +1,6 @@
-"""Reads tables and lines of JSON that somebody else wrote, row by row, whatever is in them.
+"""Tables (CSV) and JSON lines of any origin, row by row, with line numbers in all errors.
 
-Reads text files that somebody else wrote, line by line, or says in one line why not.
-
-They are in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text".
+Text is in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text".
 """
 
 import codecs
@@ -13,6 +11,7 @@ import re
 import stat
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from vit.errors import DataError, printable
@@ -26,30 +25,26 @@ BEGINNING = 2**16
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
 
-OnWrong = Callable[[DataError], object]
-"""What a reader does about a line that is wrong; where it returns, the line is left out."""
+OnError = Callable[[DataError], object]
+"""Called with the error of a line; if it returns, the line is skipped."""
 
 
 def stop(error: DataError) -> None:
-    """Read no further.
-
-    Raises:
-        DataError: Always.
-    """
+    """An `OnError` that raises the first error."""
     raise error
 
 
 def wrong(path: str, what: str, line: int = 0) -> DataError:
-    """The error for what is wrong in the file `path`, at a line where there is one."""
+    """The error `what` in the file `path`, at a line unless it is 0."""
     where = f", line {line}" if line else ""
     return DataError(f"{printable(path)}{where}: {printable(what)}")
 
 
 def text_lines(path: str) -> Iterator[str]:
-    """The lines of a file, each with its end; a byte order mark is left out.
+    """The lines of a file with their ends, without a byte order mark.
 
     Raises:
-        DataError: It is no file of text, or too long.
+        DataError: It is not a text file, or too long.
     """
     utf16 = _bytes(path, MAX_BYTES, 2) in UTF16
     try:
@@ -84,7 +79,7 @@ def _utf16_lines(path: str) -> Iterator[str]:
 
 
 def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
-    """The text of `raw`, whose first line has this number; its end may be cut if not `whole`."""
+    """Decode `raw`, whose first line is `number`; unless `whole`, it may end in mid-character."""
     if number == 1 and raw.startswith(UTF16):
         try:
             return codecs.utf_16_decode(raw, "strict", whole)[0]
@@ -103,10 +98,10 @@ def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
 
 
 def check_file(path: str, most: int) -> None:
-    """Refuse what is no regular file, empty, or longer than `most` bytes.
+    """Require a regular file of 1 to `most` bytes.
 
     Raises:
-        DataError: It is.
+        DataError: It is another one.
     """
     try:
         status = os.stat(path)
@@ -150,11 +145,11 @@ def _bytes(path: str, most: int, number: int) -> bytes:
 
 
 SEPARATOR = re.compile(r'"?sep=(\\t|[^\r\n"])"?\1*[\r\n]*', re.IGNORECASE)
-"""A first line that tells Excel what is between two cells."""
+"""A first line that declares the delimiter, as Excel reads it."""
 LONGEST = 80
-"""Characters that are told of a line that is no CSV."""
+"""Characters that an error quotes of a line that is no CSV."""
 MARKS = ' \t\r\n,;|"'
-"""What a line without anything may have all the same."""
+"""Characters of a line without content."""
 
 
 class Table(NamedTuple):
@@ -179,36 +174,23 @@ class Table(NamedTuple):
         return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 
-class Header(NamedTuple):
-    """What rows have to fit."""
-
-    line: int
-    """Where it is, from 1."""
-    delimiter: str
-    """Between two cells."""
-    width: int
-    """How many of them."""
-
-
-def read_table(path: str, delimiter_of: Callable[[str], str], on_wrong: OnWrong = stop) -> Table:
-    """The table `path`, whose header's line tells `delimiter_of` what is between two cells.
-
-    A line `sep=;` above the header goes before that.
+def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError = stop) -> Table:
+    """Open a table; its rows are read lazily.
 
     Args:
         path: The file.
-        delimiter_of: Given the header.
-        on_wrong: Given a row that is no CSV or has another number of cells, while it is read.
+        delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
+        on_error: Called with the error of a row that is no CSV or has another number of cells.
 
     Raises:
-        DataError: It is no text, or has no header.
+        DataError: It is not text, or has no header.
     """
     lines = text_lines(path)
-    said: str | None = None
+    declared: str | None = None
     blank: list[int] = []
     for line, header in enumerate(lines, 1):
         if header.strip(MARKS):
-            if said is not None or (said := separator(header)) is None:
+            if declared is not None or (declared := separator(header)) is None:
                 break
         elif header.strip():
             blank.append(line)
@@ -216,37 +198,47 @@ def read_table(path: str, delimiter_of: Callable[[str], str], on_wrong: OnWrong 
         raise wrong(path, "nothing in it; expected a header and rows")
     if "\r" in header.rstrip("\r\n"):
         raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
-    delimiter = said or delimiter_of(header)
+    delimiter = declared or delimiter_of(header)
     names = fields(header, delimiter)
-    rows = _rows(path, lines, Header(line, delimiter, len(names)), blank, on_wrong)
+    rows = _rows(path, lines, line + 1, delimiter, len(names), blank, on_error)
     return Table(names, line, rows, delimiter, blank)
 
 
 def separator(line: str) -> str | None:
-    """What `sep=;` says is between two cells, None where `line` is no such line."""
+    """The delimiter that a line `sep=;` declares; None for other lines."""
     found = SEPARATOR.fullmatch(line)
     return found and found[1].replace("\\t", "\t")
 
 
 def below_separator(text: str) -> tuple[str | None, str]:
-    """What the first line of a file says is between two cells, if it is such a line; the rest."""
+    """The delimiter that the first line declares, and the text after it; None if it does not."""
     first, _, rest = text.partition("\n")
-    said = separator(first)
-    return said, text if said is None else rest
+    declared = separator(first)
+    return declared, text if declared is None else rest
 
 
 def _rows(
-    path: str, text: Iterator[str], header: Header, blank: list[int], on_wrong: OnWrong
+    path: str,
+    text: Iterator[str],
+    line: int,
+    delimiter: str,
+    width: int,
+    blank: list[int],
+    on_error: OnError,
 ) -> Iterator[tuple[int, list[str]]]:
-    delimiter, spaces = header.delimiter, header.delimiter != " "
-    row: list[str] = []  # the lines of a row: one may take several
-    again: deque[str] = deque()
+    row: list[str] = []  # the lines of the current row
+    pending: deque[str] = deque()  # lines to parse again, before those of `text`
 
-    def begin() -> Iterator[list[str]]:
-        lines = _noted(text, row, again)
-        return csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
+    def lines() -> Iterator[str]:
+        for line in chain(iter(lambda: pending.popleft() if pending else None, None), text):
+            row.append(line)
+            yield line
 
-    reader, line = begin(), header.line + 1
+    def new_reader() -> Iterator[list[str]]:
+        spaces = delimiter != " "
+        return csv.reader(lines(), delimiter=delimiter, skipinitialspace=spaces, strict=True)
+
+    reader = new_reader()
     while True:
         broken = ""
         try:
@@ -254,33 +246,23 @@ def _rows(
         except csv.Error as error:
             broken = f"not CSV ({error}); a quote inside a quoted cell is doubled"
         if broken:
-            on_wrong(wrong(path, broken, line))
-            again.extendleft(reversed(row[1:]))  # its quote may have swallowed good rows
+            on_error(wrong(path, broken, line))
+            pending.extendleft(reversed(row[1:]))  # its quote may span valid rows
             del row[1:]
-            reader, cells = begin(), []
+            reader, cells = new_reader(), []
         if cells is None:
             return
         if cells and not any(cell.strip() for cell in cells):
             blank.append(line)
         elif cells:
             try:
-                check_width(cells, header.width, path, line)
+                check_width(cells, width, path, line)
             except DataError as error:
-                on_wrong(error)
+                on_error(error)
             else:
                 yield line, cells
         line += len(row)
         row.clear()
-
-
-def _noted(text: Iterator[str], row: list[str], again: deque[str]) -> Iterator[str]:
-    """The lines `again`, and then those of `text`; each of them is added to `row`."""
-    while again:
-        row.append(again.popleft())
-        yield row[-1]
-    for line in text:
-        row.append(line)
-        yield line
 
 
 def fields(header: str, delimiter: str) -> list[str]:
@@ -299,15 +281,15 @@ def check_width(cells: list[str], width: int, path: str, line: int) -> None:
         raise wrong(path, f"{len(cells)} cells, but {width} in the header; {advice}", line)
 
 
-def json_records(path: str, on_wrong: OnWrong = stop) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file that has one in each line, and their lines.
+def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and value of the JSON objects in a file with one in each line.
 
     Args:
         path: The file.
-        on_wrong: Given a line that is no such object.
+        on_error: Called with the error of a line that is no object.
 
     Raises:
-        DataError: It is no text.
+        DataError: It is not text.
     """
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
@@ -315,7 +297,7 @@ def json_records(path: str, on_wrong: OnWrong = stop) -> Iterator[tuple[int, dic
         try:
             record = _record(text, path, line)
         except DataError as error:
-            on_wrong(error)
+            on_error(error)
         else:
             yield line, record
 
@@ -343,6 +325,6 @@ def parse_json(text: str, path: str, line: int = 0) -> Any:
 
 
 def json_kind(value: object) -> str:
-    """What a JSON value is, in a word or two."""
+    """The type of a JSON value, for errors."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
     return kinds.get(type(value), "null" if value is None else "a number")

@@ -1,8 +1,10 @@
-"""Tar shard reader: images in class folders, or with labels beside them as in WebDataset.
+"""Tar shard reader: images in class folders, or with labels and captions beside them (WebDataset).
 
     cat/0001.jpg                                 class folder
     0001.jpg 0001.cls                            name of the class, or its index in classes.json
     0001.jpg 0001.json {"label": "cat"}          or {"labels": ["cat", "tabby"]}: multi-label
+    0001.jpg 0001.txt                            captions, one a line
+    0001.jpg 0001.json {"captions": ["a cat"]}   or "caption", "text"...: as in lists
 
 DATA is one tar, a pattern with braces or wildcards, or a folder of tars. The split is in the name
 of the shard (train-0000.tar), of its folder (train/0000.tar), or of the first folder in it
@@ -11,22 +13,34 @@ of the shard (train-0000.tar), of its folder (train/0000.tar), or of the first f
 Source: https://github.com/webdataset/webdataset
 """
 
+import contextlib
 import glob
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from vit.data.archives import index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES
+from vit.data.sources.dataset_spec import (
+    SPLIT_NAMES,
+    DatasetSpec,
+    RowErrors,
+    all_skipped_error,
+    skip_or_raise,
+)
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES, UNSUPPORTED_SUFFIXES
-from vit.data.sources.row_errors import Faults, leave, nothing_left
+from vit.data.sources.list_columns import (
+    caption_columns,
+    cell_captions,
+    cell_group,
+    drop_uncaptioned,
+    match_name,
+)
 from vit.data.sources.table_reader import whole_text
 from vit.data.tar_index import BadShard, TarIndex
 from vit.errors import DataError, printable
@@ -38,11 +52,12 @@ RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
 MAX_LABEL_BYTES = 2**24
 """Largest label file in a shard."""
-SIDECAR_SUFFIXES = (".cls", ".json", ".txt")
+LABEL_SUFFIXES = (".cls", ".json")
+SIDECAR_SUFFIXES = (*LABEL_SUFFIXES, ".txt")
+TEXT_COLUMN = "txt"
+"""Column name of captions in .txt files, as in the WebDataset reader of `datasets`."""
 CLASS_TABLES = ("classes.json", "classes.txt")
-T = TypeVar("T")
-Labels = list[tuple[str, ...] | None]
-"""Class names of each image; None for an image with an error."""
+CAPTIONS_LAYOUT = "expected NAME.txt beside NAME.jpg, or NAME.json with its captions"
 
 
 def is_shards(data: str) -> bool:
@@ -143,37 +158,27 @@ def _expand(pattern: str) -> Iterator[str]:
     if start < 0:
         yield pattern
         return
-    end = _closing_brace(pattern, start)
-    for choice in _alternatives(pattern[start + 1 : end]):
-        for middle in _expand(choice):
-            for rest in _expand(pattern[end + 1 :]):
-                yield pattern[:start] + middle + rest
-
-
-def _closing_brace(pattern: str, start: int) -> int:
-    depth = 0
+    depth, marks = 0, [start]  # the opening brace, its commas, the closing brace
     for at in range(start, len(pattern)):
         depth += {"{": 1, "}": -1}.get(pattern[at], 0)
+        if not depth or (depth == 1 and pattern[at] == ","):
+            marks.append(at)
         if not depth:
-            return at
-    raise DataError(f"{printable(pattern)}: a brace is not closed; expected such as {{000..099}}")
-
-
-def _alternatives(inside: str) -> Iterator[str]:
-    """The numbers of a range, or the parts between commas."""
-    if match := RANGE.fullmatch(inside):
+            break
+    if depth:
+        raise DataError(
+            f"{printable(pattern)}: a brace is not closed; expected such as {{000..099}}"
+        )
+    choices = [pattern[one + 1 : other] for one, other in pairwise(marks)]
+    if match := RANGE.fullmatch(choices[0]):
         first, last = match.groups()
         width = max(len(first), len(last)) if first[0] == "0" or last[0] == "0" else 0
         step = 1 if int(first) <= int(last) else -1
-        yield from (f"{number:0{width}}" for number in range(int(first), int(last) + step, step))
-        return
-    depth, start = 0, 0
-    for at, character in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if character == "," and not depth:
-            yield inside[start:at]
-            start = at + 1
-    yield inside[start:]
+        choices = [f"{number:0{width}}" for number in range(int(first), int(last) + step, step)]
+    for choice in choices:
+        for middle in _expand(choice):
+            for rest in _expand(pattern[marks[-1] + 1 :]):
+                yield pattern[:start] + middle + rest
 
 
 def split_of_shard(file: str) -> str:
@@ -208,75 +213,70 @@ class ShardImage(NamedTuple):
         return self.split_prefix + self.name
 
 
-@dataclass
-class Sidecars:
-    """Label files of shards: by suffix, the (shard, stem) that have one."""
+class _Members(NamedTuple):
+    """The members of shards by kind."""
 
-    stems: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
-    class_tables: list[tuple[str, str]] = field(default_factory=list)
+    images: list[ShardImage]
+    sidecars: dict[str, set[tuple[str, str]]]
+    """Suffix of an annotation file -> the (shard, stem) that have one."""
+    class_tables: list[tuple[str, str]]
     """Files with class names: (shard, member), or (empty, path) for a file beside the shards."""
-
-    def add(self, file: str, stem: str, suffix: str) -> None:
-        """Add a label file."""
-        self.stems.setdefault(suffix, set()).add((file, stem))
-
-    def with_suffix(self, suffix: str) -> set[tuple[str, str]]:
-        """The (shard, stem) that have a label file of this suffix."""
-        return self.stems.get(suffix, set())
+    notes: list[str]
 
 
-def read_shards(data: str, faults: Faults = None) -> DatasetIndex:
-    """Index the images of shards.
+def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> DatasetIndex:
+    """Index the images of shards, with their classes, captions, or both.
 
     Args:
-        data: A shard, a pattern or a folder.
-        faults: Collects the errors of shards and images, which are skipped; None: the first one
-            is raised.
+        spec: Its `data` is a shard, a pattern or a folder.
+        files: Sorted paths of the shards; None: those that `data` names.
 
     Raises:
-        DataError: A shard is missing, damaged or compressed, or an image has no class. With
-            `faults`: no image is left.
+        DataError: A shard is missing, damaged or compressed, or an image has no class. If
+            `spec.row_errors` collects errors: no image is left.
     """
-    return index_shards(shard_files(data), data, faults)
-
-
-def index_shards(files: Sequence[str], data: str, faults: Faults = None) -> DatasetIndex:
-    """Index the images of these shards.
-
-    Args:
-        files: Sorted paths of the shards.
-        data: Their name in messages.
-        faults: As in `read_shards`.
-    """
-    images, sidecars, notes = _list_members(files, faults=faults)
-    if faults and not images:
-        raise nothing_left(faults)
+    files = shard_files(spec.data) if files is None else files
+    data, errors = printable(spec.data), spec.row_errors
+    members = _list_members(files, errors=errors)
+    images, notes = members.images, members.notes
+    if errors and not images:
+        raise all_skipped_error(errors)
     if not images:
-        raise DataError(f"{printable(data)}: no images in {plural(len(files), 'shard')}")
-    images, common_folder = _strip_common_folder(images)
+        raise DataError(f"{data}: no images in {plural(len(files), 'shard')}")
+    images, common_folder = _strip_common_folder(images, class_folders=spec.labels)
     if common_folder:
         notes.append(f"took {printable(common_folder)} in the shards for the folder of the data")
-    images, more = _assign_splits(images)
+    images, more = _assign_splits(images, class_folders=spec.labels)
     notes += more
-    all_labels, multilabel, more = read_labels(images, sidecars, data, faults)
-    notes += more
+    annotations = _Annotations(images, members, spec)
     splits: dict[str, list[ImageRecord]] = {}
-    for image, labels in zip(images, all_labels, strict=True):
-        if labels is not None:
-            splits.setdefault(image.split, []).append(ImageRecord(image.path, labels))
-    if faults and not splits:
-        raise nothing_left(faults)
-    root = _root(images, files, data, common_folder)
+    for number, image in enumerate(images):
+        if (record := annotations.record(number)) is not None:
+            splits.setdefault(image.split, []).append(record)
+    if errors and not splits:
+        raise all_skipped_error(errors)
+    if spec.captions:
+        if not any(record.captions for records in splits.values() for record in records):
+            key = f" (--caption-column {spec.caption_column})" if spec.caption_column else ""
+            shards = plural(len(files), "shard")
+            raise DataError(f"{data}: no captions in {shards}; {CAPTIONS_LAYOUT}{printable(key)}")
+        splits = drop_uncaptioned(splits, notes)
     # By name in the shards, as folders are walked; shards are only the last key.
     keys = {image.path: (image.name_in_split.split("/"), image.file) for image in images}
     for records in splits.values():
         records.sort(key=lambda record: keys[record.path])
-    locations = {name: f"{printable(data)}" + (f" ({name})" if name else "") for name in splits}
-    return DatasetIndex(root, splits, locations, notes, multilabel)
+    return DatasetIndex(
+        _root(images, files, spec.data, common_folder),
+        splits,
+        {name: data + (f" ({name})" if name else "") for name in splits},
+        notes,
+        annotations.multilabel,
+        bool(annotations.group_key),
+    )
 
 
 def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[str]]:
-    """Addresses of the images in these shards, without their classes, and notes.
+    """Addresses of the images in these shards, without annotations, and notes.
 
     They are in order of the shards, then of their names. Images of unsupported formats are
     included, as in folders, so that each gets its error.
@@ -284,7 +284,7 @@ def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[
     Raises:
         DataError: A shard is damaged or compressed, or there are no images.
     """
-    images, _, notes = _list_members(files, IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
+    images, _, _, notes = _list_members(files, IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
     if not images:
         raise DataError(f"{printable(data)}: no images in {plural(len(files), 'shard')}")
     order = {file: number for number, file in enumerate(files)}
@@ -293,14 +293,12 @@ def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[
 
 
 def _list_members(
-    files: Sequence[str], suffixes: Collection[str] = IMAGE_SUFFIXES, faults: Faults = None
-) -> tuple[list[ShardImage], Sidecars, list[str]]:
-    """The images of shards, their label files, and notes about ignored members."""
-    images: list[ShardImage] = []
-    sidecars = Sidecars()
+    files: Sequence[str], suffixes: Collection[str] = IMAGE_SUFFIXES, errors: RowErrors = None
+) -> _Members:
+    found = _Members([], {suffix: set() for suffix in SIDECAR_SUFFIXES}, [], [])
     ignored_suffixes, special, hidden_names = Counter[str](), Counter[str](), set[str]()
     for file in files:
-        index = _read_index(file, faults)
+        index = _read_index(file, errors)
         if index is None:
             continue
         special += index.ignored
@@ -312,66 +310,67 @@ def _list_members(
             if hidden:
                 hidden_names.update(hidden)
             elif parts[-1] in CLASS_TABLES:
-                sidecars.class_tables.append((file, name))
+                found.class_tables.append((file, name))
             elif suffix in suffixes:
-                images.append(ShardImage(file, name, name, split_of_shard(file)))
+                found.images.append(ShardImage(file, name, name, split_of_shard(file)))
             elif suffix in SIDECAR_SUFFIXES:
-                sidecars.add(file, stem, suffix)
+                found.sidecars[suffix].add((file, stem))
             else:
                 ignored_suffixes[suffix or "no suffix"] += 1
     for folder in sorted({os.path.dirname(file) for file in files}):
         beside = (os.path.join(folder, name) for name in CLASS_TABLES)
-        sidecars.class_tables += [("", path) for path in beside if os.path.isfile(path)]
-    return images, sidecars, _ignored_notes(ignored_suffixes, special, hidden_names)
+        found.class_tables.extend(("", path) for path in beside if os.path.isfile(path))
+    if ignored_suffixes:
+        common = ignored_suffixes.most_common()
+        numbers = join_names([f"{printable(suffix)} {number}" for suffix, number in common])
+        unsupported = UNSUPPORTED_SUFFIXES & ignored_suffixes.keys()
+        advice = "; convert them to JPEG or PNG" if unsupported else ""
+        skipped = plural(ignored_suffixes.total(), "member")
+        found.notes.append(f"left out {skipped} not taken for images: {numbers}{advice}")
+    if special:
+        kinds = ", ".join(plural(number, kind) for kind, number in sorted(special.items()))
+        found.notes.append(f"left out special members of the shards: {kinds}")
+    if hidden_names:
+        names = join_names(sorted(map(printable, hidden_names)))
+        found.notes.append(f"left out hidden and system names: {names}")
+    return found
 
 
-def _read_index(file: str, faults: Faults) -> TarIndex | None:
+def _read_index(file: str, errors: RowErrors) -> TarIndex | None:
     try:
         return index_of(file)
     except DataError as error:
         last = printable(error.last) if isinstance(error, BadShard) else ""
-        if faults is not None and last not in str(error):
+        if errors is not None and last not in str(error):
             error = DataError(f"{error}; the last good member is {last}")
-        leave(faults, "bad_shard", error, file)
+        skip_or_raise(errors, "bad_shard", error, file)
         return None
 
 
-def _ignored_notes(
-    suffixes: Counter[str], special: Counter[str], hidden_names: set[str]
-) -> list[str]:
-    notes = []
-    if suffixes:
-        numbers = [f"{printable(suffix)} {number}" for suffix, number in suffixes.most_common()]
-        unsupported = UNSUPPORTED_SUFFIXES & suffixes.keys()
-        advice = "; convert them to JPEG or PNG" if unsupported else ""
-        members = plural(suffixes.total(), "member")
-        notes.append(f"left out {members} not taken for images: {join_names(numbers)}{advice}")
-    if special:
-        kinds = ", ".join(plural(number, kind) for kind, number in sorted(special.items()))
-        notes.append(f"left out special members of the shards: {kinds}")
-    if hidden_names:
-        names = join_names(sorted(map(printable, hidden_names)))
-        notes.append(f"left out hidden and system names: {names}")
-    return notes
+def _strip_common_folder(
+    images: list[ShardImage], *, class_folders: bool
+) -> tuple[list[ShardImage], str]:
+    """Strip a folder that contains all images, as `tar cf photos.tar photos` writes it.
 
-
-def _strip_common_folder(images: list[ShardImage]) -> tuple[list[ShardImage], str]:
-    """Strip a folder that contains all images, as `tar cf photos.tar photos` writes it."""
+    With `class_folders` it contains folders, which may be classes.
+    """
     common = ""
     while True:
         parts = [image.name.split("/", 1) for image in images]
         first = parts[0][0]
-        nested = all(len(pair) == 2 and "/" in pair[1] for pair in parts)
+        nested = all(len(pair) == 2 and ("/" in pair[1] or not class_folders) for pair in parts)
         if not nested or any(pair[0] != first for pair in parts) or first in SPLIT_NAMES:
             return images, common
         common += f"{first}/"
         images = [image._replace(name=pair[1]) for image, pair in zip(images, parts, strict=True)]
 
 
-def _assign_splits(images: list[ShardImage]) -> tuple[list[ShardImage], list[str]]:
+def _assign_splits(
+    images: list[ShardImage], *, class_folders: bool
+) -> tuple[list[ShardImage], list[str]]:
     """The images with their splits; if there are splits, images without one are left out."""
     if not any(image.split for image in images):
-        images = [_split_from_folder(image) for image in images]
+        images = [_split_from_folder(image, class_folders=class_folders) for image in images]
         if "train" not in {image.split for image in images}:
             return [image._replace(name=image.name_in_split, split="") for image in images], []
     others = sorted({os.path.basename(image.file) for image in images if not image.split})
@@ -383,9 +382,9 @@ def _assign_splits(images: list[ShardImage]) -> tuple[list[ShardImage], list[str
     return kept, [f"left out {left_out} that belong to no split: {names}"]
 
 
-def _split_from_folder(image: ShardImage) -> ShardImage:
+def _split_from_folder(image: ShardImage, *, class_folders: bool) -> ShardImage:
     first, slash, rest = image.name.partition("/")
-    if slash and "/" in rest and first in SPLIT_NAMES:
+    if slash and ("/" in rest or not class_folders) and first in SPLIT_NAMES:
         return image._replace(name=rest, split=first, split_prefix=f"{first}/")
     return image
 
@@ -405,150 +404,172 @@ def _root(images: list[ShardImage], files: Sequence[str], data: str, common_fold
     return Path(folder) / "shards.tar" / common_folder
 
 
-def read_labels(
-    images: Sequence[ShardImage], sidecars: Sidecars, data: str, faults: Faults = None
-) -> tuple[Labels, bool, list[str]]:
-    """Read the class names of images in shards.
-
-    Args:
-        images: The images.
-        sidecars: Their label files.
-        data: Name of the dataset in messages.
-        faults: As in `read_shards`.
-
-    Returns:
-        Labels, whether they are multi-label, and notes.
+class _Annotations:
+    """Classes, captions and groups of images in shards, from their folders and sidecar files.
 
     Raises:
-        DataError: An image has no label, or a label is invalid.
+        DataError: An image has no class, and errors are not collected.
     """
-    notes = []
-    if captions := len(sidecars.with_suffix(".txt")):
-        notes.append(f"left out {plural(captions, 'text')} (.txt): captions are no classes")
-    class_names = _read_class_tables(sidecars)
-    suffixes = (".cls", ".json")
-    label_files = {
-        suffix: [_label_file(image, sidecars, suffix) for image in images] for suffix in suffixes
-    }
-    suffix = next((suffix for suffix in suffixes if any(label_files[suffix])), None)
-    notes += _orphan_notes(images, sidecars, label_files, faults)
-    if suffix == ".json" and not _has_label_key(images, label_files[suffix], faults):
-        notes.append("left out NAME.json beside images: they have neither label nor labels")
-        suffix = None
-    if suffix is None:
-        return _folder_labels(images, data, faults), False, notes
-    pairs = list(zip(images, label_files[suffix], strict=True))
-    unlabelled = [image.path for image, name in pairs if not name]
-    if unlabelled and faults is None:
-        raise DataError(
-            f"{printable(data)}: {plural(len(unlabelled), 'image')} without {suffix} beside, "
-            f"which others have: {join_names([*map(printable, unlabelled)], 3)}"
+
+    def __init__(self, images: Sequence[ShardImage], members: _Members, spec: DatasetSpec) -> None:
+        self.images, self.spec, self.errors = images, spec, spec.row_errors
+        self.multilabel = False
+        stems = members.sidecars
+        used = [*(LABEL_SUFFIXES if spec.labels else (".json",)), *([".txt"] * spec.captions)]
+        self.files = {s: [_sidecar(image, stems[s], s) for image in images] for s in used}
+        self._add_notes(members)
+        self.class_names: dict[str, str] = {}
+        self.label_suffix = self.group_key = ""
+        if spec.labels:
+            self.class_names = _read_class_tables(members.class_tables)
+            self.label_suffix = next((s for s in LABEL_SUFFIXES if any(self.files[s])), "")
+        keys = self._first_keys() if spec.group or self.label_suffix == ".json" else None
+        if spec.group:
+            self.group_key = match_name([*(keys or ())], (spec.group.strip().lower(),))
+        if spec.labels:
+            if self.label_suffix == ".json" and keys is not None and not {"label", "labels"} & keys:
+                self.label_suffix = ""
+                if not (spec.captions or self.group_key):
+                    note = "left out NAME.json beside images: they have neither label nor labels"
+                    members.notes.append(note)
+            self._report_unlabelled()
+
+    def record(self, number: int) -> ImageRecord | None:
+        """The image with this index; None if its error is collected.
+
+        Raises:
+            DataError: An annotation is invalid.
+        """
+        image, labels, group = self.images[number], (), ""
+        try:
+            texts = self._text_captions(number)
+            needs_json = self.label_suffix == ".json" or self.group_key
+            needs_json = needs_json or (self.spec.captions and texts is None)
+            json_file = self.files[".json"][number] if needs_json else ""
+            values = _read_object(image, json_file) if json_file else {}
+            if self.spec.labels:
+                labels = self._labels(number, values)
+                if labels is None:
+                    return None
+            captions = self._captions(image, values if texts is None else texts)
+            if self.group_key:
+                group = cell_group(values.get(self.group_key), image.path, 0)
+        except DataError as error:
+            skip_or_raise(self.errors, "bad_label", error, image.path)
+            return None
+        return ImageRecord(image.path, labels, group, captions)
+
+    def _labels(self, number: int, values: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """Class names of an image; None if it has none, which was reported."""
+        image = self.images[number]
+        if not self.label_suffix:
+            return (image.name.split("/")[0],) if "/" in image.name else None
+        file = self.files[self.label_suffix][number]
+        if not file:
+            return None
+        value: object
+        if self.label_suffix == ".cls":
+            value = _read_text(image.file, file).strip()
+            if not value or "\n" in str(value):
+                raise _error(image, "its .cls is not the name or number of one class")
+        else:
+            value = values.get("labels", values.get("label"))
+            listed = value if isinstance(value, list) else [value]
+            valid = all(isinstance(v, str | int) and not isinstance(v, bool) for v in listed)
+            if not valid or "" in listed or isinstance(value, list) != ("labels" in values):
+                raise _error(
+                    image, 'its .json has no "label" (a name or number) or "labels" (a list)'
+                )
+        self.multilabel |= isinstance(value, list)
+        names = value if isinstance(value, list) else [value]
+        return tuple(dict.fromkeys(self._class_name(str(name), image) for name in names))
+
+    def _class_name(self, label: str, image: ShardImage) -> str:
+        table = self.class_names
+        if not table or label in table:
+            return table.get(label, label)
+        if label in table.values():
+            return label
+        known = plural(len(table), "class", "classes")
+        raise _error(
+            image, f"label {label!r} is none of the {known} in classes.json or classes.txt"
         )
-    _report_unlabelled(unlabelled, f"no {suffix} beside, which others have", faults)
-    read = _read_cls if suffix == ".cls" else _read_json
-    values = [
-        _value_or_fault(partial(read, image, name), image, faults) if name else None
-        for image, name in pairs
-    ]
-    multilabel = any(isinstance(value, list) for value in values)
-    labels = [
-        None
-        if value is None
-        else _value_or_fault(partial(_class_names, value, class_names, image), image, faults)
-        for value, image in zip(values, images, strict=True)
-    ]
-    return labels, multilabel, notes
 
+    def _text_captions(self, number: int) -> dict[str, list[str]] | None:
+        """The lines of an image's .txt as a column; None if captions come from elsewhere."""
+        file = self.files[".txt"][number] if self.spec.captions else ""
+        if not file or self.spec.caption_column not in (None, TEXT_COLUMN):
+            return None
+        return {TEXT_COLUMN: _read_text(self.images[number].file, file).splitlines()}
 
-def _value_or_fault(function: Callable[[], T], image: ShardImage, faults: Faults) -> T | None:
-    """The result of `function`; None if it raises, and its error is collected."""
-    try:
-        return function()
-    except DataError as error:
-        leave(faults, "bad_label", error, image.path)
+    def _captions(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """The captions in the columns of `values` that a list of captions would have."""
+        if not self.spec.captions:
+            return ()
+        chosen = self.spec.caption_column
+        names = (chosen,) if chosen else (TEXT_COLUMN, *caption_columns([*values]))
+        cells = ((name, values[name]) for name in names if name in values)
+        found = (cell_captions(v, name, image.path, 0, is_table=False) for name, v in cells)
+        return tuple(caption for captions in found for caption in captions)
+
+    def _first_keys(self) -> set[str] | None:
+        """Keys of the first .json, or of the first readable one; None if there is none."""
+        for image, name in zip(self.images, self.files[".json"], strict=True):
+            raises = self.errors is None and self.label_suffix == ".json"
+            with contextlib.suppress(*(() if raises else (DataError,))):
+                if name:
+                    return {*_read_object(image, name)}
         return None
 
+    def _add_notes(self, members: _Members) -> None:
+        """Notes about unused sidecar files; if errors are collected, one for each file."""
+        texts = len(members.sidecars[".txt"])
+        if texts and not self.spec.captions:
+            members.notes.append(
+                f"left out {plural(texts, 'text')} (.txt): captions are no classes"
+            )
+        for suffix, names in self.files.items():
+            stems = members.sidecars[suffix]
+            if self.errors is None:
+                if orphans := len(stems) - len(set(names) - {""}):
+                    files = plural(orphans, "file")
+                    members.notes.append(f"left out {files} {suffix} beside no image")
+                continue
+            used = {(image.file, n) for image, n in zip(self.images, names, strict=True) if n}
+            for file, stem in sorted(stems):
+                if (file, stem + suffix) not in used:
+                    path = f"{file}/{stem}{suffix}"
+                    error = DataError(f"{printable(path)}: no image beside, so it is left out")
+                    skip_or_raise(self.errors, "lone_label", error, path)
 
-def _report_unlabelled(paths: Sequence[str], reason: str, faults: Faults) -> None:
-    for path in paths:
-        leave(faults, "no_label", DataError(f"{printable(path)}: {reason}"), path)
+    def _report_unlabelled(self) -> None:
+        suffix, data = self.label_suffix, printable(self.spec.data)
+        if suffix:
+            pairs = zip(self.images, self.files[suffix], strict=True)
+            missing = [image.path for image, name in pairs if not name]
+            reason = f"no {suffix} beside, which others have"
+            error = f"without {suffix} beside, which others have: "
+            error += join_names([*map(printable, missing)], 3)
+        else:
+            missing = [image.path for image in self.images if "/" not in image.name]
+            reason = f"without a class; {LAYOUT}"
+            error = f"without a class, such as {printable(missing[0] if missing else '')}; {LAYOUT}"
+        if missing and self.errors is None:
+            raise DataError(f"{data}: {plural(len(missing), 'image')} {error}")
+        for path in missing:
+            skip_or_raise(self.errors, "no_label", DataError(f"{printable(path)}: {reason}"), path)
 
 
-def _orphan_notes(
-    images: Sequence[ShardImage],
-    sidecars: Sidecars,
-    label_files: Mapping[str, Sequence[str]],
-    faults: Faults,
-) -> list[str]:
-    """A note for each suffix with label files of no image; with `faults`, a fault for each file."""
-    notes = []
-    for suffix, names in label_files.items():
-        if faults is None:
-            if orphans := len(sidecars.with_suffix(suffix)) - len(set(names) - {""}):
-                notes.append(f"left out {plural(orphans, 'file')} {suffix} beside no image")
-            continue
-        used = {(image.file, name) for image, name in zip(images, names, strict=True) if name}
-        for file, stem in sorted(sidecars.with_suffix(suffix)):
-            if (file, stem + suffix) not in used:
-                path = f"{file}/{stem}{suffix}"
-                error = DataError(f"{printable(path)}: no image beside, so it is left out")
-                leave(faults, "lone_label", error, path)
-    return notes
-
-
-def _label_file(image: ShardImage, sidecars: Sidecars, suffix: str) -> str:
-    """The label file of an image with this suffix; empty if it has none.
+def _sidecar(image: ShardImage, stems: Collection[tuple[str, str]], suffix: str) -> str:
+    """The member beside an image with this suffix; empty if it has none.
 
     The WebDataset key of a/b.left.jpg is a/b; here a/b.left is tried first.
     """
     folder, slash, name = image.member.rpartition("/")
     for stem in (os.path.splitext(name)[0], name.split(".")[0]):
-        if (image.file, folder + slash + stem) in sidecars.with_suffix(suffix):
+        if (image.file, folder + slash + stem) in stems:
             return folder + slash + stem + suffix
     return ""
-
-
-def _has_label_key(images: Sequence[ShardImage], names: Sequence[str], faults: Faults) -> bool:
-    """Whether the first .json has a label; with `faults`, the first one that can be read."""
-    for image, name in zip(images, names, strict=True):
-        try:
-            record = _read_object(image, name) if name else None
-        except DataError:
-            if faults is None:
-                raise
-            continue
-        if record is not None:
-            return "label" in record or "labels" in record
-    return True
-
-
-def _folder_labels(images: Sequence[ShardImage], data: str, faults: Faults) -> Labels:
-    loose = [image.path for image in images if "/" not in image.name]
-    if loose and faults is None:
-        problem = f"{plural(len(loose), 'image')} without a class, such as {printable(loose[0])}"
-        raise DataError(f"{printable(data)}: {problem}; {LAYOUT}")
-    _report_unlabelled(loose, f"without a class; {LAYOUT}", faults)
-    return [(image.name.split("/")[0],) if "/" in image.name else None for image in images]
-
-
-def _as_list(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
-
-
-def _class_names(value: object, table: dict[str, str], image: ShardImage) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_class_name(label, table, image) for label in _as_list(value)))
-
-
-def _class_name(label: object, table: dict[str, str], image: ShardImage) -> str:
-    text = str(label)
-    if not table:
-        return text
-    if text in table:
-        return table[text]
-    if text in table.values():
-        return text
-    known = plural(len(table), "class", "classes")
-    raise _error(image, f"label {text!r} is none of the {known} in classes.json or classes.txt")
 
 
 def _error(image: ShardImage, problem: str) -> DataError:
@@ -567,23 +588,6 @@ def _read_text(file: str, name: str) -> str:
         ) from None
 
 
-def _read_cls(image: ShardImage, name: str) -> object:
-    text = _read_text(image.file, name).strip()
-    if not text or "\n" in text:
-        raise _error(image, "its .cls is not the name or number of one class")
-    return text
-
-
-def _read_json(image: ShardImage, name: str) -> object:
-    record = _read_object(image, name)
-    value = record.get("labels", record.get("label"))
-    labels = _as_list(value)
-    valid = all(isinstance(one, str | int) and not isinstance(one, bool) for one in labels)
-    if not valid or "" in labels or isinstance(value, list) != ("labels" in record):
-        raise _error(image, 'its .json has no "label" (a name or number) or "labels" (a list)')
-    return value
-
-
 def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
     record = _parse_json(_read_text(image.file, name), f"{image.file}/{name}")
     if not isinstance(record, dict):
@@ -598,10 +602,10 @@ def _parse_json(text: str, location: str) -> Any:
         raise DataError(f"{printable(location)}: no JSON ({printable(error)})") from None
 
 
-def _read_class_tables(sidecars: Sidecars) -> dict[str, str]:
+def _read_class_tables(files: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Class name by index as text; empty without a table. All tables must be equal."""
     tables = []
-    for file, name in sidecars.class_tables:
+    for file, name in files:
         text = _read_text(file, name) if file else whole_text(name)
         tables.append(_parse_class_table(text, f"{file}/{name}" if file else name))
     if any(table != tables[0] for table in tables):

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_export import ImageFile, atomic_folder, write_shards
+from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
+from vit.data.sources.dataset_export import atomic_folder, write_shards
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import read_shards
 from vit.errors import DataError, printable
 from vit.paths import user_cache
@@ -33,22 +34,23 @@ def is_named(data: str) -> bool:
     return data.startswith(PREFIX)
 
 
-def read_torchvision(data: str) -> DatasetIndex:
-    """Index the images of a torchvision dataset.
-
-    Args:
-        data: Name of a class of `torchvision.datasets`, with `torchvision:`.
+def read_torchvision(spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of a torchvision dataset, a class of `torchvision.datasets`.
 
     Raises:
-        DataError: There is no such dataset, it cannot be downloaded, or an image does not have
-            exactly one class.
+        DataError: There is no such dataset, it cannot be downloaded, captions are read, or an
+            image does not have exactly one class.
     """
+    data = spec.data
+    if spec.captions:
+        expected = "give a list of captions, tar shards or hf:NAME"
+        raise DataError(f"{printable(data)}: no captions, it has one class an image; {expected}")
     name = data.removeprefix(PREFIX)
     dataset_class = _find_class(name, data)
     cache = user_cache() / "torchvision"
     shards = cache / "png" / f"{name}-v1"
     if shards.is_dir():
-        return read_shards(str(shards))
+        return read_shards(DatasetSpec(str(shards)))
     datasets = dict(_build_splits(dataset_class, data, cache))
     if not datasets:
         raise DataError(f"{printable(data)}: it has neither train nor test")
@@ -69,7 +71,7 @@ def read_torchvision(data: str) -> DatasetIndex:
         for split, dataset in datasets.items():
             images = _encoded_images(dataset, data)
             write_shards(folder, split, images, SHARD_BYTES, in_class_folders=False)
-    return read_shards(str(shards))
+    return read_shards(DatasetSpec(str(shards)))
 
 
 def _find_class(name: str, data: str) -> Any:

@@ -77,7 +77,7 @@ def split_train_val(
             "images alone as DATA"
         )
     if fold is not None:
-        return _split_fold(train, index, spec, fold, seed=seed, has_test=own is not None)
+        return _split_units(train, index, spec, val_share=val_share, seed=seed, fold=fold)
     if own is None:
         return _split_share(train, index, spec, val_share=val_share, seed=seed)
     val = index.splits[own]
@@ -258,9 +258,9 @@ def _split_share(
     val_share: float,
     seed: int,
 ) -> TrainValSplit:
-    reason = f"no validation {index.split_kind}"
-    strata = "each class" if _labels(records) else "all"
     if spec.group is None and not index.multilabel:
+        reason = f"no validation {index.split_kind}"
+        strata = "each class" if _labels(records) else "all"
         images: ImagesByClass = {}
         for record in sorted(records, key=lambda record: record.labels):
             images.setdefault(record.labels[0] if record.labels else "", []).append(record.path)
@@ -276,55 +276,47 @@ def _split_share(
         if single:
             notes.append(f"held out none of class {join_names(single)}, which has only one image")
         return train, val, notes
-    units, groups = _make_units_of(records, index, spec)
-    parts = stratify(units, (1 - val_share, val_share), seed=seed)
-    val_units = [unit for unit, part in zip(units, parts, strict=True) if part == 1]
-    train, val = _partition_units(records, val_units)
-    groups_note = f" ({plural(len(val_units), 'group')})" if groups is not None else ""
-    images_note = plural(len(val), "image") + groups_note
-    notes = [f"{reason}: held out {images_note}, {val_share:.0%} of {strata}"]
-    if groups is not None:
-        notes += group_notes(groups, spec.group or "", column=index.has_groups)
-    _check_learnable(train, val, spec)
-    if absent := [printable(label) for label in sorted(_labels(records) - _labels(val))]:
-        names = join_names(absent)
-        notes.append(f"held out none of class {names}, which is in one image or group")
-    return train, val, notes + _uneven_notes(train, val, val_share)
+    return _split_units(records, index, spec, val_share=val_share, seed=seed, fold=None)
 
 
-def _split_fold(
+def _split_units(
     records: list[ImageRecord],
     index: DatasetIndex,
     spec: DatasetSpec,
-    fold: Fold,
     *,
+    val_share: float,
     seed: int,
-    has_test: bool,
+    fold: Fold | None,
 ) -> TrainValSplit:
-    units, groups = _make_units_of(records, index, spec)
-    _check_folds(units, fold)
-    parts = stratify(units, (1 / fold.total,) * fold.total, seed=seed)
-    val_units = [u for u, part in zip(units, parts, strict=True) if part == fold.number - 1]
-    train, val = _partition_units(records, val_units)
+    groups = None if spec.group is None else _groups(records, index, spec.group)
+    units = make_units(records, groups, [relative(record.path, index.root) for record in records])
+    shares: tuple[float, ...] = (1 - val_share, val_share)
+    val_part = 1
+    if fold is not None:
+        _check_folds(units, fold)
+        shares, val_part = (1 / fold.total,) * fold.total, fold.number - 1
+    parts = stratify(units, shares, seed=seed)
+    val_units = [unit for unit, part in zip(units, parts, strict=True) if part == val_part]
+    members = {member for unit in val_units for member in unit.members}
+    train, val = _partition(records, [number in members for number in range(len(records))])
     groups_note = f" ({plural(len(val_units), 'group')})" if groups is not None else ""
-    images_note = plural(len(val), "image") + groups_note
-    notes = [f"fold {fold.number} of {fold.total}: validates on {images_note}"]
-    if has_test:
-        notes.append("left out test: no fold sees it; measure on it at the end")
+    images = plural(len(val), "image") + groups_note
+    if fold is None:
+        strata = "each class" if _labels(records) else "all"
+        reason = f"no validation {index.split_kind}"
+        notes = [f"{reason}: held out {images}, {val_share:.0%} of {strata}"]
+        absent_note = "held out none of class {}, which is in one image or group"
+    else:
+        notes = [f"fold {fold.number} of {fold.total}: validates on {images}"]
+        absent_note = "this fold has no validation images of class {}"
+        if any(name in index.splits for name in VAL_NAMES):
+            notes.append("left out test: no fold sees it; measure on it at the end")
     if groups is not None:
         notes += group_notes(groups, spec.group or "", column=index.has_groups)
     _check_learnable(train, val, spec)
     if absent := [printable(label) for label in sorted(_labels(records) - _labels(val))]:
-        notes.append(f"this fold has no validation images of class {join_names(absent)}")
-    return train, val, notes + _uneven_notes(train, val, 1 / fold.total)
-
-
-def _make_units_of(
-    records: Sequence[ImageRecord], index: DatasetIndex, spec: DatasetSpec
-) -> tuple[list[SplitUnit], list[str] | None]:
-    groups = None if spec.group is None else _groups(records, index, spec.group)
-    names = [relative(record.path, index.root) for record in records]
-    return make_units(records, groups, names), groups
+        notes.append(absent_note.format(join_names(absent)))
+    return train, val, notes + _uneven_notes(train, val, shares[val_part])
 
 
 def _check_folds(units: Sequence[SplitUnit], fold: Fold) -> None:
@@ -351,13 +343,6 @@ def _check_learnable(
             f"no training images left of class {names}{by}; another --seed, a smaller "
             "--val-share or more --folds may help"
         )
-
-
-def _partition_units(
-    records: Sequence[ImageRecord], val_units: Sequence[SplitUnit]
-) -> tuple[list[ImageRecord], list[ImageRecord]]:
-    members = {member for unit in val_units for member in unit.members}
-    return _partition(records, [number in members for number in range(len(records))])
 
 
 def _partition(
