@@ -484,7 +484,7 @@ def _relative_to(contents: ImageList, base: str, *, outside: bool) -> ImageList:
         DataError: One lies elsewhere, and `outside` is not set.
     """
     above = os.path.join(base, "")
-    relabelled = [(name.removeprefix(above), *both) for name, *both in contents.relabelled]
+    relabelled = [(name.removeprefix(above), a, b) for name, a, b in contents.relabelled]
     moved = dataclasses.replace(contents, entries={}, relabelled=relabelled)
     for name, entry in contents.entries.items():
         kind = "bad_path"

@@ -440,7 +440,8 @@ class _Annotations:
         Raises:
             DataError: An annotation is invalid.
         """
-        image, labels, group = self.images[number], (), ""
+        image, group = self.images[number], ""
+        labels: tuple[str, ...] | None = ()
         try:
             texts = self._text_captions(number)
             needs_json = self.label_suffix == ".json" or self.group_key
