@@ -41,7 +41,7 @@ THREAD_EXIT_SECONDS = 0.05
 
 
 @contextmanager
-def _ignore_worker_warnings() -> Iterator[None]:
+def ignore_worker_warnings() -> Iterator[None]:
     """Suppress warnings of more processes than cores, and of forking a process with threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -56,7 +56,7 @@ def default_workers(world_size: int) -> int:
     return min(max(cores // world_size, 1), MAX_WORKERS)
 
 
-def _wait_for_exiting_threads() -> None:
+def wait_for_exiting_threads() -> None:
     """Let threads of torch.distributed exit before processes are forked.
 
     An exiting thread holds a lock that would stay locked in the forked process:
@@ -71,7 +71,7 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(_worker: int) -> None:
+def start_worker(_worker: int) -> None:
     # The main process handles signals, and may finish a step before it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A scheduler may signal the whole group: a dead loader would break the step in progress.
@@ -115,7 +115,7 @@ class MicroBatchLoader:
         batch_sampler: Any = micro_batches
         if self.pool is not None:
             batch_sampler = SlotSampler(micro_batches, self.pool)
-        with _ignore_worker_warnings():
+        with ignore_worker_warnings():
             self.loader = DataLoader(
                 dataset if self.pool is None else SharedMemoryDataset(dataset, self.pool),
                 batch_sampler=batch_sampler,
@@ -124,7 +124,7 @@ class MicroBatchLoader:
                 collate_fn=_identity,  # the dataset stacks the images
                 pin_memory=pin_memory,
                 persistent_workers=persistent and workers > 0,
-                worker_init_fn=_start_worker,
+                worker_init_fn=start_worker,
                 multiprocessing_context="fork" if fork else None,
                 # An iterator draws a base seed, by default from the global generator.
                 generator=torch.Generator(),
@@ -137,11 +137,11 @@ class MicroBatchLoader:
     def start_pass(self) -> None:
         """Begin a pass over the micro-batches."""
         if self.loader.num_workers:
-            _wait_for_exiting_threads()
+            wait_for_exiting_threads()
         if self.pool is not None:
             self.pool.allocate()
         self.owner_pid = os.getpid()
-        with _ignore_worker_warnings():
+        with ignore_worker_warnings():
             self.batches = iter(self.loader)
 
     def next_batch(self) -> Batch:
@@ -207,7 +207,7 @@ OPEN_LOADERS: "weakref.WeakSet[MicroBatchLoader]" = weakref.WeakSet()
 def kill_all_workers() -> None:
     """Kill all loader processes at exit.
 
-    multiprocessing would send them a signal, which they ignore (`_start_worker`), and wait forever.
+    multiprocessing would send them a signal, which they ignore (`start_worker`), and wait forever.
     """
     for loader in list(OPEN_LOADERS):
         if loader.owner_pid == os.getpid():  # not in a forked process that exits
