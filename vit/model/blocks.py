@@ -13,7 +13,7 @@ arXiv:2002.04745; Ding et al., "CogView", section 2.4, arXiv:2105.13290 (sandwic
 "Scaling Vision Transformers to 22 Billion Parameters", section 2.1, arXiv:2302.05442 (parallel).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class Block(nn.Module):
         mlp: nn.Module,
         *,
         norm: Callable[[], nn.Module],
-        scales: tuple[nn.Module, nn.Module],
+        scales: Sequence[nn.Module],
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class DecoderBlock(Block):
         *,
         cross_attn: CrossAttention,
         norm: Callable[[], nn.Module],
-        scales: tuple[nn.Module, nn.Module, nn.Module],
+        scales: Sequence[nn.Module],
         drop_path: float = 0.0,
     ) -> None:
         super().__init__(attn, mlp, norm=norm, scales=scales[:2], drop_path=drop_path)

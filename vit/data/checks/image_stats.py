@@ -91,7 +91,11 @@ def compute_stats(path: str) -> StatsOrReason:
         exif_rotated=header.exif_rotated,
         alpha=header.alpha,
         grey=int(np.ptp(small, axis=2).max()) <= GREY_TOLERANCE,
-        blank=flat and all(high - low <= BLANK_TOLERANCE for low, high in image.getextrema()),
+        blank=flat
+        and all(
+            high - low <= BLANK_TOLERANCE
+            for low, high in image.getextrema()  # type: ignore[misc]
+        ),
         digest=digest,
         thumbnail=encode_thumbnail(small),
     )

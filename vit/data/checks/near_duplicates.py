@@ -72,7 +72,9 @@ def find_near_duplicates(
     if len(thumbnails) < 2:
         return []
     images = _Thumbnails.decode(thumbnails, short_sides)
-    contrast = torch.cat([part.flatten(1).float().std(1) for part in images.grey.split(2**13)])
+    contrast = torch.cat(
+        [part.flatten(1).float().std(1) for part in torch.split(images.grey, 2**13)]
+    )
     kept = ((contrast >= MIN_CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
     progress(len(thumbnails) - len(kept))
     with single_core_threads(workers) as pool:
@@ -114,8 +116,8 @@ class _Thumbnails(NamedTuple):
             torch.from_numpy(values).view(len(thumbnails), -1).tensor_split([THUMBNAIL_SIDE**2], 1)
         )
         return cls(
-            grey.unflatten(1, (THUMBNAIL_SIDE, THUMBNAIL_SIDE)),
-            chroma.unflatten(1, (2, CHROMA_SIDE, CHROMA_SIDE)),
+            grey.reshape(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE),
+            chroma.reshape(-1, 2, CHROMA_SIDE, CHROMA_SIDE),
             torch.tensor(short_sides),
         )
 
@@ -137,7 +139,7 @@ def _verify_pairs(
         values = (first[same].tolist(), second[same].tolist(), score.correlation[same].tolist())
         return [Pair(min(a, b), max(a, b), value) for a, b, value in zip(*values, strict=True)]
 
-    parts = zip(pairs.split(PAIRS), windows.split(PAIRS), strict=True)
+    parts = zip(torch.split(pairs, PAIRS), torch.split(windows, PAIRS), strict=True)
     best: dict[tuple[int, int], float] = {}
     for pair in (pair for found in pool.map(verify, parts) for pair in found):
         best[pair[:2]] = max(best.get(pair[:2], 0.0), pair.score)
@@ -275,7 +277,7 @@ def dct_features(grey: Tensor, window: Tensor) -> Tensor:
     rows, columns = cosines @ interpolation_matrices(window, THUMBNAIL_SIDE)
     parts = [
         F.normalize((rows @ part.float() @ columns.T)[:, low] * weight, dim=1)
-        for part in grey.split(2**13)
+        for part in torch.split(grey, 2**13)
     ]
     return torch.cat(parts) if parts else torch.empty(0, len(weight))
 
@@ -332,7 +334,7 @@ def compare_pairs(
     result = torch.zeros(len(first), len(Similarity._fields))
     tensors = (first, second, first_chroma, second_chroma, guess, result)
     for one, two, chroma, other_chroma, start, scores in zip(
-        *(tensor.split(BLOCK) for tensor in tensors), strict=True
+        *(torch.split(tensor, BLOCK) for tensor in tensors), strict=True
     ):
         one, two = one.float(), two.float()
         small, other_small = (F.adaptive_avg_pool2d(x, ALIGNMENT_SIDE) for x in (one, two))
