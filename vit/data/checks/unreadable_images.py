@@ -51,12 +51,12 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
 
 
 def _check_chunk(samples: Sequence[Sample]) -> list[BadImage]:
-    return [bad for sample in samples if (bad := _header_error(sample.path)) is not None]
-
-
-def _header_error(path: str) -> BadImage | None:
-    try:
-        check_header(path)
-    except BadImage as bad:
-        return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
-    return None
+    found = []
+    for sample in samples:
+        try:
+            check_header(sample.path)
+        except BadImage as bad:  # noqa: PERF203
+            found.append(
+                BadImage(bad.path, bad.reason)
+            )  # without the traceback, which holds memory
+    return found
