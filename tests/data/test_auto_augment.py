@@ -86,16 +86,16 @@ def test_a_simple_crop_is_a_window_of_torchvision_s_padded_image(pil_image, widt
     whole = v2.Resize(24, v2.InterpolationMode.BICUBIC)(image)
     padded = np.asarray(v2.Pad(4, padding_mode="reflect")(whole))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (24, 24, 3))[:, :, 0]
-    seen = set()
+    positions = set()
     for seed in range(40):
         torch.manual_seed(seed)
         crop = np.asarray(simple_random_crop(image, 24, 24, Image.Resampling.BICUBIC))
         rows, cols = np.nonzero((windows == crop).all(axis=(2, 3, 4)))
         assert len(rows) >= 1
-        seen.add((int(rows[0]), int(cols[0])))
-    assert len(seen) > 25
-    assert {row for row, _ in seen} >= {0, windows.shape[0] - 1} or windows.shape[0] > 9
-    assert max(row for row, _ in seen) > windows.shape[0] - 3
+        positions.add((int(rows[0]), int(cols[0])))
+    assert len(positions) > 25
+    assert {row for row, _ in positions} >= {0, windows.shape[0] - 1} or windows.shape[0] > 9
+    assert max(row for row, _ in positions) > windows.shape[0] - 3
 
 
 def test_a_simple_crop_of_a_very_long_image_resizes_only_the_crop(pil_image):

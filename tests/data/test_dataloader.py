@@ -231,7 +231,7 @@ def test_an_error_in_a_transform_names_the_image(samples):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_loads_each_image_once_in_every_iteration(samples, workers, world_size):
-    seen = []
+    indices = []
     for rank in range(world_size):
         evaluation = EvaluationLoader(
             samples, PREPROCESSING, batch_size=6, rank=rank, world_size=world_size, workers=workers
@@ -239,11 +239,11 @@ def test_evaluation_loads_each_image_once_in_every_iteration(samples, workers, w
         passes = [list(evaluation), list(evaluation)]
         assert_equal(*passes)
         assert len(passes[0]) == len(evaluation)
-        seen += torch.cat([batch.indices for batch in passes[0]]).tolist()
+        indices += torch.cat([batch.indices for batch in passes[0]]).tolist()
         for batch in passes[0]:
             for index, image in zip(batch.indices.tolist(), batch.images, strict=True):
                 assert torch.equal(image, PREPROCESSING(read_image(samples[index].path)))
-    assert sorted(seen) == list(range(20))
+    assert sorted(indices) == list(range(20))
 
 
 def test_evaluation_reports_bad_images(samples, broken):

@@ -1,4 +1,4 @@
-"""Images with several classes: rows are made of numbers, a batch at a time."""
+"""Multi-label targets: sparse indices, and multi-hot rows for each batch."""
 
 import numpy as np
 import pytest
@@ -19,10 +19,10 @@ def test_multi_hot_rows_equal_a_dense_table():
     table = random.random((50, 7)) < 0.3
     table[3] = False
     rows = MultiHot([np.flatnonzero(row).tolist() for row in table], 7)
-    wanted = torch.tensor([3, 49, 0, 0])
-    found = rows[wanted]
+    indices = torch.tensor([3, 49, 0, 0])
+    found = rows[indices]
     assert found.dtype == torch.uint8
-    assert found.tolist() == table[wanted.numpy()].astype(int).tolist()
+    assert found.tolist() == table[indices.numpy()].astype(int).tolist()
     assert rows[torch.empty(0, dtype=torch.int64)].shape == (0, 7)
     assert len(rows) == 50
 

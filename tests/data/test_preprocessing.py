@@ -1,4 +1,4 @@
-"""Preprocessing against timm's evaluation transform, and its way through JSON."""
+"""Preprocessing against timm's evaluation transform, and its JSON form."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Repeated augmentation and balanced drawing: which images a step has, and how often."""
+"""The sampler: images of a step, repeated augmentation and class balancing."""
 
 from collections import Counter
 
@@ -46,18 +46,18 @@ def test_orders_without_repeats_are_unchanged_between_versions(samples):
 def test_a_batch_has_each_image_so_many_times_and_different_neighbours(repeats):
     keys = keys_of(repeats=repeats)
     assert len(keys) == 48  # an epoch keeps its steps
-    seen = set()
+    samples_so_far = set()
     for at in range(0, 48, BATCH):
         batch = keys[at : at + BATCH]
         counts = Counter(key.sample for key in batch)
         assert set(counts.values()) == {repeats}
-        assert not seen & counts.keys()
-        seen |= counts.keys()
+        assert not samples_so_far & counts.keys()
+        samples_so_far |= counts.keys()
         assert sorted(key.repetition for key in batch) == sorted([*range(repeats)] * len(counts))
         for first, second in zip(batch[::2], batch[1::2], strict=True):
             assert first.sample != second.sample
-    assert len(seen) == 48 // repeats
-    assert seen != {key.sample for key in keys_of(1, repeats=repeats)}
+    assert len(samples_so_far) == 48 // repeats
+    assert samples_so_far != {key.sample for key in keys_of(1, repeats=repeats)}
 
 
 @pytest.mark.parametrize("parts", [{"repeats": 3}, {"balanced": torch.arange(COUNT) // 40}])

@@ -1,4 +1,4 @@
-"""A decoder without a network: its logits are drawn from a hash of the whole beginning."""
+"""A decoder without a network: its logits are random numbers seeded by the whole prefix."""
 
 import hashlib
 import itertools
@@ -13,15 +13,15 @@ BEGIN, END = 0, 1
 
 
 class Table:
-    """An IncrementalDecoder that checks what it is told, and records it.
+    """An IncrementalDecoder that checks and records its inputs.
 
     Args:
-        images: Number of each row's image.
-        vocab: Words; 0 is begin, 1 is end.
-        seed: Which table.
+        images: Index of each row's image.
+        vocab: Number of tokens; 0 is begin, 1 is end.
+        seed: Seed of the logits.
         spread: Standard deviation of logits.
-        ties: Whether logits are rounded so far that many are equal.
-        lean: What the logit of the end has more than others.
+        ties: Whether logits are rounded, so that many are equal.
+        lean: Added to the logit of the end token.
     """
 
     def __init__(self, images, vocab, *, seed=0, spread=2.0, ties=False, lean=0.0):

@@ -33,10 +33,10 @@ def test_an_exhaustive_beam_finds_the_best_sequences(limits, penalty, repetition
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize(("beams", "n_best", "least"), [(2, 1, 1), (3, 3, 0), (4, 2, 4)])
-def test_early_stopping_does_not_change_the_result(penalty, beams, n_best, least):
+@pytest.mark.parametrize(("beams", "n_best", "min_tokens"), [(2, 1, 1), (3, 3, 0), (4, 2, 4)])
+def test_early_stopping_does_not_change_the_result(penalty, beams, n_best, min_tokens):
     search = Search(
-        beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=9
+        beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=min_tokens, max_tokens=9
     )
     images = list(range(12))
     answers, table = run(search, images, 6, seed=3, lean=1.0)

@@ -1,4 +1,4 @@
-"""One sentence an image: the likeliest words, limits, rows that leave, and independence."""
+"""Greedy decoding, length limits, finished rows, and independence of the batch."""
 
 import math
 

@@ -69,24 +69,28 @@ def cut(row):
     return words[: words.index(END) + 1] if END in words else words
 
 
-@pytest.mark.parametrize("least", [0, 1, 5])
+@pytest.mark.parametrize("min_tokens", [0, 1, 5])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_greedy_decoding_equals_transformers(gpt2, least, penalty):
-    search = Search(min_tokens=least, max_tokens=LONGEST, repetition_penalty=penalty)
+def test_greedy_decoding_equals_transformers(gpt2, min_tokens, penalty):
+    search = Search(min_tokens=min_tokens, max_tokens=LONGEST, repetition_penalty=penalty)
     # their penalty would count begin, too
     mine = theirs.RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=2)
     ours, out = both(gpt2, search, logits_processor=LogitsProcessorList([mine]))
     assert [whole(one) for (one,) in ours] == [cut(row) for row in out.sequences]
-    if least < 5:
+    if min_tokens < 5:
         assert {one.ended for (one,) in ours} == {True, False}
 
 
-@pytest.mark.parametrize("least", [0, 4])
+@pytest.mark.parametrize("min_tokens", [0, 4])
 @pytest.mark.parametrize(("beams", "n_best"), [(2, 1), (4, 4), (7, 2)])
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
-def test_beam_search_equals_transformers(gpt2, least, beams, n_best, penalty):
+def test_beam_search_equals_transformers(gpt2, min_tokens, beams, n_best, penalty):
     search = Search(
-        beams=beams, n_best=n_best, length_penalty=penalty, min_tokens=least, max_tokens=LONGEST
+        beams=beams,
+        n_best=n_best,
+        length_penalty=penalty,
+        min_tokens=min_tokens,
+        max_tokens=LONGEST,
     )
     # their other ways of stopping are guesses where the penalty is positive
     ours, out = both(gpt2, search, num_beams=beams, length_penalty=penalty, early_stopping="never")
@@ -133,16 +137,16 @@ def test_top_k_and_top_p_equal_transformers(settings, processors):
         assert torch.equal(ours > 0, expected > 0)
 
 
-@pytest.mark.parametrize("least", [0, 3, 4, 5])
-def test_penalty_and_minimum_length_equal_transformers(least):
+@pytest.mark.parametrize("min_tokens", [0, 3, 4, 5])
+def test_penalty_and_minimum_length_equal_transformers(min_tokens):
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
     written = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(2))
     for penalty in (1.0, 1.2, 5.0):
-        limits = LogitsProcessor(Search(min_tokens=least, repetition_penalty=penalty), end=END)
+        limits = LogitsProcessor(Search(min_tokens=min_tokens, repetition_penalty=penalty), end=END)
         expected = LogitsProcessorList(
             [
                 theirs.RepetitionPenaltyLogitsProcessor(penalty),
-                theirs.MinNewTokensLengthLogitsProcessor(0, least, END),
+                theirs.MinNewTokensLengthLogitsProcessor(0, min_tokens, END),
             ]
         )(written, logits.clone())
         assert torch.equal(limits(logits, written), expected)

@@ -1,4 +1,4 @@
-"""Words that are drawn: how often, from which, and by which numbers."""
+"""Sampling: its distribution, its limits and its random numbers."""
 
 import collections
 

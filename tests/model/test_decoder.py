@@ -407,9 +407,9 @@ def test_a_language_model_equals_gpt2_of_transformers(cross):
     torch.testing.assert_close(ours(ids, memory), expected, rtol=0, atol=1e-4)
     cache, past = ours.init_cache(memory), None
     for part in ids.split([4, 1, 1, 3], dim=1):
-        said = theirs(part, encoder_hidden_states=memory, past_key_values=past, use_cache=True)
-        past = said.past_key_values
-        torch.testing.assert_close(ours.decode(part, cache), said.logits, rtol=0, atol=1e-4)
+        output = theirs(part, encoder_hidden_states=memory, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        torch.testing.assert_close(ours.decode(part, cache), output.logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -78,9 +78,9 @@ def test_packed_and_separate_swiglu_have_the_same_initialisation():
     torch.manual_seed(0)
     kinds = ("swiglu", "swiglu_packed")
     nets = [build(feedforward=kind) for kind in kinds]
-    apart, packed = (model.blocks[0].mlp for model in nets)
-    bound = math.sqrt(6 / sum(apart.fc1_g.weight.shape))
-    for matrix in (apart.fc1_g.weight, apart.fc1_x.weight, *packed.fc1.weight.chunk(2)):
+    separate, packed = (model.blocks[0].mlp for model in nets)
+    bound = math.sqrt(6 / sum(separate.fc1_g.weight.shape))
+    for matrix in (separate.fc1_g.weight, separate.fc1_x.weight, *packed.fc1.weight.chunk(2)):
         assert 0.9 * bound < matrix.abs().max() <= bound
 
 

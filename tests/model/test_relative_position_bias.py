@@ -80,7 +80,7 @@ def test_relative_bias_equals_timm(grid, prefix):
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_gradients_of_the_bias_table_equal_finite_differences(prefix):
     bias = made((2, 3), prefix)
-    wanted = torch.randn(bias(AttentionContext((2, 3))).shape, dtype=torch.float64)
+    upstream = torch.randn(bias(AttentionContext((2, 3))).shape, dtype=torch.float64)
     table = bias.relative_position_bias_table
 
     def loss(values: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
@@ -89,10 +89,10 @@ def test_gradients_of_the_bias_table_equal_finite_differences(prefix):
 
     for grid in [(2, 3), (3, 2)]:
         torch.autograd.gradcheck(lambda values, grid=grid: loss(values, grid), table)
-    (bias(AttentionContext((2, 3))) * wanted).sum().backward()
+    (bias(AttentionContext((2, 3))) * upstream).sum().backward()
     # what every pair of an offset asks for, added up
     count = one_by_one(torch.arange(float(len(table)))[:, None], (2, 3), prefix)[0].long()
-    expected = torch.zeros_like(table).index_add_(0, count.flatten(), wanted[0].flatten(1).T)
+    expected = torch.zeros_like(table).index_add_(0, count.flatten(), upstream[0].flatten(1).T)
     torch.testing.assert_close(table.grad, expected)
 
 

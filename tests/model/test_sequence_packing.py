@@ -191,10 +191,10 @@ def test_the_variable_length_kernel_equals_the_split(monkeypatch, dtype, head_di
         torch.randn(1, 4, sum(lengths), head_dim, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(3)
     )
-    apart = PackedAttention(lengths, query.device)
-    fused = apart(query, key, value)
+    attention = PackedAttention(lengths, query.device)
+    fused = attention(query, key, value)
     monkeypatch.setattr(sequence_packing, "supports_varlen", lambda _: False)
-    split = apart(query, key, value)
+    split = attention(query, key, value)
     torch.testing.assert_close(fused, split, rtol=0.02, atol=0.02)
     seed = torch.randn_like(split)
     for ours, theirs in zip(

@@ -35,8 +35,8 @@ def write(images):
     return write
 
 
-def checked(data, **asked):
-    return check_dataset(DatasetSpec(str(data), **asked), workers=1, cache=False)
+def checked(data, **settings):
+    return check_dataset(DatasetSpec(str(data), **settings), workers=1, cache=False)
 
 
 def terminal_line(report, *kinds):

@@ -24,7 +24,7 @@ def has_note(splits, text: str) -> bool:
     return any(text in note for note in splits.notes)
 
 
-def halve(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
 
 
@@ -32,7 +32,7 @@ def test_unreadable_images_are_found_in_order_and_excluded(make_tree):
     root = make_tree(SPLIT)
     (root / "train/b/3.png").write_bytes(b"")
     (root / "train/a/7.png").write_bytes(b"<html>404</html>")
-    halve(root / "val/a/1.png")
+    truncate(root / "val/a/1.png")
     splits = open_data(root)
     bad = find_unreadable(splits.train + splits.val)
     assert [Path(image.path).relative_to(root).as_posix() for image in bad] == [
