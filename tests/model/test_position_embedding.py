@@ -7,9 +7,10 @@ import pytest
 import timm.layers
 import torch
 
+from vit.config import ModelConfig
+from vit.model.build import build_classifier
 from vit.model.position_embedding import (
     LearnedPositions,
-    NoPositions,
     SinusoidalPositions,
     resize_positions,
     sinusoidal_1d,
@@ -81,6 +82,12 @@ def test_the_class_token_of_a_sinusoidal_table_has_zeros():
     assert not table[:, 0].any()
 
 
-def test_no_positions_returns_the_tokens_unchanged():
-    tokens = torch.randn(1, 4, 8)
-    assert NoPositions()(tokens, None, (2, 2)) is tokens
+def test_a_network_without_positions_adds_nothing_to_its_tokens():
+    model = build_classifier(
+        ModelConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2, position="none")
+    )
+    images = torch.randn(2, 3, 16, 16)
+    tokens, _ = model.embed(images)
+    assert model.pos_embed is None
+    assert torch.equal(tokens[:, 1:], model.patch_embed(images)[0])
+    assert torch.equal(tokens[:, 0], model.cls_token[0].expand(2, -1))

@@ -53,7 +53,6 @@ from vit.model.pooling import (
 )
 from vit.model.position_embedding import (
     LearnedPositions,
-    NoPositions,
     SinusoidalPositions,
     sinusoidal_1d,
     sinusoidal_2d,
@@ -122,7 +121,7 @@ ROUTER_PRIORITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "score": score_order,
 }
 
-POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = {
+POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | None]] = {
     "learned": lambda c: LearnedPositions(c.grid, c.dim, **_position_rows(c)),
     "sinusoidal_1d": lambda c: SinusoidalPositions(
         c.grid, c.dim, encode=sinusoidal_1d, **_position_rows(c)
@@ -130,10 +129,10 @@ POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | NoPositions]] = 
     "sinusoidal_2d": lambda c: SinusoidalPositions(
         c.grid, c.dim, encode=sinusoidal_2d, **_position_rows(c)
     ),
-    "rotary": lambda _: NoPositions(),
+    "rotary": lambda _: None,
     "learned_rotary": lambda c: LearnedPositions(c.grid, c.dim, **_position_rows(c)),
-    "relative": lambda _: NoPositions(),
-    "none": lambda _: NoPositions(),
+    "relative": lambda _: None,
+    "none": lambda _: None,
 }
 
 ROTARY_GRIDS: dict[str, Callable[[ModelConfig], Callable[[int], Tensor]]] = {

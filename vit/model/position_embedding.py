@@ -35,8 +35,8 @@ class LearnedPositions(nn.Module):
         self.grid, self.dim, self.prefix = grid, dim, prefix
         self.padding = (0, 0, unpositioned, 0)
 
-    def table(self) -> Tensor | None:
-        """The table before training, (1, prefix + rows * cols, dim), or None without one."""
+    def table(self) -> Tensor:
+        """The table before training, (1, prefix + rows * cols, dim)."""
         rows, cols = self.grid
         return nn.Parameter(torch.zeros(1, self.prefix + rows * cols, self.dim))
 
@@ -73,24 +73,12 @@ class SinusoidalPositions(LearnedPositions):
         super().__init__(grid, dim, prefix=prefix, unpositioned=unpositioned)
         self.encode = encode
 
-    def table(self) -> Tensor | None:
+    def table(self) -> Tensor:
         return F.pad(self.encode(self.grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
 
     def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
         positions = F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
         return positions.to(table)
-
-
-class NoPositions(nn.Module):
-    """Identity: without other positions the network sees a bag of patches."""
-
-    def table(self) -> Tensor | None:
-        """None: there is no table."""
-        return None
-
-    def forward(self, tokens: Tensor, _table: None, _grid: Grid) -> Tensor:
-        """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        return tokens
 
 
 def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Tensor:

@@ -18,7 +18,7 @@ from vit.model.attention_maps import AttentionRecorder
 from vit.model.blocks import Block
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import ImageEmbedding
-from vit.model.position_embedding import LearnedPositions, NoPositions
+from vit.model.position_embedding import LearnedPositions
 from vit.model.rotary_embedding import RotaryEmbedding
 from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
 
@@ -28,7 +28,7 @@ class VisionTransformer(nn.Module):
 
     Args:
         patch_embed: Patch embedding.
-        positions: Position embedding, added to the tokens.
+        positions: Position embedding, added to the tokens; None for none.
         rotary: Rotary position embedding of queries and keys; None for none.
         patch_drop: Drops patches during training.
         norm_pre: Normalises all tokens before the first block.
@@ -53,7 +53,7 @@ class VisionTransformer(nn.Module):
         self,
         *,
         patch_embed: ImageEmbedding,
-        positions: LearnedPositions | NoPositions,
+        positions: LearnedPositions | None,
         rotary: RotaryEmbedding | None,
         patch_drop: PatchDropout,
         norm_pre: nn.Module,
@@ -74,7 +74,7 @@ class VisionTransformer(nn.Module):
         self.num_prefix_tokens = int(class_token) + registers
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, registers, dim)) if registers else None
-        table = positions.table()
+        table = None if positions is None else positions.table()
         if isinstance(table, nn.Parameter):
             self.pos_embed = table
         else:
@@ -114,8 +114,9 @@ class VisionTransformer(nn.Module):
         ]
         tokens = torch.cat([*prefix, patches], dim=1)
         rope = None if self.rotary is None else self.rotary(grid, tokens)
-        tokens = self.pos_drop(self.positions(tokens, self.pos_embed, grid))
-        tokens, context = self.patch_drop(tokens, AttentionContext(grid, rope))
+        if self.positions is not None:
+            tokens = self.positions(tokens, self.pos_embed, grid)
+        tokens, context = self.patch_drop(self.pos_drop(tokens), AttentionContext(grid, rope))
         return self.norm_pre(tokens), context
 
     def encode(
