@@ -1,6 +1,6 @@
-"""The same images from any source are the same training: split, first batches, losses.
+"""The same images from any source give the same training: split, first batches and losses.
 
-A source has a maker, which writes the images of a folder in its own form.
+Each source has a function that writes the images of a folder in its format.
 """
 
 import csv
@@ -67,7 +67,7 @@ def as_csv(folder: Path, place: Path) -> Path:
 
 def as_jsonl(folder: Path, place: Path) -> Path:
     shutil.copytree(folder, place / "x", dirs_exist_ok=True)
-    lines = [json.dumps({"file_name": name, "labels": [said]}) for name, said in rows(folder)]
+    lines = [json.dumps({"file_name": name, "labels": [labels]}) for name, labels in rows(folder)]
     (place / "x/all.jsonl").write_text("\n".join(lines))
     return place / "x/all.jsonl"
 
@@ -88,27 +88,27 @@ def as_tar_of_others(folder: Path, place: Path) -> Path:
 
 def as_parquet(folder: Path, place: Path) -> str:
     """Rows hold an image's last name alone, as the library writes them."""
-    datasets = needed(place)
-    said = [*rows(folder)]
-    names = sorted({label for _, label in said})
+    datasets = import_datasets(place)
+    labels = [*rows(folder)]
+    names = sorted({label for _, label in labels})
     cells = {
         "image": [
-            {"bytes": (folder / name).read_bytes(), "path": Path(name).name} for name, _ in said
+            {"bytes": (folder / name).read_bytes(), "path": Path(name).name} for name, _ in labels
         ],
-        "label": [names.index(label) for _, label in said],
+        "label": [names.index(label) for _, label in labels],
     }
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
-    made = datasets.Dataset.from_dict(cells, features=datasets.Features(kinds))
-    made.to_parquet(str(place / "train.parquet"))
+    dataset = datasets.Dataset.from_dict(cells, features=datasets.Features(kinds))
+    dataset.to_parquet(str(place / "train.parquet"))
     return f"hf:{place / 'train.parquet'}"
 
 
 def as_imagefolder(folder: Path, place: Path) -> str:
-    needed(place)
+    import_datasets(place)
     return f"hf:{folder}"
 
 
-def needed(place: Path):
+def import_datasets(place: Path):
     """The library, with a cache of its own and no bars."""
     datasets = pytest.importorskip("datasets")
     datasets.config.HF_DATASETS_CACHE = place / "hf"
@@ -119,11 +119,11 @@ def needed(place: Path):
 
 DEEP: tuple[Maker, ...] = (as_csv, as_jsonl, as_shards, as_tar_of_others)
 FLAT: tuple[Maker, ...] = (as_parquet, as_imagefolder)
-"""Of which the library knows no deeper folders: it takes the last one for the class."""
+"""Formats for which the library ignores deeper folders: the last one is the class."""
 
 
-def seen(data: str | Path, out: Path, *, workers: int = 0):
-    """Names and labels of both sides, the first batches, and the loss of each step."""
+def train_on(data: str | Path, out: Path, *, workers: int = 0):
+    """Names and labels of both splits, the first batches, and the loss of each step."""
     config = make_config({**SETTINGS, "data": str(data), "workers": workers})
     accelerator = make_accelerator(config.run)
     full, splits, _ = look_at_data(config, (), accelerator, lambda _: None)
@@ -142,9 +142,9 @@ def seen(data: str | Path, out: Path, *, workers: int = 0):
 
 @pytest.fixture(scope="module")
 def expected(folder, tmp_path_factory):
-    """What folders are seen as: of the deeper and of the flat one."""
+    """The result of training on the deep folder and on the flat one."""
     return {
-        place: seen(place, tmp_path_factory.mktemp("run") / "run")
+        place: train_on(place, tmp_path_factory.mktemp("run") / "run")
         for place in (folder, folder.with_name("flat"))
     }
 
@@ -154,16 +154,18 @@ def expected(folder, tmp_path_factory):
     [*((make, 0) for make in (*DEEP, *FLAT)), (as_shards, 2), (as_parquet, 2)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_the_same_images_are_the_same_training(make, workers, folder, expected, tmp_path):
+def test_the_same_images_from_any_source_give_the_same_training(
+    make, workers, folder, expected, tmp_path
+):
     if make in FLAT:
         folder = folder.with_name("flat")
-    known = expected[folder]
+    reference = expected[folder]
     data = make(folder, tmp_path)
-    classes, sides, batches, losses = seen(data, tmp_path / "run", workers=workers)
-    assert (classes, sides) == known[:2]
-    assert len(batches) == len(known[2]) == 3
-    for batch, other in zip(batches, known[2], strict=True):
+    classes, sides, batches, losses = train_on(data, tmp_path / "run", workers=workers)
+    assert (classes, sides) == reference[:2]
+    assert len(batches) == len(reference[2]) == 3
+    for batch, other in zip(batches, reference[2], strict=True):
         assert torch.equal(batch.images, other.images)
         assert torch.equal(batch.labels, other.labels)
-    assert losses == known[3]
+    assert losses == reference[3]
     assert len(losses) == 6
