@@ -89,13 +89,13 @@ def as_tar_of_others(folder: Path, place: Path) -> Path:
 def as_parquet(folder: Path, place: Path) -> str:
     """Rows hold an image's last name alone, as the library writes them."""
     datasets = import_datasets(place)
-    labels = [*rows(folder)]
-    names = sorted({label for _, label in labels})
+    labelled = [*rows(folder)]
+    names = sorted({label for _, label in labelled})
     cells = {
         "image": [
-            {"bytes": (folder / name).read_bytes(), "path": Path(name).name} for name, _ in labels
+            {"bytes": (folder / name).read_bytes(), "path": Path(name).name} for name, _ in labelled
         ],
-        "label": [names.index(label) for _, label in labels],
+        "label": [names.index(label) for _, label in labelled],
     }
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
     dataset = datasets.Dataset.from_dict(cells, features=datasets.Features(kinds))
