@@ -67,7 +67,7 @@ def as_csv(folder: Path, place: Path) -> Path:
 
 def as_jsonl(folder: Path, place: Path) -> Path:
     shutil.copytree(folder, place / "x", dirs_exist_ok=True)
-    lines = [json.dumps({"file_name": name, "labels": [labels]}) for name, labels in rows(folder)]
+    lines = [json.dumps({"file_name": name, "labels": [label]}) for name, label in rows(folder)]
     (place / "x/all.jsonl").write_text("\n".join(lines))
     return place / "x/all.jsonl"
 

@@ -82,6 +82,7 @@ def compute_stats(path: str) -> StatsOrReason:
     except OSError as error:
         return error.strerror or "cannot be read again"
     small = np.asarray(downscaled(image), dtype=np.int16)
+    extrema: Any = image.getextrema()  # of each channel
     flat = int(np.ptp(small, axis=(0, 1)).max()) <= 4 * BLANK_TOLERANCE
     return ImageStats(
         format=header.format,
@@ -91,11 +92,7 @@ def compute_stats(path: str) -> StatsOrReason:
         exif_rotated=header.exif_rotated,
         alpha=header.alpha,
         grey=int(np.ptp(small, axis=2).max()) <= GREY_TOLERANCE,
-        blank=flat
-        and all(
-            high - low <= BLANK_TOLERANCE
-            for low, high in image.getextrema()  # type: ignore[misc]
-        ),
+        blank=flat and all(high - low <= BLANK_TOLERANCE for low, high in extrema),
         digest=digest,
         thumbnail=encode_thumbnail(small),
     )
