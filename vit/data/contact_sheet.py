@@ -35,12 +35,7 @@ def sheet_format(path: str | Path) -> str:
 
 
 def contact_sheet(images: Tensor, texts: Sequence[Sequence[str]]) -> Image.Image:
-    """At most 64 images in rows of 8, each with its texts below.
-
-    Args:
-        images: (images, 3, height, width) uint8, at least one.
-        texts: Paragraphs of each image.
-    """
+    """The first 64 of (images, 3, height, width) uint8 in rows of 8, each with its texts below."""
     tiles = [tile(image) for image in images[:MAX_IMAGES]]
     width, height = tiles[0].size
     cell = max(width, TILE // 2)

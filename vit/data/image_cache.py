@@ -348,10 +348,10 @@ def locked(lock: Path) -> Iterator[None]:
 
 
 def lock_file(file: BinaryIO, *, wait: bool, shared: bool = False) -> bool:
-    """Lock `file` until it is closed or its process ends; False if another process holds it.
+    """Lock `file` until it and its mappings are closed; False if another process holds it.
 
     Args:
-        file: An open file; a memory mapping of it keeps the lock too.
+        file: An open file.
         wait: Wait until the other process releases it.
         shared: Share the lock with all processes that request it shared.
     """
@@ -376,10 +376,7 @@ def delete_unfinished(folder: Path) -> None:
 
 
 def caches_to_evict(folder: Path, file: Path, limit: int) -> dict[Path, int]:
-    """The least recently used caches besides `file` beyond `limit` bytes, with their sizes.
-
-    A cache that a process maps is never among them.
-    """
+    """Least recently used caches beyond `limit` bytes that no process maps, with their sizes."""
     found: list[tuple[int, int, Path]] = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):

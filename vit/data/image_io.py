@@ -116,11 +116,7 @@ def read_pixels(path: str | os.PathLike[str], min_size: MinSize) -> Pixels:
 
 
 def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Read (width, height) from the header of an image, before any EXIF rotation.
-
-    Raises:
-        BadImage: As in `check_header`.
-    """
+    """Read (width, height) from the header of an image, before any EXIF rotation."""
     with _open_image(path) as image:
         return image.size
 
@@ -150,11 +146,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of the image at `path`.
-
-    Raises:
-        BadImage: As in `check_header`.
-    """
+    """Read the header of the image at `path`."""
     with _open_image(path) as image:
         alpha = "A" in image.mode.upper() or "transparency" in image.info
         rotated = _orientation(image) in EXIF_TRANSPOSE
@@ -162,11 +154,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read a file of which only the content matters.
-
-    Raises:
-        BadImage: It is not a regular file, too large, or cannot be read.
-    """
+    """Read a file of which only the content matters; BadImage unless it is regular and readable."""
     with _errors_as_bad_image(path) as name, open_regular_file(name) as file:
         return read_all(file)
 

@@ -97,11 +97,7 @@ class Beams:
 
 
 class BeamHypotheses:
-    """The `n_best` best finished hypotheses of one image.
-
-    Args:
-        search: The settings.
-    """
+    """The `n_best` best finished hypotheses of one image."""
 
     def __init__(self, search: Search) -> None:
         self.search = search

@@ -9,12 +9,7 @@ SIGN_BIT = 31  # of a float32
 
 
 class LogitsProcessor:
-    """Applies the repetition penalty, and suppresses the end token before `min_tokens` tokens.
-
-    Args:
-        search: The settings.
-        end: Id of the end token.
-    """
+    """Applies the repetition penalty, and suppresses the token `end` before `min_tokens` tokens."""
 
     def __init__(self, search: Search, *, end: int) -> None:
         self.end, self.min_tokens = end, search.min_tokens

@@ -91,12 +91,7 @@ class Captioner(VisionTransformer):
 
 
 class CachedDecoder:
-    """A decoder with its key-value cache, for generation; see `IncrementalDecoder`.
-
-    Args:
-        decoder: The decoder.
-        cache: From `decoder.init_cache`.
-    """
+    """A decoder with its cache, from `init_cache`: an `IncrementalDecoder` for generation."""
 
     def __init__(self, decoder: TextDecoder, cache: KVCache) -> None:
         self.decoder, self.cache = decoder, cache

@@ -22,7 +22,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tenso
     forward and backward, and torch's takes 4% longer.
 
     Args:
-        x: Rows, sorted by group, (rows, in). Rows after the last group may get any finite value.
+        x: Rows, sorted by group, (rows, in); those after the last group give any finite value.
         weight: (groups, out, in).
         bias: (groups, out), or None.
         counts: Rows of each group, (groups,).

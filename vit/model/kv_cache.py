@@ -58,10 +58,6 @@ class KVCache:
         return cls([LayerCache(pair) for pair in memory_kv])
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order; a row may be repeated.
-
-        Args:
-            rows: (kept,), int64.
-        """
+        """Keep these rows of the batch, (kept,) int64, in this order; a row may be repeated."""
         for layer in self.layers:
             layer.select_rows(rows)

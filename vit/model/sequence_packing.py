@@ -137,11 +137,7 @@ def unpack(row: Tensor, embedded: Sequence[tuple[Tensor, AttentionContext]]) -> 
 
 
 def check_packable(model: nn.Module) -> None:
-    """Check that no part of the network mixes images of one packed sequence.
-
-    Raises:
-        ConfigError: A part does; the message names its setting and the remedy.
-    """
+    """Raise a ConfigError with the remedy if a part mixes images of one packed sequence."""
     for part in model.modules():
         why = None
         if isinstance(part, SelfAttention) and part.rel_pos is not None:

@@ -19,8 +19,8 @@ def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Probl
         group: Column of the groups, or a regular expression over paths; None for no groups.
 
     Raises:
-        ConfigError: `group` is neither.
-        DataError: `group` matches no path.
+        ConfigError: `group` is neither of both.
+        DataError: It matches no path.
     """
     if group is None:
         return []

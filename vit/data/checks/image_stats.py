@@ -99,12 +99,7 @@ def compute_stats(path: str) -> StatsOrReason:
 
 
 def content_digest(path: str) -> bytes:
-    """16-byte hash of the content of `path`, which is known to be an image.
-
-    Raises:
-        BadImage: It is inside an archive, and no longer there.
-        OSError: It is no longer there.
-    """
+    """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
     try:
         file: BinaryIO = open(path, "rb")  # noqa: SIM115
     except NotADirectoryError:
@@ -178,8 +173,7 @@ class StatsWorker:
     """One worker process, replaced when it fails.
 
     Args:
-        paths: All images.
-        timeout: Seconds after which an image is given up.
+        paths, timeout: As in `compute_all_stats`.
     """
 
     target = staticmethod(serve_stats)
@@ -199,10 +193,7 @@ class StatsWorker:
             self.pipe.send([self.paths[index] for index in indices])
 
     def results(self, ready: bool) -> Iterator[tuple[int, StatsOrReason]]:
-        """Receive the results that are available.
-
-        Args:
-            ready: Whether its pipe has data, or has been closed.
+        """Receive the results that are available; `ready` if the pipe has data, or is closed.
 
         Raises:
             DataError: The process cannot be started.

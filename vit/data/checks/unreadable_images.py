@@ -17,9 +17,7 @@ CHUNK = 64
 def find_unreadable(samples: Sequence[Sample], threads: int = THREADS) -> list[BadImage]:
     """Check the headers of `samples`, and return the errors in their order.
 
-    Args:
-        samples: Images to check.
-        threads: Number of threads; more of them hide the latency of a slow disk or network.
+    More threads than cores hide the latency of a slow disk or network.
     """
     chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
     with ThreadPoolExecutor(threads) as pool:
