@@ -10,7 +10,7 @@ UNLIMITED = 2**62
 
 
 def free_bytes(folder: Path, *, memory: bool = False) -> int:
-    """Bytes that may be written into `folder`; if that is in memory (tmpfs), free memory counts too."""
+    """Bytes that may be written into `folder`; `memory` if its files are in memory (tmpfs)."""
     free = shutil.disk_usage(folder).free
     if memory:
         free = min(free, _free_system_memory(), _free_cgroup_memory())
