@@ -1,8 +1,10 @@
 """The interface of a task: everything in which classification, captioning and others differ.
 
-    config.training.task -> get_task -> Task           the data that it reads, the network's outputs
-    Task.with_data(config, splits) -> Task             loss and validation of a training
-    metrics.jsonl -> Task.rank, Task.format_scores     the best epoch, and log lines
+    training     config.training.task -> get_task -> Task: the data to read, names of the outputs
+                 Task.with_data -> loss and tally; Task.rank chooses the best epoch
+                 Task.finish, Task.write_report -> the run folder, with Task.stored_fields
+    a saved run  LoadedRun.task_name -> get_task -> Task: activation, evaluation, score of an export
+    X.onnx       has the activation inside; its metadata have Task.activation_name
 
 A task is one subclass of Task, and one line in `TASKS` of vit/config/training_config.py.
 """
