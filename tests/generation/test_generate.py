@@ -20,7 +20,9 @@ KINDS = {
 
 def run(search, images, *, vocab=9, **settings):
     table = Table(images, vocab, **settings)
-    answers = generate(table, rows=len(images), begin=BEGIN, end=END, search=search, numbers=images)
+    answers = generate(
+        table, rows=len(images), begin=BEGIN, end=END, search=search, image_indices=images
+    )
     return answers, table
 
 
@@ -120,7 +122,7 @@ SHORT = Search(max_tokens=8)
 def test_no_images_give_no_hypotheses_and_wrong_arguments_are_refused():
     for search in KINDS.values():
         assert generate(Table([], 9), rows=0, begin=BEGIN, end=END, search=search) == []
-    with pytest.raises(ValueError, match="2 numbers of images for 1 rows"):
-        generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=SHORT, numbers=[0, 1])
+    with pytest.raises(ValueError, match="2 image indices for 1 rows"):
+        generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=SHORT, image_indices=[0, 1])
     with pytest.raises(ValueError, match="max_tokens=0: give the maximum"):
         generate(Table([0], 9), rows=1, begin=BEGIN, end=END, search=Search())

@@ -86,7 +86,9 @@ def test_the_image_index_determines_the_sample():
         table = Table([9] * len(numbers), 50)
         search = Search(temperature=2.0, max_tokens=10, seed=seed)
         rows = len(numbers)
-        return generate(table, rows=rows, begin=BEGIN, end=END, search=search, numbers=numbers)
+        return generate(
+            table, rows=rows, begin=BEGIN, end=END, search=search, image_indices=numbers
+        )
 
     first, second, third = run([4, 5, 4])
     assert first == third != second

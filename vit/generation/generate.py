@@ -24,7 +24,7 @@ def generate(
     begin: int,
     end: int,
     search: Search,
-    numbers: Sequence[int] | None = None,
+    image_indices: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[list[Hypothesis]]:
     """Hypotheses of each of `rows` images, up to `search.n_best`, the best first.
@@ -38,24 +38,26 @@ def generate(
         begin: Id of the begin token.
         end: Id of the end token.
         search: The settings; `max_tokens` is not 0.
-        numbers: Index of each image, for the random numbers of sampling; default: its row.
+        image_indices: Index of each image, for the random numbers of sampling; default: its row.
         device: Device of the decoder.
 
     Raises:
         WeightsError: A logit is not finite, or no token is possible.
-        ValueError: `numbers` has another length than `rows`, or `max_tokens` is 0.
+        ValueError: `image_indices` has another length than `rows`, or `max_tokens` is 0.
     """
     if not search.max_tokens:
         raise ValueError("max_tokens=0: give the maximum number of tokens")
-    numbers = range(rows) if numbers is None else numbers
-    if len(numbers) != rows:
-        raise ValueError(f"{len(numbers)} numbers of images for {rows} rows")
+    image_indices = range(rows) if image_indices is None else image_indices
+    if len(image_indices) != rows:
+        raise ValueError(f"{len(image_indices)} image indices for {rows} rows")
     if rows == 0:
         return []
     if search.beams > 1:
         return beam_search(decoder, rows=rows, begin=begin, end=end, search=search, device=device)
     selector: TokenSelector = (
-        RandomSelector(search, numbers, device=device) if search.temperature else GreedySelector()
+        RandomSelector(search, image_indices, device=device)
+        if search.temperature
+        else GreedySelector()
     )
     hypotheses = generate_tokens(
         decoder, selector, rows=rows, begin=begin, end=end, search=search, device=device
@@ -70,7 +72,7 @@ def generate_captions(
     tokenizer: Tokenizer,
     search: Search,
     *,
-    numbers: Sequence[int] | None = None,
+    image_indices: Sequence[int] | None = None,
 ) -> list[list[Caption]]:
     """Captions of images, the best first.
 
@@ -79,7 +81,7 @@ def generate_captions(
         memory: Output of the encoder, (batch, tokens, dim).
         tokenizer: Tokenizer of the decoder.
         search: Generation settings.
-        numbers: Index of each image, for the random numbers of sampling; default: its row.
+        image_indices: Index of each image, for the random numbers of sampling; default: its row.
 
     Returns:
         `search.n_best` captions for each image.
@@ -101,7 +103,7 @@ def generate_captions(
         begin=tokenizer.begin,
         end=tokenizer.end,
         search=search,
-        numbers=numbers,
+        image_indices=image_indices,
         device=memory.device,
     )
     return [

@@ -143,15 +143,17 @@ class RandomSelector:
 
     Args:
         search: The settings; its temperature is not 0.
-        numbers: Index of each row's image, for the random numbers.
+        image_indices: Index of each row's image, for the random numbers.
         device: Device of the logits.
     """
 
     def __init__(
-        self, search: Search, numbers: Sequence[int], *, device: torch.device | str
+        self, search: Search, image_indices: Sequence[int], *, device: torch.device | str
     ) -> None:
         self.search = search
-        table = [random_integers(search.seed, number, search.max_tokens) for number in numbers]
+        table = [
+            random_integers(search.seed, number, search.max_tokens) for number in image_indices
+        ]
         self.random = torch.tensor(table, device=device)
 
     def __call__(self, logits: Tensor, index: int) -> Tensor:

@@ -57,7 +57,7 @@ class CaptionGenerator:
         """As `generate`, for memory (batch, tokens, dim)."""
         try:
             captions = generate_captions(
-                self.decoder, memory, self.tokenizer, self.search, numbers=numbers
+                self.decoder, memory, self.tokenizer, self.search, image_indices=numbers
             )
             return [tuple(best) for best in captions]
         except WeightsError as error:
