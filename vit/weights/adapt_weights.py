@@ -183,8 +183,6 @@ def change_patches(
         state=encoder,
         config=config,
         classes=run.classes,
-        preprocessing=run.preprocessing,
-        license=None,
         origin="the network",
         linear_offsets=run.linear_offsets,
     )

@@ -123,7 +123,6 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         classes=run.classes,
         preprocessing=run.preprocessing,
         thresholds=run.thresholds,
-        license=None,  # WeightsLocation has it
         origin=f"run {printable(found.folder)}",
         linear_offsets=True,
     )

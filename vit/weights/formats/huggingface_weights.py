@@ -308,7 +308,6 @@ def read_huggingface(
         config=found,
         classes=classes,
         preprocessing=preprocessing,
-        license=None,
         origin=f"transformers {_architecture(config)}",
         thresholds=(0.5,) * found.num_classes if config.get("problem_type") == MULTILABEL else None,
         notes=(*notes, *class_notes, *processor_notes),

@@ -4,9 +4,7 @@ Sizes follow from shapes and parts from names. Number of heads, epsilon and acti
 to be the usual ones, with a note; if several networks fit, WeightsError asks for model=NAME.
 """
 
-import re
 from collections.abc import Collection, Mapping
-from math import isqrt
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +12,13 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.weights.formats.original_checkpoints import PERIODS
-from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, bias_table_side
+from vit.weights.formats.state_dict_names import (
+    BIAS_TABLE,
+    PATCH_WEIGHT,
+    bias_table_side,
+    block_numbers,
+    square_side,
+)
 
 REMEDY = "name the network: model=NAME, one of timm's"
 HEAD_DIM = 64
@@ -57,7 +61,7 @@ def _sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     patch = state[PATCH_WEIGHT]
     if patch.ndim != 4 or patch.shape[2] != patch.shape[3]:
         raise WeightsError(f"{PATCH_WEIGHT} {tuple(patch.shape)} has no square patches; {REMEDY}")
-    numbers = {int(m[1]) for name in state if (m := re.match(r"blocks\.(\d+)\.", name))}
+    numbers = block_numbers(state)
     if numbers != set(range(len(numbers))):
         raise WeightsError(f"block {len(numbers) - 1} is missing, or a later one")
     head = state.get("head.weight")
@@ -123,9 +127,7 @@ def _position(state: Mapping[str, Tensor], settings: dict[str, Any]) -> dict[str
     choices = {"none": 0, "class_token": token, "all": token + registers}
     rows = table.shape[1]
     grids = {
-        placed: isqrt(rows - placed)
-        for placed in choices.values()
-        if rows > placed and isqrt(rows - placed) ** 2 == rows - placed
+        placed: side for placed in choices.values() if (side := square_side(rows - placed)) > 0
     }
     if len(grids) != 1:
         found = " or ".join(f"{side} x {side} and {placed}" for placed, side in grids.items())

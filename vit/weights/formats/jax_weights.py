@@ -7,7 +7,6 @@ The first code (github.com/google-research/vision_transformer) and its successor
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from vit.weights.formats.state_dict_names import (
     check_fit,
     flatten_patches,
     meta_model,
+    square_side,
 )
 
 Array = NDArray[Any]
@@ -75,9 +75,6 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     return Pretrained(
         state=state,
         config=config,
-        classes=None,
-        preprocessing=None,
-        license=None,
         origin="a Vision Transformer of the JAX code",
         notes=(*notes, NOTE),
     )
@@ -209,8 +206,8 @@ def _take(left: Arrays, name: str, axes: int | None = None) -> Tensor:
 def _config(state: State, *, depth: int, heads: int, placed: int) -> ModelConfig:
     dim, channels, patch_size, _ = state[PATCH_WEIGHT].shape
     token, patches = "cls_token" in state, state["pos_embed"].shape[1] - placed
-    side = isqrt(max(patches, 0))
-    if depth == 0 or side == 0 or side**2 != patches:
+    side = square_side(patches)
+    if depth == 0 or side == 0:
         raise WeightsError(f"{depth} blocks and {patches} places are not a square image's")
     pooling: Literal["attention", "class_token", "mean"] = "class_token" if token else "mean"
     if "attn_pool.latent" in state:

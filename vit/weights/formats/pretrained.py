@@ -35,7 +35,7 @@ class Pretrained:
         preprocessing: Image preprocessing; None if unknown.
         license: License of the weights; None if unknown.
         origin: Short description, such as "timm vit_small_patch16_224".
-        stretches: Whether relative position biases are resized linearly, as our networks do
+        linear_offsets: Whether relative position biases are resized linearly, as our networks do
             for images of another size; otherwise geometrically, as in BEiT.
         decoder: Decoder of a captioner.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
@@ -44,10 +44,10 @@ class Pretrained:
 
     state: dict[str, Tensor]
     config: ModelConfig
-    classes: tuple[str, ...] | None
-    preprocessing: Preprocessing | None
-    license: str | None
     origin: str
+    classes: tuple[str, ...] | None = None
+    preprocessing: Preprocessing | None = None
+    license: str | None = None
     linear_offsets: bool = False
     decoder: PretrainedDecoder | None = None
     thresholds: tuple[float, ...] | None = None

@@ -144,13 +144,24 @@ def expand_shared_bias(state: Mapping[str, Tensor]) -> State:
     shared = spread.pop(SHARED_BIAS, None)
     if shared is None:
         return spread
-    for number in {m[1] for name in state if (m := re.match(r"blocks\.(\d+)\.", name))}:
+    for number in block_numbers(state):
         name = f"blocks.{number}.attn.rel_pos.{BIAS_TABLE}"
         own = spread.get(name)
         if own is not None and own.shape != shared.shape:
             raise WeightsError(f"{name} {tuple(own.shape)}, but shared {tuple(shared.shape)}")
         spread[name] = shared.clone() if own is None else own + shared
     return spread
+
+
+def block_numbers(names: Iterable[str]) -> set[int]:
+    """Numbers of the blocks in parameter names, from 0."""
+    return {int(m[1]) for name in names if (m := re.match(r"blocks\.(\d+)\.", name))}
+
+
+def square_side(count: int) -> int:
+    """Side of a square of `count` patches; 0 if there is none."""
+    side = isqrt(max(count, 0))
+    return side if side**2 == count else 0
 
 
 def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
@@ -160,8 +171,8 @@ def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
         WeightsError: The number of rows fits no square grid.
     """
     count = len(table) - PREFIX_ROWS * prefix
-    across = isqrt(max(count, 0))
-    if across**2 != count or not across % 2:
+    across = square_side(count)
+    if not across % 2:
         also = f" and {PREFIX_ROWS} more" if prefix else ""
         raise WeightsError(f"{name} has {len(table)} rows, no offsets of a square grid{also}")
     return (across + 1) // 2

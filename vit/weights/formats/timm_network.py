@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isclose, isqrt
+from math import isclose
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
     State,
     bias_table_side,
+    square_side,
 )
 
 MODULES = (
@@ -139,13 +140,13 @@ def _patch_grid(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[str
     if table is None or model_table is None:
         return "", 0
     prefix = model_table.shape[1] - model.patch_embed.num_patches
-    patches = table.shape[1] - prefix
-    if patches < 1 or isqrt(patches) ** 2 != patches:
+    side = square_side(table.shape[1] - prefix)
+    if not side:
         raise WeightsError(
             f"pos_embed has {table.shape[1]} rows, which are no square and the {prefix} that "
             f"{printable(name)} (timm) has for other tokens"
         )
-    return "pos_embed", isqrt(patches)
+    return "pos_embed", side
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ A file has tensors only. Settings follow from their shapes, except the number of
 that of torchvision's own network of the same width.
 """
 
-import math
-import re
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -16,10 +14,12 @@ from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     State,
     Table,
+    block_numbers,
     check_fit,
     flatten_patches,
     meta_model,
     rename,
+    square_side,
     to_float32,
 )
 
@@ -74,8 +74,6 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
         state=ours,
         config=config,
         classes=classes,
-        preprocessing=None,
-        license=None,
         origin=f"torchvision VisionTransformer {config.dim}/{config.patch_size}",
         notes=(
             f"{config.num_heads} heads, as torchvision's own networks of width {config.dim}",
@@ -112,17 +110,16 @@ def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
             f"the file does not say how many heads there are, and no network of torchvision has "
             f"the width {dim}; they have {', '.join(map(str, HEADS))}"
         )
-    side = math.isqrt(max(table.shape[1] - 1, 0))
-    if not side or side * side + 1 != table.shape[1]:
+    side = square_side(table.shape[1] - 1)
+    if not side:
         raise WeightsError(f"{table.shape[1]} positions are not a square and a class token")
-    blocks = {match[1] for name in ours if (match := re.match(r"blocks\.(\d+)\.", name))}
     return ModelConfig(
         image_size=side * patch_size,
         patch_size=patch_size,
         channels=channels,
         num_classes=len(ours["head.weight"]) if "head.weight" in ours else 0,
         dim=dim,
-        depth=len(blocks),
+        depth=len(block_numbers(ours)),
         num_heads=HEADS[dim],
         hidden_dim=len(hidden),
         norm_eps=1e-6,
