@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run: what to build, what to feed it, how to train it."""
+    """All settings of one run."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)

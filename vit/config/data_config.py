@@ -89,7 +89,7 @@ class DataConfig(Section):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one optimiser step; 1 while nobody has found out what fits."""
+        """Micro-batches per optimiser step; 1 while `accumulate` is auto."""
         return self.accumulate or 1
 
 
@@ -152,5 +152,5 @@ class AugmentConfig(Section):
 
     @property
     def mixes(self) -> bool:
-        """Whether neighbours in a batch may be mixed with each other."""
+        """Whether images of a batch may be mixed."""
         return bool((self.mixup or self.cutmix) and self.mix_probability)

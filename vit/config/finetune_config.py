@@ -53,9 +53,9 @@ class FinetuneConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialModelConfig(ModelConfig):
-    """Model settings given by the user, where pretrained weights decide the others.
+    """Model settings of the user; the others will come from pretrained weights.
 
-    They are checked together once the settings of the weights are known.
+    Values are checked one by one here, and together when all are known.
     """
 
     def __post_init__(self) -> None:

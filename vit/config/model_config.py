@@ -286,14 +286,14 @@ class ModelConfig(Section):
 
     @property
     def stem_widths(self) -> tuple[int, ...]:
-        """Channels that each convolution of a stem makes; the last makes tokens."""
+        """Output channels of each convolution of a stem; the last one's are the tokens'."""
         first = max(self.dim // 4, 1) if self.stem_width is None else self.stem_width
         inner = (min(first << index, self.dim) for index in range(self.stem_depth - 1))
         return (*inner, self.dim)
 
     @property
     def training_patch_sizes(self) -> tuple[int, ...]:
-        """All sides of a patch that training draws from, the smallest first."""
+        """All patch sizes that training draws from, the smallest first."""
         return tuple(sorted({self.patch_size, *self.patch_sizes}))
 
     @property
@@ -331,5 +331,5 @@ class ModelConfig(Section):
 
     @property
     def pooled_dim(self) -> int:
-        """Width of what the head reads."""
+        """Width of the head's input."""
         return 2 * self.dim if self.pooling == "class_token_mean" else self.dim

@@ -37,7 +37,7 @@ FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One field of a section, as the command line and the YAML file see it."""
+    """One field of a section: a flag, and a key of the YAML file."""
 
     name: str
     section: str
@@ -98,8 +98,8 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
 
     Args:
         values: The settings.
-        complete: Whether nobody decides more of them. Else, where they name pretrained weights,
-            those of the network are checked one by one, and together once the weights are known.
+        complete: Whether the values are final. Otherwise, if they name pretrained weights, model
+            settings are checked one by one, and together once those of the weights are known.
 
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
@@ -120,7 +120,7 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` by the settings' own names and in their types; they may still not fit together.
+    """`values` by field names and converted to their types, not yet checked together.
 
     Raises:
         ConfigError: A name is unknown or given twice, or a value has the wrong type.
@@ -130,13 +130,15 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         name = names_by_alias().get(str(key).replace("-", "_"))
         if name is None:
             raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
-        if name == "batch_size" and value == "auto":  # of a device, that is: a step keeps its own
+        if (
+            name == "batch_size" and value == "auto"
+        ):  # a step keeps its size, micro-batches are found
             name, value = "accumulate", None
         if name == "task" and value == "caption,classify":
             value = "classify,caption"
         if name in chosen:
             raise ConfigError(f"{name} is given twice, once as {printable(key)}")
-        is_word = (name, value) == ("weights", AUTO_WEIGHTS)  # of others it stands for none
+        is_word = (name, value) == ("weights", AUTO_WEIGHTS)  # other settings read it as None
         chosen[name] = value if is_word else convert(all_settings()[name].kind, value, name)
     return chosen
 
@@ -237,7 +239,7 @@ def convert(kind: Any, value: Any, name: str) -> Any:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The items of a list, which a flag writes with commas between them; one may stand alone."""
+    """The items of a list; flags separate them by commas, and one item needs no list."""
     if isinstance(value, str):
         return [word.strip() for word in value.split(",") if word.strip()]
     return list(value) if isinstance(value, list | tuple) else [value]

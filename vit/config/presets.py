@@ -55,9 +55,9 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def task_defaults(task: str | None) -> dict[str, Any]:
-    """Settings that a task has where nobody chose others; those of classes are the fields' own.
+    """Defaults of a task that differ from those of the fields.
 
-    A caption tells left from right, and what an image shows at its edges.
+    Captions mention left and right, and what is at the edges of an image.
     """
     return {"hflip": 0.0, "min_crop": 0.5} if "caption" in (task or "") else {}
 

@@ -137,7 +137,7 @@ class TrainingConfig(Section):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """`task`, one by one."""
+        """The tasks in `task`."""
         return tuple(self.task.split(","))
 
     @property
@@ -162,7 +162,7 @@ class TrainingConfig(Section):
 
     @property
     def seconds(self) -> float | None:
-        """Time for the whole training; None where nobody said."""
+        """`time` in seconds; None if it is not set."""
         found = DURATION.fullmatch(self.time or "")
         return float(found[1]) * SECONDS[found[2]] if found else None
 

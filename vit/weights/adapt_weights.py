@@ -243,14 +243,14 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
 
 def _resolved_value(config: ModelConfig, name: str) -> object:
     """Value of a setting after resolving None and auto."""
-    meant = {
+    resolved = {
         "hidden_dim": config.feedforward_dim,
         "final_norm": config.last_norm,
         "prefix_positions": config.num_positioned_prefix_tokens,
         "router_weights": config.expert_weights,
         "top_k": config.expert_weights,  # any top_k with the same kind of weights
     }
-    return meant.get(name, getattr(config, name))
+    return resolved.get(name, getattr(config, name))
 
 
 def _display_value(config: ModelConfig, name: str) -> object:
