@@ -140,6 +140,8 @@ def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
         raise settings.invalid(
             "head_dim", f"this network has hidden_size / heads = {dim / heads:g}"
         )
+    own = FAMILIES[settings.model_type].fields(settings, classifies)
+    gated = own.get("feedforward") == "swiglu"
     return {
         "image_size": settings.square_side("image_size"),
         "patch_size": settings.square_side("patch_size"),
@@ -148,7 +150,9 @@ def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
         "depth": settings.integer("num_hidden_layers"),
         "num_heads": heads,
         "norm_eps": settings.number("layer_norm_eps"),
-        **FAMILIES[settings.model_type].fields(settings, classifies),
+        "hidden_dim": settings.integer("intermediate_size"),
+        "activation": "gelu" if gated else settings.activation(),
+        **own,
     }
 
 
@@ -173,11 +177,7 @@ def missing_biases(settings: ConfigValues) -> tuple[str, ...]:
 
 
 def _vit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
-    return {
-        "hidden_dim": settings.integer("intermediate_size"),
-        "activation": settings.activation(),
-        "qkv_bias": settings.flag("qkv_bias"),
-    }
+    return {"qkv_bias": settings.flag("qkv_bias")}
 
 
 def _deit(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
@@ -191,8 +191,6 @@ def _beit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
         raise settings.invalid(f"use_{relative[0]}", "this network has one kind of positions")
     mean = settings.flag("use_mean_pooling")
     return {
-        "hidden_dim": settings.integer("intermediate_size"),
-        "activation": settings.activation(),
         "position": "relative" if relative else "learned" if absolute else "none",
         "layer_scale": settings.number("layer_scale_init_value"),
         "pooling": "mean" if mean else "class_token",
@@ -206,7 +204,6 @@ def _dinov2(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     return {
         "hidden_dim": swiglu_width(hidden) if gated else hidden,
         "feedforward": "swiglu" if gated else "mlp",
-        "activation": "gelu" if gated else settings.activation(),
         "qkv_bias": settings.flag("qkv_bias"),
         "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
         "pooling": "class_token_mean" if classifies else "class_token",
@@ -225,9 +222,7 @@ def _dinov3(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
         raise settings.invalid("hidden_act", "a gated feed-forward part has silu only")
     biases = [settings.flag(f"{name}_bias") for name in ("query", "key", "value")]
     return {
-        "hidden_dim": settings.integer("intermediate_size"),
         "feedforward": "swiglu" if gated else "mlp",
-        "activation": "gelu" if gated else settings.activation(),
         "qkv_bias": any(biases),
         "proj_bias": settings.flag("proj_bias") or settings.flag("mlp_bias"),
         "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
@@ -238,10 +233,8 @@ def _dinov3(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
     }
 
 
-def _clip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
+def _clip(_settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     return {
-        "hidden_dim": settings.integer("intermediate_size"),
-        "activation": settings.activation(),
         "patch_bias": False,
         "norm_pre": True,
         # its classifier averages the patches without a final norm
@@ -253,8 +246,6 @@ def _clip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
 def _siglip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     attends = settings.flag("vision_use_head") and not classifies
     return {
-        "hidden_dim": settings.integer("intermediate_size"),
-        "activation": settings.activation(),
         "class_token": False,
         "pooling": "attention" if attends else "mean",
         "final_norm": "tokens",
