@@ -4,14 +4,16 @@ The layout of the cache is models--OWNER--NAME/refs/REVISION, a text file with a
 models--OWNER--NAME/snapshots/COMMIT.
 """
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vit.errors import ConfigError, WeightsError, printable, quoted
+from vit.text import format_megabytes, plural
 
 TIMEOUT = 5.0
 """Seconds until the first response of the hub."""
@@ -123,7 +125,7 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
     """
     from huggingface_hub import HfApi, hf_hub_download
 
-    def fetch() -> Path:
+    with _explain_errors(repository):
         info = HfApi().model_info(
             repository.name,
             revision=repository.revision,
@@ -144,8 +146,6 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
             raise WeightsError("it changed while it was fetched; try again")
         return folders.pop()
 
-    return _explain_errors(fetch, repository)
-
 
 def download_message(repository: Repository, sizes: Sequence[int | None]) -> str:
     """Line printed before a download: source, number of files, size, destination.
@@ -155,17 +155,19 @@ def download_message(repository: Repository, sizes: Sequence[int | None]) -> str
         sizes: Size of each file in bytes; None if the hub does not give it.
     """
     known = sum(size or 0 for size in sizes)
-    size = f"{known / 1e6:,.1f} MB" if known else "of a size that the hub does not say"
-    files = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
+    size = format_megabytes(known) if known else "of a size that the hub does not say"
+    files = plural(len(sizes), "file")
     return printable(f"downloading {repository.url}: {files}, {size}, to {repository.cache}")
 
 
-def _explain_errors(fetch: Callable[[], Path], repository: Repository) -> Path:
-    """Call `fetch`, and translate errors of huggingface_hub to one-line reasons."""
+@contextlib.contextmanager
+def _explain_errors(repository: Repository) -> Iterator[None]:
+    """Convert errors of huggingface_hub to WeightsError with a reason of one line."""
     from huggingface_hub import errors
 
     try:
-        return fetch()
+        yield
+        return
     except errors.GatedRepoError:
         reason = (
             f"it is gated: accept its terms at {repository.url}, then `hf auth login` on this "
