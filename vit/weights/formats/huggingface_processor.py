@@ -37,7 +37,6 @@ def _defaults(
         "do_rescale": True,
         "rescale_factor": BYTE,
         "do_normalize": True,
-        "do_pad": False,
     }
 
 
@@ -52,6 +51,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "Siglip": _defaults(SQUARE, 3, (HALF, HALF)),
     "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET),
 }
+STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 BY_EDGE = ("Bit", "CLIP")
 """Classes where one number is the shortest edge; in the others it is both sides."""
 
@@ -73,7 +73,7 @@ def read_processor(
     inner = processor.get("image_processor", processor)
     try:
         found = _read(inner if isinstance(inner, Mapping) else {})
-    except (ConfigError, _InexpressibleError) as error:
+    except ConfigError as error:
         why = printable(error)
         return None, (f"preprocessor_config.json: {why}: how images are prepared is left open",)
     side = found.image_size[0]
@@ -84,30 +84,25 @@ def read_processor(
     )
 
 
-class _InexpressibleError(ValueError):
-    """A setting that our Preprocessing cannot express."""
-
-
 def _read(given: Mapping[str, Any]) -> Preprocessing:
+    """Our Preprocessing; ConfigError for a setting that it cannot express."""
     name = given.get("image_processor_type", given.get("feature_extractor_type"))
     match = re.fullmatch(r"(\w+?)(FeatureExtractor|ImageProcessor(Fast|Pil)?)", str(name))
     if match is None or match[1] not in PROCESSORS:
-        raise _InexpressibleError(f"the processor {name!r} is unknown")
+        raise ConfigError(f"the processor {name!r} is unknown")
     values = {**PROCESSORS[match[1]], **given}
     for key in ("do_resize", "do_rescale"):
         if values[key] is not True:
-            raise _InexpressibleError(f"{key}={values[key]!r}, here this is always done")
+            raise ConfigError(f"{key}={values[key]!r}, here this is always done")
     factor = values["rescale_factor"]
     if not (isinstance(factor, int | float) and abs(factor - BYTE) < 1e-9):
-        raise _InexpressibleError(f"rescale_factor={factor!r} is not 1 / 255")
-    for key in values.keys() - {*PROCESSORS[match[1]], "do_convert_rgb"}:
-        if str(key).startswith("do_") and values[key]:
-            raise _InexpressibleError(f"{key}={values[key]!r}, here this is never done")
-    if values["do_pad"]:
-        raise _InexpressibleError("do_pad=True, here this is never done")
+        raise ConfigError(f"rescale_factor={factor!r} is not 1 / 255")
+    for key, value in values.items():
+        if str(key).startswith("do_") and key not in STEPS and value:
+            raise ConfigError(f"{key}={value!r}, here this is never done")
     resample = values["resample"]
     if type(resample) is not int or resample not in RESAMPLES:
-        raise _InexpressibleError(f"resample={resample!r} is neither bilinear (2) nor bicubic (3)")
+        raise ConfigError(f"resample={resample!r} is neither bilinear (2) nor bicubic (3)")
     normalises = values["do_normalize"] is True
     by_edge = match[1] in BY_EDGE
     resize, image_size, share = _geometry(values, by_edge)
@@ -127,22 +122,22 @@ def _geometry(values: Mapping[str, Any], by_edge: bool) -> tuple[str, int, float
     if type(size) is int:
         size = {"shortest_edge": size} if by_edge else {"height": size, "width": size}
     if not isinstance(size, Mapping):
-        raise _InexpressibleError(f"size={size!r}")
+        raise ConfigError(f"size={size!r}")
     size = {key: side for key, side in size.items() if side is not None}
     if size.keys() == {"shortest_edge"}:
         kind, full = "crop", size["shortest_edge"]
         if not crops:
-            raise _InexpressibleError(f"size={size!r} without a centre crop gives no square")
+            raise ConfigError(f"size={size!r} without a centre crop gives no square")
     elif size.keys() == {"height", "width"} and size["height"] == size["width"]:
         kind, full = "squash", size["height"]
     else:
-        raise _InexpressibleError(f"size={size!r} is no square")
+        raise ConfigError(f"size={size!r} is no square")
     crop = values["crop_size"] if crops else full
     if isinstance(crop, Mapping):
         sides = {side for side in crop.values() if side is not None}
         crop = sides.pop() if len(sides) == 1 else None
     if type(full) is not int or type(crop) is not int or not 0 < crop <= full:
-        raise _InexpressibleError(f"size={size!r} with crop_size={values['crop_size']!r}")
+        raise ConfigError(f"size={size!r} with crop_size={values['crop_size']!r}")
     return kind, crop, _share(crop, full)
 
 
@@ -161,7 +156,7 @@ def _triple(values: Mapping[str, Any], key: str) -> tuple[float, float, float]:
         or len(given) != 3
         or any(type(value) not in (int, float) for value in given)
     ):
-        raise _InexpressibleError(f"{key}={given!r} is not three numbers")
+        raise ConfigError(f"{key}={given!r} is not three numbers")
     red, green, blue = map(float, given)
     return red, green, blue
 

@@ -42,6 +42,18 @@ DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_ini
 REFUSALS = (TypeError, ValueError, AssertionError, RuntimeError, KeyError, ArithmeticError)
 
 
+POOLINGS = {"token": "class_token", "avg": "mean", "map": "attention"}
+ACTIVATIONS = {
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "QuickGELU": "quick_gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+SMALL_SCALE = 1e-5
+NORMED = ("q_norm", "k_norm")
+
+
 def build_timm_model(
     name: str,
     model_args: Mapping[str, Any],
@@ -265,6 +277,7 @@ class UnsupportedNetwork(Exception):
 
 
 def check_module(path: str, module: nn.Module) -> None:
+    """Raise UnsupportedNetwork if `module`, or an attribute that it uses, is unknown."""
     kind = type(module).__name__
     if isinstance(module, nn.Sequential | nn.ModuleList):
         return
@@ -279,6 +292,7 @@ def check_module(path: str, module: nn.Module) -> None:
 
 
 def is_active(value: object) -> bool:
+    """Whether an attribute of a module changes the computation."""
     if isinstance(value, nn.Module):
         return not isinstance(value, INERT_MODULES)
     return isinstance(value, Tensor) or bool(value)
@@ -286,18 +300,6 @@ def is_active(value: object) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     return KNOWN.get(type(module).__name__) == KNOWN["LayerNorm"]
-
-
-POOLINGS = {"token": "class_token", "avg": "mean", "map": "attention"}
-ACTIVATIONS = {
-    "GELU": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "QuickGELU": "quick_gelu",
-    "ReLU": "relu",
-    "SiLU": "silu",
-}
-SMALL_SCALE = 1e-5
-NORMED = ("q_norm", "k_norm")
 
 
 def config_from_timm(model: nn.Module, name: str, image_size: int) -> ModelConfig:
@@ -315,11 +317,11 @@ def config_from_timm(model: nn.Module, name: str, image_size: int) -> ModelConfi
         for path, module in model.named_modules():
             check_module(path, module)
         return ModelConfig(**_settings(model), image_size=image_size)
-    except (UnsupportedNetwork, ConfigError) as error:
-        suffix = (
-            ", which this network does not have" if isinstance(error, UnsupportedNetwork) else ""
-        )
-        raise WeightsError(f"{printable(name)} (timm) {error}{suffix}") from None
+    except UnsupportedNetwork as error:
+        reason = f"{error}, which this network does not have"
+        raise WeightsError(f"{printable(name)} (timm) {reason}") from None
+    except ConfigError as error:
+        raise WeightsError(f"{printable(name)} (timm) {error}") from None
 
 
 def rotary_order(model: nn.Module) -> RotaryOrder | None:
