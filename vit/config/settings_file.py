@@ -41,7 +41,7 @@ def collect_settings(
     """
     chosen = checked(chosen)
     data = chosen.get("data")
-    folder = Path(out or default_run_folder(data)) if resume and (out or data) else None
+    folder = Path(out or default_run_folder(str(data))) if resume and (out or data) else None
     if config is None and folder is not None:
         if (folder / FOLDS_FILE).is_file():
             stored = checked(read_fold_settings(folder / FOLDS_FILE))
