@@ -21,6 +21,7 @@ from vit.data.sources.open_dataset import open_splits
 from vit.errors import BadImage, DataError, RunError
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
+from vit.training.distributed import collectives
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune import feature_extraction
 from vit.training.finetune.feature_extraction import (
@@ -450,7 +451,7 @@ def send(out: Path, sent: int) -> None:
     """In each of several processes: take what the main one has."""
     rank = os.environ["RANK"]
     accelerator = make_accelerator(RunConfig(device="cpu"))
-    feature_extraction.SENT = sent
+    collectives.BROADCAST_NUMBERS = sent
     make = {"0": lambda: torch.arange(70.0).view(10, 7)}
-    values = feature_extraction.on_all(accelerator, make.get(rank, lambda: torch.zeros(1)))
+    values = collectives.broadcast_tensor(accelerator, make.get(rank, lambda: torch.zeros(1)))
     save_file({"values": values}, out / f"{rank}.safetensors")

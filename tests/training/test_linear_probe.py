@@ -204,7 +204,7 @@ def test_the_sweep_goes_on_where_the_best_is_last(monkeypatch):
 
 def test_large_data_are_held_out_once(monkeypatch):
     features, labels = draw(100, 10, 3)
-    monkeypatch.setattr(linear_probe, "WORK", 1000)
+    monkeypatch.setattr(linear_probe, "MAX_FOLD_PRODUCTS", 1000)
     head = fit_probe(features, labels, 3, seed=0)
     assert (head.folds, head.cv_count) == (1, 20)
     assert [*head.accuracy_by_strength][:7] == [*STRENGTHS[::2]]

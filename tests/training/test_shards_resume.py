@@ -8,7 +8,7 @@ import pytest
 from vit.commands.main import main
 from vit.training import training_loop
 from vit.training.distributed.stop_signals import Interrupted
-from vit.training.finetune.feature_extraction import key_of
+from vit.training.finetune.feature_extraction import content_key
 from vit.training.train import train
 
 
@@ -39,7 +39,7 @@ def test_shards_train_like_their_folder_and_resume_exactly(
 def test_features_of_a_member_are_those_of_its_file(colour_data, tmp_path):
     shards = tmp_path / "shards"
     assert main(["data", str(colour_data), "--to", "shards", "--out", str(shards)]) == 0
-    key = key_of(f"{shards}/val-000000.tar/red/3.png")
-    assert key == key_of(str(colour_data / "val/red/3.png"))
+    key = content_key(f"{shards}/val-000000.tar/red/3.png")
+    assert key == content_key(str(colour_data / "val/red/3.png"))
     assert isinstance(key, bytes)
-    assert "no such member" in str(key_of(f"{shards}/val-000000.tar/red/none.png"))
+    assert "no such member" in str(content_key(f"{shards}/val-000000.tar/red/none.png"))

@@ -5,12 +5,14 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor
 
 from vit.errors import RunError, VitError
 
 T = TypeVar("T")
+BROADCAST_NUMBERS = 2**24
+"""Numbers that `broadcast_tensor` sends at a time."""
 
 
 def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
@@ -63,6 +65,23 @@ def all_reduce(accelerator: Accelerator, totals: Tensor, counts: Sequence[float]
 def widest_float(device: torch.device) -> torch.dtype:
     """The floating dtype with the highest precision that `device` has, for sums."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def broadcast_tensor(accelerator: Accelerator, make: Callable[[], Tensor]) -> Tensor:
+    """A large matrix that `make` returns on the main process, on the CPU of all processes."""
+    made: list[Tensor] = []
+
+    def shape() -> tuple[int, ...]:
+        made.append(make())
+        return tuple(made[0].shape)
+
+    size = on_main(accelerator, shape)
+    if accelerator.num_processes == 1:
+        return made[0]
+    values = made[0] if made else torch.empty(size)
+    for part in torch.split(values, max(BROADCAST_NUMBERS // size[1], 1)):
+        part.copy_(broadcast(part.to(accelerator.device)))
+    return values
 
 
 def agreed_signal(accelerator: Accelerator, number: int) -> int:

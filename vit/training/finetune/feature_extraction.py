@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from vit.config import ModelConfig
@@ -42,125 +42,124 @@ from vit.errors import BadImage, DataError, RunError, WeightsError, printable
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.text import plural
-from vit.training.distributed.collectives import on_main
+from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.weights.safetensors_io import digest, explain_write_errors, read_tensors, write_tensors
 
 KEY_BYTES = 32
 STALE_SECONDS = 24 * 3600
+VERSION = 1
+"""Part of the cache's identity; another one invalidates all features."""
+CHUNK = 1000
+"""Images that are computed, over all processes, before they are written to the cache."""
+HASHED = 4096
+"""Files that a process hashes between two checks for a signal."""
+READ_BYTES = 2**20
+IRRELEVANT_SETTINGS = ("num_classes", "dropout", "attention_dropout", "drop_path")
+"""Settings of a network that its features do not depend on."""
 
 
-class FeatureStore:
-    """Features of one network, one preprocessing and one arithmetic.
+@dataclass(frozen=True)
+class Features:
+    """Features of the readable images, in the order of the samples.
 
     Args:
-        cache: The folder of all stores.
-        identity: Everything but the image that a feature depends on, as JSON takes it.
-        say: Told of damaged files.
-
-    Raises:
-        RunError: The folder cannot be written.
+        values: (images, dim) float32, on the CPU.
+        labels: (images,) int64.
+        failed: The unreadable images, with the reason.
     """
 
-    def __init__(
-        self, cache: Path, identity: Mapping[str, object], notify: Callable[[str], None]
-    ) -> None:
-        text = json.dumps(identity, sort_keys=True)
-        self.folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.notify = notify
-        with explain_write_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._clean()
-
-    def read(self, wanted: Set[bytes]) -> Iterator[tuple[list[bytes], Tensor]]:
-        """What there is of `wanted`, chunk by chunk; a damaged chunk is told of and deleted.
-
-        Returns:
-            Keys, none of which comes twice, and their features (images, dim).
-        """
-        left = set(wanted)
-        for path in sorted(self.folder.glob("[!.]*.safetensors")):
-            try:
-                keys, values = self._chunk(path)
-            except WeightsError as error:
-                self.notify(f"note: {error}; its features are made again")
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                continue
-            rows = [row for row, key in enumerate(keys) if key in left]
-            if rows:
-                left.difference_update(keys)
-                yield [keys[row] for row in rows], values[rows]
-
-    def write(self, keys: Sequence[bytes], values: Tensor) -> None:
-        """Keep `values`, (images, dim) float32, under different `keys`.
-
-        Raises:
-            RunError: The disk is full, or the folder cannot be written.
-        """
-        flat = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8)
-        path = self.folder / f"{uuid.uuid4().hex}.safetensors"
-        write_tensors(path, {"keys": flat.view(-1, KEY_BYTES), "values": values}, {})
-
-    def _chunk(self, path: Path) -> tuple[list[bytes], Tensor]:
-        tensors, _ = read_tensors(path)
-        keys, values = tensors.get("keys"), tensors.get("values")
-        if (
-            tensors.keys() != {"keys", "values"}
-            or keys is None
-            or values is None
-            or (keys.dtype, values.dtype) != (torch.uint8, torch.float32)
-            or (keys.ndim, values.ndim) != (2, 2)
-            or keys.shape != (len(values), KEY_BYTES)
-        ):
-            raise WeightsError(f"{printable(path)} is damaged: it holds no features")
-        flat = keys.numpy().tobytes()
-        return [flat[at : at + KEY_BYTES] for at in range(0, len(flat), KEY_BYTES)], values
-
-    def _clean(self) -> None:
-        """Delete what writers that were killed have left; a living one is done within a day."""
-        for path in self.folder.glob(".*.tmp"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink()
+    values: Tensor
+    labels: Tensor
+    failed: dict[str, str]
 
 
-VERSION = 1
-"""Of what a feature means; another one makes all of them anew."""
-CHUNK = 1000
-"""Images that are made, over all processes, before they are kept."""
-HASHED = 4096
-"""Files of one process hashed between two looks for a signal."""
-PIECE = 2**20
+def extract(
+    samples: Sequence[Sample],
+    extractor: "FeatureExtractor",
+    *,
+    weights_key: str,
+    notify: Callable[[str], None],
+    on_bad_image: OnBadImage = "stop",
+    cache: Path | None = None,
+) -> Features | None:
+    """Features of `samples`, from the cache or computed; all processes must make this call.
+
+    Args:
+        samples: Files and their classes.
+        extractor: Computes missing features.
+        weights_key: From `weights_digest`, of the extractor's network.
+        notify: Receives, on the main process, a summary and notes about damaged files.
+        on_bad_image: `stop` at an unreadable image, or `skip` it.
+        cache: Folder of the cache; None for no cache.
+
+    Returns:
+        The same on all processes; None after a signal, with the computed features in the cache.
+
+    Raises:
+        BadImage: An image cannot be read, and `on_bad_image` is stop.
+        DataError: No image can be read.
+        RunError: The cache cannot be written, or a feature is not finite.
+    """
+    accelerator = extractor.accelerator
+    keys = extractor.keys([sample.path for sample in samples])
+    if keys is None:
+        return None
+    table = FeatureTable(samples, keys, on_bad_image)
+    identity = extractor.identity(weights_key)
+    cached = on_main(accelerator, lambda: table.open(cache, identity, notify))
+    missing = [(key, path) for key, path in table.files.items() if key not in cached]
+    with closing(extractor.compute(missing)) as chunks:
+        for chunk in chunks:
+            on_main(accelerator, lambda: table.add(chunk.keys, chunk.values))  # noqa: B023
+            table.exclude(chunk.failed)
+            if not chunk.complete:
+                return None
+    if accelerator.is_main_process:
+        notify(table.summary(cached))
+    return table.features(accelerator)
 
 
-class FeatureBatch(NamedTuple):
+def weights_digest(state: Mapping[str, Tensor], config: ModelConfig) -> str:
+    """Digest of everything in a network that its features depend on, so without the head.
+
+    Args:
+        state: Weights by name, on any device.
+        config: Settings of the network.
+    """
+    body = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    body = {name: tensor for name, tensor in body.items() if not name.startswith("head.")}
+    settings = {name: repr(value) for name, value in asdict(config).items()}
+    return digest(body, {n: v for n, v in settings.items() if n not in IRRELEVANT_SETTINGS})
+
+
+class FeatureChunk(NamedTuple):
     """Features of some images, from all processes."""
 
     keys: list[bytes]
-    """Of the images that could be read."""
+    """Keys of the readable images."""
     values: Tensor
     """Their features, (images, dim) float32."""
     failed: dict[bytes, BadImage]
-    """The other ones."""
-    whole: bool
-    """Whether it is the whole chunk; False where a signal came."""
+    """The unreadable images."""
+    complete: bool
+    """False if a signal ended the work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureExtractor:
-    """Computes features, all processes together.
+    """Computes features on all processes.
 
     Args:
-        network: Whole, on the device of the accelerator; it is left in evaluation mode.
-        preprocessing: How images are prepared.
+        network: Whole, on the device of the accelerator; left in evaluation mode.
+        preprocessing: Preparation of images.
         accelerator: The devices.
         precision: Setting `precision` of the run.
-        batch_size: Images that a device takes at once.
-        workers: Threads that read images; None to choose by the number of cores.
-        interrupted: Asked between batches, at the same places on all processes; True, on all of
+        batch_size: Images per device in one forward pass.
+        workers: Threads that read images; by the number of cores if None.
+        interrupted: Called between batches, at the same places on all processes; True, on all of
             them, ends the work.
-        advance: Told how many more images of this process are done.
+        advance: Receives the number of images that this process has finished since its last call.
     """
 
     network: VisionTransformer
@@ -174,7 +173,7 @@ class FeatureExtractor:
 
     @property
     def threads(self) -> int:
-        """How many read."""
+        """Number of threads that read files."""
         if self.workers is None:
             return default_workers(self.accelerator.num_processes)
         return max(self.workers, 1)
@@ -189,23 +188,20 @@ class FeatureExtractor:
         }
 
     def keys(self, paths: Sequence[str]) -> list[bytes | BadImage] | None:
-        """Digests of the files, the same on all processes; None where a signal came."""
+        """Digests of the files, the same on all processes; None after a signal."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         found: dict[int, bytes | BadImage] = {}
         with ThreadPoolExecutor(self.threads, thread_name_prefix="hash-image") as pool:
             for first in range(0, len(paths), HASHED * processes):
-                mine = range(first, min(first + HASHED * processes, len(paths)))[rank::processes]
-                found.update(zip(mine, pool.map(key_of, [paths[i] for i in mine]), strict=True))
+                own = range(first, min(first + HASHED * processes, len(paths)))[rank::processes]
+                found.update(zip(own, pool.map(content_key, [paths[i] for i in own]), strict=True))
                 if self.interrupted():
                     return None
-        keys = {place: key for part in gather_object([found]) for place, key in part.items()}
-        return [keys[place] for place in range(len(paths))]
+        keys = {index: key for part in gather_object([found]) for index, key in part.items()}
+        return [keys[index] for index in range(len(paths))]
 
-    def make(self, files: Sequence[tuple[bytes, str]]) -> Generator[FeatureBatch, None, None]:
-        """Features of `files`, a chunk at a time; the same on all processes.
-
-        Args:
-            files: Keys and paths; no key comes twice.
+    def compute(self, files: Sequence[tuple[bytes, str]]) -> Generator[FeatureChunk, None, None]:
+        """Features of `files`, distinct keys and paths, in chunks; the same on all processes.
 
         Raises:
             RunError: A feature is not finite.
@@ -216,26 +212,26 @@ class FeatureExtractor:
         self.network.eval()
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="read-image")
         try:
-            batches = self.ahead(pool, self.share(chunks, rounds))
+            batches = self.prefetch(pool, self.own_batches(chunks, rounds))
             for count in rounds:
-                yield self.gathered(islice(batches, count))
+                yield self.compute_chunk(islice(batches, count))
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def share(
+    def own_batches(
         self, chunks: Sequence[Sequence[tuple[bytes, str]]], rounds: Sequence[int]
     ) -> Iterator[Sequence[tuple[bytes, str]]]:
-        """This process's batches of all chunks; empty ones where others have more."""
+        """This process's batches of all chunks; empty ones where other processes have more."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         for chunk, batches in zip(chunks, rounds, strict=True):
-            mine = chunk[rank::processes]
+            own = chunk[rank::processes]
             for number in range(batches):
-                yield mine[number * self.batch_size : (number + 1) * self.batch_size]
+                yield own[number * self.batch_size : (number + 1) * self.batch_size]
 
-    def ahead(
+    def prefetch(
         self, pool: ThreadPoolExecutor, batches: Iterator[Sequence[tuple[bytes, str]]]
     ) -> Iterator[list[tuple[bytes, Tensor | BadImage]]]:
-        """Prepared images of `batches`, while threads read the next one."""
+        """Prepared images of `batches`, while threads read the next batch."""
         reading: deque[list[tuple[bytes, Future[Tensor | BadImage]]]] = deque()
         while True:
             for batch in islice(batches, 2 - len(reading)):
@@ -245,54 +241,56 @@ class FeatureExtractor:
             yield [(key, image.result()) for key, image in reading.popleft()]
 
     def read(self, key: bytes, path: str) -> Tensor | BadImage:
-        """One prepared image, uint8 (3, height, width), or why there is none."""
+        """One prepared image, uint8 (3, height, width), or the reason why it is unreadable."""
         try:
             image = self.preprocessing(read_image(path))
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except (ValueError, OSError, MemoryError) as error:
             return BadImage(path, f"cannot be resized: {error}")
-        if key_of(path) != key:  # its features would stand under the key of another content
+        if content_key(path) != key:  # the cache would have its features under another content
             return BadImage(path, "it changed while it was read")
         return image
 
-    def gathered(self, batches: Iterator[list[tuple[bytes, Tensor | BadImage]]]) -> FeatureBatch:
-        """Features of a chunk, of which each process has some batches."""
+    def compute_chunk(
+        self, batches: Iterator[list[tuple[bytes, Tensor | BadImage]]]
+    ) -> FeatureChunk:
+        """Features of a chunk, from this process's batches and those of the others."""
         keys: list[bytes] = []
         values: list[Tensor] = []
         failed: dict[bytes, BadImage] = {}
-        whole = True
+        complete = True
         for batch in batches:
-            good = {key: image for key, image in batch if isinstance(image, Tensor)}
+            images = {key: image for key, image in batch if isinstance(image, Tensor)}
             failed.update((key, bad) for key, bad in batch if isinstance(bad, BadImage))
-            if good:
-                keys += good
-                values.append(self.forward(torch.stack([*good.values()])))
+            if images:
+                keys += images
+                values.append(self.forward(torch.stack([*images.values()])))
             self.advance(len(batch))
             if self.interrupted():
-                whole = False
+                complete = False
                 break
         parts = gather_object([(keys, values, failed)])
-        all_values = [part for _, some, _ in parts for part in some]
-        together = torch.cat(all_values) if all_values else torch.empty(0, 0)
-        if not together.isfinite().all():
+        tensors = [part for _, some, _ in parts for part in some]
+        all_values = torch.cat(tensors) if tensors else torch.empty(0, 0)
+        if not all_values.isfinite().all():
             used = arithmetic(self.precision, self.accelerator.device)
             raise RunError(
                 f"a feature is not finite in {used}: use --precision fp32, or check the weights"
             )
-        return FeatureBatch(
+        return FeatureChunk(
             [key for some, _, _ in parts for key in some],
-            together,
+            all_values,
             {key: bad for _, _, some in parts for key, bad in some.items()},
-            whole,
+            complete,
         )
 
     @torch.inference_mode()
     def forward(self, images: Tensor) -> Tensor:
-        """Bytes (batch, 3, height, width) -> what the head reads, (batch, dim) float32, CPU"""
+        """uint8 (batch, 3, height, width) -> input of the head, (batch, dim) float32 on the CPU"""
         network, device = self.network, self.accelerator.device
         count = len(images)
-        # few shapes: the last batch of a list is filled up with blank images
+        # few shapes for compilation: the last batch is padded with blank images
         rows = min(self.batch_size, 1 << (count - 1).bit_length())
         filled = images.new_zeros(rows, *images.shape[1:])
         filled[:count] = images
@@ -303,15 +301,15 @@ class FeatureExtractor:
         return read[:count].float().cpu()
 
 
-def key_of(path: str) -> bytes | BadImage:
-    """SHA-256 of the file `path`, or why it is no image."""
+def content_key(path: str) -> bytes | BadImage:
+    """SHA-256 of the file `path`, or the reason why it is no image."""
     total = hashlib.sha256()
     with contextlib.suppress(OSError, BadImage):
         # a pipe would block, a device never end
         if is_inside(path) or _is_readable(os.stat(path)):
             with open_binary(path) as file:
-                while piece := file.read(PIECE):
-                    total.update(piece)
+                while data := file.read(READ_BYTES):
+                    total.update(data)
             return total.digest()
     try:
         check_header(path)
@@ -324,116 +322,99 @@ def _is_readable(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES
 
 
-SENT = 2**24
-"""Numbers sent from process to process at a time."""
-IRRELEVANT_SETTINGS = ("num_classes", "dropout", "attention_dropout", "drop_path")
-"""Settings of a network that its features do not depend on."""
-
-
-@dataclass(frozen=True)
-class Features:
-    """What the head reads of the images that could be read, in the order of the samples.
+class FeatureStore:
+    """Cached features of one network, preprocessing and precision.
 
     Args:
-        values: (images, dim) float32, on the CPU.
-        labels: (images,) int64.
-        failed: The other images, and why.
-    """
-
-    values: Tensor
-    labels: Tensor
-    failed: dict[str, str]
-
-
-def weights_digest(state: Mapping[str, Tensor], config: ModelConfig) -> str:
-    """A name for everything in a network that its features depend on: not the head.
-
-    Args:
-        state: Weights by name, on any device.
-        config: Settings of the network; the same weights mean something else in another one.
-    """
-    body = {
-        name: tensor.detach().cpu()
-        for name, tensor in state.items()
-        if not name.startswith("head.")
-    }
-    settings = {
-        name: repr(value)
-        for name, value in asdict(config).items()
-        if name not in IRRELEVANT_SETTINGS
-    }
-    return digest(body, settings)
-
-
-def extract(
-    samples: Sequence[Sample],
-    maker: FeatureExtractor,
-    *,
-    weights_key: str,
-    notify: Callable[[str], None],
-    on_bad_image: OnBadImage = "stop",
-    cache: Path | None = None,
-) -> Features | None:
-    """Features of `samples`; those in the cache are not made again. Call it on all processes.
-
-    Args:
-        samples: Files and their classes.
-        maker: Makes those that are missing.
-        weights_key: From `weights_digest`, of the maker's network.
-        say: Told, on the main process, what came from the cache.
-        on_bad_image: `stop` at an image that cannot be read, or `skip` it.
-        cache: Folder of features to take from and to add to; None keeps nothing.
-
-    Returns:
-        The same on all processes; None where the maker was interrupted: what was made is kept.
+        cache: The folder of all stores.
+        identity: Everything but the image that a feature depends on, for JSON.
+        notify: Receives notes about damaged files.
 
     Raises:
-        BadImage: An image cannot be read, and `on_bad_image` is stop.
-        DataError: None can be read.
-        RunError: The cache cannot be written, or a feature is not finite.
+        RunError: The folder cannot be written.
     """
-    accelerator = maker.accelerator
-    keys = maker.keys([sample.path for sample in samples])
-    if keys is None:
-        return None
-    table = FeatureTable(samples, keys, on_bad_image)
-    identity = maker.identity(weights_key)
-    cached = on_main(accelerator, lambda: table.open(cache, identity, notify))
-    missing = [(key, path) for key, path in table.files.items() if key not in cached]
-    with closing(maker.make(missing)) as chunks:
-        for made in chunks:
-            on_main(accelerator, lambda: table.keep(made.keys, made.values))  # noqa: B023
-            table.leave_out(made.failed)
-            if not made.whole:
-                return None
-    if accelerator.is_main_process:
-        notify(table.summary(cached))
-    return table.features(accelerator)
+
+    def __init__(
+        self, cache: Path, identity: Mapping[str, object], notify: Callable[[str], None]
+    ) -> None:
+        text = json.dumps(identity, sort_keys=True)
+        self.folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.notify = notify
+        with explain_write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(".*.tmp"):  # of killed writers; others finish within a day
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
+
+    def read(self, wanted: Set[bytes]) -> Iterator[tuple[list[bytes], Tensor]]:
+        """Distinct keys of `wanted` and their features (images, dim), file by file.
+
+        A damaged file is reported and deleted.
+        """
+        left = set(wanted)
+        for path in sorted(self.folder.glob("[!.]*.safetensors")):
+            try:
+                keys, values = self._read_file(path)
+            except WeightsError as error:
+                self.notify(f"note: {error}; its features are made again")
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                continue
+            rows = [row for row, key in enumerate(keys) if key in left]
+            if rows:
+                left.difference_update(keys)
+                yield [keys[row] for row in rows], values[rows]
+
+    def write(self, keys: Sequence[bytes], values: Tensor) -> None:
+        """Write `values`, (images, dim) float32, under distinct `keys`.
+
+        Raises:
+            RunError: The disk is full, or the folder cannot be written.
+        """
+        flat = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8)
+        path = self.folder / f"{uuid.uuid4().hex}.safetensors"
+        write_tensors(path, {"keys": flat.view(-1, KEY_BYTES), "values": values}, {})
+
+    def _read_file(self, path: Path) -> tuple[list[bytes], Tensor]:
+        tensors, _ = read_tensors(path)
+        keys, values = tensors.get("keys"), tensors.get("values")
+        if (
+            tensors.keys() != {"keys", "values"}
+            or keys is None
+            or values is None
+            or (keys.dtype, values.dtype) != (torch.uint8, torch.float32)
+            or (keys.ndim, values.ndim) != (2, 2)
+            or keys.shape != (len(values), KEY_BYTES)
+        ):
+            raise WeightsError(f"{printable(path)} is damaged: it holds no features")
+        flat = keys.numpy().tobytes()
+        return [flat[at : at + KEY_BYTES] for at in range(0, len(flat), KEY_BYTES)], values
 
 
 @dataclass
 class FeatureTable:
-    """The features of a list of samples while they are collected; the main process has them all.
+    """Collects the features of `samples`; only the main process has them all.
 
     Args:
         samples: Files and their classes.
-        keys: Of each sample, or why there is none.
-        on_bad_image: `stop` at an image that cannot be read, or `skip` it.
+        keys: Key of each sample, or the reason why it is unreadable.
+        on_bad_image: `stop` at an unreadable image, or `skip` it.
 
     Raises:
-        BadImage: A sample has no key, and is to stop the run.
+        BadImage: A sample has no key, and `on_bad_image` is stop.
     """
 
     samples: Sequence[Sample]
     keys: Sequence[bytes | BadImage]
     on_bad_image: OnBadImage
     store: FeatureStore | None = None
-    pieces: list[tuple[list[bytes], Tensor]] = field(default_factory=list)
-    bad: dict[bytes, str] = field(default_factory=dict)
+    parts: list[tuple[list[bytes], Tensor]] = field(default_factory=list)
+    failed: dict[bytes, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.files: dict[bytes, str] = {}
-        """Each content once, with the first file that has it."""
+        """The first file of each content."""
         for sample, key in zip(self.samples, self.keys, strict=True):
             if isinstance(key, bytes):
                 self.files.setdefault(key, sample.path)
@@ -443,46 +424,46 @@ class FeatureTable:
     def open(
         self, cache: Path | None, identity: Mapping[str, object], notify: Callable[[str], None]
     ) -> set[bytes]:
-        """Take what `cache` has; answers with its keys."""
+        """Load the features that are in `cache`; returns their keys."""
         if cache is not None:
             self.store = FeatureStore(cache, identity, notify)
-            self.pieces += self.store.read(self.files.keys())
-        return {key for keys, _ in self.pieces for key in keys}
+            self.parts += self.store.read(self.files.keys())
+        return {key for keys, _ in self.parts for key in keys}
 
-    def keep(self, keys: list[bytes], values: Tensor) -> None:
-        """Take what was made, and write it down."""
+    def add(self, keys: list[bytes], values: Tensor) -> None:
+        """Add computed features, and write them to the cache."""
         if keys:
-            self.pieces.append((keys, values))
+            self.parts.append((keys, values))
             if self.store is not None:
                 self.store.write(keys, values)
 
-    def leave_out(self, failed: Mapping[bytes, BadImage]) -> None:
-        """Remember images that cannot be read.
+    def exclude(self, failed: Mapping[bytes, BadImage]) -> None:
+        """Record unreadable images.
 
         Raises:
-            BadImage: They are to stop the run; the first of them in the order of the samples.
+            BadImage: `on_bad_image` is stop; the first one in the order of the samples.
         """
         if failed and self.on_bad_image == "stop":
             first = next(failed[key] for key in self.files if key in failed)
             raise BadImage(first.path, first.reason)
-        self.bad.update((key, bad.reason) for key, bad in failed.items())
+        self.failed.update((key, bad.reason) for key, bad in failed.items())
 
     def summary(self, cached: set[bytes]) -> str:
-        """Where the features came from, in a line."""
-        good = [key for key in self.keys if isinstance(key, bytes) and key not in self.bad]
-        taken = sum(key in cached for key in good)
-        made = len(set(good) - cached)
-        parts = [f"{made:,} made"]
+        """Log line: how many features were cached and computed."""
+        good = [key for key in self.keys if isinstance(key, bytes) and key not in self.failed]
+        loaded = sum(key in cached for key in good)
+        computed = len(set(good) - cached)
+        counts = [f"{computed:,} made"]
         if self.store is not None:
-            parts.insert(0, f"{taken:,} of {plural(len(self.samples), 'image')} from the cache")
-        if same := len(good) - taken - made:
-            parts.append(f"{same:,} the same as another")
+            counts.insert(0, f"{loaded:,} of {plural(len(self.samples), 'image')} from the cache")
+        if same := len(good) - loaded - computed:
+            counts.append(f"{same:,} the same as another")
         if lost := len(self.samples) - len(good):
-            parts.append(f"{lost:,} left out that cannot be read")
-        return f"features: {', '.join(parts)}"
+            counts.append(f"{lost:,} left out that cannot be read")
+        return f"features: {', '.join(counts)}"
 
     def features(self, accelerator: Accelerator) -> Features:
-        """All of them in the order of the samples, on all processes.
+        """All features in the order of the samples, on all processes.
 
         Raises:
             DataError: There are none.
@@ -492,39 +473,22 @@ class FeatureTable:
         for sample, key in zip(self.samples, self.keys, strict=True):
             if isinstance(key, BadImage):
                 failed[sample.path] = key.reason
-            elif key in self.bad:
-                failed[sample.path] = self.bad[key]
+            elif key in self.failed:
+                failed[sample.path] = self.failed[key]
             else:
                 labels.append(sample.label)
                 good.append(key)
         if not good:
             raise DataError("not one image can be read: there are no features")
-        values = on_all(accelerator, lambda: self.values(good))
+        values = broadcast_tensor(accelerator, lambda: self.values(good))
         return Features(values, torch.tensor(labels, dtype=torch.int64), failed)
 
     def values(self, keys: Sequence[bytes]) -> Tensor:
-        """Features of `keys`, (images, dim); the pieces are used up."""
-        place = {key: row for row, key in enumerate(self.files)}
-        unique = torch.zeros(len(place), self.pieces[0][1].shape[1])
-        while self.pieces:
-            some, values = self.pieces.pop()
-            unique[torch.tensor([place[key] for key in some])] = values
-        rows = [place[key] for key in keys]
+        """Features of `keys`, (images, dim); frees the parts."""
+        index = {key: row for row, key in enumerate(self.files)}
+        unique = torch.zeros(len(index), self.parts[0][1].shape[1])
+        while self.parts:
+            some, values = self.parts.pop()
+            unique[torch.tensor([index[key] for key in some])] = values
+        rows = [index[key] for key in keys]
         return unique if rows == [*range(len(unique))] else unique[torch.tensor(rows)]
-
-
-def on_all(accelerator: Accelerator, make: Callable[[], Tensor]) -> Tensor:
-    """A large tensor that the main process makes, on the CPU of all."""
-    made: list[Tensor] = []
-
-    def shape() -> tuple[int, ...]:
-        made.append(make())
-        return tuple(made[0].shape)
-
-    size = on_main(accelerator, shape)
-    if accelerator.num_processes == 1:
-        return made[0]
-    values = made[0] if made else torch.empty(size)
-    for part in torch.split(values, max(SENT // size[1], 1)):
-        part.copy_(broadcast(part.to(accelerator.device)))
-    return values

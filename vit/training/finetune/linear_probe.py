@@ -26,27 +26,32 @@ from vit.text import plural
 from vit.training.finetune.logistic_regression import Eigenbasis, LogisticProblems, minimise
 
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
-"""From 10 to 1e-5; of the squared weights of standardised features, beside the mean loss."""
-COARSE = STRENGTHS[::2]
-EXTENSIONS = 4
-"""How often a sweep goes on where its last strength was the best."""
-WORK = 5e9
-"""Products of one pass over all folds, about half a second on two cores, above which one part is
-held out, once."""
-TOLERANCE = 1e-5
+"""L2 penalties that are tried, 10 to 1e-5: weights of |W|^2 / 2 beside the mean loss."""
+COARSE_STRENGTHS = STRENGTHS[::2]
+DEFAULT_STRENGTH = 0.1
+"""The strength of a fit with too few images to choose one."""
+MAX_EXTENSIONS = 4
+"""Strengths that are tried beyond an end of the range where the best one is."""
+MAX_FOLD_PRODUCTS = 5e9
+"""Products of a pass over all folds, about half a second on two cores, above which only one fold
+is held out."""
+SWEEP_TOLERANCE, FIT_TOLERANCE = 1e-5, 1e-9
 BLOCK = 2**24
-NO_DIFFERENCE = 0.01
-"""Of two log-losses: one in a hundred of a probability."""
+EQUAL_LOSS = 0.01
+"""Difference below which two log-losses count as equal."""
+TEMPERATURE = 0.07
+ABSENT_MARGIN = 20.0
+"""How far the logit of a class without images is below all others."""
 
 
 @dataclass(frozen=True)
 class PenaltyTrial:
-    """What one strength does to held-out images.
+    """Predictions for held-out images at one strength.
 
     Args:
-        strength: The strength.
-        weights: (rank + 1, problems, classes); the next trial begins there.
-        right: Whether each held-out image was labelled right, (held out,).
+        strength: L2 penalty.
+        weights: (rank + 1, problems, classes).
+        right: Whether each prediction is correct, (held out,).
         losses: -log of the probability of its class, (held out,); infinite for unseen classes.
     """
 
@@ -57,7 +62,7 @@ class PenaltyTrial:
 
     @property
     def accuracy(self) -> float:
-        """Share of right labels."""
+        """Share of correct predictions."""
         return float(self.right.double().mean())
 
     @property
@@ -68,15 +73,15 @@ class PenaltyTrial:
 
 
 class PenaltySweep:
-    """Trials of several strengths on the same held-out images.
+    """Cross-validates several strengths on the same folds.
 
     Args:
         inputs: Coordinates and a column of ones, (images, rank + 1) float32.
         labels: Classes, (images,).
         classes: Number of classes.
         variance: Of the coordinates, (rank,).
-        folds: Parts that are held out in turn.
-        seed: Decides which images are held out together.
+        folds: Number of folds.
+        seed: Decides the folds.
     """
 
     def __init__(
@@ -92,16 +97,16 @@ class PenaltySweep:
         self.inputs, self.labels, self.notes = inputs, labels, list[str]()
         counts = torch.bincount(labels, minlength=classes)
         self.useful = bool(counts.max() > 1) and int((counts > 0).sum()) > 1
-        """Whether there is something to choose by."""
+        """Whether a strength can be chosen."""
         if not self.useful:
             why = "no class has two images" if counts.max() == 1 else "all are of one class"
             self.notes.append(f"no strength can be chosen: {why}")
             self.folds = 0
             return
         parts = min(folds, len(labels))
-        large = inputs.numel() * classes * parts > WORK
+        large = inputs.numel() * classes * parts > MAX_FOLD_PRODUCTS
         self.folds = 1 if large else parts
-        self.strengths = COARSE if large else STRENGTHS
+        self.strengths = COARSE_STRENGTHS if large else STRENGTHS
         if large:
             self.notes.append(
                 f"{len(labels):,} images of {classes:,} classes are too many for {parts} folds: "
@@ -121,17 +126,17 @@ class PenaltySweep:
         self.held = [(part == fold).nonzero().squeeze(1) for fold in range(self.folds)]
 
     def run(self, strengths: Sequence[float] | None) -> list[PenaltyTrial]:
-        """Trials from strong to weak, each from where the one before ended.
+        """Trials from strong to weak, each started from the weights of the one before.
 
         Args:
-            strengths: What to try; our own where left out, and further where the best is last.
+            strengths: Strengths to try; a default range, extended at its ends, if None.
         """
         if not self.useful:
             return []
         trials: list[PenaltyTrial] = []
         for strength in sorted(set(strengths or self.strengths), reverse=True):
             start = trials[-1].weights if trials else self.problems.start()
-            trials.append(self.attempt(strength, start))
+            trials.append(self.fit(strength, start))
         if strengths is None:
             self.extend(trials)
         best = choose_penalty(trials).strength
@@ -141,20 +146,20 @@ class PenaltySweep:
         return trials
 
     def extend(self, trials: list[PenaltyTrial]) -> None:
-        """Go on at the end where the best one is."""
+        """Try strengths beyond the end of the range where the best one is."""
         ratio = trials[0].strength / trials[1].strength
-        for _ in range(EXTENSIONS):
+        for _ in range(MAX_EXTENSIONS):
             best = choose_penalty(trials)
             if best is trials[-1]:
-                trials.append(self.attempt(best.strength / ratio, best.weights))
+                trials.append(self.fit(best.strength / ratio, best.weights))
             elif best is trials[0]:
-                trials.insert(0, self.attempt(best.strength * ratio, best.weights))
+                trials.insert(0, self.fit(best.strength * ratio, best.weights))
             else:
                 return
 
-    def attempt(self, strength: float, start: Tensor) -> PenaltyTrial:
-        """Solve all folds at `strength`, and look at the images that each held out."""
-        weights = minimise(self.problems, start, strength, tolerance=TOLERANCE).weights
+    def fit(self, strength: float, start: Tensor) -> PenaltyTrial:
+        """Fit all folds at `strength` from `start`, and predict the held-out images."""
+        weights = minimise(self.problems, start, strength, tolerance=SWEEP_TOLERANCE).weights
         right, losses = [], []
         rows = max(BLOCK // weights.shape[2], 1)
         for fold, held in enumerate(self.held):
@@ -169,27 +174,27 @@ class PenaltySweep:
 
 
 def choose_penalty(trials: Sequence[PenaltyTrial]) -> PenaltyTrial:
-    """The strongest trial of about the least log-loss among those as accurate as the best one.
+    """The strongest trial of nearly the least log-loss among those as accurate as the best one.
 
-    Where a line separates the classes, each weaker strength has a little less log-loss and a head
-    many times as large, which is a bad start for training further.
+    With separable classes, each weaker strength has slightly less log-loss and a head many times
+    as large, which is a bad initialisation for fine-tuning.
     """
     best = max(trials, key=lambda trial: int(trial.right.sum()))
     accurate = [trial for trial in trials if within_one_standard_error(trial, best)]
     least = min(trial.loss for trial in accurate)
-    alike = [trial for trial in accurate if trial.loss <= least + NO_DIFFERENCE]
+    alike = [trial for trial in accurate if trial.loss <= least + EQUAL_LOSS]
     return max(alike, key=lambda trial: trial.strength)
 
 
 def within_one_standard_error(trial: PenaltyTrial, best: PenaltyTrial) -> bool:
-    """Whether the images on which two trials differ do not tell that `best` is better."""
+    """Whether the difference in accuracy is within the standard error of paired predictions."""
     lost = int((best.right & ~trial.right).sum())
     won = int((trial.right & ~best.right).sum())
     return lost - won <= math.sqrt(lost + won)
 
 
 def assign_folds(labels: Tensor, parts: int, seed: int) -> Tensor:
-    """A part for each image, (images,): each class spread evenly, and all parts of one size."""
+    """Stratified folds of equal size: the fold of each image, (images,)."""
     generator = torch.Generator().manual_seed(random_seed(seed, "folds"))
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
@@ -198,29 +203,21 @@ def assign_folds(labels: Tensor, parts: int, seed: int) -> Tensor:
     return part
 
 
-FEW = 0.1
-"""The strength where there are too few images to choose one."""
-PROBE_TOLERANCE = 1e-9
-TEMPERATURE = 0.07
-UNLIKELY = 20.0
-"""How far below all other logits that of a class without an image is."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A linear head, and how it was chosen.
+    """A linear head, and its cross-validation.
 
     Args:
-        weight: (classes, dim) float32, of features as they are.
+        weight: (classes, dim) float32, for unscaled features.
         bias: (classes,) float32.
-        strength: Weight of |W|^2 / 2 beside the mean loss.
-        accuracy_by_strength: Share of held-out images that each strength labels right, in the
-            order from strong to weak; empty where there was nothing to choose by.
-        loss_by_strength: Their mean log-loss, without images whose class was held out entirely.
-        cv_correct: How many held-out images `strength` labels right.
-        cv_count: Of how many, all folds together.
-        folds: How many parts were held out in turn; 1 is a single one, 0 none.
-        notes: What the user should know.
+        strength: L2 penalty, the weight of |W|^2 / 2 beside the mean loss.
+        accuracy_by_strength: Accuracy on held-out images, from strong to weak; empty without
+            cross-validation.
+        loss_by_strength: Mean log-loss of images whose class is in the other folds.
+        cv_correct: Correct predictions for held-out images at `strength`.
+        cv_count: Held-out images, over all folds.
+        folds: Folds that were held out; 0 without cross-validation.
+        notes: Notes for the user.
     """
 
     weight: Tensor
@@ -235,7 +232,7 @@ class Probe:
 
     @property
     def cv_accuracy(self) -> float | None:
-        """Share of held-out images labelled right; a little high, as it decided the strength."""
+        """Accuracy on held-out images; slightly optimistic, since it decided the strength."""
         return self.cv_correct / self.cv_count if self.cv_count else None
 
     @property
@@ -248,7 +245,7 @@ class Probe:
         return F.linear(features, self.weight, self.bias)
 
     def correct(self, features: Tensor, labels: Tensor) -> int:
-        """How many images it labels right, of (images, dim) with labels (images,)."""
+        """Number of correct predictions for (images, dim) with labels (images,)."""
         rows = max(BLOCK // len(self.bias), 1)
         parts = zip(torch.split(features, rows), torch.split(labels, rows), strict=True)
         return sum(int((self.logits(some).argmax(1) == own).sum()) for some, own in parts)
@@ -264,35 +261,34 @@ def fit_probe(
     strengths: Sequence[float] | None = None,
     device: torch.device | str = "cpu",
 ) -> Probe:
-    """Fit a linear head, and choose its strength by stratified cross-validation.
+    """Fit a linear head; its L2 penalty is chosen by stratified cross-validation.
 
     Args:
-        features: (images, dim), at least one image, all finite; their means and deviations
-            are those of all images, held out or not.
+        features: (images, dim), finite, at least one image; standardised by all of them.
         labels: (images,) int64.
         classes: Number of classes; some may have no image.
-        seed: Decides which images are held out together.
-        folds: Parts that are held out in turn, at least 2.
-        strengths: What to try; where left out 10 to 1e-5, and further where the best is at an end.
-        device: Where to compute, cpu or cuda.
+        seed: Decides the folds.
+        folds: Number of folds, at least 2.
+        strengths: Strengths to try; 10 to 1e-5, extended where the best is at an end, if None.
+        device: cpu or cuda.
 
     Raises:
-        ValueError: What was given is impossible.
+        ValueError: The shapes do not fit, or a value is impossible.
     """
-    check(features, labels, classes, folds, strengths)
-    rotation = Eigenbasis.of(features.float().cpu())
-    inputs, labels = rotation.rotate(features.float().to(device)), labels.to(device)
-    sweep = PenaltySweep(inputs, labels, classes, rotation.variance, folds=folds, seed=seed)
+    check_fit(features, labels, classes, folds, strengths)
+    basis = Eigenbasis.of(features.float().cpu())
+    inputs, labels = basis.rotate(features.float().to(device)), labels.to(device)
+    sweep = PenaltySweep(inputs, labels, classes, basis.variance, folds=folds, seed=seed)
     trials = sweep.run(strengths)
     best = choose_penalty(trials) if trials else None
-    strength = best.strength if best else (strengths or [FEW])[0]
+    strength = best.strength if best else (strengths or [DEFAULT_STRENGTH])[0]
     everything = (labels >= 0).unsqueeze(1)
-    whole = LogisticProblems(inputs, labels, everything, classes, rotation.variance)
+    whole = LogisticProblems(inputs, labels, everything, classes, basis.variance)
     start = best.weights.mean(1, keepdim=True) if best else whole.start()
-    end = minimise(whole, start, strength, tolerance=PROBE_TOLERANCE)
+    end = minimise(whole, start, strength, tolerance=FIT_TOLERANCE)
     if not end.converged:
         sweep.notes.append(f"strength {strength:.2g} is so weak that the fit did not converge")
-    weight, bias = finished(whole, end.weights, rotation)
+    weight, bias = head_weights(whole, end.weights, basis)
     return Probe(
         weight=weight,
         bias=bias,
@@ -306,14 +302,10 @@ def fit_probe(
     )
 
 
-def check(
+def check_fit(
     features: Tensor, labels: Tensor, classes: int, folds: int, strengths: Sequence[float] | None
 ) -> None:
-    """Refuse what cannot be fitted.
-
-    Raises:
-        ValueError: The shapes do not fit, or a value is impossible.
-    """
+    """Check the arguments of `fit_probe`; raises its ValueError."""
     if features.ndim != 2 or not len(features) or labels.shape != features.shape[:1]:
         raise ValueError(
             f"features {tuple(features.shape)} and labels {tuple(labels.shape)}: need "
@@ -329,17 +321,17 @@ def check(
         raise ValueError(f"strengths={strengths!r}: need some, all above 0")
 
 
-def finished(
-    whole: LogisticProblems, weights: Tensor, rotation: Eigenbasis
+def head_weights(
+    whole: LogisticProblems, weights: Tensor, basis: Eigenbasis
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the head; a class without an image is never the answer."""
-    weight, bias = rotation.unfold(weights[:, 0])
+    """Weight and bias of the head; a class without images is never predicted."""
+    weight, bias = basis.unfold(weights[:, 0])
     absent = whole.absent[0].cpu()
     if absent.any():
         rows = max(BLOCK // len(bias), 1)
         present = ~whole.absent[0]
         logits = (part @ weights[:, 0, present] for part in torch.split(whole.inputs, rows))
-        bias[absent] = min(float(part.min()) for part in logits) - UNLIKELY
+        bias[absent] = min(float(part.min()) for part in logits) - ABSENT_MARGIN
     return weight.float(), bias.float()
 
 
@@ -353,17 +345,15 @@ def knn_accuracy(
     k: int = 20,
     device: torch.device | str = "cpu",
 ) -> float:
-    """Share of `val` whose class wins among its `k` nearest in `train`, by cosine similarity.
-
-    A neighbour has exp(similarity / 0.07) votes; of equal classes the first wins.
+    """Accuracy of k-NN by cosine similarity; a neighbour has exp(similarity / 0.07) votes.
 
     Args:
         train: (images, dim), on the CPU like all of these.
         labels: Classes of `train`, (images,).
-        val: (other images, dim), at least one.
+        val: (validation images, dim), at least one.
         val_labels: Classes of `val`.
-        k: Neighbours; all of `train` where it has fewer.
-        device: Where to compute.
+        k: Neighbours, at most those in `train`.
+        device: cpu or cuda.
     """
     known = F.normalize(train.float().to(device), dim=1)
     classes = int(labels.max()) + 1
@@ -380,14 +370,7 @@ def knn_accuracy(
 
 
 def probe_summary(probe: Probe, *, correct: int, total: int, knn: float | None = None) -> list[str]:
-    """What a user sees of a probe.
-
-    Args:
-        probe: The head.
-        correct: How many validation images it labels right.
-        total: Of how many.
-        knn: From `knn_accuracy`.
-    """
+    """Log lines about a probe with `correct` of `total` validation images, and `knn_accuracy`."""
     low, high = wilson_interval(correct, total)
     tried = len(probe.accuracy_by_strength)
     chosen = f", strength {probe.strength:.2g}" + (f" of {tried} tried" if tried else "")

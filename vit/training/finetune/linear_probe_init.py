@@ -130,27 +130,26 @@ def feature_cache(config: Config) -> Path:
 
 
 class FeatureExtraction:
-    """Extracts the features of images, through the cache.
+    """Extracts features of images with the network of a training, through the cache.
 
     Args:
-        run: Training state with the network.
-        notify: Called with notes, in the main process.
+        run: The training.
+        notify: Receives log lines.
     """
 
     def __init__(self, run: TrainingState, notify: Notify) -> None:
         self.run, self.notify = run, notify
-        self.key = weights_digest(
-            merged_state_dict(run.network.state_dict(), run.config), run.config.model
-        )
+        state = merged_state_dict(run.network.state_dict(), run.config)
+        self.key = weights_digest(state, run.config.model)
 
     def __call__(self, samples: Sequence[Sample]) -> Features:
         """Features of `samples`.
 
         Raises:
-            Interrupted: A signal arrived.
+            Interrupted: A signal was received.
         """
         run, config = self.run, self.run.config
-        maker = FeatureExtractor(
+        extractor = FeatureExtractor(
             network=run.network,
             preprocessing=run.preprocessing,
             accelerator=run.accelerator,
@@ -161,7 +160,7 @@ class FeatureExtraction:
         )
         found = extract(
             samples,
-            maker,
+            extractor,
             weights_key=self.key,
             notify=self.notify,
             on_bad_image=config.data.on_bad_image,
@@ -175,5 +174,5 @@ class FeatureExtraction:
         return found
 
     def signal(self) -> int:
-        """Signal that any process received, or 0; the same in all."""
-        return int(agreed_signal(self.run.accelerator, self.run.interruption.number))
+        """The signal that any process has received, or 0."""
+        return agreed_signal(self.run.accelerator, self.run.interruption.number)
