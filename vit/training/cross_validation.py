@@ -1,9 +1,11 @@
-"""Cross-validation: one training a fold, each in a run folder of its own, and a summary.
+"""Cross-validation: one run folder a fold, and the mean of each score with an interval.
 
-The interval is Student's t over the folds, widened as by Nadeau and Bengio (Machine Learning 52,
-2003): folds share most of their training images, so their results vary less than those of
-independent trainings would. Its half width is t s sqrt(1/k + 1/(k - 1)), with the standard
-deviation s over k folds; 1/(k - 1) is the ratio of validation to training images.
+    mean ± t s sqrt(1/k + 1/(k - 1))      s: standard deviation over k folds
+
+Student's t interval, widened since folds share most of their training images: 1/(k - 1) is the
+ratio of validation to training images.
+
+Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003.
 """
 
 import dataclasses
@@ -32,11 +34,11 @@ from vit.weights.safetensors_io import explain_write_errors, write_text
 
 LEVEL = 0.95
 UNBOUNDED = ("loss", "loss_shuffled", "class_loss", "cider")
-"""Scores that are no shares."""
+"""Scores that are not in [0, 1]."""
 HOW = "Student's t with the variance of Nadeau and Bengio (2003), since folds share images"
 
 Measure = Callable[[Path], Mapping[str, Any]]
-"""Scores of the run in a folder, on the images that it held out."""
+"""Returns the scores of a run folder on its validation images."""
 
 
 def train_folds(
@@ -48,58 +50,64 @@ def train_folds(
     overwrite: bool = False,
     given: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Train on all folds but one, for each of them, in OUT/fold-1, OUT/fold-2 and so on.
+    """Train once for each fold, which validates; run folders are OUT/fold-1, OUT/fold-2 and so on.
 
     Args:
         config: As for `train`; `folds` is the number of folds.
-        out: Folder of the run folders; `runs/<name of the data>` where left out.
-        measure: Gives top1, loss and others of a finished run; those that are numbers are kept.
-        resume: Leave out the folds that are finished, and continue the one that is not.
-        overwrite: Delete the runs that are there.
-        given: As in `train`.
+        out: Folder of the run folders; `runs/<name of the data>` if omitted.
+        measure: Returns the scores of a finished run; those that are numbers are kept.
+        resume: Skip finished folds, and resume the one that is not.
+        overwrite: Delete existing runs.
+        given: As for `train`.
 
     Returns:
-        What folds.json has: the scores of each fold, and their mean and interval.
+        The content of folds.json, scores of each fold with their mean and interval; and `failed`,
+        unreadable images with the reason.
 
     Raises:
-        VitError: Something the caller can mend: see the message.
+        VitError: An error that the user can fix; the message has the remedy.
     """
     config, given, _ = resolve_plan(config, given)
-    number = config.data.folds
-    assert number is not None
-    check_cross_validation(config)
+    folds = config.data.folds
+    assert folds is not None
+    if config.training.time is not None:
+        raise ConfigError(
+            f"time={config.training.time}: it would be that of each fold; give --epochs, or train "
+            "them one by one with --fold 1, --fold 2 and so on"
+        )
     accelerator = make_accelerator(config.run)
-    folder, tell = Path(out or default_run_folder(config.data.data)), notifier(accelerator)
+    notify = notifier(accelerator)
+    folder = Path(out or default_run_folder(config.data.data))
     config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
-    record = {"folds": number, "settings": {name: flat[name] for name in given}}
-    settings: dict[str, Any] = {name: flat[name] for name in given if name not in RESUMABLE_CHANGES}
-    look = partial(finished, folder, settings, resume=resume, overwrite=overwrite)
-    done = on_main(accelerator, look)
-    write(accelerator, folder, {**record, "scores": done})
+    settings = {name: flat[name] for name in given}
+    find = partial(finished_folds, folder, settings, resume=resume, overwrite=overwrite)
+    scores = on_main(accelerator, find)
     failed: dict[str, str] = {}
-    for fold in range(1, number + 1):
-        place = folder / f"fold-{fold}"
-        if str(fold) in done:
-            tell(f"fold {fold} of {number} is finished: {printable(place)}")
+
+    def record() -> dict[str, Any]:
+        found = {"folds": folds, "settings": settings, "scores": scores}
+        return {**found, **summary([*scores.values()])}
+
+    on_main(accelerator, lambda: write_record(folder, record()))
+    for fold in range(1, folds + 1):
+        run_folder = folder / f"fold-{fold}"
+        if str(fold) in scores:
+            notify(f"fold {fold} of {folds} is finished: {printable(run_folder)}")
             continue
-        tell(f"fold {fold} of {number}: {printable(place)}")
+        notify(f"fold {fold} of {folds}: {printable(run_folder)}")
         part = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=fold))
-        result = train(part, place, resume=resume, overwrite=overwrite, given=[*given, "fold"])
+        result = train(part, run_folder, resume=resume, overwrite=overwrite, given=[*given, "fold"])
         failed |= result.failed
-        done[str(fold)] = on_main(accelerator, partial(measured, measure, place))
-        write(accelerator, folder, {**record, "scores": done, **summary([*done.values()])})
-    return {**record, "scores": done, **summary([*done.values()]), "failed": failed}
+        scores[str(fold)] = on_main(accelerator, partial(numeric_scores, measure, run_folder))
+        on_main(accelerator, lambda: write_record(folder, record()))
+    return {**record(), "failed": failed}
 
 
 def resolve_weights_once(
     config: Config, given: Sequence[str], accelerator: Accelerator, folder: Path, *, resume: bool
 ) -> tuple[Config, Sequence[str]]:
-    """Settings with the weights that `--weights auto` chose for all folds, now or before.
-
-    Raises:
-        VitError: There are none to be had, or the record of the folds is damaged.
-    """
+    """Settings with the weights of `--weights auto`, chosen once for all folds."""
     if config.finetune.weights == AUTO_WEIGHTS and resume and (folder / FOLDS_FILE).is_file():
         settings = read_fold_settings(folder / FOLDS_FILE)
         return make_config(settings), [*settings]
@@ -107,27 +115,14 @@ def resolve_weights_once(
     return config, given
 
 
-def check_cross_validation(config: Config) -> None:
-    """Refuse settings that are not for all folds together.
-
-    Raises:
-        ConfigError: There are some.
-    """
-    if config.training.time is not None:
-        raise ConfigError(
-            f"time={config.training.time}: it would be that of each fold; give --epochs, or train "
-            "them one by one with --fold 1, --fold 2 and so on"
-        )
-
-
-def finished(
+def finished_folds(
     folder: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
 ) -> dict[str, dict[str, float]]:
-    """The scores of the folds in `folder` that are finished, by their numbers.
+    """Scores of the finished folds in `folder`, by number.
 
     Raises:
-        RunError: It is taken by something else, or its record is damaged.
-        ConfigError: They were trained with other settings.
+        RunError: The folder holds other files, or its record is damaged.
+        ConfigError: The folds have other settings.
     """
     path = folder / FOLDS_FILE
     if (folder / WEIGHTS).exists():  # of a training without folds
@@ -141,12 +136,12 @@ def finished(
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        before = {n: v for n, v in record["settings"].items() if n not in RESUMABLE_CHANGES}
+        before = dict(record["settings"])
         scores = dict(record["scores"])
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
-    names = sorted({*settings, *before})
+    names = sorted({*settings, *before} - RESUMABLE_CHANGES)
     changed = [name for name in names if settings.get(name) != before.get(name)]
     if changed:
         name = changed[0]
@@ -157,8 +152,8 @@ def finished(
     return {fold: row for fold, row in done.items() if (folder / f"fold-{fold}" / WEIGHTS).exists()}
 
 
-def measured(measure: Measure, folder: Path) -> dict[str, float]:
-    """The scores of the run in `folder` that are one number each."""
+def numeric_scores(measure: Measure, folder: Path) -> dict[str, float]:
+    """The scores of the run in `folder` that are numbers."""
     scores = measure(folder)
     return {
         name: value
@@ -168,7 +163,7 @@ def measured(measure: Measure, folder: Path) -> dict[str, float]:
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Mean and interval over folds of what all of them have, and how the interval is made."""
+    """Mean and interval over folds of each score that all folds have."""
     if not rows:
         return {}
     names = [name for name in rows[0] if name != "count" and all(name in row for row in rows)]
@@ -184,12 +179,7 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float], *, share: bool = False) -> list[float] | None:
-    """Ends of the interval around the mean of a cross-validation; None of a single value.
-
-    Args:
-        values: Of each fold.
-        share: Whether they lie between 0 and 1, so that the ends do as well.
-    """
+    """Interval of the mean over folds, clipped to [0, 1] for a `share`; None with one fold."""
     count = len(values)
     if count < 2:
         return None
@@ -201,20 +191,20 @@ def interval(values: Sequence[float], *, share: bool = False) -> list[float] | N
 
 
 def t_quantile(share: float, freedom: int) -> float:
-    """Where Student's t distribution has this share (above a half) below it; by bisection."""
+    """Quantile of Student's t distribution at `share`, above a half; by bisection."""
     low, high = 0.0, 1.0
-    while t_share(high, freedom) < share:
+    while t_cdf(high, freedom) < share:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_share(middle, freedom) < share else (low, middle)
+        low, high = (middle, high) if t_cdf(middle, freedom) < share else (low, middle)
     return (low + high) / 2
 
 
-def t_share(value: float, freedom: int) -> float:
-    """Share of Student's t distribution below `value`, which is not negative.
+def t_cdf(value: float, freedom: int) -> float:
+    """Student's t distribution function at a `value` of at least 0.
 
-    By the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
     """
     angle = math.atan(value / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -227,13 +217,8 @@ def t_share(value: float, freedom: int) -> float:
     return (1 + inside) / 2
 
 
-def write(accelerator: Accelerator, folder: Path, record: Mapping[str, Any]) -> None:
-    """Leave `record` in `folder`, from one process for all."""
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-
-    def leave() -> None:
-        with explain_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FOLDS_FILE, text)
-
-    on_main(accelerator, leave)
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write `record` to folds.json."""
+    with explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / FOLDS_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
