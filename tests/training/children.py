@@ -210,9 +210,9 @@ def train(
 
 def hold(folder: Path, until: Path) -> int:
     """Claim a run folder as a training does, and keep it until a file is there."""
-    from vit.training.checkpoint.run_folder import claim_folder
+    from vit.training.checkpoint.run_folder import lock_folder
 
-    held = claim_folder(folder)
+    held = lock_folder(folder)
     print("held", flush=True)
     while not until.exists():
         time.sleep(0.01)

@@ -12,7 +12,7 @@ import torch
 
 from vit.errors import ConfigError
 from vit.training import time_budget
-from vit.training.data_setup import look_at_data
+from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import TimeRemaining, steps_left
 from vit.training.lr_schedule import image_side, learning_rate
@@ -73,7 +73,7 @@ def fit(tiny_config):
         said: list[str] = []
         config = tiny_config(**{"warmup_epochs": None, **changes})
         accelerator = make_accelerator(config.run)
-        config, splits, _ = look_at_data(config, [], accelerator, said.append)
+        config, splits, _ = prepare_data(config, [], accelerator, said.append)
         fitted, act.budget = fit_time(config, splits, accelerator, said.append, began=began)
         assert accelerator._models == accelerator._optimizers == []
         return config, said, fitted

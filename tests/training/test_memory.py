@@ -28,7 +28,7 @@ from vit.training.autotune.auto_batch_size import (
     take_steps,
 )
 from vit.training.autotune.dry_run import dry_run
-from vit.training.data_setup import look_at_data
+from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 
 
@@ -322,7 +322,7 @@ def agree(settings: Path) -> int:
 
     time_budget.MOST_SECONDS = 0.05
     config = make_config({**read_settings(settings), "time": "1h"})
-    config, splits, _ = look_at_data(config, [], accelerator, print)
+    config, splits, _ = prepare_data(config, [], accelerator, print)
     began = time.monotonic() - 600 * rank  # one of them was started later
     fitted, _ = time_budget.fit_time(config, splits, accelerator, lambda _: None, began=began)
     epochs = torch.tensor([fitted.training.epochs])

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from vit.config.parser import make_config, read_settings
-from vit.training.data_setup import look_at_data
+from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loaders import training_loader
@@ -47,7 +47,7 @@ def test_a_recipe_takes_its_first_steps(path, photos):
         small["image_size"] = 64  # at 224 pixels two steps in emulated bf16 take minutes
     config = make_config({**read_settings(path), **small})
     accelerator = make_accelerator(config.run)
-    config, splits, _ = look_at_data(config, (), accelerator, print)
+    config, splits, _ = prepare_data(config, (), accelerator, print)
     run = make_training(config, accelerator, total_steps=100, splits=splits)
     before = {name: p.detach().clone() for name, p in run.network.named_parameters()}
     loader = training_loader(run, splits.train)

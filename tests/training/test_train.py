@@ -21,7 +21,7 @@ from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.checkpoint.run_folder import clear
 from vit.training.distributed.stop_signals import Interrupted
 from vit.training.logging.metrics_logger import MetricsFile
-from vit.training.train import complete_settings, train
+from vit.training.train import resolve, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite
 
@@ -415,12 +415,12 @@ def test_emptying_a_folder_may_be_cut_short_anywhere(tiny_config, tmp_path, monk
 def test_a_run_that_began_meanwhile_is_not_touched(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(epochs=1, warmup_epochs=0)
 
-    def slowly(*args):
+    def slowly(*args, **options):
         monkeypatch.undo()
         train(config, tmp_path / "run")
-        return complete_settings(*args)
+        return resolve(*args, **options)
 
-    monkeypatch.setattr("vit.training.train.complete_settings", slowly)
+    monkeypatch.setattr("vit.training.train.resolve", slowly)
     with pytest.raises(RunError, match=r"a run began in .* meanwhile: start again"):
         train(config, tmp_path / "run", resume=True)
     assert len(events(tmp_path / "run")) == 1

@@ -23,8 +23,8 @@ def prepare_captions(
     config: Config,
     splits: Splits,
     accelerator: Accelerator,
-    begun: Path | None,
-    known: Tokenizer | None,
+    resumed: Path | None,
+    pretrained: Tokenizer | None,
     notify: Notify,
 ) -> tuple[Config, Splits]:
     """Complete settings and splits with a tokenizer, and drop captions that are too long.
@@ -33,15 +33,15 @@ def prepare_captions(
         config: Settings of a training on captions.
         splits: The images and their captions.
         accelerator: One process makes the tokenizer for all.
-        begun: Folder of the run to resume, whose tokenizer is kept.
-        known: Tokenizer of a pretrained captioner.
+        resumed: Folder of the run to resume, whose tokenizer is kept.
+        pretrained: Tokenizer of a pretrained decoder.
         notify: Called with a note about what is left out.
 
     Raises:
         ConfigError: `vocab_size` or `caption_tokens` does not fit.
         DataError: The tokenizer cannot be read, or no caption is short enough.
     """
-    tokenizer = make_tokenizer(config, splits, accelerator, begun, known)
+    tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
     report_unknown_words(tokenizer, captions, notify)
     asked = config.decoder.vocab_size
@@ -84,8 +84,8 @@ def make_tokenizer(
     config: Config,
     splits: Splits,
     accelerator: Accelerator,
-    begun: Path | None,
-    known: Tokenizer | None,
+    resumed: Path | None,
+    pretrained: Tokenizer | None,
 ) -> Tokenizer:
     """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`.
 
@@ -95,10 +95,10 @@ def make_tokenizer(
     """
 
     def make() -> str:
-        if begun is not None:
-            return read_tokenizer(begun).to_json()
-        if known is not None:
-            return known.to_json()
+        if resumed is not None:
+            return read_tokenizer(resumed).to_json()
+        if pretrained is not None:
+            return pretrained.to_json()
         if config.decoder.tokenizer not in TRAINED:
             return open_tokenizer(config.decoder.tokenizer).to_json()
         captions = (caption for sample in splits.train for caption in sample.captions)

@@ -22,13 +22,13 @@ from vit.training.distributed.collectives import on_main
 Notify = Callable[[str], None]
 
 
-def look_at_data(
+def prepare_data(
     config: Config,
     given: Sequence[str],
     accelerator: Accelerator,
     notify: Notify,
-    begun: Path | None = None,
-    known: Tokenizer | None = None,
+    resumed: Path | None = None,
+    tokenizer: Tokenizer | None = None,
     listing: Listing | None = None,
 ) -> tuple[Config, Splits, dict[str, str]]:
     """Open the data, and complete the settings that they decide.
@@ -38,8 +38,8 @@ def look_at_data(
         given: Names of the settings that the user chose.
         accelerator: The devices.
         notify: Receives log lines.
-        begun: Folder of the run to resume.
-        known: The tokenizer of pretrained captioning weights.
+        resumed: Folder of the run to resume, if any.
+        tokenizer: Tokenizer of a pretrained decoder.
         listing: What `list_data` returned, if the data were listed before.
 
     Returns:
@@ -58,7 +58,7 @@ def look_at_data(
     for note in splits.notes:
         notify(f"note: {note}")
     if config.training.captions:
-        config, splits = prepare_captions(config, splits, accelerator, begun, known, notify)
+        config, splits = prepare_captions(config, splits, accelerator, resumed, tokenizer, notify)
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
     config = count_epochs(config, len(splits.train), given)
     batch_size, images = config.data.batch_size, len(splits.train)

@@ -5,6 +5,7 @@ in the image size of the first epoch.
 """
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,7 @@ from vit.training.autotune.dry_run import dry_run
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier
-from vit.training.plan import with_chosen_weights
-from vit.training.train import complete_settings, known_words, look_at_weights, resolve_plan
+from vit.training.train import resolve, resolve_plan
 from vit.training.training_loaders import training_loader
 from vit.training.training_state import TrainingState
 from vit.weights.safetensors_io import atomic_write
@@ -46,21 +46,19 @@ def show_batch(
         VitError: As `train`.
     """
     kind = sheet_format(path)
-    config, given, _ = resolve_plan(config, given)
+    config, given, listing = resolve_plan(config, given)
     accelerator = make_accelerator(config.run)
-    config, given, listing = with_chosen_weights(config, given, accelerator)
     # the time budget does not change the first epoch's images
     timeless = dataclasses.replace(config.training, time=None)
-    alone = dataclasses.replace(config.data, workers=0)
-    config = dataclasses.replace(config, training=timeless, data=alone)
-    config, source = look_at_weights(config, given, accelerator, None)
+    in_process = dataclasses.replace(config.data, workers=0)
+    config = dataclasses.replace(config, training=timeless, data=in_process)
+    resolved = resolve(config, given, accelerator, began=time.monotonic(), listing=listing)
+    config, splits = resolved.config, resolved.splits
     if config.finetune.method == "probe":
         raise ConfigError(
             "method=probe: a probe sees images as validation does, none is varied or mixed; "
             "leave one of it and --show-batch out"
         )
-    known = known_words(config, source, given)
-    config, splits, *_ = complete_settings(config, given, accelerator, None, 0.0, known, listing)
 
     def draw(run: TrainingState) -> str:
         images, texts = first_batch(run, splits)

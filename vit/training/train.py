@@ -27,20 +27,20 @@ from vit.tasks.task import get_task
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import measured_workers, with_cache
 from vit.training.checkpoint.run_folder import (
-    claim_folder,
-    look_at_folder,
+    check_run_folder,
+    lock_folder,
     require_same_settings,
-    settled,
-    write_start,
+    with_stored_settings,
+    write_new_run,
 )
-from vit.training.data_setup import check_channels, look_at_data
+from vit.training.data_setup import check_channels, prepare_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.stop_signals import Interruption
 from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
 from vit.training.finetune.linear_probe_init import init_head_from_probe
 from vit.training.logging.trackers import require_tracker
-from vit.training.logging.training_progress import notifier, notify
+from vit.training.logging.training_progress import Notify, notifier, notify
 from vit.training.lr_schedule import total_steps
 from vit.training.plan import (
     is_planned,
@@ -94,38 +94,37 @@ def train(
     require_tracker(config.run.track)
     check_channels(config.model.channels)
     accelerator = make_accelerator(config.run)
+    notify = notifier(accelerator)
     folder = Path(out or default_run_folder(config.data.data))
-    look = partial(look_at_folder, folder, resume=resume, overwrite=overwrite)
-    resumed = folder if on_main(accelerator, look) else None
+    check = partial(check_run_folder, folder, resume=resume, overwrite=overwrite)
+    resumed = folder if on_main(accelerator, check) else None
     if resume and resumed is None:
-        notifier(accelerator)(f"note: no run in {printable(folder)} yet: starting one")
+        notify(f"note: no run in {printable(folder)} yet: starting one")
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
-    config, splits = resolved.config, resolved.splits  # final from here on
+    config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
     with translate_errors(), Interruption(echo_seconds()) as signals, ExitStack() as stack:
-        pretrained = resolved.source is not None
-        network = make_network(
-            config,
-            resolved.release_source(),
-            get_task(config.training.task).output_names(splits),
-            notifier(accelerator),
-            splits.tokenizer,
-        )
-        steps = steps_of_epoch(config, splits, accelerator)
+        outputs = get_task(config.training.task).output_names(splits)
+        network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
+        failed, budget = resolved.failed, resolved.budget
+        begins_with_probe = resolved.source is not None and uses_probe(config)
+        del resolved  # and with it the pretrained weights
+        epoch_steps = count_epoch_steps(config, splits, accelerator)
         run = make_training(
             config,
             accelerator,
-            total_steps(config, steps),
+            total_steps(config, epoch_steps),
             network,
             splits,
-            epoch_steps=steps,
-            failed=resolved.failed,
+            epoch_steps=epoch_steps,
+            failed=failed,
             interruption=signals,
             workers_for=measured_workers,
         )
-        on_main(accelerator, lambda: claim(folder, stack, look, resumed, config, splits))
-        probed = init_head_from_probe(run, splits) if pretrained and probes(config) else None
+        claim = partial(claim_run_folder, folder, stack, check, config, splits)
+        on_main(accelerator, lambda: claim(new=resumed is None))
+        probed = init_head_from_probe(run, splits) if begins_with_probe else None
         trainer = Trainer(
-            run, folder, splits, steps, resolved.budget, resumed_by=resumed_by, report=report
+            run, folder, splits, epoch_steps, budget, resumed_by=resumed_by, report=report
         )
         stack.callback(trainer.close)
         trainer.begin(resumed is not None, probed)
@@ -157,7 +156,7 @@ def resolve_plan(
     return planned, given, plan.listing
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
     """A run whose settings are final, and the data and weights that decided them."""
 
@@ -168,14 +167,9 @@ class ResolvedRun:
     failed: dict[str, str]
     """Images that cannot be read, with the reason."""
     source: Pretrained | None
-    """Pretrained weights of a run that begins."""
+    """Pretrained weights of a new run."""
     budget: TimeBudget | None
-    """The time budget that chose the number of epochs, if any."""
-
-    def release_source(self) -> Pretrained | None:
-        """The pretrained weights; this record no longer holds their memory."""
-        source, self.source = self.source, None
-        return source
+    """The time budget that chose the number of steps, and may change it during the cooldown."""
 
 
 def resolve(
@@ -187,7 +181,7 @@ def resolve(
     began: float,
     listing: Listing | None = None,
 ) -> ResolvedRun:
-    """Complete the settings of a run from its plan, weights, data and devices.
+    """Complete the settings of a run from its plan, weights, data and devices, in this order.
 
     Args:
         config: Settings as requested.
@@ -200,75 +194,38 @@ def resolve(
     Raises:
         VitError: A setting contradicts the data, the weights, the devices or the resumed run.
     """
+    notify = notifier(accelerator)
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
-    config, source = look_at_weights(config, given, accelerator, resumed)
-    tokenizer = known_words(config, source, given)
-    config, splits, failed, budget = complete_settings(
-        config, given, accelerator, resumed, began, tokenizer, planned or listing
+    source = None
+    if resumed is not None:  # its checkpoint has the weights
+        config = with_stored_settings(config, resumed, given)
+    elif config.finetune.weights is not None:
+        source = load_source(config, given, accelerator, notify)
+        config = complete_for_weights(config, source, given)
+    tokenizer = pretrained_tokenizer(config, source, given)
+    config, splits, failed = prepare_data(
+        config, given, accelerator, notify, resumed, tokenizer, planned or listing
     )
+    if resumed is not None:
+        require_same_settings(config, resumed)
+    splits = with_cache(config, splits, accelerator, notify)
+    with translate_errors():
+        config = fit_memory(config, accelerator, notify, splits)
+        config, budget = fit_time(config, splits, accelerator, notify, began=began)
     return ResolvedRun(config=config, splits=splits, failed=failed, source=source, budget=budget)
 
 
-def claim(
-    folder: Path,
-    stack: ExitStack,
-    look: Callable[[], bool],
-    resumed: Path | None,
-    config: Config,
-    splits: Splits,
-) -> None:
-    """Lock `folder` until `stack` closes, and write the settings of a run that begins.
-
-    Raises:
-        RunError: Another process has locked it, or began a run there since `look` was called.
-    """
-    stack.enter_context(claim_folder(folder))
-    if look() != (resumed is not None):
-        raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
-    if resumed is None:
-        write_start(folder, config, splits)
-
-
-def probes(config: Config) -> bool:
-    """Whether a linear probe initialises the head, or is all that is trained."""
-    return config.finetune.method == "probe" or bool(config.finetune.probe_first)
-
-
-def known_words(
-    config: Config, source: Pretrained | None, given: Sequence[str]
-) -> Tokenizer | None:
-    """The tokenizer of the pretrained weights, unless the settings choose another vocabulary."""
-    if (
-        source is None
-        or source.decoder is None
-        or wants_other_vocabulary(config, source.decoder, given)
-    ):
-        return None
-    return source.decoder.tokenizer
-
-
-def steps_of_epoch(config: Config, splits: Splits, accelerator: Accelerator) -> int:
-    """Optimiser steps of an epoch; 0 for a linear probe."""
-    processes = accelerator.num_processes
-    schedule = make_schedule(config, len(splits.train), processes=processes)
-    return 0 if config.finetune.method == "probe" else schedule.steps_per_epoch
-
-
-def look_at_weights(
-    config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None
-) -> tuple[Config, Pretrained | None]:
-    """Load the pretrained weights, and complete the settings that they decide.
-
-    A resumed run does not need them: its checkpoint has the weights.
+def load_source(
+    config: Config, given: Sequence[str], accelerator: Accelerator, notify: Notify
+) -> Pretrained:
+    """Load the pretrained weights.
 
     Raises:
         DataError: The data do not exist.
-        WeightsError: The weights cannot be found, read or used.
-        ConfigError: A setting contradicts the weights.
+        WeightsError: The weights cannot be found or read.
     """
     where = config.finetune.weights
-    if where is None or begun is not None:
-        return config, None
+    assert where is not None
     if not config.training.captions:
         check_source_exists(config.data.data)  # report a wrong DATA before a download
     # with a `dim` of its own, a preset is only a label, and not the network of a bare state dict
@@ -281,51 +238,56 @@ def look_at_weights(
         # an error on another process only is reported by that process
         error.on_all_processes = accelerator.is_main_process
         raise
-    tell = notifier(accelerator)
     for line in describe_source(where, source):
-        tell(line)
-    return complete_for_weights(config, source, given), source
+        notify(line)
+    return source
+
+
+def pretrained_tokenizer(
+    config: Config, source: Pretrained | None, given: Sequence[str]
+) -> Tokenizer | None:
+    """The tokenizer of the pretrained decoder, unless the settings choose another vocabulary."""
+    decoder = None if source is None else source.decoder
+    if decoder is None or wants_other_vocabulary(config, decoder, given):
+        return None
+    return decoder.tokenizer
+
+
+def claim_run_folder(
+    folder: Path,
+    stack: ExitStack,
+    check: Callable[[], bool],
+    config: Config,
+    splits: Splits,
+    *,
+    new: bool,
+) -> None:
+    """Lock `folder` until `stack` closes, and write the settings of a new run.
+
+    Raises:
+        RunError: Another process has locked it, or began a run there since `check` was called.
+    """
+    stack.enter_context(lock_folder(folder))
+    if check() == new:
+        raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
+    if new:
+        write_new_run(folder, config, splits)
+
+
+def uses_probe(config: Config) -> bool:
+    """Whether a linear probe initialises the head, or is all that is trained."""
+    return config.finetune.method == "probe" or bool(config.finetune.probe_first)
+
+
+def count_epoch_steps(config: Config, splits: Splits, accelerator: Accelerator) -> int:
+    """Optimiser steps of an epoch; 0 for a linear probe."""
+    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
+    return 0 if config.finetune.method == "probe" else schedule.steps_per_epoch
 
 
 def echo_seconds() -> float:
     """Time in which a second signal is ignored: launchers forward the signal they receive."""
     return ECHO_SECONDS if "WORLD_SIZE" in os.environ else 0.0
-
-
-def complete_settings(
-    config: Config,
-    given: Sequence[str],
-    accelerator: Accelerator,
-    begun: Path | None,
-    began: float,
-    known: Tokenizer | None = None,
-    listing: Listing | None = None,
-) -> tuple[Config, Splits, dict[str, str], TimeBudget | None]:
-    """Complete the settings that data, memory and time decide; the last part of `resolve`.
-
-    Args:
-        config: Settings, complete as far as the weights decide them.
-        given: Names of the settings that the user chose.
-        accelerator: The devices.
-        begun: Folder of the run to resume, whose settings must be the same.
-        began: Start of the time of `config.training.time`.
-        known: The tokenizer of pretrained captioning weights.
-        listing: The data as listed for a plan.
-
-    Returns:
-        Settings, the images, unreadable images with the reason, and the time budget.
-    """
-    tell = notifier(accelerator)
-    if begun is not None:
-        config = settled(config, begun, given)
-    config, splits, failed = look_at_data(config, given, accelerator, tell, begun, known, listing)
-    if begun is not None:
-        require_same_settings(config, begun)
-    splits = with_cache(config, splits, accelerator, tell)
-    with translate_errors():
-        config = fit_memory(config, accelerator, tell, splits)
-        config, budget = fit_time(config, splits, accelerator, tell, began=began)
-    return config, splits, failed, budget
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from vit.evaluation.tune_report import (
 from vit.text import format_duration, percent
 from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
-from vit.training.checkpoint.run_folder import BEST, RESUMABLE_CHANGES, WEIGHTS, claim_folder, clear
+from vit.training.checkpoint.run_folder import BEST, RESUMABLE_CHANGES, WEIGHTS, clear, lock_folder
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.stop_signals import Interrupted
@@ -62,7 +62,7 @@ from vit.training.successive_halving import (
     with_steps,
 )
 from vit.training.time_budget import MOST_SECONDS, SHARE
-from vit.training.train import complete_settings, train
+from vit.training.train import resolve, train
 from vit.training.trainer import TrainingResult
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
@@ -271,7 +271,7 @@ def claim_tuning(
         raise RunError(f"{where} is a run folder itself: give another --out")
     if foreign := sorted(name for name in names - ours if not name.endswith(".tmp")):
         raise RunError(f"{where} has files that no tuning wrote ({foreign[0]}): give another --out")
-    stack.enter_context(claim_folder(folder))
+    stack.enter_context(lock_folder(folder))
     if path.is_file() and not (resume or overwrite):
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     if not path.is_file() or overwrite:
@@ -352,12 +352,13 @@ def plan_search(
         notifier(accelerator)(line)
     setup_began = time.monotonic()
     given = [name for name in values if name != "time"]
-    completed, splits, *_ = complete_settings(
-        with_steps(config, 1), given, accelerator, None, setup_began
-    )
+    resolved = resolve(with_steps(config, 1), given, accelerator, began=setup_began)
     startup = max_over_processes(accelerator, time.monotonic() - setup_began)
+    config, splits = resolved.config, resolved.splits
     drawn = make_trials(plan, values, int(values.get("seed", 0)), requested or max(TRIAL_COUNTS))
-    cost_of = CostMeter(completed, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
+    cost_of = CostMeter(
+        resolved.config, resolved.splits, accelerator, min(SHARE * seconds, MOST_SECONDS)
+    )
 
     def remaining() -> float:
         return SEARCH_SHARE * seconds - max_over_processes(accelerator, time.monotonic() - began)

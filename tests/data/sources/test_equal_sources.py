@@ -16,7 +16,7 @@ import torch
 from tests.data.conftest import draw
 from vit.commands.main import main
 from vit.config.parser import make_config
-from vit.training.data_setup import look_at_data
+from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.train import train
@@ -126,7 +126,7 @@ def train_on(data: str | Path, out: Path, *, workers: int = 0):
     """Names and labels of both splits, the first batches, and the loss of each step."""
     config = make_config({**SETTINGS, "data": str(data), "workers": workers})
     accelerator = make_accelerator(config.run)
-    full, splits, _ = look_at_data(config, (), accelerator, lambda _: None)
+    full, splits, _ = prepare_data(config, (), accelerator, lambda _: None)
     sides = [
         [(Path(sample.path).name, sample.label) for sample in part]
         for part in (splits.train, splits.val)

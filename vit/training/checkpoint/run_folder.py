@@ -44,7 +44,7 @@ DECIDED_BY_WEIGHTS = ("method", "probe_first", "license")
 FROM_DATA = {"num_classes", "batch_size", "vocab_size", "caption_tokens"}
 
 
-def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
+def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     """Check the run folder before any expensive work; returns whether it holds a run to resume.
 
     A run that stopped before its first weights does not count.
@@ -65,13 +65,13 @@ def look_at_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not (folder / "config.yaml").is_file():
         raise RunError(f"{where} has files that no training wrote: give another folder")
-    begun = (folder / WEIGHTS).is_file() or any((folder / CHECKPOINTS).glob("*.safetensors"))
-    if begun and not (resume or overwrite):
+    has_run = (folder / WEIGHTS).is_file() or any((folder / CHECKPOINTS).glob("*.safetensors"))
+    if has_run and not (resume or overwrite):
         raise RunError(f"run folder {where} exists: --resume continues it, --overwrite starts anew")
-    return begun and resume
+    return has_run and resume
 
 
-def claim_folder(folder: Path) -> BinaryIO:
+def lock_folder(folder: Path) -> BinaryIO:
     """Lock `folder` until the returned file is closed or this process ends.
 
     Raises:
@@ -123,8 +123,8 @@ def stored_config(folder: Path) -> Config:
     return make_config(read_settings(folder / "config.yaml"), complete=True)
 
 
-def settled(config: Config, folder: Path, given: Sequence[str]) -> Config:
-    """Take the settings that were measured when the run in `folder` began from its config.yaml.
+def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> Config:
+    """`config` with settings of config.yaml that were measured when the run in `folder` began.
 
     These are the number of epochs that fits `time` and of micro-batches that fits the memory.
     With pretrained weights, all settings that the user did not choose: the weights may be gone.
@@ -171,7 +171,7 @@ def write_config(folder: Path, config: Config) -> None:
     atomic_write(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
 
 
-def write_start(folder: Path, config: Config, splits: Splits) -> None:
+def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a locked folder, and write settings, tokenizer and, if made here, the split."""
     with explain_write_errors(folder):
         clear(folder)
