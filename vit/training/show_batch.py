@@ -23,6 +23,7 @@ from vit.training.autotune.dry_run import dry_run
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier
+from vit.training.plan import with_chosen_weights
 from vit.training.train import resolve, resolve_plan
 from vit.training.training_loaders import training_loader
 from vit.training.training_state import TrainingState
@@ -48,11 +49,14 @@ def show_batch(
     kind = sheet_format(path)
     config, given, listing = resolve_plan(config, given)
     accelerator = make_accelerator(config.run)
+    config, given, planned = with_chosen_weights(config, given, accelerator)
     # the time budget does not change the first epoch's images
     timeless = dataclasses.replace(config.training, time=None)
     in_process = dataclasses.replace(config.data, workers=0)
     config = dataclasses.replace(config, training=timeless, data=in_process)
-    resolved = resolve(config, given, accelerator, began=time.monotonic(), listing=listing)
+    resolved = resolve(
+        config, given, accelerator, began=time.monotonic(), listing=planned or listing
+    )
     config, splits = resolved.config, resolved.splits
     if config.finetune.method == "probe":
         raise ConfigError(

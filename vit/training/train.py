@@ -23,6 +23,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import RunError, VitError, printable
+from vit.tasks.task import get_task
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import measured_workers, with_cache
 from vit.training.checkpoint.run_folder import (
@@ -102,13 +103,8 @@ def train(
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
     with translate_errors(), Interruption(echo_seconds()) as signals, ExitStack() as stack:
-        network = make_network(
-            config,
-            resolved.source,
-            splits.classes,
-            notify,
-            splits.tokenizer,
-        )
+        outputs = get_task(config.training.task).output_names(splits)
+        network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
         failed, budget = resolved.failed, resolved.budget
         begins_with_probe = resolved.source is not None and uses_probe(config)
         del resolved  # and with it the pretrained weights
