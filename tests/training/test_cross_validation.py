@@ -26,7 +26,7 @@ def measured(folder):
     return {"count": len(record["val"]), "top1": record["fold"] / 10, "loss": 1.0, "per_class": []}
 
 
-def test_folds_are_runs_of_their_own(config, tmp_path):
+def test_each_fold_is_a_run_folder(config, tmp_path):
     out = tmp_path / "all"
     record = train_folds(config(), out, measure=measured)
     runs = [out / f"fold-{n}" for n in (1, 2, 3)]
@@ -47,7 +47,7 @@ def test_folds_are_runs_of_their_own(config, tmp_path):
     ).read_bytes()
 
 
-def test_finished_folds_are_left_out(config, tmp_path):
+def test_finished_folds_are_not_trained_again(config, tmp_path):
     seen = []
 
     def stopping(folder):
@@ -112,7 +112,7 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("freedom", range(1, 12))
-def test_students_quantiles_are_scipys(freedom):
+def test_quantiles_of_students_t_equal_scipys(freedom):
     for share in (0.6, 0.95, 0.975, 0.9995):
         assert t_quantile(share, freedom) == pytest.approx(stats.t.ppf(share, freedom), rel=1e-9)
 

@@ -26,7 +26,7 @@ def first_losses(folder: Path) -> list[float]:
     return [event["loss"] for event in events if event["event"] == "step"][:STEPS]
 
 
-def test_the_smoke_recipe_has_its_losses(tmp_path):
+def test_the_smoke_recipe_reproduces_its_golden_losses(tmp_path):
     losses = first_losses(tmp_path / "run")
     assert len(losses) == STEPS
     assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-4)

@@ -10,7 +10,7 @@ import yaml
 from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
-from tests.training.test_processes import launch
+from tests.training.distributed.test_processes import launch
 from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError
 from vit.evaluation.multilabel_metrics import f1_scores

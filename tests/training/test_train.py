@@ -20,7 +20,6 @@ from vit.training.checkpoint import checkpoint
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.checkpoint.run_folder import clear
 from vit.training.distributed.stop_signals import Interrupted
-from vit.training.logging.metrics_logger import MetricsFile
 from vit.training.train import resolve, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite
@@ -91,7 +90,7 @@ def test_the_written_config_repeats_the_run(tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 7])
-def test_an_interrupted_run_ends_like_one_that_was_not(tiny_config, tmp_path, interrupt_at, step):
+def test_an_interrupted_run_resumes_to_the_same_result(tiny_config, tmp_path, interrupt_at, step):
     whole = tiny_config()
     train(whole, tmp_path / "whole")
     interrupt_at(step)
@@ -106,7 +105,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tiny_config, tmp_path, in
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
 
 
-def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monkeypatch):
+def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path, monkeypatch):
     whole = tiny_config(batch_size=4)
     train(whole, tmp_path / "whole")
     batches = []
@@ -131,7 +130,7 @@ def test_a_signal_while_validating_is_heeded_at_once(tiny_config, tmp_path, monk
     ).read_bytes()
 
 
-def test_resume_begins_where_there_is_nothing(tiny_config, tmp_path):
+def test_resume_starts_a_run_if_there_is_none(tiny_config, tmp_path):
     train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
     assert len(events(tmp_path / "run")) == 1
 
@@ -143,7 +142,7 @@ def test_a_finished_run_resumes_to_its_own_result(tiny_config, tmp_path):
     assert len(events(tmp_path / "run")) == 2
 
 
-def test_a_damaged_checkpoint_is_passed_over(tiny_config, tmp_path, interrupt_at, capsys):
+def test_a_damaged_checkpoint_is_skipped(tiny_config, tmp_path, interrupt_at, capsys):
     train(tiny_config(), tmp_path / "whole")
     interrupt_at(8)
     with pytest.raises(Interrupted):
@@ -179,7 +178,7 @@ def test_a_checkpoint_of_another_version_is_refused(tiny_config, tmp_path, monke
         train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
 
 
-def test_a_changed_data_set_is_noticed(tiny_config, tmp_path, colour_data):
+def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_data):
     import shutil
 
     copy = tmp_path / "data"
@@ -191,7 +190,7 @@ def test_a_changed_data_set_is_noticed(tiny_config, tmp_path, colour_data):
         train(config, tmp_path / "run", resume=True)
 
 
-def test_a_run_that_exists_is_not_touched(tiny_config, tmp_path):
+def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):
     config = tiny_config(epochs=1, warmup_epochs=0)
     train(config, tmp_path / "run")
     before = (tmp_path / "run/model.safetensors").read_bytes()
@@ -258,14 +257,14 @@ def test_a_bad_image_stops_the_run_with_its_name(tiny_config, tmp_path, data_wit
     assert len(events(tmp_path / "run")) == 3
 
 
-def test_a_start_that_failed_keeps_the_run_it_would_overwrite(tiny_config, tmp_path):
+def test_a_failed_start_keeps_the_run_that_it_would_overwrite(tiny_config, tmp_path):
     train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
     with pytest.raises(ConfigError, match="optimizer='adamww'"):
         train(tiny_config(optimizer="adamww"), tmp_path / "run", overwrite=True)
     assert (tmp_path / "run/model.safetensors").exists()
 
 
-def test_a_start_that_failed_does_not_block_the_next(tiny_config, tmp_path, monkeypatch):
+def test_a_failed_start_does_not_block_the_next_one(tiny_config, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run_all", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -349,22 +348,6 @@ def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, op
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
 
 
-def test_a_cut_of_the_metrics_leaves_no_gap(tmp_path):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    for number in range(3):
-        metrics.write({"event": "epoch", "epoch": number})
-    size = metrics.size() // 3
-    metrics.truncate(size)
-    assert metrics.size() == size
-    metrics.write({"event": "epoch", "epoch": 7})
-    metrics.close()
-    assert [event["epoch"] for event in events(tmp_path)] == [0, 7]
-    shorter = MetricsFile(tmp_path / "metrics.jsonl")
-    with pytest.raises(RunError, match="is shorter than"):
-        shorter.truncate(10_000)
-    shorter.close()
-
-
 def test_a_newer_damaged_checkpoint_does_not_crowd_out_good_ones(tiny_config, tmp_path):
     folder = tmp_path / "run/checkpoints"
     train(tiny_config(epochs=2), tmp_path / "run")
@@ -391,7 +374,7 @@ def test_a_damaged_checkpoint_is_none_of_the_two_that_are_kept(tmp_path):
     assert find_checkpoints(tmp_path) == [newest, paths[0]]
 
 
-def test_emptying_a_folder_may_be_cut_short_anywhere(tiny_config, tmp_path, monkeypatch):
+def test_deleting_a_run_may_be_interrupted_anywhere(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(epochs=1, warmup_epochs=0)
     train(config, tmp_path / "run")
     original, left = Path.unlink, [3]
@@ -412,7 +395,7 @@ def test_emptying_a_folder_may_be_cut_short_anywhere(tiny_config, tmp_path, monk
     assert train(config, tmp_path / "run", resume=True).epoch == 1
 
 
-def test_a_run_that_began_meanwhile_is_not_touched(tiny_config, tmp_path, monkeypatch):
+def test_a_run_that_another_process_began_is_not_overwritten(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(epochs=1, warmup_epochs=0)
 
     def slowly(*args, **options):
@@ -443,7 +426,7 @@ def test_two_trainings_in_one_process(tiny_config, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def test_running_out_of_memory_has_a_remedy(tiny_config, tmp_path, monkeypatch):
+def test_full_memory_is_an_error_with_a_remedy(tiny_config, tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -467,21 +450,21 @@ def test_a_bad_image_is_skipped_and_counted(tiny_config, tmp_path, data_with_a_b
     assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
 
 
-def test_pairs_that_are_mixed_stay_together(tiny_config, tmp_path):
+def test_mixed_pairs_are_in_one_micro_batch(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match=r"is 3 images in each of 4 parts.*a multiple of 8"):
         train(tiny_config(accumulate=4), tmp_path / "run")
     plain = tiny_config(accumulate=4, mixup=0, cutmix=0, epochs=1, warmup_epochs=0)
     train(plain, tmp_path / "run")
 
 
-def test_best_weights_that_are_gone_are_noticed(tiny_config, tmp_path):
+def test_a_run_without_its_best_weights_does_not_resume(tiny_config, tmp_path):
     train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
     (tmp_path / "run/model.safetensors").unlink()
     with pytest.raises(RunError, match=r"model\.safetensors is missing, and epoch 1"):
         train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
 
 
-def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, monkeypatch):
+def test_a_background_write_that_fails_stops_the_run(tiny_config, tmp_path, monkeypatch):
     def full(*_):
         raise RunError("step-00000002.safetensors could not be written: the disk is full")
 
@@ -491,7 +474,7 @@ def test_a_write_that_fails_beside_the_training_stops_it(tiny_config, tmp_path, 
     assert len(events(tmp_path / "run", "step")) < 10
 
 
-def test_checkpoints_come_at_their_steps(tiny_config, tmp_path, monkeypatch):
+def test_checkpoints_are_written_at_their_steps(tiny_config, tmp_path, monkeypatch):
     written = []
 
     def note(folder, snapshot, state, damaged):
@@ -532,7 +515,7 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", *NAMED, "--in-chans", "4"], "every image is read as RGB"),
     ],
 )
-def test_what_cannot_start_says_why_in_one_line(
+def test_a_run_that_cannot_start_has_an_error_of_one_line(
     colour_data, tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)

@@ -35,13 +35,13 @@ from vit.training.tune import tune
         ),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_in_one_line(settings, message, tmp_path):
+def test_settings_that_leave_nothing_to_search_are_refused(settings, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         tune(settings, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_one_trial_is_no_search(tmp_path):
+def test_a_search_of_one_trial_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="trials=1: a search compares at least 2"):
         tune({"data": "digits", "time": "5m"}, tmp_path / "out", trials=1)
 
@@ -142,7 +142,7 @@ def cut(monkeypatch):
     return contextlib.contextmanager(arrange)
 
 
-def test_a_tuning_that_is_killed_ends_as_if_it_had_not_been(quick, cut, tmp_path, capsys):
+def test_a_killed_search_resumes_to_the_same_result(quick, cut, tmp_path, capsys):
     whole = tune(quick, tmp_path / "whole", trials=4)
     said = capsys.readouterr().err
     out = tmp_path / "cut"
@@ -201,7 +201,7 @@ def test_a_tuning_that_is_killed_ends_as_if_it_had_not_been(quick, cut, tmp_path
         tune(quick, out, trials=4, resume=True)
 
 
-def test_a_trial_that_fails_is_the_last(pretended, tmp_path, capsys):
+def test_a_failed_trial_ranks_last(pretended, tmp_path, capsys):
     finished = tune(pretended, tmp_path / "out", trials=4)
     assert finished.record["results"][2] == {
         "rung": 1, "trial": 2, "steps": 8, "error": "the loss became nan",
@@ -212,7 +212,7 @@ def test_a_trial_that_fails_is_the_last(pretended, tmp_path, capsys):
     assert "the loss became nan" in (tmp_path / "out" / "tune.html").read_text()
 
 
-def test_a_search_that_is_too_slow_ends(pretended, tmp_path, monkeypatch, capsys):
+def test_a_search_that_is_slower_than_measured_ends_early(pretended, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "seconds_spent", lambda record: 1300.0 * len(record["results"]))
     finished = tune(pretended, tmp_path / "out", trials=4)
     assert [one["trial"] for one in finished.record["results"]] == [0, 1, 2]
@@ -221,7 +221,7 @@ def test_a_search_that_is_too_slow_ends(pretended, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("stop", [Interrupted("x", 15), BadImage("a.png", "cut")])
-def test_what_is_no_fault_of_a_trial_ends_the_tuning(quick, tmp_path, monkeypatch, stop):
+def test_errors_that_no_setting_causes_end_the_search(quick, tmp_path, monkeypatch, stop):
     def train(*_, **__):
         raise stop
 
@@ -230,7 +230,7 @@ def test_what_is_no_fault_of_a_trial_ends_the_tuning(quick, tmp_path, monkeypatc
         tune(quick, tmp_path / "out", trials=4)
 
 
-def test_other_peoples_folders_are_left_alone(quick, tmp_path):
+def test_folders_with_other_files_are_refused(quick, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("lr: 1")
     with pytest.raises(RunError, match="is a run folder itself"):

@@ -1,4 +1,4 @@
-"""A cache changes nothing about resuming; processes are counted; waiting is told once."""
+"""The image cache does not change a training; the number of loader processes is measured."""
 
 import json
 import os
@@ -7,14 +7,11 @@ import signal
 import pytest
 import torch
 
-from vit.config import DataConfig
 from vit.errors import ConfigError
 from vit.training import final_report, training_loaders, training_loop
 from vit.training.autotune import loader_autotune
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.stop_signals import Interrupted
-from vit.training.logging import metrics_logger
-from vit.training.logging.metrics_logger import data_wait_note
 from vit.training.setup import make_training
 from vit.training.train import train
 
@@ -25,7 +22,7 @@ def losses(folder) -> list[float]:
 
 
 @pytest.mark.parametrize("min_crop", [0.3, 1.0])
-def test_a_run_with_a_cache_trains_and_repeats(tiny_config, tmp_path, capsys, min_crop):
+def test_a_run_with_a_cache_repeats_exactly(tiny_config, tmp_path, capsys, min_crop):
     settings = {"cache": "disk", "cache_folder": str(tmp_path / "cache"), "min_crop": min_crop}
     config = tiny_config(epochs=2, **settings)
     train(config, tmp_path / "one")
@@ -37,7 +34,7 @@ def test_a_run_with_a_cache_trains_and_repeats(tiny_config, tmp_path, capsys, mi
     assert weights[0] == weights[1]
 
 
-def test_an_interrupted_run_with_a_cache_ends_like_one_that_was_not(
+def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
     tiny_config, tmp_path, monkeypatch
 ):
     def config(workers: int):
@@ -65,14 +62,14 @@ def test_an_interrupted_run_with_a_cache_ends_like_one_that_was_not(
         train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
 
 
-def test_a_cache_that_nothing_reads_is_refused(tiny_config, tmp_path):
+def test_a_cache_for_a_linear_probe_is_refused(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match="cache_folder='x': is for cache=disk"):
         tiny_config(cache_folder="x")
     with pytest.raises(ConfigError, match="decode='exact': cache=ram keeps images made smaller"):
         tiny_config(cache="ram", decode="exact")
 
 
-def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monkeypatch):
+def test_loader_processes_are_measured_unless_given(tiny_config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader_autotune, "time_loading", lambda *_: (0.003, 0.001))
     monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 1)
     monkeypatch.setattr(loader_autotune, "time_network", lambda _run: 0.0)
@@ -96,7 +93,7 @@ def test_workers_are_measured_when_not_given(tiny_config, tmp_path, capsys, monk
         *((0.0105, "ram", 0), (0.0095, "ram", 1), (0.0007, "ram", 2), (0.0, "none", 3)),
     ],
 )
-def test_loading_has_no_more_processes_than_it_needs(
+def test_there_are_no_more_loader_processes_than_needed(
     tiny_config, tmp_path, capsys, monkeypatch, network, cache, workers
 ):
     monkeypatch.setattr(loader_autotune, "time_loading", lambda *_: (0.0001, 0.0004))
@@ -115,7 +112,7 @@ def test_loading_has_no_more_processes_than_it_needs(
     assert (told in capsys.readouterr().err) is (workers == 0)
 
 
-def test_the_network_is_timed_and_left_as_it_was(tiny_config):
+def test_timing_the_network_changes_no_state(tiny_config):
     config = tiny_config(stem="conv")
     run = make_training(config, make_accelerator(config.run), 1)
     run.network.train()
@@ -125,26 +122,3 @@ def test_the_network_is_timed_and_left_as_it_was(tiny_config):
     assert run.network.training
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in run.network.state_dict().items())
-
-
-def event(share: float, seconds: float) -> dict[str, float]:
-    return {"data_wait": share, "seconds": seconds}
-
-
-def test_waiting_has_advice_that_fits_the_settings():
-    assert data_wait_note(event(0.1, 100), DataConfig()) is None
-    assert data_wait_note(event(0.9, 1), DataConfig()) is None
-    told = data_wait_note(event(0.4, 100), DataConfig())
-    assert told is not None
-    assert told.startswith("note: 40% of the epoch was spent waiting for images: --cache ram")
-    for kind in ("disk", "ram"):
-        told = data_wait_note(event(0.4, 100), DataConfig(cache=kind))
-        assert told is not None
-        assert "--cache disk" not in told
-
-
-def test_the_advice_comes_once(tiny_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(metrics_logger, "MAX_WAIT_SHARE", -1.0)
-    monkeypatch.setattr(metrics_logger, "MIN_WAIT_SECONDS", -1.0)
-    train(tiny_config(epochs=2), tmp_path / "run")
-    assert capsys.readouterr().err.count("waiting for images") == 1

@@ -1,4 +1,4 @@
-"""A training that is killed at any moment, and resumed, is the one that was never stopped."""
+"""A training that is killed at any moment resumes to the result of an uninterrupted one."""
 
 import contextlib
 import json
@@ -156,7 +156,7 @@ class Tally:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_moment_ends_as_if_it_were_not(tiny_config, tmp_path, whole, count):
+def test_a_run_killed_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole, count):
     """Half of the kills come while a file is half written."""
     folder, duration = whole
     draw, tally, half = random.Random(3), Tally(), count // 2
@@ -173,7 +173,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_were_not(tiny_config, tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_killed_at_any_moment_end_as_if_they_were_not(tiny_config, tmp_path):
+def test_two_processes_killed_at_any_moment_resume_to_the_same_result(tiny_config, tmp_path):
     config = tiny_config(**{**EVERYTHING, "batch_size": 12, "checkpoint_steps": 1})
     draw, tally = random.Random(4), Tally()
     started = time.monotonic()
@@ -187,7 +187,7 @@ def test_two_processes_killed_at_any_moment_end_as_if_they_were_not(tiny_config,
     assert tally.while_saving >= 2
 
 
-def test_a_run_told_to_stop_at_any_moment_ends_as_if_it_were_not(tiny_config, tmp_path, whole):
+def test_a_run_signalled_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole):
     folder, duration = whole
     draw, config, stopped = random.Random(5), tiny_config(**EVERYTHING), []
     for number in range(3):
@@ -204,7 +204,7 @@ def test_a_run_told_to_stop_at_any_moment_ends_as_if_it_were_not(tiny_config, tm
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_processes_sees_what_is_left(tiny_config, tmp_path, before, after):
+def test_another_number_of_processes_trains_on_the_rest(tiny_config, tmp_path, before, after):
     plain = {"dropout": 0, "drop_path": 0, "batch_size": 12, "accumulate": 1}
     config: Any = tiny_config(**{**EVERYTHING, **plain})
     runs = {"whole": 1, "before": before, "after": after}

@@ -1,4 +1,4 @@
-"""The report at the end of a training: it is there, it is right, and it never costs the run."""
+"""The report at the end of a training: its numbers, and errors that do not fail the run."""
 
 import json
 import os

@@ -55,7 +55,7 @@ def last_weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_it_starts_as_the_dense_run_and_its_experts_part(fine, dense, capfd):
+def test_experts_start_equal_to_the_dense_run_and_diverge(fine, dense, capfd):
     one = fine("dense", feedforward=None, num_experts=None)
     assert "upcycled" not in capfd.readouterr().err
     other = fine("experts")
@@ -72,7 +72,7 @@ def test_it_starts_as_the_dense_run_and_its_experts_part(fine, dense, capfd):
     assert load_run(other).config.feedforward == "moe"
 
 
-def test_a_cut_run_goes_on_exactly_without_the_dense_one(fine, dense, tmp_path, monkeypatch):
+def test_a_run_resumes_exactly_without_the_dense_one(fine, dense, tmp_path, monkeypatch):
     whole = fine("whole", method="full")
     source = tmp_path / "source"
     shutil.copytree(dense, source)
@@ -134,13 +134,13 @@ def test_methods_that_leave_experts_equal_are_refused(fine, tmp_path, method):
         ({"hidden_dim": 32}, "hidden_dim=32: run .* has hidden_dim=64; leave it out, or start"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(fine, tmp_path, chosen, message):
+def test_impossible_experts_are_refused_before_anything_is_written(fine, tmp_path, chosen, message):
     with pytest.raises(VitError, match=message):
         fine(**chosen)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_came_of_it_is_a_source_like_any_other(fine, capfd):
+def test_an_upcycled_run_is_a_source_of_weights(fine, capfd):
     """The methods that leave experts alone have their use once the experts differ."""
     source = fine("experts", method="full", epochs=1)
     capfd.readouterr()

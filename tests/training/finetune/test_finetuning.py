@@ -213,7 +213,9 @@ def test_other_sizes_are_adapted_to(fine, capfd):
         ({"weights": "nowhere/at/all.pth"}, "nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(fine, tmp_path, chosen, message):
+def test_impossible_settings_are_refused_before_anything_is_written(
+    fine, tmp_path, chosen, message
+):
     with pytest.raises(VitError, match=message) as caught:
         fine(**chosen)
     assert "\n" not in str(caught.value)

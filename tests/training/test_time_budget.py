@@ -1,4 +1,4 @@
-"""Epochs that fit a given time, and the time that is left: on a clock that the tests turn."""
+"""Epochs that fit a given time, on a clock that the tests control."""
 
 import dataclasses
 import math
@@ -14,7 +14,6 @@ from vit.errors import ConfigError
 from vit.training import time_budget
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
-from vit.training.logging.training_progress import TimeRemaining, steps_left
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.training_state import Step
@@ -81,7 +80,7 @@ def fit(tiny_config):
     return act
 
 
-def test_the_schedule_ends_inside_the_time(clock, fit):
+def test_the_schedule_ends_within_the_time(clock, fit):
     config, said, fitted = fit(95.0, time="5m")
     assert config.training.epochs == 3
     assert fitted.training.time is None
@@ -121,14 +120,14 @@ def test_images_that_grow_cost_less_at_first(clock, fit):
     assert full.training.steps < steps
 
 
-def test_whoever_counts_in_epochs_keeps_passes_over_the_images(clock, fit):
+def test_an_epoch_remains_a_pass_over_the_images_if_settings_count_in_epochs(clock, fit):
     _, _, fitted = fit(clock.now, time="5m", warmup_epochs=2)
     assert fitted.training.epoch_steps is None
     assert fitted.training.epochs == math.ceil(fitted.training.steps / 3)
 
 
 @pytest.mark.parametrize("pace", [0.8, 1.0, 1.5])
-def test_a_run_settles_its_steps_when_its_cooldown_begins(clock, fit, pace):
+def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
     _, _, fitted = fit(clock.now, time="10m", schedule="wsd", **GROWING)
     training = fitted.training
     each, ends = training.epoch_steps, fit.budget.ends
@@ -162,7 +161,7 @@ def test_a_run_settles_its_steps_when_its_cooldown_begins(clock, fit, pace):
     assert after(later.training.steps - 1) < 0.1 * fitted.training.lr
 
 
-def test_a_time_without_room_names_one_that_has(clock, fit):
+def test_a_time_that_is_too_short_is_refused_with_a_longer_one(clock, fit):
     with pytest.raises(ConfigError, match="time=29s: start, one step") as refused:
         fit(clock.now, time="29s")
     enough = re.search(r"use --time (\d+s) or more", str(refused.value))
@@ -172,19 +171,19 @@ def test_a_time_without_room_names_one_that_has(clock, fit):
     assert fitted.training.epochs >= 1
 
 
-def test_a_warmup_that_does_not_fit_says_what_did(clock, fit):
+def test_a_warmup_that_does_not_fit_is_refused_with_the_steps_that_fit(clock, fit):
     with pytest.raises(ConfigError, match=r"time=50s has room for \d+ epochs: warmup_epochs=25"):
         fit(clock.now, time="50s", warmup_epochs=25, epochs=30)
 
 
-def test_no_time_measures_nothing(clock, fit):
+def test_without_a_time_nothing_is_measured(clock, fit):
     config, said, fitted = fit(0.0)
     assert fitted == config
     assert not said
     assert not clock.steps
 
 
-def test_bursts_of_loading_are_measured_as_they_are(clock, fit, monkeypatch):
+def test_bursts_of_loading_are_measured(clock, fit, monkeypatch):
     """Eight batches come at once, then comes a pause; the first came before the clock ran."""
     calls: list[int] = []
 
@@ -199,7 +198,7 @@ def test_bursts_of_loading_are_measured_as_they_are(clock, fit, monkeypatch):
     assert step == pytest.approx((0.8 + 7 * 0.01) / 8, rel=0.15)
 
 
-def test_measuring_a_real_training_leaves_nothing(fit, monkeypatch, data_with_a_bad_image):
+def test_measuring_a_training_changes_no_state(fit, monkeypatch, data_with_a_bad_image):
     monkeypatch.setattr(time_budget, "MOST_SECONDS", 0.05)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     _, said, fitted = fit(
@@ -217,12 +216,12 @@ def test_measuring_a_real_training_leaves_nothing(fit, monkeypatch, data_with_a_
 
 
 @pytest.mark.parametrize("room", [0.0, 0.9, 1.0, 6.99, 7.0, 7.01, 250.0])
-def test_the_count_is_the_largest(room):
+def test_the_number_of_steps_is_the_largest_that_fits(room):
     found = count_that_fit(room, lambda epochs: epochs * 1.0)
     assert found == int(room)
 
 
-def test_saving_and_ending_count():
+def test_saving_and_ending_count_towards_the_time():
     costs = Costs(start=1, small_step=2, full_step=2, validation=3, saving=4, ending=5)
     config = SimpleNamespace(
         model=SimpleNamespace(image_size=16, patch_size=8),
@@ -231,59 +230,3 @@ def test_saving_and_ending_count():
     assert costs.of(config, epoch_steps=10, steps=20) == 1 + 2 * (10 * 2 + 3 + 4) + 5
     assert costs.of(config, epoch_steps=10, steps=11) == 1 + 11 * 2 + 2 * (3 + 4) + 5
     assert costs.between(config, 10, 10, 11) == 2 + 3 + 4
-
-
-def lines(pace: TimeRemaining, clock: Clock, seconds: list[float]) -> list[str | None]:
-    said = []
-    for each in seconds:
-        clock.now += each
-        said.append(pace.step())
-    return said
-
-
-def test_pace_speaks_once_after_its_first_steps():
-    clock = Clock()
-    pace = TimeRemaining(steps=1000, validations=10, validation_share=3, clock=clock)
-    said = lines(pace, clock, [30.0, 5.0, *[0.2] * 20])  # the first two compile
-    assert said.index("about 3 min to go (0.2 s a step)") == 11  # 988 x 0.2 + 10 x 0.2
-    assert sum(line is not None for line in said) == 1
-
-
-def test_pace_does_not_wait_for_ten_slow_steps():
-    clock = Clock()
-    pace = TimeRemaining(steps=1000, validations=0, validation_share=0, clock=clock)
-    said = lines(pace, clock, [6.0] * 8)
-    assert [line for line in said if line] == ["about 100 min to go (6 s a step)"]
-    assert said[3]
-
-
-@pytest.mark.parametrize(
-    ("took", "minutes"),
-    [(200.0, 31), (1000.0, 46)],  # 88 + 9 x 200 s; a start of loaders is not paid again
-)
-def test_pace_takes_a_validation_by_its_own_time(took, minutes):
-    clock = Clock()
-    pace = TimeRemaining(steps=100, validations=10, validation_share=300, clock=clock)
-    said = lines(pace, clock, [1.0] * 6)
-    clock.now += took
-    pace.validated()
-    said += lines(pace, clock, [1.0] * 6)
-    assert [line for line in said if line] == [f"about {minutes} min to go (1 s a step)"]
-
-
-def test_a_run_that_ends_soon_says_nothing():
-    clock = Clock()
-    pace = TimeRemaining(steps=40, validations=1, validation_share=1, clock=clock)
-    assert not any(lines(pace, clock, [0.3] * 40))
-
-
-def test_steps_left_count_by_their_images(tiny_config):
-    plain = tiny_config(epochs=4)
-    assert steps_left(plain, step=0, steps_per_epoch=3) == 12
-    assert steps_left(plain, step=7, steps_per_epoch=3) == 5
-    assert steps_left(plain, step=12, steps_per_epoch=3) == 0
-    growing = tiny_config(epochs=4, **GROWING)
-    sides = [image_side(growing, epoch, 4) for epoch in range(4)]
-    assert (sides[0], sides[-1]) == (8, 32)
-    expected = 3 * sum(side**2 for side in sides) / 8**2 - 1
-    assert steps_left(growing, step=1, steps_per_epoch=3) == expected

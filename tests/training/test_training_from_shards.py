@@ -12,7 +12,7 @@ from vit.training.finetune.feature_extraction import content_key
 from vit.training.train import train
 
 
-def test_shards_train_like_their_folder_and_resume_exactly(
+def test_training_from_shards_equals_training_from_their_folder(
     tiny_config, colour_data, tmp_path, monkeypatch
 ):
     shards = str(tmp_path / "shards")
@@ -36,7 +36,7 @@ def test_shards_train_like_their_folder_and_resume_exactly(
     assert (tmp_path / "parts/model.safetensors").read_bytes() == whole
 
 
-def test_features_of_a_member_are_those_of_its_file(colour_data, tmp_path):
+def test_features_of_an_archived_image_equal_those_of_its_file(colour_data, tmp_path):
     shards = tmp_path / "shards"
     assert main(["data", str(colour_data), "--to", "shards", "--out", str(shards)]) == 0
     key = content_key(f"{shards}/val-000000.tar/red/3.png")

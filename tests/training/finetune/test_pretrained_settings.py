@@ -56,7 +56,7 @@ def completed(weights: Pretrained, /, **chosen) -> Config:
     ],
     ids=str,
 )
-def test_what_fits_the_weights_is_taken(settings, chosen):
+def test_settings_that_fit_the_weights_are_accepted(settings, chosen):
     weights = source(**settings)
     config = completed(weights, **chosen)
     assert {name: flatten(config)[name] for name in chosen} == chosen
@@ -80,7 +80,7 @@ def test_what_fits_the_weights_is_taken(settings, chosen):
     ],
     ids=str,
 )
-def test_what_does_not_fit_the_weights_is_refused_in_a_line(settings, chosen, message):
+def test_settings_that_contradict_the_weights_are_refused(settings, chosen, message):
     with pytest.raises(ConfigError, match=message) as caught:
         completed(source(**settings), **chosen)
     assert "\n" not in str(caught.value)
@@ -90,12 +90,12 @@ def test_what_does_not_fit_the_weights_is_refused_in_a_line(settings, chosen, me
     ("name", "value"),
     [("capacity_factor", -1.0), ("router_jitter", 1.5), ("top_k", 0), ("rotary_reference", 0)],
 )
-def test_values_wrong_by_themselves_are_refused_before_weights_are_read(name, value):
+def test_invalid_values_are_refused_before_weights_are_read(name, value):
     with pytest.raises(ConfigError, match=f"^{name}={value}: must be"):
         make_config({"weights": "nowhere", name: value})
 
 
-def test_without_weights_settings_are_judged_at_once():
+def test_without_weights_settings_are_checked_at_once():
     message = "capacity_factor=2.0: feedforward=mlp does not read it"
     with pytest.raises(ConfigError, match=message):
         make_config({"capacity_factor": 2.0})
@@ -107,7 +107,7 @@ def test_without_weights_settings_are_judged_at_once():
         dataclasses.replace(asked, finetune=FinetuneConfig())
 
 
-def test_experts_of_a_run_are_placed_as_asked(colour_data, tmp_path):
+def test_experts_of_a_run_are_in_the_given_blocks(colour_data, tmp_path):
     """Trained, cut to other places in a second run, and resumed with the same flags."""
     words = {"data": str(colour_data), **USUAL}
     first = train(make_config({**words, **EXPERTS}), tmp_path / "first").folder
@@ -126,7 +126,7 @@ def test_experts_of_a_run_are_placed_as_asked(colour_data, tmp_path):
     torch.testing.assert_close(model.forward_packed(images), apart)
 
 
-def test_without_a_capacity_nobody_goes_first():
+def test_without_a_capacity_a_priority_is_refused():
     weights = source(**EXPERTS, capacity_factor=0.5, router_priority="score")
     config = completed(weights, capacity_factor=0.0).model
     assert (config.capacity_factor, config.router_priority) == (0.0, "order")
@@ -140,7 +140,7 @@ def test_without_a_capacity_nobody_goes_first():
 
 @pytest.mark.parametrize("name", ["balance_loss", "router_z_loss", "router_jitter"])
 @pytest.mark.parametrize("method", ["probe", "linear", "lora"])
-def test_losses_that_no_router_learns_from_are_refused(method, name):
+def test_router_losses_are_refused_if_routers_are_frozen(method, name):
     weights, chosen = source(**EXPERTS), {"method": method, name: 0.1}
     if method == "lora" or (method, name) == ("linear", "router_jitter"):
         assert flatten(completed(weights, **chosen))[name] == 0.1
@@ -152,7 +152,7 @@ def test_losses_that_no_router_learns_from_are_refused(method, name):
 
 
 @pytest.mark.parametrize("method", ["probe", "linear"])
-def test_the_written_settings_of_a_method_are_taken_again(method):
+def test_the_stored_settings_of_a_method_are_accepted_again(method):
     """Those that the weights brought were not chosen, though they are without effect."""
     settings = {"dropout": 0.1, "patch_sizes": (4, 16), "router_jitter": 0.1}
     weights = source(**EXPERTS, **settings)
@@ -165,7 +165,7 @@ def test_the_written_settings_of_a_method_are_taken_again(method):
     ("sizes", "patch_size", "drawn"),
     [((4, 16), 4, (4, 8, 16)), ((4,), 4, (4, 8)), ((4, 16), 16, (4, 8, 16)), ((), 4, (4,))],
 )
-def test_all_sizes_of_patches_are_drawn_on(sizes, patch_size, drawn, tmp_path):
+def test_all_patch_sizes_are_trained(sizes, patch_size, drawn, tmp_path):
     """Whichever is the usual size, and by whichever door."""
     weights = source(**SMALL, patch_sizes=sizes)
     config = completed(weights, patch_size=patch_size).model
@@ -184,7 +184,7 @@ def test_all_sizes_of_patches_are_drawn_on(sizes, patch_size, drawn, tmp_path):
     assert tuple(getattr(patches, "sides", drawn)) == drawn
 
 
-def test_another_choice_of_router_weights_is_another_network():
+def test_a_change_of_router_weights_changes_the_network():
     for settings, chosen, message in (
         ({}, {"top_k": 1}, "top_k=1: run r has top_k=2; leave it out"),
         ({}, {"router_weights": "softmax"}, "router_weights=softmax: run r has router_weights=a"),

@@ -1,4 +1,4 @@
-"""Devices and arithmetic: what is chosen is set up and said, what cannot be is refused."""
+"""Devices and precisions are set up and logged; unsupported ones are refused."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA
         ("fp16", "precision='fp16': has no loss scaling on a CPU"),
     ],
 )
-def test_arithmetic_that_a_cpu_has_not_is_refused(tiny_config, tmp_path, precision, message):
+def test_a_precision_that_cpus_lack_is_refused(tiny_config, tmp_path, precision, message):
     with pytest.raises(ConfigError, match=message):
         train(tiny_config(precision=precision), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_float64_is_said_and_kept(tiny_config, tmp_path, capsys):
+def test_float64_is_logged_and_stored(tiny_config, tmp_path, capsys):
     train(tiny_config(precision="fp64", epochs=1, warmup_epochs=0), tmp_path / "run")
     assert "1 x cpu, fp64, batch 12" in capsys.readouterr().err
     tensors, _ = read_tensors(find_checkpoints(tmp_path / "run/checkpoints")[0])
@@ -36,13 +36,13 @@ def test_float64_is_said_and_kept(tiny_config, tmp_path, capsys):
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
 
 
-def test_prediction_uses_the_nearest_arithmetic():
+def test_inference_uses_the_nearest_precision():
     assert arithmetic("fp64", CPU) == "fp64"
     assert inference_precision("fp64", CPU) == inference_precision("tf32", CPU) == "fp32"
     assert inference_precision("bf16", CPU) == "bf16"
 
 
-def test_deterministic_is_set_and_taken_back(tiny_config, tmp_path, capsys):
+def test_deterministic_is_set_for_its_run_only(tiny_config, tmp_path, capsys):
     short = {"epochs": 1, "warmup_epochs": 0}
     train(tiny_config(**short, deterministic=True), tmp_path / "a")
     assert torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""Which epochs are best, what is kept of them, their soup, and when a run stops early."""
+"""The best epochs, their weights and their average (model soup), and early stopping."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def event(epoch: int, top1: float, loss: float = 1.0) -> dict:
     return {"event": "epoch", "epoch": epoch, "val_top1": top1, "val_loss": loss}
 
 
-def test_the_best_are_kept_in_order(tmp_path):
+def test_the_best_epochs_are_kept_in_order(tmp_path):
     best = BestEpochs(tmp_path, 2, RANK)
     taken = [best.add(e) for e in (event(1, 0.5), event(2, 0.4), event(3, 0.4), event(4, 0.6))]
     assert taken == [True, True, False, True]  # of equal ones the earlier
@@ -40,7 +40,7 @@ def test_the_best_are_kept_in_order(tmp_path):
     assert [e["epoch"] for e in best.events] == [5, 4]
 
 
-def test_pruning_leaves_what_a_checkpoint_may_go_back_to(tmp_path):
+def test_pruning_keeps_epochs_that_a_checkpoint_refers_to(tmp_path):
     best = BestEpochs(tmp_path, 2, RANK)
     for epoch in (1, 2, 3):
         best.save(epoch, {"a": torch.zeros(1)})
@@ -65,7 +65,7 @@ def greedy(points: list[torch.Tensor], score) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_soup_is_the_greedy_one(tmp_path, seed):
+def test_the_soup_equals_the_greedy_recipe(tmp_path, seed):
     generator = torch.Generator().manual_seed(seed)
     points = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(5)]
 
@@ -98,18 +98,18 @@ def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[d
     return found, float(weights["w"])
 
 
-def test_a_candidate_that_hurts_is_left_out_and_the_next_still_tried(tmp_path):
+def test_a_candidate_that_lowers_the_score_is_skipped(tmp_path):
     found, weight = made_of(tmp_path, [0.9, 0.8, 0.7], {1.5: 0.89, 2.0: 0.95})
     assert (found["epochs"], found["better"], found["val_top1"]) == ([1, 3], True, 0.95)
     assert weight == 2.0
 
 
-def test_an_equal_soup_takes_the_candidate_and_does_not_replace_the_best_epoch(tmp_path):
+def test_an_equal_soup_does_not_replace_the_best_epoch(tmp_path):
     found, weight = made_of(tmp_path, [0.9, 0.8], {1.5: 0.9})
     assert (found["epochs"], found["better"], weight) == ([1, 2], False, 1.0)
 
 
-def test_equal_epochs_are_tried_in_their_order(tmp_path):
+def test_equal_epochs_are_added_in_their_order(tmp_path):
     found, weight = made_of(tmp_path, [0.8, 0.8, 0.8], {1.5: 0.9, 2.0: 0.9})
     assert (found["epochs"], found["better"], weight) == ([1, 2, 3], True, 2.0)
 
@@ -123,7 +123,7 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path):
         average_best_epochs(best, lambda _: measured(0.5))
 
 
-def test_damaged_weights_cost_the_soup_and_not_the_run(tiny_config, tmp_path, capsys):
+def test_damaged_weights_prevent_the_soup_and_not_the_run(tiny_config, tmp_path, capsys):
     config = tiny_config(epochs=4, keep_best=3, soup=True)
     first = train(config, tmp_path / "run")
     for path in (tmp_path / "run/best").iterdir():
@@ -135,7 +135,7 @@ def test_damaged_weights_cost_the_soup_and_not_the_run(tiny_config, tmp_path, ca
     assert (tmp_path / "run/report.html").exists()
 
 
-def test_a_resumed_run_keeps_what_the_checkpoint_it_came_from_needs(tiny_config, tmp_path):
+def test_a_resumed_run_keeps_epochs_that_its_checkpoint_refers_to(tiny_config, tmp_path):
     """The first checkpoint after a resume may turn out damaged; then that one is used again."""
     config = tiny_config(epochs=6, keep_best=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +152,7 @@ def test_a_resumed_run_keeps_what_the_checkpoint_it_came_from_needs(tiny_config,
     }
 
 
-def test_an_average_keeps_the_type_and_sums_in_float64():
+def test_an_average_keeps_the_dtype_and_sums_in_float64():
     parts = [{"w": torch.full((2,), value, dtype=torch.bfloat16)} for value in (1.0, 256.0, 1.0)]
     mean = average_weights(parts)["w"]
     assert mean.dtype == torch.bfloat16
@@ -206,7 +206,7 @@ def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeyp
         assert whole == parts
 
 
-def test_a_run_stops_when_nothing_better_comes(tiny_config, tmp_path, monkeypatch, capsys):
+def test_a_run_stops_early_without_improvement(tiny_config, tmp_path, monkeypatch, capsys):
     scores = itertools.chain([0.5, 0.7], itertools.repeat(0.6))
     monkeypatch.setattr("vit.training.trainer.validate", lambda *_: measured(next(scores)))
     result = train(tiny_config(epochs=20, patience=3), tmp_path / "run")

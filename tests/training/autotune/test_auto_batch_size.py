@@ -1,7 +1,6 @@
-"""What fits into memory: the search, the trial, and blocks that are computed twice."""
+"""`-b auto`: the search for the largest micro-batch, and the dry run of one."""
 
 import contextlib
-import dataclasses
 import time
 import weakref
 from pathlib import Path
@@ -75,13 +74,13 @@ def test_the_search_takes_the_largest_that_fits(accelerator, most, found):
     assert tried == [size for size in [12, 6, 4, 2] if size >= found]
 
 
-def test_the_search_says_when_nothing_fits(accelerator):
+def test_the_search_finds_nothing_if_no_size_fits(accelerator):
     tried: list[int] = []
     assert largest_that_fits([12, 2], trial_with_room_for(1, tried), accelerator) is None
     assert tried == [12, 2]
 
 
-def test_other_errors_are_not_taken_for_full_memory(accelerator):
+def test_an_error_other_than_full_memory_is_raised(accelerator):
     def broken(size: int) -> float:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -89,7 +88,7 @@ def test_other_errors_are_not_taken_for_full_memory(accelerator):
         largest_that_fits([12, 6], broken, accelerator)
 
 
-def test_a_trial_steps_like_the_run_and_leaves_nothing(tiny_config, accelerator):
+def test_a_dry_run_steps_like_the_run_and_changes_no_state(tiny_config, accelerator):
     config = tiny_config(accumulate=3, num_classes=3)
     seen = {}
 
@@ -109,7 +108,7 @@ def test_a_trial_steps_like_the_run_and_leaves_nothing(tiny_config, accelerator)
     assert accelerator._models == accelerator._optimizers == []
 
 
-def test_memory_that_was_full_is_free_for_the_next_trial(tiny_config, accelerator):
+def test_memory_is_free_again_after_a_trial_that_filled_it(tiny_config, accelerator):
     """A traceback holds what a failed trial had built; it must be gone before the next one."""
     alive: list[weakref.ref] = []
     seen: list[bool] = []
@@ -129,7 +128,7 @@ def test_memory_that_was_full_is_free_for_the_next_trial(tiny_config, accelerato
     assert alive[-1]() is None
 
 
-def test_a_cpu_takes_the_whole_batch_and_says_so(tiny_config, accelerator):
+def test_a_cpu_takes_the_whole_batch_with_a_note(tiny_config, accelerator):
     said: list[str] = []
     config = fit_memory(tiny_config(accumulate=None), accelerator, said.append)
     assert config.data.accumulate == 1
@@ -171,7 +170,7 @@ def gpu_for(monkeypatch):
         (3, 256, "batch_size=1024 in 256 micro-batches of 2 a device (18.3 of 24.0 GiB)"),
     ],
 )
-def test_a_gpu_takes_as_many_as_fit(tiny_config, gpu_for, most, accumulate, line):
+def test_a_gpu_takes_the_largest_size_that_fits(tiny_config, gpu_for, most, accumulate, line):
     said: list[str] = []
     config = tiny_config(batch_size=1024, accumulate=None)
     fitted = fit_memory(config, gpu_for(most), said.append)
@@ -190,7 +189,7 @@ def test_a_network_that_is_too_large_has_a_remedy(tiny_config, gpu_for):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_was_found_fits_a_real_gpu(tiny_config, compiled):
+def test_the_chosen_size_fits_a_real_gpu(tiny_config, compiled):
     torch.cuda.set_device(0)
     large = {"image_size": 224, "patch_size": 16, "dim": 192, "depth": 12, "num_heads": 3}
     large |= {"batch_size": 1024, "num_classes": 10, "device": "cuda", "precision": "bf16"}
@@ -208,83 +207,6 @@ def test_what_was_found_fits_a_real_gpu(tiny_config, compiled):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert f"in {parts} micro-batches of {1024 // parts} a device" in said[0]
-
-
-NETWORK = ModelConfig(
-    image_size=32,
-    patch_size=8,
-    dim=32,
-    depth=2,
-    num_heads=4,
-    num_classes=5,
-    dropout=0.2,
-    attention_dropout=0.1,
-    drop_path=0.3,
-)
-
-
-def trained(config: ModelConfig, backend: str | None, *, recompute: bool) -> dict[str, Tensor]:
-    """Weights after three steps of SGD."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    network = build_classifier(config).train()
-    torch.nn.init.normal_(network.head.weight)
-    if recompute:
-        recompute_blocks(network)
-    if backend:
-        network.compile(backend=backend)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    images, labels = torch.randn(3, 6, 3, 32, 32), torch.arange(6) % 5
-    for step in range(3):
-        torch.manual_seed(100 + step)
-        F.cross_entropy(network(images[step]), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return network.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("backend", "attention_dropout"),
-    [
-        (None, 0.1),
-        pytest.param("aot_eager", 0.1, marks=pytest.mark.slow),
-        # inductor draws other numbers for attention when it is computed twice; gradients fit them
-        pytest.param("inductor", 0.0, marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_computed_twice_learn_the_same_bits(backend, attention_dropout):
-    config = dataclasses.replace(NETWORK, attention_dropout=attention_dropout)
-    once = trained(config, backend, recompute=False)
-    twice = trained(config, backend, recompute=True)
-    assert list(once) == list(twice)
-    assert all(torch.equal(once[name], twice[name]) for name in once)
-    torch.manual_seed(0)
-    start = build_classifier(config).state_dict()
-    assert all(not torch.equal(start[name], value) for name, value in once.items())
-
-
-def bytes_kept(*, recompute: bool) -> int:
-    """Bytes that a forward pass keeps for the backward pass, weights aside."""
-    network = build_classifier(NETWORK).train()
-    weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
-    if recompute:
-        recompute_blocks(network)
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        network(torch.randn(6, 3, 32, 32))
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
-
-
-def test_blocks_computed_twice_keep_less():
-    once, twice = bytes_kept(recompute=False), bytes_kept(recompute=True)
-    tokens = 6 * 17 * NETWORK.dim * 4
-    assert twice >= NETWORK.depth * tokens  # each block's input
-    assert twice < once / 3
 
 
 def agree(settings: Path) -> int:
@@ -333,7 +255,7 @@ def agree(settings: Path) -> int:
 
 
 @pytest.mark.auto_precision
-def test_two_processes_agree(tiny_config, tmp_path):
+def test_two_processes_choose_the_same_size_and_number_of_epochs(tiny_config, tmp_path):
     write_settings(tmp_path / "settings.yaml", tiny_config(num_classes=3))
     said = complete(agree, tmp_path / "settings.yaml", log=tmp_path / "log", processes=2)
     assert said.count("both agree") == 2

@@ -134,7 +134,7 @@ def follow(folder: Path, step: int, name: str = "wandb") -> None:
     Tracking(name, folder, SETTINGS, step=step).close()
 
 
-def test_the_table_has_the_names_of_the_setting():
+def test_the_table_of_trackers_has_the_names_of_the_setting():
     choices = RunConfig.__dataclass_fields__["track"].type
     assert set(get_args(get_args(choices)[0])) == TRACKERS.keys()
 
@@ -148,7 +148,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     require_tracker(None)
 
 
-def test_everything_arrives_while_it_happens_and_at_the_end(tmp_path, fake):
+def test_events_are_sent_during_the_run_and_at_its_end(tmp_path, fake):
     train(tmp_path, 1, 5)
     record = Tracking("wandb", tmp_path, SETTINGS, step=0)
     until = time.monotonic() + 60
@@ -163,7 +163,7 @@ def test_everything_arrives_while_it_happens_and_at_the_end(tmp_path, fake):
 
 
 @pytest.mark.parametrize("epoch_pending", [False, True])
-def test_what_is_made_again_is_not_sent_again(tmp_path, fake, epoch_pending):
+def test_repeated_events_are_sent_once(tmp_path, fake, epoch_pending):
     train(tmp_path, 1, 11)
     follow(tmp_path, 0)
     cut(tmp_path, 8, epoch_pending=epoch_pending)
@@ -175,7 +175,7 @@ def test_what_is_made_again_is_not_sent_again(tmp_path, fake, epoch_pending):
     assert fake.seen() == expected(13)
 
 
-def test_what_one_process_could_not_send_the_next_one_does(tmp_path, fake, capsys):
+def test_events_that_were_not_sent_are_sent_after_a_resume(tmp_path, fake, capsys):
     train(tmp_path, 1, 9)
     fake.fails_at = 6
     follow(tmp_path, 0)
@@ -192,13 +192,13 @@ def test_what_one_process_could_not_send_the_next_one_does(tmp_path, fake, capsy
     assert fake.seen() == expected(12)
 
 
-def test_a_tracker_chosen_later_gets_the_whole_history(tmp_path, fake):
+def test_a_tracker_added_on_resume_receives_all_events(tmp_path, fake):
     train(tmp_path, 1, 9)
     follow(tmp_path, 9)
     assert fake.seen() == expected(9)
 
 
-def test_a_first_start_that_fails_is_an_error_and_a_later_one_is_not(tmp_path, fake, capsys):
+def test_a_tracker_that_cannot_start_stops_a_new_run_only(tmp_path, fake, capsys):
     fake.fails_at = 0
     train(tmp_path, 1, 3)
     with pytest.raises(
@@ -210,9 +210,7 @@ def test_a_first_start_that_fails_is_an_error_and_a_later_one_is_not(tmp_path, f
     assert capsys.readouterr().err.count("no way to the server") == 1
 
 
-def test_a_tracker_that_hangs_does_not_keep_the_run_from_ending(
-    tmp_path, fake, monkeypatch, capsys
-):
+def test_a_hanging_tracker_does_not_block_the_end_of_the_run(tmp_path, fake, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     free = threading.Event()
     monkeypatch.setattr(fake, "finish", free.wait)
@@ -224,7 +222,7 @@ def test_a_tracker_that_hangs_does_not_keep_the_run_from_ending(
     record.thread.join()
 
 
-def test_a_line_that_is_half_written_waits(tmp_path, fake):
+def test_a_partly_written_line_is_sent_when_complete(tmp_path, fake):
     train(tmp_path, 1, 2)
     third = json.dumps(step_event(3)).encode()
     with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as file:
@@ -237,7 +235,7 @@ def test_a_line_that_is_half_written_waits(tmp_path, fake):
     assert fake.seen() == expected(3)
 
 
-def test_a_record_whose_marks_are_lost_has_nothing_twice(tmp_path, fake):
+def test_nothing_is_sent_twice_if_the_sent_file_is_lost(tmp_path, fake):
     train(tmp_path, 1, 9)
     follow(tmp_path, 0)
     (tmp_path / "tracking/wandb.sent").write_text("")
@@ -246,7 +244,7 @@ def test_a_record_whose_marks_are_lost_has_nothing_twice(tmp_path, fake):
     assert fake.seen() == expected(11)
 
 
-def test_wandb_is_sent_what_its_server_has_not(tmp_path, fake):
+def test_wandb_receives_events_after_the_last_one_on_its_server(tmp_path, fake):
     train(tmp_path, 1, 9)
     follow(tmp_path, 0)
     fake.given = [each for each in fake.given if each[1] <= 6]  # the rest was lost on the way
@@ -255,7 +253,7 @@ def test_wandb_is_sent_what_its_server_has_not(tmp_path, fake):
     assert fake.seen() == expected(9)
 
 
-def test_mlflow_has_no_step_twice_that_a_kill_left_unnoted(tmp_path, monkeypatch):
+def test_mlflow_has_no_step_twice_after_a_kill(tmp_path, monkeypatch):
     run = SimpleNamespace(info=SimpleNamespace(run_id="its own"), data=SimpleNamespace(metrics={}))
     tracker, records = Fake(run=run), []
     monkeypatch.setitem(TRACKERS, "mlflow", lambda record: records.append(record) or tracker)
@@ -287,9 +285,7 @@ def test_mlflow_has_no_step_twice_that_a_kill_left_unnoted(tmp_path, monkeypatch
         ("trackio", "TrackioTracker", *[{"name": "photos-kkkkkkkk", "resume": "allow"}] * 2),
     ],
 )
-def test_accelerate_is_asked_for_the_same_record(
-    tmp_path, monkeypatch, name, class_name, new, again
-):
+def test_a_resumed_run_continues_its_record(tmp_path, monkeypatch, name, class_name, new, again):
     asked = []
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.setattr(trackers, class_name, lambda *words, **named: asked.append((words, named)))
@@ -303,7 +299,7 @@ def test_accelerate_is_asked_for_the_same_record(
         assert words[0] == ("" if name == "tensorboard" else "vit")
 
 
-def test_makers_hear_nothing_that_nobody_asked_for(tmp_path, fake, monkeypatch):
+def test_telemetry_is_off_by_default(tmp_path, fake, monkeypatch):
     variable, value = TELEMETRY_OFF["wandb"]
     monkeypatch.delenv(variable, raising=False)
     follow(tmp_path_with_metrics(tmp_path), 0)
@@ -332,7 +328,7 @@ def test_tensorboard_shows_the_settings_once_and_leaves_no_other_files(tmp_path)
     assert told == [True, False]
 
 
-def test_tensorboard_drops_what_came_after_the_checkpoint(tmp_path):
+def test_tensorboard_drops_events_after_the_checkpoint(tmp_path):
     """Also of an epoch whose step the checkpoint has, and whose scores it has not."""
     train(tmp_path, 1, 11)
     follow(tmp_path, 0, "tensorboard")
@@ -351,7 +347,7 @@ import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from accelerate.state import PartialState
-import test_tracking as t
+import test_trackers as t
 PartialState(cpu=True)
 folder = Path(sys.argv[1])
 t.train(folder, 1, 11)

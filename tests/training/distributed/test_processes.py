@@ -21,7 +21,7 @@ from vit.training.final_report import read_events
 from vit.training.train import train
 
 CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +68,7 @@ def test_torchs_launcher_needs_no_device(tiny_config, tmp_path):
     assert "2 x cpu" in done.stderr
 
 
-def test_both_stop_at_a_bad_image_that_one_has_met(tiny_config, tmp_path, data_with_a_bad_image):
+def test_both_processes_stop_at_a_bad_image_of_one(tiny_config, tmp_path, data_with_a_bad_image):
     config = tiny_config(device="auto", data=str(data_with_a_bad_image), num_classes=3)
     write_settings(tmp_path / "settings.yaml", config)
     words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run")]
@@ -121,7 +121,7 @@ def test_torchs_launcher_restarts_a_killed_process(tiny_config, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_is_heeded_once(tiny_config, tmp_path, number):
+def test_a_signal_to_all_processes_counts_once(tiny_config, tmp_path, number):
     # long steps, so that the launcher's signal comes before the first one was heeded
     slow = {"image_size": 224, "dim": 64, "depth": 4, "batch_size": 24}
     config = tiny_config(device="auto", num_classes=3, epochs=1500, checkpoint_steps=2, **slow)
@@ -163,5 +163,5 @@ def untimed(folder: Path) -> list[dict]:
         ({**CPU, "WORLD_SIZE": "2"}, ["accelerate", "launch", "--num_processes", "2"], 1),
     ],
 )
-def test_how_many_processes_were_asked_for(environment, parent, count):
+def test_the_number_of_processes_comes_from_the_environment(environment, parent, count):
     assert requested_processes(environment, parent) == count

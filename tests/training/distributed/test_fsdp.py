@@ -50,11 +50,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_pieces_train_like_the_whole(tiny_config, tmp_path, settings):
+def test_a_sharded_run_trains_like_a_whole_one(tiny_config, tmp_path, settings):
     assert_same(tiny_config(**PLAIN, **settings, accumulate=2), tmp_path)
 
 
-def test_pieces_learn_several_labels_like_the_whole(tiny_config, several_list, tmp_path):
+def test_a_sharded_multilabel_run_trains_like_a_whole_one(tiny_config, several_list, tmp_path):
     multilabel = {"data": str(several_list), "task": "multilabel"}
     assert_same(tiny_config(**PLAIN, **multilabel), tmp_path)
 
@@ -76,7 +76,7 @@ def assert_same(config, tmp_path) -> None:
             assert theirs[name] == pytest.approx(ours[name], rel=1e-9)
 
 
-def test_pieces_and_whole_resume_each_other(tiny_config, tmp_path):
+def test_sharded_and_whole_runs_resume_each_other(tiny_config, tmp_path):
     config = tiny_config(**PLAIN)
     train(config, tmp_path / "whole")
 
@@ -103,7 +103,9 @@ def test_pieces_and_whole_resume_each_other(tiny_config, tmp_path):
         ({}, {"FSDP_VERSION": "1"}, "FSDP of version 1 is not supported"),
     ],
 )
-def test_what_fsdp_cannot_do_is_refused(tiny_config, tmp_path, change, variables, message):
+def test_settings_without_fsdp_support_are_refused(
+    tiny_config, tmp_path, change, variables, message
+):
     codes, said = launch(tiny_config(**{**PLAIN, **change}), tmp_path / "run", **variables)
     assert all(codes)
     (line,) = (line for line in said.splitlines() if line.startswith("vit train"))

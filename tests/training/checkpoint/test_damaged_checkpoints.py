@@ -81,7 +81,7 @@ def is_noticed(path: Path, content: bytes) -> bool:
     return False
 
 
-def test_every_damage_is_noticed(stopped, tmp_path):
+def test_every_changed_byte_of_a_checkpoint_is_noticed(stopped, tmp_path):
     newest = find_checkpoints(stopped / "checkpoints")[0]
     raw, draw, copy = newest.read_bytes(), random.Random(0), tmp_path / newest.name
     assert not is_noticed(copy, raw)
@@ -108,7 +108,7 @@ def test_a_damaged_header_is_noticed_wherever_it_is(stopped, tmp_path):
             assert is_noticed(copy, bytes(flipped)), f"bit {bit} of byte {place}"
 
 
-def test_a_torn_checkpoint_is_replaced_by_the_one_before_it(
+def test_a_truncated_checkpoint_is_skipped_for_the_one_before_it(
     stopped, whole, tiny_config, words, tmp_path
 ):
     newest = find_checkpoints(stopped / "checkpoints")[0]
@@ -125,7 +125,7 @@ def test_a_torn_checkpoint_is_replaced_by_the_one_before_it(
         assert differences(folder, whole) == [], f"cut to {cut} bytes"
 
 
-def test_damaged_checkpoints_alone_are_refused_and_kept(stopped, words, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_is_refused_and_kept(stopped, words, tmp_path):
     for path in find_checkpoints(stopped / "checkpoints"):
         content = bytearray(path.read_bytes())
         content[-100] ^= 1
@@ -175,7 +175,7 @@ def test_a_full_disk_stops_a_run_that_continues_when_there_is_room(whole, words,
         ]
 
 
-def test_a_disk_too_full_for_a_line_of_metrics(tiny_config, tmp_path):
+def test_a_disk_too_full_for_metrics_is_reported(tiny_config, tmp_path):
     # 36 steps and no checkpoint among them: the metrics are the first that need another page
     changes: dict[str, Any] = {"batch_size": 1, "mixup": 0, "cutmix": 0, "num_classes": 3}
     write_settings(tmp_path / "settings.yaml", tiny_config(**changes, epochs=1, warmup_epochs=0))
@@ -231,7 +231,7 @@ def test_changed_images_are_refused_and_the_run_is_intact(
         ),
     ],
 )
-def test_another_optimiser_is_refused_before_anything_is_restored(stopped, change, word):
+def test_a_checkpoint_of_another_optimiser_changes_nothing(stopped, change, word):
     network = torch.nn.Linear(2, 2)
     groups = json_groups(stopped)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)])

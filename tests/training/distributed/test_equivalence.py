@@ -99,7 +99,7 @@ def test_accumulation_equals_one_batch(outcome_of):
         require_equal(many, one, losses=1e-9, weights=1e-10)
 
 
-def test_experts_learn_the_same_on_two_processes(outcome_of):
+def test_experts_train_equally_on_two_processes(outcome_of):
     """Shares of experts are counted over all processes, also where one of them has no image."""
     experts = {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "precision": "fp64"}
     one = outcome_of(**experts, balance_loss=0.5, router_z_loss=0.1)
@@ -117,7 +117,7 @@ def test_experts_learn_the_same_on_two_processes(outcome_of):
     assert not torch.equal(other.weights[last], one.weights[last])
 
 
-def test_a_step_sees_what_the_schedule_says(outcome_of):
+def test_a_step_sees_the_images_of_the_sampler(outcome_of):
     schedule = MicroBatchSampler(count=TRAIN, seed=0, batch_size=BATCH)
     batches = [batch for epoch in range(EPOCHS) for batch in schedule.micro_batches(epoch)]
     expected = {step: [key.sample for key in batch] for step, batch in enumerate(batches)}
@@ -133,7 +133,7 @@ def test_loader_processes_change_nothing(outcome_of):
 
 
 @pytest.mark.parametrize("each", [1, 3])
-def test_each_validation_image_is_counted_once(outcome_of, colour_data, tmp_path: Path, each: int):
+def test_each_validation_image_counts_once(outcome_of, colour_data, tmp_path: Path, each: int):
     """Also where there are fewer images than processes."""
     data = tmp_path / "data"
     shutil.copytree(colour_data, data)

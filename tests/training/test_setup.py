@@ -1,0 +1,26 @@
+"""Building a training: a network with several patch sizes compiles once for each."""
+
+from functools import partialmethod
+
+import pytest
+import torch
+import torch._dynamo.config as dynamo
+from accelerate import Accelerator
+from torch import nn
+
+from vit.training.setup import make_training
+
+
+@pytest.mark.slow
+def test_each_patch_size_compiles_once(monkeypatch, tiny_config):
+    sizes = (4, 5, 6, 8, 10, 12, 15, 20, 24, 30)
+    settings = {"image_size": 120, "patch_size": 60, "patch_sizes": sizes, "depth": 1}
+    config = tiny_config(**settings, drop_path=0.0, compile=True)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    with dynamo.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        run = make_training(config, Accelerator(cpu=True), 10)
+        run.model.train()
+        for size in config.model.training_patch_sizes:
+            run.network.patch_embed.current_patch_size = size
+            run.model(torch.zeros(2, 3, 120, 120))
+    torch.compiler.reset()
