@@ -17,7 +17,7 @@ from vit.model.normalization import BatchNorm
 
 
 class SumOverProcesses(torch.autograd.Function):
-    """The sum of a tensor over all processes; each process's loss has a gradient by all of them."""
+    """Differentiable sum of a tensor over all processes."""
 
     @staticmethod
     def forward(_: Any, mine: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Tensor:
-        """What the losses of all processes say of the sum they share."""
+        """The gradients of all processes' losses, summed."""
         total = gradients[0].clone()
         torch.distributed.all_reduce(total)
         return total
@@ -36,18 +36,13 @@ class SumOverProcesses(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sum_over_processes(mine: Tensor) -> Tensor:
-    """The sum of `mine` over all processes, with gradients; every process must ask for it."""
+    """Differentiable sum of `mine` over all processes, which must all make this call."""
     total: Tensor = SumOverProcesses.apply(mine)
     return total
 
 
 def sync_batch_norm(network: nn.Module, processes: int) -> None:
-    """Let every BatchNorm of `network` see the images of all `processes`.
-
-    Args:
-        network: Changed in place.
-        processes: How many train it together.
-    """
+    """Let each BatchNorm of `network` use the statistics of all `processes`."""
     if processes > 1:
         for norm in _norms(network).values():
             norm.sum_over_processes = sum_over_processes
@@ -55,7 +50,7 @@ def sync_batch_norm(network: nn.Module, processes: int) -> None:
 
 @contextlib.contextmanager
 def local_batch_norm(network: nn.Module) -> Iterator[None]:
-    """Inside the `with`, training steps of `network` wait for no other process's statistics."""
+    """Inside, each BatchNorm uses the statistics of its own process, without communication."""
     norms = _norms(network).values()
     shared = [norm.sum_over_processes for norm in norms]
     for norm in norms:
@@ -69,11 +64,7 @@ def local_batch_norm(network: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_running_stats(network: nn.Module) -> Iterator[None]:
-    """Inside the `with`, what `network` sees has no share in its statistics.
-
-    Where no image of a micro-batch could be read, a blank one stands in, so that all processes
-    take part in each exchange.
-    """
+    """Inside, forward passes do not update the running statistics."""
     norms = _norms(network).values()
     for norm in norms:
         norm.updates_statistics = False

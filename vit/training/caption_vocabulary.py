@@ -44,9 +44,11 @@ def prepare_captions(
     tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
     report_unknown_words(tokenizer, captions, notify)
-    asked = config.decoder.vocab_size
-    if asked is not None and tokenizer.size > asked:
-        raise ConfigError(f"vocab_size={asked}: the tokenizer has {tokenizer.size}; leave it out")
+    requested = config.decoder.vocab_size
+    if requested is not None and tokenizer.size > requested:
+        raise ConfigError(
+            f"vocab_size={requested}: the tokenizer has {tokenizer.size}; leave it out"
+        )
     most = config.decoder.caption_tokens
     if most is None:
         most = (

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, which is often more accurate than the last weights.
+"""Exponential moving average (EMA) of the weights, often more accurate than the last weights.
 
     average <- decay * average + (1 - decay) * weights
 
@@ -17,14 +17,11 @@ from vit.training.distributed.fsdp import reshard
 
 
 class ExponentialMovingAverage:
-    """Keeps the average of every parameter of `model` that learns, and of BatchNorm's statistics.
-
-    Averaged weights make other activations, whose statistics are nearer to averaged ones than to
-    those of the last step. Other buffers do not change, so they are not averaged.
+    """Averages the trainable parameters of `model`, and BatchNorm's running statistics.
 
     Args:
-        model: The network being trained.
-        decay: Share of the average that one step keeps, in (0, 1).
+        model: The network.
+        decay: Weight of the old average in an update, in (0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -36,13 +33,13 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimiser step `step` (the first is 0).
+        """Add the weights after optimiser step `step`, from 0.
 
-        Early steps count more, or the random start would stay in the average for 1 / (1 - decay)
-        steps.
+        Early steps have a larger weight; otherwise the initialisation would dominate the average
+        for 1 / (1 - decay) steps.
         """
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        # apart: sharding cuts parameters alone into pieces
+        # not in one call: only parameters are sharded
         for tensors in (self.parameters, self.statistics):
             if tensors:
                 averages = [self.average[name] for name in tensors]
@@ -54,7 +51,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state`; its names and shapes must be those of the network."""
+        """Copy `state`, with the names and shapes of the network."""
         assert state.keys() == self.average.keys(), "the average has other names than the network"
         for name, value in state.items():
             self.average[name].copy_(value)
@@ -62,11 +59,11 @@ class ExponentialMovingAverage:
 
 @contextmanager
 def swapped_weights(model: nn.Module, others: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Inside the `with`, `model` computes with the weights in `others`, which hold its own.
+    """Inside, `model` has the weights `others`, and `others` those of `model`.
 
     Args:
-        model: The network itself, not what wraps it.
-        others: Weights by name, of the same shapes and in the same pieces; None changes nothing.
+        model: The network without wrappers.
+        others: Weights by name, with the same shapes and sharding; None changes nothing.
     """
     _swap(model, others or {})
     try:

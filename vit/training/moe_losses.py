@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from vit.model.moe import MixtureOfExperts, Routing, balance_loss, collect_routing, z_loss
 
-MOST_DROPPED = 0.1
-"""Share of the choices that a layer of experts may drop unremarked."""
-LEAST_USED = 0.1
-"""Share of an equal share that an expert may get unremarked."""
+MAX_DROPPED = 0.1
+"""Share of assignments that a layer drops, above which a note is logged."""
+MIN_LOAD = 0.1
+"""Load of an expert relative to an equal share, below which a note is logged."""
 
 
 def moe_layers(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
-    """The layers of experts by their block: its number, from 1; `decoder 1` in a decoder."""
+    """MoE layers by the number of their block, from 1; `decoder 1` in a decoder."""
     return {
         block_index(name): module
         for name, module in network.named_modules()
@@ -36,22 +36,22 @@ def moe_layers(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
 
 
 def block_index(name: str) -> int | str:
-    """The block that a module called `name` is in."""
+    """The block of the module `name`, from 1."""
     *where, number = name.partition(".mlp")[0].split(".")
     block = int(number) + 1
     return f"decoder {block}" if "decoder" in where else block
 
 
 def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images: int) -> Tensor:
-    """Balance loss and z loss of the forward pass just made, (2,), with gradients.
+    """Balance loss and z-loss of the last forward pass, (2,), with gradients.
 
-    Both are multiplied by the images of all processes, as a sum of cross-entropies is, and are this
-    process's share: over all processes they add up to the loss of the micro-batch.
+    Multiplied by the number of images, as a sum of cross-entropies is; the losses of all processes
+    add up to that of the micro-batch.
 
     Args:
-        accelerator: Knows the processes, which must all call this; None for one alone.
-        network: It has experts.
-        images: How many this process gave it; with none the pass was for company.
+        accelerator: The processes, which must all make this call; None for a single process.
+        network: Has MoE layers.
+        images: Images of this process in the pass; it may have 0 while other processes have some.
     """
     own = collect_routing(network)
     here = float(images > 0)
@@ -75,7 +75,7 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
 
 @contextmanager
 def track_expert_usage(network: nn.Module) -> Iterator["ExpertUsage | None"]:
-    """Inside the `with`, routers tell what they do; None for a network without experts."""
+    """Inside, routers record their choices; yields None for a network without experts."""
     layers = moe_layers(network)
     for layer in layers.values():
         layer.record_routing = True
@@ -87,28 +87,24 @@ def track_expert_usage(network: nn.Module) -> Iterator["ExpertUsage | None"]:
 
 
 class ExpertUsage:
-    """Adds up what routers did over forward passes.
-
-    Args:
-        layers: By the number of their block.
-    """
+    """Accumulates the routing of forward passes, of `layers` by block."""
 
     def __init__(self, layers: dict[int | str, MixtureOfExperts]) -> None:
         self.layers = layers
         self.sums: Tensor | None = None
 
     def add(self, images: int) -> None:
-        """Count the forward pass just made, if it was for any images."""
-        told = [layer.routing for layer in self.layers.values()]
-        rows = torch.stack([_row(routing) for routing in told if routing is not None])
+        """Add the last forward pass, of so many images of this process."""
+        records = [layer.routing for layer in self.layers.values()]
+        rows = torch.stack([_row(routing) for routing in records if routing is not None])
         rows = rows * float(images > 0)
         self.sums = rows if self.sums is None else self.sums + rows
 
     def describe(self, accelerator: Accelerator) -> list[dict[str, Any]]:
-        """One entry a layer, over all processes; shares are fractions.
+        """One entry per layer, over all processes.
 
-        `load`: share of all assignments by expert; `entropy`: mean of a token's, as a share of the
-        highest, log(experts); `dropped`: share of assignments that found their expert full.
+        `load`: share of the assignments by expert; `entropy`: mean over tokens, relative to
+        log(experts); `dropped`: share of assignments beyond the capacity.
         """
         assert self.sums is not None
         rows = accelerator.reduce(self.sums, "sum").tolist()
@@ -129,20 +125,20 @@ class ExpertUsage:
 
 
 def expert_imbalance(routers: Sequence[Mapping[str, Any]]) -> str | None:
-    """A line to the user where experts drop many choices, or one is hardly used; None where not.
+    """A log line if a layer drops many assignments or hardly uses an expert; None otherwise.
 
     Args:
-        routers: What `ExpertUsage.describe` gave.
+        routers: From `ExpertUsage.describe`.
     """
     parts = []
     worst = max(routers, key=lambda layer: layer["dropped"], default=None)
-    if worst is not None and worst["dropped"] > MOST_DROPPED:
+    if worst is not None and worst["dropped"] > MAX_DROPPED:
         parts.append(
             f"block {worst['block']} dropped {worst['dropped']:.0%} of its choices (raise "
             "--capacity-factor)"
         )
     least = min(routers, key=lambda layer: min(layer["load"]) * len(layer["load"]), default=None)
-    if least is not None and min(least["load"]) * len(least["load"]) < LEAST_USED:
+    if least is not None and min(least["load"]) * len(least["load"]) < MIN_LOAD:
         parts.append(
             f"an expert of block {least['block']} got {min(least['load']):.1%} of the choices, an "
             f"equal share is {1 / len(least['load']):.1%} (raise --balance-loss)"

@@ -347,7 +347,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _from_plain(value: Any, present: Any) -> Any:
-    """The inverse of `_to_plain`; JSON has no tuples, so `present` tells where there was one."""
+    """The inverse of `_to_plain`; JSON has no tuples, so those of `present` are restored."""
     if isinstance(value, dict) and "tensor" in value:
         return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
     return tuple(value) if isinstance(present, tuple) else value

@@ -54,7 +54,9 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if on_cpu and accelerator.num_processes > 1:
         atexit.unregister(leave_process_group)
         atexit.register(leave_process_group)
-    shard_on_cpus(accelerator, asked=os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true")
+    shard_on_cpus(
+        accelerator, requested=os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    )
     if accelerator.num_processes != started:
         raise RunError(
             f"{started} processes were started, and {accelerator.num_processes} can work together "

@@ -60,12 +60,12 @@ def require_shardable(accelerator: Accelerator, config: Config) -> None:
         raise ConfigError("precision='fp16': under FSDP use bf16 or fp32")
 
 
-def shard_on_cpus(accelerator: Accelerator, *, asked: bool) -> None:
+def shard_on_cpus(accelerator: Accelerator, *, requested: bool) -> None:
     """Apply FSDP's configuration on CPUs, where accelerate silently ignores it.
 
     torch shards there as well, so a run for GPUs can be tested without them.
     """
-    if asked and accelerator.distributed_type == DistributedType.MULTI_CPU:
+    if requested and accelerator.distributed_type == DistributedType.MULTI_CPU:
         plugin = FullyShardedDataParallelPlugin()
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)

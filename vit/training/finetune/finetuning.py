@@ -23,7 +23,7 @@ from vit.weights.adapt_weights import implied_settings
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sparse_upcycling import check_feedforward, is_upcycled
 
-# Defaults of a method where nobody chose: those of training from scratch are wrong by far.
+# Defaults of fine-tuning methods, which differ much from those of training from scratch.
 SHARED: dict[str, Any] = {"batch_size": 64, "min_crop": 0.9, "smoothing": 0.0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "full": {**SHARED, "epochs": 12, "lr": 2e-4, "layer_decay": 0.75, "drop_path": 0.1},

@@ -355,14 +355,14 @@ def knn_accuracy(
         k: Neighbours, at most those in `train`.
         device: cpu or cuda.
     """
-    known = F.normalize(train.float().to(device), dim=1)
+    keys = F.normalize(train.float().to(device), dim=1)
     classes = int(labels.max()) + 1
-    rows = max(BLOCK // max(len(known), classes), 1)
+    rows = max(BLOCK // max(len(keys), classes), 1)
     correct = 0
     for some, own in zip(torch.split(val, rows), torch.split(val_labels, rows), strict=True):
-        similar = F.normalize(some.float().to(device), dim=1) @ known.T
-        nearest, which = (found.cpu() for found in similar.topk(min(k, len(known)), dim=1))
-        # all votes of an image divided by the same number, so that none overflows
+        similar = F.normalize(some.float().to(device), dim=1) @ keys.T
+        nearest, which = (found.cpu() for found in similar.topk(min(k, len(keys)), dim=1))
+        # relative to the nearest neighbour, so that no power overflows
         power = ((nearest - nearest[:, :1]) / TEMPERATURE).exp()
         votes = power.new_zeros(len(some), classes).scatter_add_(1, labels[which], power)
         correct += int((votes.argmax(1) == own).sum())

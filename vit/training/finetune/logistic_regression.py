@@ -18,18 +18,19 @@ from torch import Tensor
 BLOCK = 2**22
 """Logits computed at a time."""
 MEMORY = 10
-"""Pairs of steps and changes of the gradient that L-BFGS remembers."""
+"""History of L-BFGS: pairs of steps and gradient changes."""
 DECREASE = 1e-4
+"""Armijo's constant of the line search."""
 SLACK = 1e-7
-"""Of the loss: what sums of float32 cannot tell from no change."""
+"""Relative rounding error of the loss in float32."""
 HALVINGS = 8
 SMALL = 1e-2
-"""A loss that is as good as none."""
+"""Loss that is added to the scale of `tolerance`."""
 
 
 @dataclass(frozen=True)
 class Eigenbasis:
-    """An affine map from features to coordinates without correlation.
+    """Affine map from features to uncorrelated coordinates.
 
     Args:
         mean: Of the features, (dim,) float64.
@@ -45,7 +46,7 @@ class Eigenbasis:
 
     @staticmethod
     def of(features: Tensor) -> "Eigenbasis":
-        """The rotation of (images, dim) features on the CPU; what never varies is dropped."""
+        """The basis of (images, dim) features on the CPU, without constant directions."""
         dim, count = features.shape[1], len(features)
         mean, square = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dtype=torch.float64)
         parts = torch.split(features, max(BLOCK // dim, 1))
@@ -53,7 +54,7 @@ class Eigenbasis:
             mean += part.double().sum(0) / count
         for part in parts:
             square += (part.double() - mean).square().sum(0) / count
-        # what float32 rounds away is no difference between images
+        # differences below the rounding error of float32 do not count
         constant = square.sqrt() <= 1e-6 * mean.abs()
         std = torch.where(constant, 1.0, square.sqrt())
         covariance = torch.zeros(dim, dim, dtype=torch.float64)
@@ -79,7 +80,7 @@ class Eigenbasis:
         return coordinates
 
     def unfold(self, solution: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight (classes, dim) and bias (classes,) for features as they are, float64.
+        """Weight (classes, dim) and bias (classes,) for untransformed features, float64.
 
         Args:
             solution: For coordinates and the column of ones, (rank + 1, classes).
@@ -90,7 +91,7 @@ class Eigenbasis:
 
 
 class LogisticProblems:
-    """Several problems over subsets of the same images.
+    """Several logistic regressions over subsets of the same images.
 
     Args:
         inputs: Coordinates and a column of ones, (images, rank + 1) float32.
@@ -110,7 +111,7 @@ class LogisticProblems:
             [torch.bincount(labels[column], minlength=classes) for column in included.T]
         )
         self.absent = present == 0
-        """Classes that a problem has no image of, (problems, classes); they have no logit."""
+        """Classes without images in a problem, (problems, classes); their logits are masked."""
         one = torch.ones(1, dtype=variance.dtype)
         self.curvature = (torch.cat([variance, one]) / 2).float().to(inputs.device)
 
@@ -152,12 +153,7 @@ class LogisticProblems:
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where a minimisation ended.
-
-    Args:
-        weights: (rank + 1, problems, classes).
-        converged: Whether all problems are as near to their least loss as was asked for.
-    """
+    """Result of `minimise`: weights (rank + 1, problems, classes), and whether all converged."""
 
     weights: Tensor
     converged: bool
@@ -166,15 +162,15 @@ class Minimum:
 def minimise(
     problems: LogisticProblems, start: Tensor, strength: float, *, tolerance: float, most: int = 500
 ) -> Minimum:
-    """Solve all problems at one `strength`, each by steps of its own length.
+    """Solve all problems by L-BFGS, each with a step length of its own.
 
     Args:
-        problems: What to solve.
-        start: Weights to begin with.
+        problems: The problems.
+        start: Initial weights.
         strength: Weight of the penalty.
-        tolerance: Share of a loss (and of SMALL) that may be left above its least, by a quadratic
-            estimate.
-        most: Steps.
+        tolerance: Largest distance from the minimum, by a quadratic estimate, relative to
+            loss + SMALL.
+        most: Maximum number of steps.
     """
     penalty = torch.full((problems.shape[0], 1, 1), strength, device=start.device)
     penalty[-1] = 0.0  # the bias
@@ -187,7 +183,7 @@ def minimise(
     for _ in range(most):
         towards = lbfgs_direction(gradient, past, inverse, scale)
         slope = dot(gradient, towards)
-        # before the first step the curvature is a bound, by which the gap looks smaller than it is
+        # before the first step the curvature is only a bound, which underestimates the distance
         active &= -slope / 2 > (tolerance * (loss + SMALL) if past else 0.0)
         if not active.any():
             return Minimum(weights, True)
@@ -200,7 +196,7 @@ def minimise(
                 break
             length = torch.where(failing, length / 2, length)
         else:
-            active &= ~failing  # float32 can tell nothing lower
+            active &= ~failing  # as low as float32 resolves
             step = towards * torch.where(failing, 0.0, length).float()[:, None]
             new_loss, new_gradient = problems.loss(weights + step, penalty)
         change = new_gradient - gradient
@@ -216,7 +212,7 @@ def minimise(
 def lbfgs_direction(
     gradient: Tensor, past: deque[tuple[Tensor, Tensor, Tensor]], inverse: Tensor, scale: Tensor
 ) -> Tensor:
-    """L-BFGS's step; `scale * inverse` is its first guess of the inverse Hessian."""
+    """The two-loop recursion; `scale * inverse` is the initial inverse Hessian."""
     towards = -gradient
     shares = []
     for step, change, factor in reversed(past):

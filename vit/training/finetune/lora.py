@@ -21,16 +21,16 @@ A, B = "lora_a", "lora_b"
 
 
 class LoRALinear(nn.Linear):
-    """A projection whose weight and bias stay as they are beside a learned difference.
+    """A frozen linear layer plus a trainable low-rank difference.
 
     Args:
-        linear: The projection; its parameters are taken over and frozen.
+        linear: The layer; its parameters are shared and frozen.
         rank: Rank of the difference, from 1.
         alpha: The difference is scaled by alpha / rank.
     """
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
-        # on no device: the parameters exist already
+        # on the meta device, since the parameters exist already
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         for parameter in self.parameters():
@@ -42,34 +42,32 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
-        # scaled where it is narrow, which is cheapest
         narrow = F.linear(x, self.lora_a) * (self.alpha / self.rank)
         return F.linear(x, self.weight, self.bias) + F.linear(narrow, self.lora_b)
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """The additional arguments in `repr`."""
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
 
 
 def add_lora(
     network: VisionTransformer, *, rank: int, alpha: float, targets: Sequence[str]
 ) -> None:
-    """Give the chosen projections of every block a difference that learns, and freeze the rest.
+    """Add LoRA to the target projections of every block; only it and the head are trained.
 
-    Only the differences and the head learn afterwards. Names of parameters stay; `lora_a` and
-    `lora_b` come to stand beside a projection's `weight`. A is drawn from torch's global generator,
-    in the order of the blocks. Call it before the network is compiled or given to an optimiser.
+    Parameter names do not change; `lora_a` and `lora_b` are added to those of a projection. A is
+    drawn from torch's global generator, in the order of the blocks. Call it before the network is
+    compiled or given to an optimiser.
 
     Args:
         network: Changed in place.
-        rank: Rank of a difference.
-        alpha: A difference is scaled by alpha / rank.
+        rank, alpha: As for `LoRALinear`.
         targets: Names of projections: qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x for fc1,
-            with experts qkv and proj alone.
+            with experts only qkv and proj.
 
     Raises:
-        ConfigError: A target is not in this network, `rank` or `alpha` is not positive, `rank` is
-            no less than a full one, or the network has LoRA already.
+        ConfigError: A target is not in this network, `rank` or `alpha` is out of range, or the
+            network has LoRA already.
     """
     found = projections(network)
     _check(found, rank, alpha, targets)
@@ -81,10 +79,9 @@ def add_lora(
 
 
 def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
-    """The projections inside the blocks, by path.
+    """Linear layers of the blocks by path; with experts, only those of attention.
 
-    Where there are experts, whose matrices are stacked, those of attention alone: fc1 would be that
-    of some blocks and of shared experts, and a router is no projection.
+    The matrices of experts are stacked, and fc1 is in some blocks and shared experts only.
     """
     experts = any(isinstance(module, MixtureOfExperts) for module in network.modules())
     return {
@@ -95,21 +92,21 @@ def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
 
 
 def lora_line(network: nn.Module, *, rank: int, targets: Sequence[str]) -> str:
-    """What learns, for the user."""
+    """Log line with the share of trainable parameters."""
     return trainable_line(f"LoRA of rank {rank} on {', '.join(targets)}", network)
 
 
 def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Tensor]:
-    """The weights of an ordinary network that computes the same.
+    """Weights of the equivalent network without LoRA.
 
         W + (alpha / rank) B A        summed in float64, returned in float32
 
     Args:
-        state: Weights by name; without LoRA they are returned as they are.
+        state: Weights by name; returned unchanged without LoRA.
         rank, alpha: As for `add_lora`.
 
     Raises:
-        WeightsError: A tensor of a difference is missing, or of another rank.
+        WeightsError: A LoRA tensor is missing, or has another rank.
     """
     plain = {name: tensor for name, tensor in state.items() if _last(name) not in (A, B)}
     for path in {name.rpartition(".")[0]: None for name in state if name not in plain}:
@@ -127,11 +124,7 @@ def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[
 
 
 def _check(found: Mapping[str, nn.Linear], rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Refuse what cannot be added.
-
-    Raises:
-        ConfigError: As `add_lora`.
-    """
+    """Check the arguments of `add_lora`; raises its ConfigError."""
     if any(isinstance(module, LoRALinear) for module in found.values()):
         raise ConfigError("the network has LoRA already: merge it before adding another")
     here = list(dict.fromkeys(_last(path) for path in found))

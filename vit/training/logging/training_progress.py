@@ -71,7 +71,7 @@ class Progress:
         self.total = total
         self.visible = visible
         self.done, self.loss_sum, self.waited = 0, 0.0, 0.0
-        self.started = self.told = time.perf_counter()
+        self.started = self.logged = time.perf_counter()
         on_terminal = visible and sys.stderr.isatty()
         self.bar = tqdm(desc=title, total=total, unit="img", disable=not on_terminal, leave=False)
         self.plain = visible and not on_terminal
@@ -102,8 +102,8 @@ class Progress:
         self.waited += waited
         self.bar.set_postfix_str(f"loss {self.loss:.3f}, data wait {self.data_wait:.0%}", False)
         self.bar.update(images)
-        if self.plain and time.perf_counter() - self.told > PLAIN_SECONDS:
-            self.told = time.perf_counter()
+        if self.plain and time.perf_counter() - self.logged > PLAIN_SECONDS:
+            self.logged = time.perf_counter()
             left = (self.total - self.done) / max(self.rate, 1e-9)
             notify(
                 f"{self.title}  {self.done}/{self.total} images  loss {self.loss:.3f}  "
@@ -194,6 +194,6 @@ def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
     counts = [
         min(total - epoch * steps_per_epoch, steps_per_epoch) for epoch in range(first, epochs)
     ]
-    begun = step - first * steps_per_epoch
+    done = step - first * steps_per_epoch
     weighted = sum(count * size for count, size in zip(counts, sizes, strict=True))
-    return weighted / sizes[0] - begun
+    return weighted / sizes[0] - done
