@@ -18,7 +18,7 @@ from vit.tasks import classification
 from vit.training import training_loop
 from vit.training.checkpoint import checkpoint
 from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.checkpoint.run_folder import clear
+from vit.training.checkpoint.run_folder import delete_run
 from vit.training.distributed.stop_signals import Interrupted
 from vit.training.train import resolve, train
 from vit.training.trainer import Trainer
@@ -390,7 +390,7 @@ def test_deleting_a_run_may_be_interrupted_anywhere(tiny_config, tmp_path, monke
         train(config, tmp_path / "run", overwrite=True)
     assert train(config, tmp_path / "run", overwrite=True).epoch == 1
     # nor does a folder that was emptied, but not begun again
-    clear(tmp_path / "run")
+    delete_run(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
     assert train(config, tmp_path / "run", resume=True).epoch == 1
 

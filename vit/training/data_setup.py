@@ -52,7 +52,7 @@ def prepare_data(
     """
     splits = open_data(config, listing)
     config, splits = task_of(config).check_data(config, splits, given, notify)
-    config = complete(config, splits, given)
+    config = complete_for_data(config, splits, given)
     bad = find_bad_images(splits, config, accelerator)
     splits = exclude_images(splits, bad)
     for note in splits.notes:
@@ -126,7 +126,7 @@ def check_channels(channels: int) -> None:
         )
 
 
-def complete(config: Config, splits: Splits, given: Sequence[str]) -> Config:
+def complete_for_data(config: Config, splits: Splits, given: Sequence[str]) -> Config:
     """Set the size of the head, and what else of the network the task decides.
 
     Args:

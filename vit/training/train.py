@@ -25,7 +25,7 @@ from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import RunError, VitError, printable
 from vit.tasks.task import get_task
 from vit.training.autotune.auto_batch_size import fit_memory
-from vit.training.autotune.loader_autotune import measured_workers, with_cache
+from vit.training.autotune.loader_autotune import choose_workers, with_cache
 from vit.training.checkpoint.run_folder import (
     check_run_folder,
     lock_folder,
@@ -118,7 +118,7 @@ def train(
             epoch_steps=epoch_steps,
             failed=failed,
             interruption=signals,
-            workers_for=measured_workers,
+            workers_for=choose_workers,
         )
         claim = partial(claim_run_folder, folder, stack, check, config, splits)
         on_main(accelerator, lambda: claim(new=resumed is None))

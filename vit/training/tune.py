@@ -40,7 +40,13 @@ from vit.evaluation.tune_report import (
 from vit.text import format_duration, percent
 from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
-from vit.training.checkpoint.run_folder import BEST, RESUMABLE_CHANGES, WEIGHTS, clear, lock_folder
+from vit.training.checkpoint.run_folder import (
+    BEST,
+    RESUMABLE_CHANGES,
+    WEIGHTS,
+    delete_run,
+    lock_folder,
+)
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.stop_signals import Interrupted
@@ -287,7 +293,7 @@ def delete_search(folder: Path) -> None:
     """Delete what a search wrote in `folder`, and nothing else."""
     for run in [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]:
         if run.is_dir():
-            clear(run)
+            delete_run(run)
             (run / ".lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # with other files in it
                 run.rmdir()

@@ -57,7 +57,7 @@ def shared_caches() -> Iterator[None]:
         _shared = None
 
 
-def share_or_forget(cache: ImageCache) -> None:
+def keep_or_release(cache: ImageCache) -> None:
     """Keep a cache in memory for the next training, or release it."""
     if _shared is None:
         cache.unlink()
@@ -99,11 +99,11 @@ def with_cache(
         )
     accelerator.wait_for_everyone()
     if data.cache == "ram":
-        share_or_forget(cache)
+        keep_or_release(cache)
     return dataclasses.replace(splits, cache=cache)
 
 
-def measured_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:
+def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:
     """Choose the number of loader processes per device by timing some images.
 
     0 on a CPU where loading is negligible beside the network. Else one per core of this process,

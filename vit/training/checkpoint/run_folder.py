@@ -96,7 +96,7 @@ def lock_folder(folder: Path) -> BinaryIO:
     return file
 
 
-def clear(folder: Path) -> None:
+def delete_run(folder: Path) -> None:
     """Delete what a training wrote in `folder`, and nothing else."""
     clean_leftovers(folder)
     shutil.rmtree(folder / TRACKING, ignore_errors=True)
@@ -174,7 +174,7 @@ def write_config(folder: Path, config: Config) -> None:
 def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a locked folder, and write settings, tokenizer and, if made here, the split."""
     with explain_write_errors(folder):
-        clear(folder)
+        delete_run(folder)
     write_config(folder, config)
     if splits.tokenizer is not None:
         write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
