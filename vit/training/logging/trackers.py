@@ -35,6 +35,26 @@ from vit.training.logging.training_progress import notify
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 PROJECT = "vit"
+TRACKING = "tracking"
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 30.0  # at the end, without progress of the tracker
+NOTED_BYTES = 100_000
+NAMES = {
+    "step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm"},
+    "epoch": {
+        "val_loss": "val/loss",
+        "val_top1": "val/top1",
+        "val_balanced_accuracy": "val/balanced_accuracy",
+        "val_map": "val/map",
+        "val_f1": "val/f1",
+        "val_loss_shuffled": "val/loss_shuffled",
+        "val_bleu4": "val/bleu4",
+        "val_cider": "val/cider",
+        "val_exact": "val/exact",
+        "images_per_second": "train/images_per_second",
+    },
+    "soup": {"val_loss": "soup/loss", "val_top1": "soup/top1", "val_map": "soup/map"},
+}
 # telemetry that is switched off unless the user has set the variable
 TELEMETRY_OFF = {
     "mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"),
@@ -134,28 +154,6 @@ def steps_received(name: str, tracker: GeneralTracker) -> int | None:
 def latest_values(name: str, tracker: GeneralTracker) -> dict[str, float]:
     """The latest value of each metric in a continued record, if the tracker provides it."""
     return dict(tracker.tracker.data.metrics) if name == "mlflow" else {}
-
-
-TRACKING = "tracking"
-POLL_SECONDS = 1.0
-CLOSE_SECONDS = 30.0  # at the end, without progress of the tracker
-NOTED_BYTES = 100_000
-NAMES = {
-    "step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm"},
-    "epoch": {
-        "val_loss": "val/loss",
-        "val_top1": "val/top1",
-        "val_balanced_accuracy": "val/balanced_accuracy",
-        "val_map": "val/map",
-        "val_f1": "val/f1",
-        "val_loss_shuffled": "val/loss_shuffled",
-        "val_bleu4": "val/bleu4",
-        "val_cider": "val/cider",
-        "val_exact": "val/exact",
-        "images_per_second": "train/images_per_second",
-    },
-    "soup": {"val_loss": "soup/loss", "val_top1": "soup/top1", "val_map": "soup/map"},
-}
 
 
 class Tracking:
