@@ -1,9 +1,6 @@
-"""Accuracy of a run and of its exported file: top-1 on the same labelled images.
+"""Accuracy of a run and of its exported file: the score of the task on the same labelled images."""
 
-Multi-label networks are compared by mean average precision.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +17,16 @@ from vit.weights.saved_model import LoadedRun
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How run and file do on the same images.
+    """Scores of a run and of its file on the same images.
 
     Args:
-        count: Images that could be read.
-        failed: Images that could not.
-        before: Top-1 of the run, or what `score` says.
-        after: The same of the file.
-        agreement: Share of images for which both say the same class, or the same classes.
+        count: Number of readable images.
+        failed: Number of unreadable images.
+        before: Score of the run.
+        after: Score of the file.
+        agreement: Share of images with the same class, or the same set of classes.
         difference: Largest difference of two probabilities.
-        score: What was measured: top-1 or mAP.
+        score: Name of the score: top-1, or mAP of a multi-label network.
     """
 
     count: int
@@ -42,15 +39,11 @@ class Accuracy:
 
     @property
     def drop(self) -> float:
-        """Share of the score that the file loses."""
+        """Loss of the score."""
         return self.before - self.after
 
     def check(self, max_drop: float, name: str) -> None:
-        """Refuse a file that loses too much.
-
-        Raises:
-            VitError: It does.
-        """
+        """Raise VitError if the file loses more than `max_drop`."""
         lost = self.drop
         if self.score == "top-1":
             lost = round(self.drop * self.count) / self.count  # as a share of whole images
@@ -62,7 +55,7 @@ class Accuracy:
             )
 
     def line(self) -> str:
-        """For people."""
+        """Text of the comparison."""
         left_out = f"; {self.failed} could not be read" if self.failed else ""
         answer = "class" if self.score == "top-1" else "classes"
         return (
@@ -73,52 +66,46 @@ class Accuracy:
 
 
 def compare(run: LoadedRun, session: OnnxSession, samples: Sequence[Sample]) -> Accuracy:
-    """Top-1 of `run`, and of the file that `session` computes.
+    """Accuracy of `run` in float32, and of the file that `session` computes.
 
     Raises:
-        DataError: Not one image can be read.
-        VitError: The file gives numbers that are none.
+        DataError: No image can be read.
+        VitError: An output of the file is not finite.
     """
-    rows: list[tuple[Array, Array, Sample]] = []
-    for sample, image in readable(samples):
-        theirs = session({"images": np.asarray(image)[None]})[0][0]
-        if not np.isfinite(theirs).all():
-            raise VitError(
-                f"{printable(sample.path)}: the exported network overflows; nothing was written; "
-                "choose precision fp32"
-            )
-        rows.append((probabilities(run, image), theirs, sample))
-    if not rows:
-        raise DataError(f"none of {len(samples)} images can be read; choose other data")
-    ours = np.stack([row[0] for row in rows])
-    theirs = np.stack([row[1] for row in rows])
-    seen = [row[2] for row in rows]
     task = get_task(run.task_name)
-    named = [task.decisions(side, run.thresholds) for side in (ours, theirs)]
-    return Accuracy(
-        count=len(rows),
-        failed=len(samples) - len(rows),
-        before=task.score(ours, seen),
-        after=task.score(theirs, seen),
-        agreement=float((named[0] == named[1]).all(axis=1).mean()),
-        difference=float(np.abs(ours - theirs).max()),
-        score=task.score_name,
-    )
-
-
-def readable(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Image.Image]]:
-    """The images that can be read."""
+    computed: list[tuple[Array, Array]] = []
+    readable: list[Sample] = []
     for sample in samples:
         try:
             image = read_image(sample.path)
         except BadImage:
             continue
-        yield sample, image
+        exported = session({"images": np.asarray(image)[None]})[0][0]
+        if not np.isfinite(exported).all():
+            raise VitError(
+                f"{printable(sample.path)}: the exported network overflows; nothing was written; "
+                "choose precision fp32"
+            )
+        computed.append((probabilities(run, image), exported))
+        readable.append(sample)
+    if not readable:
+        raise DataError(f"none of {len(samples)} images can be read; choose other data")
+    ours, theirs = (np.stack(rows) for rows in zip(*computed, strict=True))
+    same = task.decisions(ours, run.thresholds) == task.decisions(theirs, run.thresholds)
+    return Accuracy(
+        count=len(readable),
+        failed=len(samples) - len(readable),
+        before=task.score(ours, readable),
+        after=task.score(theirs, readable),
+        agreement=float(same.all(axis=1).mean()),
+        difference=float(np.abs(ours - theirs).max()),
+        score=task.score_name,
+    )
 
 
 @torch.inference_mode()
 def probabilities(run: LoadedRun, image: Image.Image) -> Array:
-    """What torch says of one image, in float32."""
+    """Outputs of the network for one image, in float32."""
     floats = run.preprocessing.normalise(run.preprocessing(image).unsqueeze(0))
     computed: Array = get_task(run.task_name).activation()(run.model(floats))[0].numpy()
     return computed

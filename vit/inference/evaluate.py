@@ -14,7 +14,7 @@ The two are equal for a decoder that ignores the images.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError, RunError, printable
 from vit.generation.generation_config import Search
 from vit.inference.model_runner import Views
-from vit.inference.predictor import ImageOutput, PathLike, Predictor
+from vit.inference.predictor import PathLike, Predictor
 from vit.precision import autocast
 from vit.tasks.task import Task
 from vit.weights.saved_model import LoadedRun
@@ -107,35 +107,28 @@ def load_samples(
     classes: tuple[str, ...],
     notify: Callable[[str], object],
 ) -> tuple[Sample, ...]:
-    """The images of a split that a network of `task` with `classes` is evaluated on.
+    """The images of a split for the evaluation of a network of `task` with `classes`.
+
+    If the training of `model` held out images of the same data, only those.
 
     Raises:
-        ConfigError: Their labels, or a setting of the data, do not suit the network.
+        ConfigError: The labels, or a setting of the data, do not suit the network.
     """
-    spec = task.eval_spec(spec, classes)
-    samples = _load_split(model, spec, task.label_names(spec, classes), notify)
-    task.check_samples(samples, spec.data)
-    return samples
-
-
-def _load_split(
-    model: PathLike | LoadedRun,
-    spec: DatasetSpec,
-    classes: tuple[str, ...],
-    notify: Callable[[str], object],
-) -> tuple[Sample, ...]:
-    """The images of a split; if training held out images of the same data, only those."""
     run = None if isinstance(model, LoadedRun) else run_folder_of(model)
+    spec = with_training_settings(task.eval_spec(spec, classes), run)
 
     def held_out(root: Path, known: Collection[str]) -> list[str]:
         return [] if run is None else held_out_images(run, spec.data, root, known)
 
-    full = with_training_settings(spec, run)
     samples, notes = open_eval_split(
-        full, split=full.split or "val", classes=classes, held_out=held_out
+        spec,
+        split=spec.split or "val",
+        classes=task.label_names(spec, classes),
+        held_out=held_out,
     )
     for note in notes:
         notify(note)
+    task.check_samples(samples, spec.data)
     return samples
 
 
@@ -209,11 +202,7 @@ def measure(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """Metrics of the readable images.
-
-    Returns:
-        The scores of the task's `Evaluation`, and `failed`, the unreadable images, which they
-        leave out.
+    """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
 
     Raises:
         DataError: No image can be read, or no caption fits into the decoder.
@@ -226,27 +215,20 @@ def measure(
         for outputs in predictor.batches(paths):
             with autocast(predictor.precision, predictor.device):
                 evaluation.add(outputs, done)
-            failed += failures(outputs)
+            failed += [
+                {"image": output.image, "error": output.error}
+                for output in outputs
+                if output.error is not None
+            ]
             done += len(outputs)
             progress(done, len(paths))
     scores = evaluation.scores()
     if not scores:
-        raise DataError(f"{printable(where)}: {no_readable_images(failed)}")
+        image, error = (printable(failed[0][name]) for name in ("image", "error"))
+        raise DataError(
+            f"{printable(where)}: none of {len(failed)} images can be measured; the first is "
+            f"{image}: {error}"
+        )
     for note in evaluation.notes(scores):
         notify(note)
     return {**scores, "failed": failed}
-
-
-def failures(outputs: Sequence[ImageOutput]) -> list[dict[str, str]]:
-    """{"image", "error"} of each image without an output."""
-    return [
-        {"image": output.image, "error": output.error}
-        for output in outputs
-        if output.error is not None
-    ]
-
-
-def no_readable_images(failed: list[dict[str, str]]) -> str:
-    """Error message where every image is among the `failed`."""
-    image, error = printable(failed[0]["image"]), printable(failed[0]["error"])
-    return f"none of {len(failed)} images can be measured; the first is {image}: {error}"
