@@ -133,9 +133,8 @@ class Predictor:
         self.caption_generator = make_caption_generator(loaded, search)
         captions = self.caption_generator is not None
         if self.caption_generator is not None and self.device.type == "cpu" and run is not loaded:
-            use_column_major_weights(
-                self.caption_generator.decoder
-            )  # not in a network that the caller may save
+            # not in a network that the caller may save
+            use_column_major_weights(self.caption_generator.decoder)
         self.keep_aspect = keep_aspect
         self.task = get_task(loaded.task_name)
         self.thresholds = loaded.thresholds
@@ -267,7 +266,29 @@ class Predictor:
     ) -> list[Prediction]:
         """Predictions of the outputs of a batch; arguments as for `stream`."""
         top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
-        return to_predictions(outputs, self.classes, top_k, thresholds)
+        rows = [output.probabilities for output in outputs if output.probabilities is not None]
+        pairs: Iterator[tuple[list[int], list[float]]] = iter(())
+        if rows:
+            table = torch.stack(rows)
+            best = ranking(table)[:, :top_k]
+            pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
+        least = [-math.inf] * len(self.classes) if thresholds is None else thresholds
+        labels = (
+            tuple(
+                (self.classes[index], score)
+                for index, score in zip(*pair, strict=True)
+                if score >= least[index]
+            )
+            for pair in pairs
+        )
+        return [
+            Prediction(output.image, error=output.error)
+            if output.probabilities is None
+            else Prediction(
+                output.image, next(labels), captions=output.captions, embedding=output.embedding
+            )
+            for output in outputs
+        ]
 
     def _read_and_run(self, first: int, paths: list[str]) -> list[ImageOutput]:
         return self._run_batch(first, paths, [self.read(path) for path in paths])
@@ -334,42 +355,3 @@ class Predictor:
             else:
                 captions[n] = result
         return captions
-
-
-def to_predictions(
-    outputs: Sequence[ImageOutput],
-    classes: Sequence[str],
-    top_k: int,
-    thresholds: Sequence[float] | None = None,
-) -> list[Prediction]:
-    """The `top_k` most probable classes of each output; with `thresholds` those above them.
-
-    Args:
-        outputs: Outputs of a batch.
-        classes: Class names.
-        top_k: Classes to return at most.
-        thresholds: Least probability of each class.
-    """
-    rows = [output.probabilities for output in outputs if output.probabilities is not None]
-    pairs: Iterator[tuple[list[int], list[float]]] = iter(())
-    if rows:
-        table = torch.stack(rows)
-        best = ranking(table)[:, :top_k]
-        pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
-    least = [-math.inf] * len(classes) if thresholds is None else thresholds
-    labels = (
-        tuple(
-            (classes[index], score)
-            for index, score in zip(*pair, strict=True)
-            if score >= least[index]
-        )
-        for pair in pairs
-    )
-    return [
-        Prediction(output.image, error=output.error)
-        if output.probabilities is None
-        else Prediction(
-            output.image, next(labels), captions=output.captions, embedding=output.embedding
-        )
-        for output in outputs
-    ]
