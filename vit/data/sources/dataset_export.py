@@ -270,11 +270,7 @@ def stream_dataset(
 
 
 def _finish(folder: Path, source: str, report: ExportReport) -> None:
-    """Write the marker file.
-
-    Raises:
-        DataError: There are no images.
-    """
+    """Write the marker file."""
     if not report.images:
         first = f", such as {report.bad[0]}" if report.bad else ""
         raise DataError(f"{printable(source)}: none of its images can be read{first}")

@@ -153,11 +153,7 @@ def _group_by(paths: list[str], key: Callable[[str], object]) -> list[list[str]]
 
 
 def _size(path: str) -> int:
-    """Bytes of a file.
-
-    Raises:
-        BadImage: The size is not that of an image; reading such a file might never end.
-    """
+    """Bytes of a file; a size that no image has is an error, as reading might never end."""
     size = size_of(path)
     if not 0 < size <= MAX_BYTES:
         raise BadImage(path, f"an image of {size:,} bytes")

@@ -25,6 +25,14 @@ SYSTEM_NAMES = frozenset(
 )
 
 
+def ignored_suffixes_note(suffixes: Counter[str], noun: str) -> str:
+    """A note about files that are not taken for images, by suffix; `noun` is what they are."""
+    ordered = sorted(suffixes.items(), key=lambda item: (-item[1], item[0]))
+    numbers = join_names([f"{printable(suffix)} {number}" for suffix, number in ordered])
+    advice = "; convert them to JPEG or PNG" if UNSUPPORTED_SUFFIXES & suffixes.keys() else ""
+    return f"left out {plural(suffixes.total(), noun)} not taken for images: {numbers}{advice}"
+
+
 @dataclass
 class FolderWalker:
     """Lists the images under one or more folders, and records what it leaves out.
@@ -151,22 +159,18 @@ class FolderWalker:
 
     def notes(self) -> list[str]:
         """One line for each reason for which something was left out."""
-        ordered = sorted(self.ignored_suffixes.items(), key=lambda item: (-item[1], item[0]))
-        suffixes = [f"{printable(suffix)} {number}" for suffix, number in ordered]
-        ignored = plural(self.ignored_suffixes.total(), "file")
-        unsupported = UNSUPPORTED_SUFFIXES & self.ignored_suffixes.keys()
-        advice = "; convert them to JPEG or PNG" if unsupported else ""
+        suffixes = self.ignored_suffixes
+        notes = [ignored_suffixes_note(suffixes, "file")] if suffixes else []
         hidden = sorted(set(map(printable, self.hidden_names)))
         lines = [
-            (suffixes, f"left out {ignored} not taken for images", advice),
-            (hidden, "left out hidden and system names", ""),
-            (self.empty_folders, "left out folders without images", ""),
-            (self.skipped_links, "left out links to folders of this dataset or around them", ""),
-            (self.followed_links, "followed links to folders outside", ""),
-            (self.special_files, "left out special files (pipes, broken links)", ""),
-            (self.unclassified, "left out images that lie in no class folder", ""),
+            (hidden, "left out hidden and system names"),
+            (self.empty_folders, "left out folders without images"),
+            (self.skipped_links, "left out links to folders of this dataset or around them"),
+            (self.followed_links, "followed links to folders outside"),
+            (self.special_files, "left out special files (pipes, broken links)"),
+            (self.unclassified, "left out images that lie in no class folder"),
         ]
-        return [f"{text}: {join_names(names)}{end}" for names, text, end in lines if names]
+        return notes + [f"{text}: {join_names(names)}" for names, text in lines if names]
 
 
 def _contains(folder: str, path: str) -> bool:

@@ -193,7 +193,11 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     """
     data, group = spec.data, ""
     for setting in ("image_column", "label_column", "caption_column"):
-        _check_column(features, getattr(spec, setting), setting, data)
+        column = getattr(spec, setting)
+        if column is not None and column not in features:
+            names = join_names([printable(name) for name in features], 8)
+            missing = f"no column {printable(column)} ({setting}); it has {names}"
+            raise DataError(f"{printable(data)}: {missing}")
     image = spec.image_column or _only_column(
         features, _is_image_feature, IMAGE_COLUMNS, data, "images", "image_column"
     )
@@ -232,14 +236,6 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     if spec.group:
         group = match_name([*features], (spec.group.strip().lower(),))
     return columns._replace(captions=captions, group=group)
-
-
-def _check_column(features: Mapping[str, Any], column: str | None, setting: str, data: str) -> None:
-    if column is not None and column not in features:
-        names = join_names([printable(name) for name in features], 8)
-        raise DataError(
-            f"{printable(data)}: no column {printable(column)} ({setting}); it has {names}"
-        )
 
 
 def _type_name(feature: Any) -> str:
@@ -455,9 +451,8 @@ def _image_paths(
 def _resolve_file(path: str, data: str) -> str:
     """The absolute path of an image file that a row refers to.
 
-    Raises:
-        DataError: It is outside of the dataset's folder and the library's cache: a table could
-            otherwise make us read any file of this disk.
+    It must be in the dataset's folder or the library's cache: a table could otherwise make us read
+    any file of this disk.
     """
     from datasets import config
 

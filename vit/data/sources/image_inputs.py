@@ -11,7 +11,7 @@ from vit.data.sources.image_list import images_in
 from vit.data.sources.input_hints import no_match_message
 from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.open_dataset import read_source
-from vit.data.sources.remote_shards import is_remote, list_remote_images
+from vit.data.sources.remote_shards import download_shards, is_remote
 from vit.data.sources.tar_shards import is_shards, list_shard_images, shard_files
 from vit.errors import DataError, printable
 
@@ -56,10 +56,10 @@ def _expand(path: str, notes: list[str] | None) -> list[str]:
 
 def _list_packed(path: str, notes: list[str] | None) -> list[str]:
     """The images in shards or a named dataset, without their classes; none of other sources."""
-    if is_remote(path):
-        images, more = list_remote_images(path)
-    elif is_shards(path):
-        images, more = list_shard_images(shard_files(path), path)
+    if is_remote(path) or is_shards(path):
+        files, downloaded = download_shards(path) if is_remote(path) else (shard_files(path), [])
+        images, more = list_shard_images(files, path)
+        more = downloaded + more
     elif huggingface_datasets.is_named(path) or torchvision_datasets.is_named(path):
         index = read_source(DatasetSpec(path, labels=False, all_splits=True))
         images = [record.path for records in index.splits.values() for record in records]

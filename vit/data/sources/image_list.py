@@ -208,11 +208,7 @@ def _columns_of(
     columns_by_keys: dict[tuple[str, ...], Columns],
     spec: DatasetSpec,
 ) -> Columns:
-    """The columns of a row; records of captions may have other keys than the first one.
-
-    Raises:
-        DataError: A key of the record would be ignored, or one is missing.
-    """
+    """The columns of a row; records of captions may have other keys than the first one."""
     first = contents.columns
     assert first is not None
     if row.is_table:
@@ -369,11 +365,7 @@ def _split_by_folders(
 def _with_folder_labels(
     records: Sequence[ImageRecord], base: str, placed: Sequence[PlacedList], spec: DatasetSpec
 ) -> list[ImageRecord]:
-    """The images of a split with classes: those of the list, or the folders in `base`.
-
-    Raises:
-        DataError: An image has no class.
-    """
+    """The images of a split with classes: those of the list, or the folders in `base`."""
     labelled = any(record.labels for record in records)
     found = []
     for record in records:
@@ -440,11 +432,7 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
 
 
 def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
-    """The images of a list by path.
-
-    Raises:
-        DataError: One of them lies outside of the folder, and `allow_outside` is not set.
-    """
+    """The images of a list by path."""
     base = images_folder(contents.path, contents.entries, spec.images, notes)
     # a list of captions may name images anywhere, unless their folder is given
     outside = spec.allow_outside or (spec.captions and spec.images is None)
@@ -459,11 +447,7 @@ def _path_of(name: str, base: str) -> str:
 
 
 def _without_errors(placed: Sequence[PlacedList], errors: list[RowError]) -> list[PlacedList]:
-    """The lists without their invalid lines; the errors of those are added to `errors`.
-
-    Raises:
-        DataError: No line is left.
-    """
+    """The lists without their invalid lines; the errors of those are added to `errors`."""
     kept: list[PlacedList] = []
     for one in placed:
         errors += [
@@ -478,11 +462,7 @@ def _without_errors(placed: Sequence[PlacedList], errors: list[RowError]) -> lis
 
 
 def _relative_to(contents: ImageList, base: str, *, outside: bool) -> ImageList:
-    """`contents` with absolute names that lie in `base` relative to it.
-
-    Raises:
-        DataError: One lies elsewhere, and `outside` is not set.
-    """
+    """`contents` with absolute names that lie in `base` relative to it."""
     above = os.path.join(base, "")
     relabelled = [(name.removeprefix(above), a, b) for name, a, b in contents.relabelled]
     moved = dataclasses.replace(contents, entries={}, relabelled=relabelled)

@@ -335,19 +335,11 @@ def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> 
     Raises:
         DataError: It is no name, number or list of them.
     """
-    if is_table:
-        value = split_cell(value)
+    if is_table and (separator := next((mark for mark in SEPARATORS if mark in value), None)):
+        value = [part.strip() for part in value.split(separator) if part.strip()]
     if isinstance(value, list):
         return tuple(dict.fromkeys(_class_name(item, path, line) for item in value))
     return (name,) if (name := _class_name(value, path, line, may_lack=True)) else ()
-
-
-def split_cell(cell: str) -> list[str] | str:
-    """A cell of a table as JSON would have it: a list if it has a separator."""
-    separator = next((mark for mark in SEPARATORS if mark in cell), None)
-    if separator is None:
-        return cell
-    return [part.strip() for part in cell.split(separator) if part.strip()]
 
 
 def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> str:

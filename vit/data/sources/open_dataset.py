@@ -357,11 +357,7 @@ def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
 def _leakage_notes(
     train: Sequence[ImageRecord], val: Sequence[ImageRecord], root: Path
 ) -> list[str]:
-    """A note about images that are in both splits.
-
-    Raises:
-        DataError: All validation images are.
-    """
+    """A note about images that are in both splits."""
     train_paths = {record.path for record in train}
     shared = [record.path for record in val if record.path in train_paths]
     if shared and len(shared) == len(val):

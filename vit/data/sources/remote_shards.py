@@ -17,7 +17,7 @@ from typing import Any
 
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.tar_shards import COMPRESSED, expand_braces, list_shard_images, read_shards
+from vit.data.sources.tar_shards import COMPRESSED, expand_braces, read_shards
 from vit.errors import DataError, printable
 from vit.paths import user_cache
 from vit.text import format_megabytes, plural
@@ -41,7 +41,7 @@ def read_remote(spec: DatasetSpec) -> DatasetIndex:
     Raises:
         DataError: A shard cannot be downloaded or read.
     """
-    paths, notes = _download(spec.data)
+    paths, notes = download_shards(spec.data)
     index = read_shards(spec, paths)
     key = hashlib.blake2b(spec.data.encode("utf-8", "replace"), digest_size=8).hexdigest()
     root = index.root
@@ -50,23 +50,19 @@ def read_remote(spec: DatasetSpec) -> DatasetIndex:
     return replace(index, root=root, notes=notes + index.notes)
 
 
-def list_remote_images(data: str) -> tuple[list[str], list[str]]:
-    """Addresses of the images in remote shards, without their classes, and notes.
-
-    Raises:
-        DataError: A shard cannot be downloaded or read.
-    """
-    paths, notes = _download(data)
-    images, more = list_shard_images(paths, data)
-    return images, notes + more
-
-
 def _cache() -> Path:
     return user_cache() / "shards"
 
 
-def _download(data: str) -> tuple[list[str], list[str]]:
-    """Paths of the local copies, and a note about those that were downloaded now."""
+def download_shards(data: str) -> tuple[list[str], list[str]]:
+    """Download the shards at the address `data` that are not in the cache.
+
+    Returns:
+        Paths of the local copies, and a note about those that were downloaded now.
+
+    Raises:
+        DataError: A shard cannot be downloaded.
+    """
     filesystem, addresses = _list_addresses(data)
     cache = _cache()
     shards = [(address, *_local_path(filesystem, address, cache)) for address in addresses]

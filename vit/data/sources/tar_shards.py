@@ -33,7 +33,12 @@ from vit.data.sources.dataset_spec import (
     all_skipped_error,
     skip_or_raise,
 )
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES, UNSUPPORTED_SUFFIXES
+from vit.data.sources.file_walk import (
+    IMAGE_SUFFIXES,
+    SYSTEM_NAMES,
+    UNSUPPORTED_SUFFIXES,
+    ignored_suffixes_note,
+)
 from vit.data.sources.list_columns import (
     caption_columns,
     cell_captions,
@@ -107,11 +112,7 @@ def _shards_in_folder(folder: str) -> list[str]:
 
 
 def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
-    """`paths`, sorted.
-
-    Raises:
-        DataError: A tar is compressed, and its images would be missing.
-    """
+    """`paths`, sorted."""
     compressed = [os.path.basename(path) for path in paths if COMPRESSED.search(path)]
     if compressed:
         names = join_names([printable(name) for name in sorted(compressed)], 2)
@@ -321,12 +322,7 @@ def _list_members(
         beside = (os.path.join(folder, name) for name in CLASS_TABLES)
         found.class_tables.extend(("", path) for path in beside if os.path.isfile(path))
     if ignored_suffixes:
-        common = ignored_suffixes.most_common()
-        numbers = join_names([f"{printable(suffix)} {number}" for suffix, number in common])
-        unsupported = UNSUPPORTED_SUFFIXES & ignored_suffixes.keys()
-        advice = "; convert them to JPEG or PNG" if unsupported else ""
-        skipped = plural(ignored_suffixes.total(), "member")
-        found.notes.append(f"left out {skipped} not taken for images: {numbers}{advice}")
+        found.notes.append(ignored_suffixes_note(ignored_suffixes, "member"))
     if special:
         kinds = ", ".join(plural(number, kind) for kind, number in sorted(special.items()))
         found.notes.append(f"left out special members of the shards: {kinds}")
