@@ -425,7 +425,7 @@ def write_folder(
         name = image_file_name(image.name, image.content)
         if folders is None and image.captions:
             path = names.add("/".join(filter(None, [split, name])))
-            line = {"file_name": path.removeprefix(f"{split}/")}
+            line: dict[str, Any] = {"file_name": path.removeprefix(f"{split}/")}
             line |= image.annotations(multilabel=False)
             lines.setdefault(root / split / CAPTIONS_FILE, []).append(to_line(line))
         elif folders is None:

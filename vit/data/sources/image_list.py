@@ -317,13 +317,13 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     records = {split: [*images.values()] for split, images in splits.items()}
     if spec.captions:
         records = drop_uncaptioned(records, notes)
-        records, locations, bases = _split_by_folders(
+        records, locations, folders_of = _split_by_folders(
             placed, found, records, locations, spec, notes
         )
         if spec.labels:
             records = {
                 split: _with_folder_labels(
-                    images, bases.get(split, bases.get("", "")), placed, spec
+                    images, folders_of.get(split, folders_of.get("", "")), placed, spec
                 )
                 for split, images in records.items()
             }

@@ -213,7 +213,7 @@ def open_eval_split(
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))
-    candidates = VAL_NAMES if split == "val" else (split,)
+    candidates: tuple[str, ...] = VAL_NAMES if split == "val" else (split,)
     if spec.captions and split == "train":
         candidates = ("train", "")
     name = next((name for name in candidates if name in index.splits), None)

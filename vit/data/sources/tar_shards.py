@@ -437,17 +437,15 @@ class _Annotations:
             DataError: An annotation is invalid.
         """
         image, group = self.images[number], ""
-        labels: tuple[str, ...] | None = ()
         try:
             texts = self._text_captions(number)
-            needs_json = self.label_suffix == ".json" or self.group_key
-            needs_json = needs_json or (self.spec.captions and texts is None)
-            json_file = self.files[".json"][number] if needs_json else ""
+            from_json = self.spec.captions and texts is None
+            reads_json = from_json or self.label_suffix == ".json" or bool(self.group_key)
+            json_file = self.files[".json"][number] if reads_json else ""
             values = _read_object(image, json_file) if json_file else {}
-            if self.spec.labels:
-                labels = self._labels(number, values)
-                if labels is None:
-                    return None
+            labels = self._labels(number, values) if self.spec.labels else ()
+            if labels is None:
+                return None
             captions = self._captions(image, values if texts is None else texts)
             if self.group_key:
                 group = cell_group(values.get(self.group_key), image.path, 0)
