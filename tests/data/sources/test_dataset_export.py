@@ -46,11 +46,11 @@ def test_multilabel_datasets_are_exported_with_lists_of_labels(tmp_path):
 
 def test_images_behind_links_are_not_overwritten(tiny_data, tmp_path):
     out = tmp_path / "out"
-    export_data(str(tiny_data), out, to="folder")
+    export_data(str(tiny_data / "val"), out, to="folder")
     (tmp_path / "link").symlink_to(out)
-    linked = out / "val/apple/linked.png"
+    linked = out / "apple/linked.png"
     linked.symlink_to(tiny_data / "val/apple/0.png")
-    for path in (tmp_path / "link/val/apple/0.png", linked):
+    for path in (tmp_path / "link/apple/0.png", linked):
         listed = DatasetIndex(tmp_path, {"": [ImageRecord(str(path), ("a",))]}, {"": "here"})
         with pytest.raises(DataError, match="holds images of the data"):
             export_dataset(listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _: None)
