@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.config.presets import PRESETS
-from vit.evaluation.flop_counter import Meter, counting
 from vit.evaluation.model_summary import Cost, cost_of
 from vit.model import build
 from vit.model.build import build_classifier
@@ -155,14 +154,6 @@ def test_a_part_that_asks_for_values_says_what_it_computes(monkeypatch):
     assert "feed-forward" not in [part.name for part in blocks[0].parts]
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="a newer torch has it")
-def test_a_row_of_a_grouped_product_meets_one_matrix():
-    rows, matrices = torch.zeros(16, 32).bfloat16(), torch.zeros(3, 32, 64).bfloat16()
-    with counting() as counter:
-        F.grouped_mm(rows, matrices, offs=torch.tensor([4, 8, 16], dtype=torch.int32))
-    assert counter.get_total_flops() == 2 * 16 * 32 * 64
-
-
 def kept_by_autograd(network: nn.Module, images: torch.Tensor) -> int:
     """Bytes that the backward pass needs, weights excluded, of tensors with real values."""
     kept, known = {}, {tensor.data_ptr() for tensor in network.state_dict().values()}
@@ -218,19 +209,6 @@ def test_fused_attention_keeps_no_scores():
 
     assert kept(32) / kept(16) < 4.1
     assert kept(32, attention_dropout=0.1) / kept(16, attention_dropout=0.1) > 10
-
-
-def test_the_meter_sees_what_is_freed():
-    network = nn.Linear(2, 2)
-    with torch.no_grad(), Meter(network) as meter:
-        x = torch.zeros(256)
-        for _ in range(10):
-            x = x + 1
-        y = x.view(16, 16)
-        assert meter.live == x.nbytes
-        del x, y
-    assert meter.live == 0
-    assert meter.peak == 2 * 1024
 
 
 def test_the_largest_needs_no_memory():

@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.model.vision_transformer import VisionTransformer
 
 
-def held_by(network: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
+def weight_tensors(network: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of `network`."""
     return [*network.parameters(), *network.buffers()]
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that operators made and that are still in use; and the most ever.
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operators allocate: in use, and at their peak.
 
     Args:
         network: Its parameters and buffers do not count.
@@ -30,7 +30,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, network: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in held_by(network)}
+        self.known = {tensor.untyped_storage()._cdata for tensor in weight_tensors(network)}
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -58,17 +58,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def attention_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Q Kᵀ and the mix of the values; shapes are (batch, heads, tokens, head_dim)."""
+    """Q Kᵀ and the weighted sum of the values; shapes are (batch, heads, tokens, head_dim)."""
     batch, heads, tokens, head_dim = query
     return 2 * batch * heads * tokens * key[-2] * (head_dim + value[-1])
 
 
 def grouped_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """Each row of (rows, in) times one of the matrices (groups, out, in): one expert each."""
+    """Each row of (rows, in) times one of the matrices (groups, out, in)."""
     return 2 * rows[0] * weight[-2] * weight[-1]
 
 
-# operators that torch, or an older version of it, counts as nothing
+# operators that some supported version of torch does not count
 FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
     ("aten", "_scaled_dot_product_flash_attention_for_cpu"): attention_flops,
     ("aten", "_scaled_dot_product_flash_attention"): attention_flops,
@@ -79,8 +79,8 @@ FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
 }
 
 
-def counting() -> FlopCounterMode:
-    """Counts products of matrices, and attention in every fused form."""
+def make_flop_counter() -> FlopCounterMode:
+    """A counter of matrix products and of attention in every fused form."""
     spaces = {space: getattr(torch.ops, space) for space, _ in FORMULAS}
     known = {
         getattr(spaces[space], name): formula
@@ -92,36 +92,37 @@ def counting() -> FlopCounterMode:
 
 @dataclass
 class Calls:
-    """What was seen of one module: shapes without the batch, over all times it was applied."""
+    """The calls of one module: shapes without the batch, and FLOPs over all of them."""
 
-    entered: tuple[int, ...] | None = None
-    left: tuple[int, ...] | None = None
+    input_shape: tuple[int, ...] | None = None
+    output_shape: tuple[int, ...] | None = None
     flops: int = 0
     count: int = 0
-    idle: bool = True
-    """It only ever gave back what it was given."""
-    began: int = field(default=0, repr=False)
+    identity: bool = True
+    """Whether it returned its input every time."""
+    start: int = field(default=0, repr=False)
+    """Total FLOPs before the present call."""
 
 
 @contextmanager
-def watched(
+def record_calls(
     network: VisionTransformer, counter: FlopCounterMode
 ) -> Iterator[dict[nn.Module, Calls]]:
-    """Inside the `with`, the calls of the network's parts, its blocks and their parts."""
+    """Record the calls of the network's parts, its blocks and their parts, inside the `with`."""
     blocks = [*dict.fromkeys(network.blocks)]
     modules = [*network.children(), *blocks]
     modules += [part for block in blocks for part in block.children()]
     seen = {module: Calls() for module in modules}
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> None:
-        seen[module].entered, seen[module].began = shape_of(given), counter.get_total_flops()
+        seen[module].input_shape, seen[module].start = shape_of(given), counter.get_total_flops()
 
     def after(module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
         calls = seen[module]
-        calls.left = shape_of(made)
-        calls.flops += counter.get_total_flops() - calls.began
+        calls.output_shape = shape_of(made)
+        calls.flops += counter.get_total_flops() - calls.start
         calls.count += 1
-        calls.idle &= first_tensor(made) is first_tensor(given)
+        calls.identity &= first_tensor(made) is first_tensor(given)
 
     with ExitStack() as hooks:
         for module in seen:
@@ -129,20 +130,20 @@ def watched(
             hooks.callback(module.register_forward_hook(after).remove)
         yield seen
     seen[network.blocks] = Calls(  # a list is never called itself
-        seen[blocks[0]].entered,
-        seen[blocks[-1]].left,
+        seen[blocks[0]].input_shape,
+        seen[blocks[-1]].output_shape,
         sum(seen[block].flops for block in blocks),
         seen[blocks[0]].count,
-        idle=False,
+        identity=False,
     )
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in `value`, which may be a tuple of many things."""
+    """The first tensor in a nested structure."""
     return next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Of the first tensor in `value`, without the batch; None where there is none."""
+    """Shape of the first tensor in `value`, without the batch; None if there is none."""
     tensor = first_tensor(value)
     return None if tensor is None else tuple(tensor.shape[1:])

@@ -17,6 +17,7 @@ beside libraries and weights (docs/network.md).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,13 @@ from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, printable
-from vit.evaluation.flop_counter import Calls, Meter, counting, held_by, watched
+from vit.evaluation.flop_counter import (
+    Calls,
+    MemoryMeter,
+    make_flop_counter,
+    record_calls,
+    weight_tensors,
+)
 from vit.model.build import assemble_model
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
@@ -63,13 +70,13 @@ class Part:
     """One row of the table, for one image.
 
     Args:
-        name: What it is.
-        kinds: The classes that it is made of.
-        shape: What it makes, without the batch; None where that is not one tensor.
-        parameters: Numbers that are learned.
+        name: Its name in the table.
+        kinds: Names of its classes.
+        shape: Of its output, without the batch; None if that is not one tensor.
+        parameters: Number of parameters.
         flops: 2 for each multiply-add.
-        calls: Times that it is applied.
-        parts: What is inside, for a block.
+        calls: Number of calls.
+        parts: The parts of a block.
     """
 
     name: str
@@ -83,17 +90,17 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes, in float32 where nothing else is said; estimates, as the module says.
+    """Estimated bytes, in float32 unless named otherwise.
 
     Args:
-        weights: Parameters, and tables that are not learned.
-        weights_bf16: The same, in two bytes each.
-        inference: At most at once for one image, the weights included.
+        weights: Parameters and buffers.
+        weights_bf16: The same in bfloat16.
+        inference: Peak for one image, the weights included.
         batch_size: Images of the training step.
         gradients: One number a parameter.
         moments: Two numbers a parameter, of AdamW.
         kept: Images, and activations that the backward pass needs.
-        training: At most at once in a step, weights, gradients and moments included.
+        training: Peak of a step, weights, gradients and moments included.
     """
 
     weights: int
@@ -108,13 +115,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cost:
-    """A whole network.
+    """Cost of a whole network.
 
     Args:
         parts: In order; the one called "blocks" has a part for each block.
-        parameters: Numbers that are learned.
+        parameters: Number of parameters.
         flops: Of one image, forward.
-        memory: Its estimate.
+        memory: The estimate.
     """
 
     parts: tuple[Part, ...]
@@ -141,12 +148,12 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
                 setattr(module, "forward", by_shape)  # noqa: B010
         with (
             torch.no_grad(),
-            Meter(network) as meter,
-            counting() as counter,
-            watched(network.eval(), counter) as calls,
+            MemoryMeter(network) as meter,
+            make_flop_counter() as counter,
+            record_calls(network.eval(), counter) as calls,
         ):
             network(images(config, 1))
-        weights = sum(tensor.nbytes for tensor in held_by(network))
+        weights = sum(tensor.nbytes for tensor in weight_tensors(network))
         numbers = [*network.parameters()]
         learned = sum(parameter.numel() for parameter in numbers)
         kept, peak = step_memory(network, config, batch_size)
@@ -163,7 +170,7 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
     )
     total = int(counter.get_total_flops())
     parts = Table(calls).rows(network, NETWORK)
-    return Cost(complete(parts, learned, total), learned, total, memory)
+    return Cost(with_remainder(parts, learned, total), learned, total, memory)
 
 
 def _check_countable(config: ModelConfig, batch_size: int) -> None:
@@ -187,11 +194,11 @@ def images(config: ModelConfig, count: int) -> Tensor:
 
 
 def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> tuple[int, int]:
-    """Bytes beside weights and moments: kept for the backward pass, and the most in a step."""
+    """Bytes beside weights and moments: kept for the backward pass, and the peak of a step."""
     patches = network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
         patches.current_patch_size = min(patches.resize_matrices)  # which makes the most tokens
-    with Meter(network) as meter:
+    with MemoryMeter(network) as meter:
         answers = network.train()(images(config, size))
         labels = torch.zeros(size, dtype=torch.long)
         loss = F.cross_entropy(answers, labels) if config.num_classes else answers.mean()
@@ -201,10 +208,10 @@ def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> t
 
 
 class Table:
-    """Makes rows of what was seen.
+    """Makes the rows of a summary.
 
     Args:
-        calls: What `watched` gave.
+        calls: As `record_calls` returns them.
     """
 
     def __init__(self, calls: dict[nn.Module, Calls]) -> None:
@@ -218,32 +225,32 @@ class Table:
         for name, member in [*own, *owner.named_children()]:
             groups.setdefault(labels.get(name, name), []).append(member)
         parts: list[Part] = []
-        following = None  # what the next row is given: what a row without a module makes
+        next_input = None  # which is the output of a row without a module
         for label, members in reversed(groups.items()):
             modules = [member for member in members if isinstance(member, nn.Module)]
-            busy = [module for module in modules if not self.calls[module].idle]
-            if busy or any(isinstance(member, nn.Parameter) for member in members):
-                parts.append(self.row(label, members, busy, following))
-            entered = [self.calls[module].entered for module in modules]
-            following = next((shape for shape in entered if shape is not None), following)
+            active = [module for module in modules if not self.calls[module].identity]
+            if active or any(isinstance(member, nn.Parameter) for member in members):
+                parts.append(self.row(label, members, active, next_input))
+            input_shape = [self.calls[module].input_shape for module in modules]
+            next_input = next((shape for shape in input_shape if shape is not None), next_input)
         return tuple(reversed(parts))
 
     def row(
         self,
         label: str,
         members: Sequence[Member],
-        busy: Sequence[nn.Module],
-        following: tuple[int, ...] | None,
+        active: Sequence[nn.Module],
+        next_input: tuple[int, ...] | None,
     ) -> Part:
         """One row; a list of blocks has a row for each of them inside."""
-        calls = [self.calls[module] for module in busy]
-        left = [call.left for call in calls if call.left is not None]
-        blocks = [block for module in busy if isinstance(module, nn.ModuleList) for block in module]
+        calls = [self.calls[module] for module in active]
+        shapes = [call.output_shape for call in calls if call.output_shape is not None]
+        blocks = [*chain.from_iterable(m for m in active if isinstance(m, nn.ModuleList))]
         inside = tuple(self.block(block) for block in dict.fromkeys(blocks))
         return Part(
             name=label,
-            kinds=tuple(dict.fromkeys(type(module).__name__ for module in blocks or busy)),
-            shape=left[-1] if left else following,
+            kinds=tuple(dict.fromkeys(type(module).__name__ for module in blocks or active)),
+            shape=shapes[-1] if shapes else next_input,
             parameters=sum(part.parameters for part in inside) + self.learned(members),
             flops=sum(call.flops for call in calls),
             calls=max((call.count for call in calls), default=1),
@@ -258,15 +265,15 @@ class Table:
         return Part(
             name="block",
             kinds=(type(block).__name__,),
-            shape=seen.left,
+            shape=seen.output_shape,
             parameters=learned,
             flops=seen.flops,
             calls=seen.count,
-            parts=complete(parts, learned, seen.flops),
+            parts=with_remainder(parts, learned, seen.flops),
         )
 
     def learned(self, members: Sequence[Member]) -> int:
-        """Numbers in the parameters of `members` that no row had before."""
+        """Size of the parameters of `members` that no row has counted yet."""
         found: list[nn.Parameter] = []
         for member in members:
             found += [member] if isinstance(member, nn.Parameter) else [*member.parameters()]
@@ -275,8 +282,8 @@ class Table:
         return sum(parameter.numel() for parameter in new)
 
 
-def complete(parts: tuple[Part, ...], parameters: int, flops: int) -> tuple[Part, ...]:
-    """`parts`, and one more where they do not add up to the whole."""
+def with_remainder(parts: tuple[Part, ...], parameters: int, flops: int) -> tuple[Part, ...]:
+    """`parts`, and one more if they do not add up to the whole."""
     rest = (
         parameters - sum(part.parameters for part in parts),
         flops - sum(part.flops for part in parts),
