@@ -19,13 +19,13 @@ LEAST = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What the scores need to know of each image; five tensors of shape (images,).
+    """Five numbers an image, from which all scores are computed; tensors of shape (images,).
 
     Args:
         labels: The true class.
         answers: The most probable class; of equal ones the first.
         confidences: Probability of `answers`.
-        ranks: Place of the true class among all, 0 for the most probable.
+        ranks: Rank of the true class by probability, from 0.
         likelihoods: Probability of the true class.
     """
 
@@ -79,7 +79,7 @@ class Outcomes:
 def ranking(probabilities: Tensor) -> Tensor:
     """Classes from the most to the least probable, (images, classes); of equal ones the first.
 
-    The one rule for ties: bf16 logits do tie, and what is shown must be what is scored.
+    The one rule for ties, which bf16 logits have, so that metrics and shown labels agree.
     """
     return probabilities.sort(dim=1, descending=True, stable=True).indices
 

@@ -18,29 +18,30 @@ MIN_MARK_GAP = 0.18
 """Distance of two marks of an axis, as a share of the axis."""
 
 Record = Mapping[str, Any]
-"""What tune.json has."""
+"""The content of tune.json."""
 Result = Mapping[str, Any]
-"""A trial in a rung, as in `results` of tune.json."""
+"""The result of a trial in a rung, an entry of `results` in tune.json."""
 
 
 def measure_name(result: Result) -> str:
-    """The score of a trial in words."""
+    """The name of the score that ranks trials."""
     return NAMES.get(result["measure"], str(result["measure"]))
 
 
 def noise(first: float, second: float, images: int) -> float:
-    """Difference of two shares below which 95 % of equals lie, each counted on so many images.
+    """Half width of the 95 % interval of the difference of two equal shares of `images`.
 
-    Each share is drawn to a half by four images, which keeps the interval of shares near 1
-    honest. Two networks that err on the same images differ by less; the chance in their training
-    adds to it. Source: Agresti and Caffo, The American Statistician 54, 2000.
+    Two pseudo-observations are added to each share, which keeps the interval honest near 1. Two
+    networks that err on the same images differ by less; the randomness of training adds to it.
+
+    Source: Agresti and Caffo, The American Statistician 54, 2000.
     """
-    drawn = [(share * images + 1) / (images + 2) for share in (first, second)]
-    return Z95 * math.sqrt(sum(share * (1 - share) for share in drawn) / (images + 2))
+    shares = [(share * images + 1) / (images + 2) for share in (first, second)]
+    return Z95 * math.sqrt(sum(share * (1 - share) for share in shares) / (images + 2))
 
 
 def verdict(record: Record, best: Result, plan: Result | None) -> str:
-    """Whether the best trial beats the plan, and whether that is more than chance.
+    """Whether the best trial is better than the plan by more than chance, as a sentence.
 
     Args:
         record: Of the tuning.
@@ -69,7 +70,7 @@ def verdict(record: Record, best: Result, plan: Result | None) -> str:
 
 
 def changes_in_words(trial: Mapping[str, Any]) -> str:
-    """What a trial changes of the plan."""
+    """The settings in which a trial differs from the plan."""
     if not trial["changes"]:
         return "the plan"
     return "; ".join(f"{name}={value}" for name, value in trial["changes"].items())
