@@ -96,15 +96,17 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
         labels: list[tuple[str, ...]] | None = [()] * len(rows)
         if columns.label:
             labels = read_label_column(cells[columns.label], columns, data)
-        captions = [read_captions(cells, row, columns, data) for row in range(len(rows))]
+        captions: list[tuple[str, ...]] = [()] * len(rows)
+        if columns.captions:
+            captions = [read_captions(cells, row, columns, data) for row in range(len(rows))]
         if labels is None or (columns.captions and not any(map(any, captions))):
             images, lack = plural(len(rows), "image"), "labels" if labels is None else "captions"
             notes.append(f"left out {images} of {name}: they have no {lack}")
             continue
-        groups = [
-            cell_group(cell, f"{data}, row {row}", 0)
-            for row, cell in enumerate(cells.get(columns.group) or [None] * len(rows))
-        ]
+        groups = [""] * len(rows)
+        if columns.group:
+            named = enumerate(cells[columns.group])
+            groups = [cell_group(cell, f"{data}, row {row}", 0) for row, cell in named]
         paths = _image_paths(rows, columns, labels, data)
         splits[name] = [*map(ImageRecord, paths, labels, groups, captions)]
         multilabel |= columns.multilabel
