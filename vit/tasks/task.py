@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vit.weights.saved_model import LoadedRun
 
 T = TypeVar("T")
-Notify = Callable[[str], None]
+Notify = Callable[[str], object]
 Event = Mapping[str, Any]
 """An event of metrics.jsonl, or the validation scores in it."""
 
@@ -62,10 +62,10 @@ class TrainingRun(Protocol):
     def dtype(self) -> torch.dtype:
         """Dtype of images, weights and losses."""
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Compute in the precision of the training."""
 
-    def frozen_running_stats(self) -> contextlib.AbstractContextManager[None]:
+    def frozen_running_stats(self) -> contextlib.AbstractContextManager[object]:
         """Keep the network's running statistics as they are."""
 
     def gather(self, mine: list[T]) -> list[T]:
@@ -82,7 +82,10 @@ class FinishedRun(Protocol):
     folder: Path
     splits: Splits
     device: torch.device
-    notify: Notify
+
+    @property
+    def notify(self) -> Notify:
+        """Receives log lines."""
 
     @property
     def loaded(self) -> "LoadedRun":
@@ -95,7 +98,7 @@ class FinishedRun(Protocol):
     def facts(self, failed: Mapping[str, str]) -> "RunFacts":
         """What every report shows of the run; `failed` could not be read, with the reason."""
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Compute in the precision of inference."""
 
     def batches(

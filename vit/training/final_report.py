@@ -74,7 +74,7 @@ class BestWeights:
             unreadable={**self.run.failed, **failed},
         )
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Compute in the precision of inference."""
         return autocast(self.precision, self.device)
 
