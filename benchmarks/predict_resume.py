@@ -27,6 +27,7 @@ from PIL import Image
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
+from vit.output.resumable_output import ResumableOutput
 from vit.weights.saved_model import save_model
 
 ROOT = Path(__file__).parents[1]
@@ -86,17 +87,11 @@ def attempt(command: list[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def rows_in(folder: Path, out: Path) -> int:
-    """Lines of the unfinished files."""
-    parts = [one for one in folder.glob(f"{out.name}.partial*") if one.suffix != ".journal"]
-    return sum(path.read_bytes().count(b"\n") for path in parts)
-
-
 def strike(command: list[str], out: Path, number: int, most: float, log: Path) -> str | None:
     """Let it write its first new row, kill it some seconds later; None if it was done before."""
     process = attempt(command, log)
-    before = rows_in(out.parent, out)
-    while process.poll() is None and rows_in(out.parent, out) <= before:
+    before = ResumableOutput(str(out)).rows()
+    while process.poll() is None and ResumableOutput(str(out)).rows() <= before:
         time.sleep(0.005)
     moment = random.uniform(0.0, most)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -104,10 +99,8 @@ def strike(command: list[str], out: Path, number: int, most: float, log: Path) -
         return None
     os.killpg(process.pid, number)
     process.wait()
-    name = signal.Signals(number).name
-    return (
-        f"{name} after {moment:.2f} s, exit {process.returncode}, {rows_in(out.parent, out)} rows"
-    )
+    name, rows = signal.Signals(number).name, ResumableOutput(str(out)).rows()
+    return f"{name} after {moment:.2f} s, exit {process.returncode}, {rows} rows"
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
-LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.text", "vit.version"}
+LEVEL_0 = {"vit.config", "vit.errors", "vit.paths", "vit.stop_signals", "vit.text", "vit.version"}
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
     *("vit.data", "vit.data.captions", "vit.data.sources", "vit.data.checks"),
@@ -36,6 +36,7 @@ ALLOWED = {
     "vit.errors": set(),
     "vit.version": set(),
     "vit.paths": {"vit.errors"},
+    "vit.stop_signals": {"vit.errors"},
     "vit.text": {"vit.errors"},
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},

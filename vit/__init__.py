@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vit.generation.generation_config import Search
     from vit.inference.evaluate import evaluate
     from vit.inference.label_errors import check
+    from vit.inference.prediction_job import predict
     from vit.inference.predictor import Predictor
     from vit.model.build import create_model
     from vit.model.captioner import Captioner
@@ -45,6 +46,7 @@ _HOMES = {
     "from_pretrained": "vit.weights.load_model",
     "make_config": "vit.config.parser",
     "plan_training": "vit.training.plan",
+    "predict": "vit.inference.prediction_job",
     "train": "vit.training.train",
     "tune": "vit.training.tune",
     "verify": "vit.export.verification",
@@ -66,6 +68,7 @@ __all__ = [
     "from_pretrained",
     "make_config",
     "plan_training",
+    "predict",
     "train",
     "tune",
     "verify",

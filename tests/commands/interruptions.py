@@ -13,8 +13,8 @@ def run_interrupted(words: list[str], block: int, how: str, rank: int = 0) -> in
     Args:
         words: Of the command line.
         block: Before which it happens, counted from 0.
-        how: "torn" (SIGKILL while a row is written), "kill" (SIGKILL between rows and journal),
-            "term" (SIGTERM) or "fail" (an error).
+        how: "torn" (SIGKILL while the block is written), "kill" (SIGKILL before it), "term"
+            (SIGTERM), "int" (SIGINT) or "fail" (an error).
         rank: Of the process.
     """
     if int(os.environ.get("RANK", "0")) == rank:
@@ -24,26 +24,23 @@ def run_interrupted(words: list[str], block: int, how: str, rank: int = 0) -> in
 
 def interrupt_at(block: int, how: str, patch: Callable[..., None] = setattr) -> None:
     """Let it happen in this process; see `run_interrupted`."""
-    from vit.commands.predict_output import RowWriter
     from vit.errors import RunError
-    from vit.output.resumable_output import AppendOnlyFile
+    from vit.output.resumable_output import Block, BlockLog
 
-    put, write, seen = RowWriter.write_block, AppendOnlyFile.write, []
+    append, calls = BlockLog.append, []
 
-    def torn(file: AppendOnlyFile, data: bytes) -> None:
-        half = len(data) // 2 if how == "torn" else len(data)
-        write(file, data[:half])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def counted(keeper: RowWriter, *arguments: object) -> None:
-        seen.append(1)
-        if len(seen) == block + 1:
+    def append_or_stop(log: BlockLog, one: Block) -> None:
+        calls.append(one)
+        if len(calls) == block + 1:
+            if how == "torn":
+                record = one.encode()
+                with log.path.open("ab") as file:
+                    file.write(record[: len(record) // 2])
             if how in ("torn", "kill"):
-                patch(AppendOnlyFile, "write", torn)
-            elif how == "fail":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "fail":
                 raise RunError("the disk is full")
-            else:
-                os.kill(os.getpid(), signal.SIGTERM if how == "term" else signal.SIGINT)
-        put(keeper, *arguments)
+            os.kill(os.getpid(), signal.SIGTERM if how == "term" else signal.SIGINT)
+        append(log, one)
 
-    patch(RowWriter, "write_block", counted)
+    patch(BlockLog, "append", append_or_stop)

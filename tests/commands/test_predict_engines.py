@@ -2,8 +2,8 @@
 
 import pytest
 
-from vit.commands.backends import model_files, select_engine, sha256_of_files
 from vit.errors import ConfigError
+from vit.inference.backends import model_files, select_engine, sha256_of_files
 
 
 @pytest.mark.parametrize(

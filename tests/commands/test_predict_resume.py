@@ -4,13 +4,14 @@ import json
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.commands.interruptions import interrupt_at, run_interrupted
 from tests.training.children import Job
-from vit.commands.predict_output import OutputFiles
 from vit.inference.predictor import Predictor
+from vit.output.resumable_output import ResumableOutput, merge_blocks
 
 pytestmark = pytest.mark.auto_precision
 
@@ -38,6 +39,11 @@ def whole(predict, inputs, tmp_path):
     return make
 
 
+def rows_in(partial, images):
+    """The rows of so many images in the log of one process, as the file will have them."""
+    return b"".join(block.rows for block in merge_blocks([partial], images))
+
+
 @pytest.mark.parametrize(
     ("name", "how", "block"),
     [("a.jsonl", "torn", 3), ("a.csv", "kill", 1), ("a.txt", "torn", 0), ("b.csv", "torn", 8)],
@@ -48,14 +54,12 @@ def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, ho
     command = ["predict", str(tiny_run), *words]
     with Job(run_interrupted, command, block, how, log=tmp_path / "log") as job:
         assert job.wait() == [-signal.SIGKILL], job.said()
-    left = partial.read_bytes()
     expected = whole(name)
+    rows = SIZE * block
     assert not out.exists()
-    assert expected.startswith(left)
-    assert len(left) > 0 or (how, block) == ("torn", 0)
+    assert rows_in(partial, rows) in expected
     code, _, err = predict(*words)
     assert code == 2
-    rows = SIZE * block
     assert err == [
         f"vit predict: {partial} is unfinished and holds {rows} rows; continue with --resume, or "
         "start again with --overwrite"
@@ -104,7 +108,6 @@ def test_a_full_disk_keeps_what_is_whole(predict, inputs, whole, tmp_path):
     assert f"{out}.partial could not be written: File too large" in err[0]
     assert "rows are kept" in err[0]
     assert "--resume" in err[0]
-    assert expected.startswith((tmp_path / "a.csv.partial").read_bytes())
     assert predict(*words, "--resume")[0] == 1
     assert out.read_bytes() == expected
 
@@ -221,10 +224,14 @@ def test_a_finished_file_beside_an_unfinished_one(predict, input_images, tmp_pat
     assert out.read_bytes() == finished
 
 
-def test_rows_without_their_journal_are_not_continued(predict, input_images, tmp_path):
-    (tmp_path / "a.jsonl.partial").write_text("what is this?\n")
+def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_images, tmp_path):
+    (tmp_path / "a.jsonl.partial").write_text('{"image": "0.png", "predictions": []}\n')
+    (tmp_path / "a.jsonl.partial.journal").write_text("{}\n")
     words = (*input_images, "--out", tmp_path / "a.jsonl")
-    for more, reason in (([], "is unfinished"), (["--resume"], "lost its journal")):
+    for more, reason in (
+        ([], "is unfinished"),
+        (["--resume"], "was not written by this version of vit: start again with --overwrite"),
+    ):
         code, _, err = predict(*words, *more)
         assert (code, len(err)) == (2, 1)
         assert reason in err[0]
@@ -258,8 +265,8 @@ def test_what_does_not_go_together_is_one_line(predict, tmp_path, monkeypatch, w
 
 
 def test_progress_is_told_now_and_then(predict, input_images, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.commands.command_progress.SECONDS", 0.0)
-    monkeypatch.setattr("vit.commands.command_progress.LONG", 20)
+    monkeypatch.setattr("vit.commands.command_output.SECONDS", 0.0)
+    monkeypatch.setattr("vit.inference.prediction_job.MIN_IMAGES_FOR_SUMMARY", 21)
     code, _, err = predict(*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     assert code == 0
     assert [line.split(" images,")[0] for line in err[:-1]] == [
@@ -284,7 +291,7 @@ def test_what_is_complete_is_read_again(predict, inputs, tmp_path, name):
     out = tmp_path / name
     words = ("-b", SIZE, "--out", out, "--resume")
     assert predict(*inputs, *words)[0] == 1
-    (tmp_path / f"{name}.partial.journal").write_text("{}\n")  # of a kill after the last rename
+    (tmp_path / f"{name}.partial.stop").touch()  # of a kill after the last rename
     code, _, err = predict(*inputs, *words)
     assert (code, len(err)) == (1, 2)
     assert err[0].startswith(f"vit predict: {out} is complete: {len(inputs)} images")
@@ -308,17 +315,17 @@ def test_nobody_begins_while_another_finishes(predict, input_images, tmp_path, m
     """Not even between the last row and the last rename."""
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     said = []
-    finish = OutputFiles.finish
+    finish = ResumableOutput.finish
 
     def finishing(files, *arguments):
-        monkeypatch.setattr(OutputFiles, "finish", finish)
+        monkeypatch.setattr(ResumableOutput, "finish", finish)
         before = sorted(os.listdir(tmp_path))
-        assert before == ["a.csv.partial", "a.csv.partial.journal", "a.csv.partial.lock"]
+        assert before == ["a.csv.partial", "a.csv.partial.lock"]
         said.append(predict(*words, *more))
         assert sorted(os.listdir(tmp_path)) == before
         finish(files, *arguments)
 
-    monkeypatch.setattr(OutputFiles, "finish", finishing)
+    monkeypatch.setattr(ResumableOutput, "finish", finishing)
     assert predict(*words)[0] == 0
     code, _, err = said[0]
     assert (code, len(err)) == (2, 1)
@@ -328,13 +335,13 @@ def test_nobody_begins_while_another_finishes(predict, input_images, tmp_path, m
 
 def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_path, monkeypatch):
     out = tmp_path / "a.csv"
-    begin = OutputFiles.begin
+    begin = ResumableOutput.begin
 
     def beginning(files, *arguments, **settings):
         out.write_text("of another")
         return begin(files, *arguments, **settings)
 
-    monkeypatch.setattr(OutputFiles, "begin", beginning)
+    monkeypatch.setattr(ResumableOutput, "begin", beginning)
     code, _, err = predict(*input_images, "--out", out)
     assert (code, len(err)) == (2, 1)
     assert "a.csv exists" in err[0]
@@ -343,13 +350,13 @@ def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_p
     assert os.listdir(tmp_path) == ["a.csv"]
 
 
-def test_a_damaged_journal_is_said(predict, input_images, whole, tmp_path, monkeypatch):
+def test_a_damaged_log_is_reported(predict, input_images, whole, tmp_path, monkeypatch):
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
     with monkeypatch.context() as patch:
         interrupt_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
-    journal = tmp_path / "a.csv.partial.journal"
-    journal.write_bytes(journal.read_bytes().split(b"\n")[0] + b"\nwhat?\n")
+    log = tmp_path / "a.csv.partial"
+    log.write_bytes(log.read_bytes().split(b"\n")[0] + b"\nwhat?\n")
     code, _, err = predict(*words, "--resume")
     assert (code, len(err)) == (0, 1)
     assert err[0].endswith("a.csv.partial has no complete block: starting at the first image")
@@ -381,19 +388,59 @@ def test_a_name_that_is_too_long_is_said_at_once(
     predict, input_images, tmp_path, monkeypatch, size
 ):
     monkeypatch.setattr(
-        "vit.commands.predict_command.open_predictor", lambda *_: pytest.fail("too late")
+        "vit.inference.prediction_job.open_predictor", lambda *_: pytest.fail("too late")
     )
     code, _, err = predict(*input_images, "--out", tmp_path / f"{'x' * (size - 4)}.csv")
     assert (code, len(err)) == (2, 1)
     assert f"the name has {size} bytes; give one of 220 at most" in err[0]
 
 
-def test_files_are_on_the_disk_before_they_get_their_names(
+def test_the_file_is_on_the_disk_before_it_gets_its_name(
     predict, input_images, tmp_path, monkeypatch
 ):
-    seen = []
-    monkeypatch.setattr("vit.output.resumable_output.os.fsync", seen.append)
-    monkeypatch.setattr(OutputFiles, "finish", lambda *_: seen.append("finish"))
+    events = []
+    fsync, replace = os.fsync, Path.replace
+
+    def record_fsync(handle):
+        events.append(os.readlink(f"/proc/self/fd/{handle}").split("/")[-1])
+        fsync(handle)
+
+    def record_replace(path, target):
+        events.append(f"-> {target.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_replace)
     assert predict(*input_images, "--out", tmp_path / "a.csv")[0] == 0
-    assert len(seen) == 4  # of the journal's first line, the rows, the journal
-    assert seen[-1] == "finish"
+    temporary = f".a.csv.partial.finished.{os.getpid()}.tmp"
+    assert events == [temporary, "-> a.csv.partial.finished", "-> a.csv"]
+
+
+@pytest.mark.parametrize("step", ["a.csv.partial.finished", "a.csv.partial", "a.csv"])
+def test_a_kill_while_the_file_gets_its_name_loses_nothing(
+    predict, inputs, whole, tmp_path, monkeypatch, step
+):
+    """Before the finished file is named, before the log is deleted, and before the last rename."""
+    words = (*inputs, "-b", SIZE, "--out", tmp_path / "a.csv")
+    replace, unlink = Path.replace, Path.unlink
+
+    def killed_replace(path, target):
+        if target.name == step:
+            raise OSError(5, "killed")
+        return replace(path, target)
+
+    def killed_unlink(path, **options):
+        if path.name == step:
+            raise OSError(5, "killed")
+        return unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed_replace)
+        patch.setattr(Path, "unlink", killed_unlink)
+        assert predict(*words)[0] == 2
+    expected = whole("a.csv")
+    code, _, err = predict(*words, "--resume")
+    assert code == 1
+    assert f"resuming after {len(inputs)} of" in err[0] or "a.csv is complete" in err[0]
+    assert (tmp_path / "a.csv").read_bytes() == expected
+    assert sorted(os.listdir(tmp_path)) == ["a.csv", "bad", "whole"]

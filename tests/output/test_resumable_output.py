@@ -1,167 +1,179 @@
-"""Whatever a kill or a power failure leaves of the files, what is kept is a number of blocks."""
+"""Whatever a kill or a power failure leaves of a log, what is kept is a number of whole blocks."""
 
+import multiprocessing
 import os
+import signal
+import time
 
 import pytest
 
 from vit.errors import RunError
 from vit.output.resumable_output import (
+    Block,
+    BlockLog,
     FileLock,
-    Journal,
-    check_settings_match,
-    differences,
-    journal_blocks,
-    journal_entries,
-    journal_path,
-    last_valid_entry,
-    merge_parts,
-    partial_files,
-    partial_path,
-    read_header,
+    ResumableOutput,
+    describe_differences,
+    merge_blocks,
+    read_blocks,
+    read_settings,
 )
 
-BLOCKS = [b"head\n", b"one\ntwo\n", b"three\nfour\n", b"five\n"]
-ROWS = [0, 2, 4, 5]
+BLOCKS = [
+    Block(0, 2, b"one\ntwo\n", b"\0\n" * 8, [], {"failed": 0}),
+    Block(2, 2, b"three\nfour\n", b"\n\xff" * 8, [(1, "cut")], {"failed": 1}),
+    Block(4, 1, b"five\n", b"\1\2" * 4, [], {"failed": 1}),
+]
+SETTINGS = {"top_k": 5, "list": "a" * 64, "same": None}
 
 
-def written(folder, pieces=BLOCKS, rows=ROWS, settings=None):
-    """A journal of two files, which has every block."""
-    out = folder / "found.csv"
-    files = {"rows": partial_path(out), "twice": folder / "twice.partial"}
-    journal = Journal(journal_path(partial_path(out)), files, settings or {"a": 1}, resume=False)
-    for number, piece in zip(rows, pieces, strict=True):
-        journal.write(number, {"rows": piece, "twice": piece * 2}, totals={"n": number})
-    journal.close(sync=True)
-    return journal.path, files
+def write_log(path, blocks=BLOCKS, *, resume=False):
+    log = BlockLog(path, SETTINGS, resume=resume)
+    for block in blocks:
+        log.append(block)
+    log.close()
+    return path
 
 
-def kept(path, files):
-    """What is in the files after work went on, which must be whole blocks of both."""
-    journal = Journal(path, files, {}, resume=True)
-    journal.close()
-    rows = files["rows"].read_bytes()
-    assert files["twice"].read_bytes() == b"".join(b * 2 for b in pieces_of(rows))
-    number = len(pieces_of(rows))
-    assert journal.entry.rows == (ROWS[number - 1] if number else 0)
-    assert [entry.rows for entry, _ in journal_entries(path)] == ROWS[:number]
+def resumed(path):
+    """Number of blocks after the log was opened again; the file has these blocks and no more."""
+    log = BlockLog(path, SETTINGS, resume=True)
+    log.close()
+    blocks = [(one.first, one.rows, one.vectors, one.totals) for one, _ in read_blocks(path)]
+    number = len(blocks)
+    assert blocks == [(one.first, one.rows, one.vectors, one.totals) for one in BLOCKS[:number]]
+    assert log.images == sum(block.images for block in BLOCKS[:number])
+    assert log.totals == (BLOCKS[number - 1].totals if number else {})
+    assert path.read_bytes() == write_log(path.with_name("same"), BLOCKS[:number]).read_bytes()
     return number
 
 
-def pieces_of(rows):
-    for number in range(len(BLOCKS) + 1):
-        if b"".join(BLOCKS[:number]) == rows:
-            return BLOCKS[:number]
-    raise AssertionError(f"{rows!r} is no number of blocks")
+def test_a_log_cut_anywhere_is_cut_back_to_a_block(tmp_path):
+    path = write_log(tmp_path / "log")
+    whole = path.read_bytes()
+    kept = []
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        kept.append(resumed(path))
+    assert kept == sorted(kept)
+    assert {*kept} == {*range(len(BLOCKS) + 1)}
 
 
-@pytest.mark.parametrize("which", ["rows", "twice", "journal"])
-def test_a_file_cut_anywhere_is_cut_back_to_a_block(tmp_path, which):
-    path, files = written(tmp_path)
-    everything = {**files, "journal": path}
-    whole = {name: file.read_bytes() for name, file in everything.items()}
-    first = whole["journal"].index(b"\n") + 1 if which == "journal" else 0
-    found = []
-    for size in range(first, len(whole[which]) + 1):
-        for name, file in everything.items():
-            file.write_bytes(whole[name][: size if name == which else None])
-        found.append(kept(path, files))
-    assert found == sorted(found)
-    assert {*found} == {*range(len(BLOCKS) + 1)}
+def test_bytes_that_the_disk_lost_are_not_taken_for_rows(tmp_path):
+    path = write_log(tmp_path / "log")
+    whole = path.read_bytes()
+    header = whole.index(b"\n") + 1
+    for position in range(header, len(whole)):
+        path.write_bytes(whole[:position] + b"\0" * (len(whole) - position))
+        assert resumed(path) < len(BLOCKS)
+    for position in range(header, len(whole)):
+        path.write_bytes(whole[:position] + b"?" + whole[position + 1 :])
+        assert resumed(path) < len(BLOCKS) or whole[position] == ord("?")
 
 
-@pytest.mark.parametrize("which", ["rows", "twice"])
-def test_what_the_disk_lost_is_not_taken_for_rows(tmp_path, which):
-    path, files = written(tmp_path)
-    whole = files[which].read_bytes()
-    for place in range(len(whole)):
-        path, files = written(tmp_path)
-        files[which].write_bytes(whole[:place] + b"\0" * (len(whole) - place))
-        assert kept(path, files) < len(BLOCKS)
+def test_bytes_after_the_last_block_are_dropped(tmp_path):
+    path = write_log(tmp_path / "log")
+    for rest in (b"six\nsev", b"[]\n", b"null\n", b"00000000 [5, 1]\n", b"\xff\n", b"1 " * 99):
+        with path.open("ab") as file:
+            file.write(rest)
+        assert resumed(path) == len(BLOCKS)
 
 
-def test_more_than_was_counted_is_dropped(tmp_path):
-    path, files = written(tmp_path)
-    with files["rows"].open("ab") as file:
-        file.write(b"six\nsev")
-    assert kept(path, files) == len(BLOCKS)
+def test_a_log_continues_where_it_stopped(tmp_path):
+    path = write_log(tmp_path / "log", BLOCKS[:1])
+    write_log(path, BLOCKS[1:], resume=True)
+    assert path.read_bytes() == write_log(tmp_path / "whole").read_bytes()
 
 
-def test_a_lost_file_begins_again(tmp_path):
-    path, files = written(tmp_path)
-    files["twice"].unlink()
-    assert kept(path, files) == 0
+def test_a_torn_header_begins_again_and_another_file_is_refused(tmp_path):
+    path = write_log(tmp_path / "log")
+    assert read_settings(path) == SETTINGS
+    path.write_bytes(path.read_bytes()[:9])
+    assert read_settings(path) == {}
+    for other in (b'{"image": "a.jpg"}\n', b"image,label_1\n", b"[]\n", b"\xff\xfe\n"):
+        path.write_bytes(other)
+        with pytest.raises(RunError, match="not written by this version of vit: start again with"):
+            read_settings(path)
 
 
-@pytest.mark.parametrize("line", [b"[]\n", b"null\n", b'[1, {"rows": 3}, {}, []]\n', b"\xff\n"])
-def test_a_damaged_line_ends_the_journal(tmp_path, line):
-    path, files = written(tmp_path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:3], line, *lines[4:]]))
-    assert kept(path, files) == 2
-
-
-def test_work_goes_on_where_it_stopped(tmp_path):
-    path, files = written(tmp_path, BLOCKS[:2], ROWS[:2])
-    journal = Journal(path, files, {}, resume=True)
-    assert journal.entry.totals == {"n": 2}
-    for number, piece in zip(ROWS[2:], BLOCKS[2:], strict=True):
-        journal.write(number, {"rows": piece, "twice": piece * 2}, totals={"n": number})
-    journal.close()
-    other = tmp_path / "other"
-    other.mkdir()
-    path_of_one, files_of_one = written(other)
-    assert path.read_bytes() == path_of_one.read_bytes()
-    for name, file in files.items():
-        assert file.read_bytes() == files_of_one[name].read_bytes()
-    assert last_valid_entry(path, files)[0].rows == 5
-
-
-def test_a_journal_says_what_was_asked(tmp_path):
-    path, _ = written(tmp_path, settings={"top_k": 5, "list": "a" * 64, "same": None})
-    assert read_header(path) == {"top_k": 5, "list": "a" * 64, "same": None}
+def test_only_a_log_of_the_same_settings_is_continued(tmp_path):
+    output = ResumableOutput(str(tmp_path / "a.csv"))
+    output.open_log(0, SETTINGS, resume=False).close()
+    assert output.stored_settings() == SETTINGS
     now = {"top_k": 3, "list": "b" * 64, "same": None}
-    assert differences(read_header(path), now) == ["another list", "top k (5, now 3)"]
-    out = tmp_path / "found.csv"
-    check_settings_match(out, read_header(path))
-    with pytest.raises(RunError, match="another list; top k"):
-        check_settings_match(out, now)
-    path.unlink()
-    with pytest.raises(RunError, match="lost its journal"):
-        check_settings_match(out, now)
+    assert describe_differences(SETTINGS, now) == ["another list", "top k (5, now 3)"]
+    with FileLock(output.targets) as lock:
+        assert output.begin(lock, SETTINGS, resume=True, overwrite=False)
+        with pytest.raises(RunError, match="begun with another list; top k"):
+            output.begin(lock, now, resume=True, overwrite=False)
+        assert not output.begin(lock, now, resume=False, overwrite=True)
+    assert os.listdir(tmp_path) == []
 
 
 def test_only_our_own_unfinished_files_are_taken_for_such(tmp_path):
     ours = ["a.csv.partial", "a.csv.partial.2-of-3", "a.csv.partial.2-of-3.journal"]
     for name in [*ours, "a.csv", "a.csv.partial.bak", "b.csv.partial", "xa.csv.partial"]:
         (tmp_path / name).touch()
-    assert [path.name for path in partial_files(tmp_path / "a.csv")] == ours
+    output = ResumableOutput(str(tmp_path / "a.csv"))
+    assert [path.name for path in output.leftovers()] == ours
+    assert [path.name for path in output.logs()] == ours[:2]
 
 
-def test_blocks_of_several_processes_come_in_their_order(tmp_path):
-    pieces = [f"{number}\n".encode() * 2 for number in range(7)]
-    paths = []
+def test_blocks_of_several_processes_come_in_the_order_of_the_images(tmp_path):
+    output = ResumableOutput(str(tmp_path / "all"), processes=3)
     for rank in range(3):
-        path = tmp_path / f"part{rank}"
-        journal = Journal(journal_path(path), {"rows": path}, {}, resume=False)
-        journal.write(0, {"rows": b"head\n"})
-        for number, piece in enumerate(pieces[rank::3], 1):
-            journal.write(2 * number, {"rows": piece}, errors=[(0, f"of {piece!r}")])
-        journal.close()
-        paths.append(path)
-    journals = [journal_path(path) for path in paths]
-    merge_parts(paths, journals, "rows", tmp_path / "all")
-    assert (tmp_path / "all").read_bytes() == b"head\n" + b"".join(pieces)
-    assert [after.errors[0][1] for *_, after in journal_blocks(journals)] == [
-        f"of {p!r}" for p in pieces
+        log = output.open_log(rank, {}, resume=False)
+        for number in range(rank, 7, 3):
+            log.append(Block(2 * number, 2, b"%d\n" % number * 2, errors=[(0, f"of {number}")]))
+        log.close()
+    logs = [output.log_path(rank) for rank in range(3)]
+    assert [block.errors for block in merge_blocks(logs, 14)] == [
+        [[0, f"of {n}"]] for n in range(7)
     ]
+    with pytest.raises(RunError, match="damaged after 14 rows of 15"):
+        list(merge_blocks(logs, 15))
+    output.finish(b"head\n", ["image"] * 14, 0)
+    expected = b"head\n" + b"".join(b"%d\n" % number * 2 for number in range(7))
+    assert (tmp_path / "all").read_bytes() == expected
+    assert os.listdir(tmp_path) == ["all"]
 
 
-def test_two_jobs_do_not_write_one_file(tmp_path):
+def append_until_killed(path):
+    log = BlockLog(path, SETTINGS, resume=True)
+    while True:
+        log.append(numbered_block(log.images))
+
+
+def numbered_block(first, images=64):
+    rows = b"".join(b"image %d\n" % number for number in range(first, first + images))
+    return Block(first, images, rows, rows * 3, totals={"images": first + images})
+
+
+def test_a_process_killed_again_and_again_loses_and_doubles_nothing(tmp_path):
+    output = ResumableOutput(str(tmp_path / "a.txt"))
+    context, images = multiprocessing.get_context("spawn"), 0
+    for _ in range(4):
+        process = context.Process(target=append_until_killed, args=(output.log_path(0),))
+        process.start()
+        while output.rows() < images + 3000:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        images = output.rows()
+    log = output.open_log(0, SETTINGS, resume=True)
+    assert log.images == log.totals["images"] == images >= 12000
+    log.close()
+    output.finish(b"", ["image"] * images, 0)
+    expected = b"".join(b"image %d\n" % number for number in range(images))
+    assert output.out.read_bytes() == expected
+
+
+def test_two_predictions_do_not_write_one_file(tmp_path):
     out = tmp_path / "found.csv"
     with FileLock([out]) as first, FileLock([out]) as second:
         first.acquire()
         first.acquire(shared=True)
-        second.acquire(shared=True)  # of the same job
+        second.acquire(shared=True)  # of the same prediction
         with (
             FileLock([tmp_path / "other.csv", out]) as third,
             pytest.raises(RunError, match=r"found\.csv\.partial is being written by another"),

@@ -9,7 +9,7 @@ import pytest
 
 from vit.commands.main import main
 from vit.errors import RunError
-from vit.training.distributed.stop_signals import Interrupted
+from vit.stop_signals import Interrupted
 from vit.training.train import train
 
 

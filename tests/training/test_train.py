@@ -14,12 +14,12 @@ import vit
 from tests.training.children import Job, hold
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
+from vit.stop_signals import Interrupted
 from vit.tasks import classification
 from vit.training import training_loop
 from vit.training.checkpoint import checkpoint
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.checkpoint.run_folder import delete_run
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.train import resolve, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from vit.commands.main import main
+from vit.stop_signals import Interrupted
 from vit.training import training_loop
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.finetune.feature_extraction import content_key
 from vit.training.train import train
 

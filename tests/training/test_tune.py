@@ -8,11 +8,11 @@ import yaml
 
 from tests.training.searches import COSTS
 from vit.errors import BadImage, ConfigError, RunError
+from vit.stop_signals import Interrupted
 from vit.training import plan as planning
 from vit.training import successive_halving, training_loop
 from vit.training import tune as tuning
 from vit.training.checkpoint.run_folder import stored_config
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.successive_halving import with_steps
 from vit.training.trainer import TrainingResult
 from vit.training.tune import tune

@@ -1,7 +1,6 @@
 """`vit check`: finds problems of a dataset before training."""
 
 import argparse
-from contextlib import ExitStack
 
 from vit.commands.command_options import (
     add_json_option,
@@ -12,16 +11,10 @@ from vit.commands.command_options import (
     positive_int,
     settings_from_args,
 )
-from vit.commands.command_output import (
-    check_output,
-    notify,
-    open_output,
-    standard_output,
-    write_json,
-)
-from vit.commands.command_progress import Progress
+from vit.commands.command_output import Progress, notify, write_json
 from vit.config.parser import all_settings
 from vit.errors import ConfigError
+from vit.output.output_file import check_output, open_output, standard_output
 
 MAX_ERROR_LINES = 10
 
@@ -77,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
     from vit.inference.label_errors import check
 
-    with StageProgress() as stages:
+    with Progress("vit check") as progress:
         report = check(
             dataset_spec(args, group=settings_from_args(args).get("group")),
             weights=args.weights,
             device=args.device,
             workers=args.workers,
             cache=not args.no_cache,
-            progress=stages.update,
+            progress=lambda stage, done, total: progress(done, total, stage),
             notify=lambda note: notify(f"vit check: {note}"),
         )
     write_json(args.json, report.to_dict())
@@ -95,18 +88,3 @@ def run(args: argparse.Namespace) -> int:
             out.write(check_page(report))
     print("\n".join(report.lines(MAX_ERROR_LINES)), file=standard_output(), flush=True)
     return int(report.failed)
-
-
-class StageProgress(ExitStack):
-    """Progress bars of several stages, one after another."""
-
-    name: str | None = None
-
-    def update(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` images have passed the stage `name`."""
-        if name != self.name:
-            self.close()
-            self.name = name
-            bar = Progress(total, share=f" {name}", command="vit check")
-            self.bar = self.enter_context(bar)
-        self.bar.update(done - self.bar.done)

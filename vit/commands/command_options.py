@@ -11,8 +11,14 @@ from vit.config.presets import preset
 if TYPE_CHECKING:
     from vit.data.sources.dataset_spec import DatasetSpec
 
-# flags with another name in vit.generation.generation_config.Search: --top-k is that of classes
-SEARCH_NAMES = {"sample-top-k": "top_k"}
+SEARCH_FIELDS = {
+    **{name: name for name in ("beams", "n_best", "length_penalty", "temperature", "top_p")},
+    **{name: name for name in ("repetition_penalty", "min_tokens", "max_tokens", "seed")},
+    "sample_top_k": "top_k",  # --top-k is that of classes
+}
+"""Flag -> field of vit.generation.generation_config.Search."""
+SETTING = "setting_"
+"""Prefix of settings in the namespace: commands have flags of the same names."""
 VIEWS = ("flip", "crops")
 TTA_HELP = (
     "test-time augmentation, classification only: average over an image and its mirror image "
@@ -125,9 +131,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         ("max-tokens", positive_int, "N", "longest caption in tokens (default: as in training)"),
         ("seed", count, "N", "seed of sampling (default: 0)"),
     ):
-        name = f"search.{SEARCH_NAMES.get(flag, flag.replace('-', '_'))}"
         group.add_argument(
-            f"--{flag}", type=kind, default=argparse.SUPPRESS, dest=name, metavar=metavar, help=text
+            f"--{flag}", type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text
         )
 
 
@@ -137,7 +142,7 @@ def search_from_args(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: The flags contradict each other.
     """
-    given = {key[7:]: value for key, value in vars(args).items() if key.startswith("search.")}
+    given = {field: getattr(args, flag) for flag, field in SEARCH_FIELDS.items() if flag in args}
     if not given:
         return None
     from vit.errors import ConfigError
@@ -191,7 +196,7 @@ def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
 def add_setting(group: Any, setting: Setting) -> None:
     """Add the flag of a setting; its value stays text and is checked like one from a file."""
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"set.{setting.name}"}
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"{SETTING}{setting.name}"}
     commas = " Separated by commas." if is_comma_separated(setting.kind) else ""
     options["help"] = f"{setting.help}{commas}{default_text(setting)}".replace("%", "%%")
     if setting.kind in (bool, bool | None):
@@ -236,7 +241,8 @@ def is_comma_separated(kind: Any) -> bool:
 
 def settings_from_args(args: argparse.Namespace) -> dict[str, Any]:
     """Values of the flags of `add_setting` by setting name, not yet checked."""
-    return {key[4:]: value for key, value in vars(args).items() if key.startswith("set.")}
+    given = {name: value for name, value in vars(args).items() if name.startswith(SETTING)}
+    return {name.removeprefix(SETTING): value for name, value in given.items()}
 
 
 def add_task_option(parser: argparse.ArgumentParser, purpose: str) -> None:

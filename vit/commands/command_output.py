@@ -1,75 +1,15 @@
-"""Output of commands: results to standard output or a file, everything else to stderr."""
+"""Output of commands: results as JSON, and notes and progress on standard error."""
 
-import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from vit.errors import VitError, printable
+from vit.output.output_file import open_output
+from vit.text import format_clock
 
-LONGEST = 220  # bytes of a name; file systems take 255, and unfinished files have longer ones
-
-
-def check_output(path: str | None, *, overwrite: bool) -> None:
-    """Check, before any work is done, that a file can be written at the end.
-
-    Raises:
-        VitError: The file exists and `overwrite` is off, is a folder, its name is too long, or its
-            folder is missing.
-    """
-    if path is None or is_device(path):
-        return
-    name, folder = printable(path), resolve_link(path).parent
-    if os.path.isdir(path):
-        raise VitError(f"{name} is a folder; give the name of a file in it")
-    if (size := len(os.fsencode(resolve_link(path).name))) > LONGEST:
-        raise VitError(f"{name}: the name has {size} bytes; give one of {LONGEST} at most")
-    if os.path.exists(path) and not overwrite:
-        raise VitError(f"{name} exists; choose another name, or add --overwrite")
-    if not folder.is_dir():
-        raise VitError(f"{name}: there is no folder {printable(folder)}; create it first")
-    if not os.access(folder, os.W_OK):
-        raise VitError(f"{name}: the folder {printable(folder)} cannot be written")
-
-
-def check_folder(folder: str, *, overwrite: bool) -> None:
-    """Check, before any work is done, that drawings can be written to a folder.
-
-    Raises:
-        VitError: It has files and `overwrite` is off, is no folder, or cannot be made or written.
-    """
-    path, name = Path(folder), printable(folder)
-    if path.exists() and not path.is_dir():
-        raise VitError(f"{name} is a file; give a folder for the drawings")
-    parent = path if path.exists() else path.parent
-    if not parent.is_dir():
-        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK | os.R_OK):
-        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise VitError(f"{name} has files; choose another folder, or add --overwrite")
-
-
-@contextmanager
-def open_output(path: str | None) -> Iterator[TextIO]:
-    """UTF-8 text to standard output, or to a file that appears when the block ends well.
-
-    A pipe or a device, such as /dev/stdout, is written as it is.
-
-    Raises:
-        VitError: The file cannot be written; what was there before is untouched.
-    """
-    if path is None:
-        yield standard_output()
-        sys.stdout.flush()  # here a reader that has gone is still noticed by the caller
-    elif is_device(path):
-        with open(path, "w", encoding="utf-8", newline="") as stream:
-            yield stream
-    else:
-        with explain_write_errors(path), atomic_text_file(resolve_link(path)) as stream:
-            yield stream
+SECONDS = 30.0
 
 
 def write_json(path: str | None, content: Any) -> None:
@@ -80,49 +20,6 @@ def write_json(path: str | None, content: Any) -> None:
 
     with open_output(path) as out:
         out.write(to_json(content, indent=2) + "\n")
-
-
-def standard_output() -> TextIO:
-    """Standard output, in UTF-8 where it is not a terminal, with line ends left as they are."""
-    stream = sys.stdout
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        encoding = None if stream.isatty() else "utf-8"
-        reconfigure(encoding=encoding, errors="backslashreplace", newline="", line_buffering=True)
-    return stream
-
-
-@contextmanager
-def atomic_text_file(path: Path) -> Iterator[TextIO]:
-    """Write beside `path`, flush to the disk, and rename; nothing is left after an error."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "w", encoding="utf-8", newline="") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def explain_write_errors(path: str) -> Iterator[None]:
-    """Turn an OSError inside the `with` into a VitError that names the file and the cause."""
-    try:
-        yield
-    except OSError as error:
-        raise VitError(f"{printable(path)} could not be written: {error.strerror}") from None
-
-
-def is_device(path: str) -> bool:
-    """Whether `path` is a pipe, a socket or a device, which no rename may replace."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-
-
-def resolve_link(path: str) -> Path:
-    """The file that a rename is to replace: what a link leads to, and not the link."""
-    return Path(os.path.realpath(path) if os.path.islink(path) else path)
 
 
 def notify(*words: Any) -> None:
@@ -152,3 +49,54 @@ def image_bar() -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield update
+
+
+class Progress:
+    """Progress of long commands: a bar on a terminal, elsewhere a line every 30 seconds.
+
+    Use it in a `with`, and call it with the images done, their total, and what is done with them.
+
+    Args:
+        command: Name of the command.
+        share: Suffix of the lines for a part of the images.
+        results_on_terminal: Whether rows are printed on the same terminal, so that a bar is hidden.
+    """
+
+    def __init__(self, command: str, *, share: str = "", results_on_terminal: bool = False) -> None:
+        self.command, self.share, self.hidden = command, share, results_on_terminal
+        self.stage: str | None = None
+        self.bar: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(self, done: int, total: int, stage: str = "") -> None:
+        """So many images are done; the first call of a stage starts its time."""
+        now = time.monotonic()
+        if self.bar is None or stage != self.stage:
+            self.__exit__()
+            self.stage, self.start, self.last_line = stage, now, now
+            self.start_done = self.done = done
+            self.bar = progress_bar(total, unit="image", results_on_terminal=self.hidden, done=done)
+        self.bar.update(done - self.done)
+        self.done = done
+        if done == total:
+            self.bar.close()  # lines that follow do not share its line
+        elif done > self.start_done and now - self.last_line >= SECONDS:
+            self._print_line(total, now)
+
+    def _print_line(self, total: int, now: float) -> None:
+        if self.hidden or sys.stderr.isatty():
+            return
+        self.last_line = now
+        rate = (self.done - self.start_done) / (now - self.start)
+        left = format_clock((total - self.done) / rate)
+        stage = f" {self.stage}" if self.stage else ""
+        notify(
+            f"{self.command}: {self.done:,} of {total:,} images{stage}{self.share}, "
+            f"{rate:,.4g} images/s, {left} left"
+        )

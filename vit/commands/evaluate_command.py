@@ -15,14 +15,9 @@ from vit.commands.command_options import (
     dataset_spec,
     inference_settings,
 )
-from vit.commands.command_output import (
-    check_output,
-    image_bar,
-    notify,
-    standard_output,
-    write_json,
-)
+from vit.commands.command_output import image_bar, notify, write_json
 from vit.errors import printable
+from vit.output.output_file import check_output, standard_output
 
 WEAKEST = 5
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}

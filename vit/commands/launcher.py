@@ -1,4 +1,4 @@
-"""Launch of several processes, and the process group of a command.
+"""Launch of several processes.
 
 Without MPI, `accelerate launch --cpu --num_processes N` starts one process without a warning. N is
 only on the command line of accelerate's launcher, so it is read there, and torch's launcher starts
@@ -7,12 +7,8 @@ the processes.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from vit.inference.process_group import ProcessGroup
 
 
 def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:
@@ -54,39 +50,3 @@ def launch_if_requested() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(count), *program, *sys.argv[1:]]
     os.execv(sys.executable, launcher)
-
-
-T = TypeVar("T")
-
-
-class SingleProcess:
-    """A single process, with the interface of a ProcessGroup."""
-
-    rank, processes = 0, 1
-
-    def device(self, requested: str | None) -> str | None:
-        return requested
-
-    def run_on_main(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def run_on_all(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-
-def world_size() -> int:
-    """Number of processes that a launcher has started."""
-    word = os.environ.get("WORLD_SIZE", "1")
-    return int(word) if word.isdecimal() else 1
-
-
-def current_process_group() -> "SingleProcess | ProcessGroup":
-    """The process group of this launch."""
-    if world_size() == 1:
-        return SingleProcess()
-    from vit.inference.process_group import ProcessGroup
-
-    return ProcessGroup()

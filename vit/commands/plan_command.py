@@ -2,10 +2,10 @@
 
 import argparse
 
-from vit.commands.command_output import check_output
 from vit.commands.train_command import add_settings, chosen_settings
 from vit.config.parser import write_settings
 from vit.errors import ConfigError
+from vit.output.output_file import check_output
 
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
 

@@ -2,128 +2,26 @@
 
 import argparse
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import Any
 
-from vit.commands.backends import (
-    ENGINES,
-    ImagePredictor,
-    check_ray,
-    open_predictor,
-    predict_with_ray,
-    select_engine,
-)
 from vit.commands.command_options import (
     COMPILE_HELP,
+    SEARCH_FIELDS,
     TTA_HELP,
     VIEWS,
     add_network_options,
     add_search_options,
     positive_int,
     probability,
+    search_from_args,
 )
-from vit.commands.command_output import check_folder, check_output, is_device, notify, resolve_link
-from vit.commands.image_arguments import find_images
-from vit.commands.launcher import (
-    SingleProcess,
-    current_process_group,
-    launch_if_requested,
-    world_size,
-)
-from vit.errors import ConfigError, VitError, printable
+from vit.commands.command_output import Progress, notify
+from vit.commands.launcher import launch_if_requested
+from vit.errors import VitError, printable
 from vit.exported.load_exported import EXPORTED
+from vit.inference.backends import ENGINES
 from vit.output.prediction_results import TOP_K
-
-if TYPE_CHECKING:
-    from vit.inference.process_group import ProcessGroup
-
-
-STYLES = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
-
-
-def default_format(path: str | None, engine: str) -> str:
-    """The format by the suffix of `path`; a table for standard output and devices.
-
-    Parquet is only written by Ray's workers.
-
-    Raises:
-        VitError: The suffix is unknown.
-    """
-    if path is None or path == "-" or is_device(path):
-        return "table"
-    suffix = Path(path).suffix.lower()
-    if suffix == ".parquet" and engine == "ray":
-        return "parquet"
-    if suffix not in STYLES:
-        raise VitError(f"{printable(path)}: name it .jsonl or .csv, or add --format")
-    return STYLES[suffix]
-
-
-def is_resumable(args: argparse.Namespace) -> bool:
-    """Whether the output goes to a file that --resume can continue."""
-    return args.out not in (None, "-") and not is_device(args.out) and args.explain is None
-
-
-def check_flags(args: argparse.Namespace, engine: str) -> None:
-    """Refuse combinations of flags that exclude each other.
-
-    Raises:
-        ConfigError: The message names them.
-    """
-    file = args.out not in (None, "-") and not is_device(args.out)
-    rules: list[tuple[bool, str]] = [
-        (args.resume and not file, "--resume continues a file: give its name with --out"),
-        (
-            args.resume and args.explain is not None,
-            "--resume does not work with --explain: drawings are always made anew",
-        ),
-        (
-            args.embeddings is not None and not is_resumable(args),
-            "--embeddings needs --out FILE (without --explain): rows and vectors are resumed "
-            "together",
-        ),
-        (
-            args.sort_with is not None and args.sort_into is None,
-            "--sort-with needs --sort-into DIR",
-        ),
-        (
-            args.embeddings is not None and file and same_file(args.embeddings, args.out),
-            "--embeddings and --out are one file: give two names",
-        ),
-    ]
-    for flag in ("resume", "explain", "embeddings", "sort_into", "threshold"):
-        given = getattr(args, flag) not in (None, False)
-        message = f"--{flag.replace('_', '-')} does not work with --engine ray"
-        rules.append((engine == "ray" and given, message))
-    rules.append((engine == "ray" and not file, "--engine ray writes files: give --out"))
-    for broken, message in rules:
-        if broken:
-            raise ConfigError(message)
-
-
-def check_processes(args: argparse.Namespace, engine: str, processes: int) -> None:
-    """Refuse flags that do not work with several processes.
-
-    Raises:
-        ConfigError: The message names the flag.
-    """
-    if processes == 1:
-        return
-    if not is_resumable(args):
-        raise ConfigError(
-            f"{processes} processes write one file together: give --out FILE, without --explain"
-        )
-    if engine == "ray":
-        raise ConfigError("--engine ray starts its own workers: start one process")
-    if getattr(args, "search.temperature", 0):
-        raise ConfigError(
-            "--temperature samples by the index of an image in one list: start one process"
-        )
-
-
-def same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
-
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 WAYS = ("copy", "symlink", "hardlink")
@@ -265,123 +163,21 @@ def run(args: argparse.Namespace) -> int:
     if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, *EXPORTED)):
         name = printable(args.model)
         raise VitError(f"{name} is not a file of weights: MODEL comes first, then INPUT")
-    engine = select_engine(args.model, args.engine)
-    style = args.format or default_format(args.out, engine)
-    check_flags(args, engine)
     launch_if_requested()
-    check_processes(args, engine, world_size())
-    group = current_process_group()
-    images, failed = group.run_on_main(lambda: prepare_inputs(args, style, engine))
-    if failed is None:
-        failed = predict_images(args, group, images, style=style, engine=engine)
-    elif group.rank:
-        return 0
-    if failed:
-        notify(
-            f"vit predict: {failed} of {len(images)} images failed; each has its error in its row"
+
+    from vit.inference.prediction_job import predict
+    from vit.inference.process_group import world_size
+
+    processes = world_size()
+    with Progress(
+        "vit predict",
+        share=f" of process 0 of {processes}" if processes > 1 else "",
+        results_on_terminal=args.out in (None, "-") and sys.stdout.isatty(),
+    ) as progress:
+        failed = predict(
+            **{name: value for name, value in vars(args).items() if name not in SEARCH_FIELDS},
+            search=search_from_args(args),
+            notify=lambda line: notify(f"vit predict: {line}"),
+            progress=progress,
         )
     return int(failed > 0)
-
-
-def predict_images(
-    args: argparse.Namespace,
-    group: "SingleProcess | ProcessGroup",
-    images: list[str],
-    *,
-    style: str,
-    engine: str,
-) -> int:
-    """Predict `images` with the chosen engine; return how many failed."""
-    if engine == "ray":
-        top_k = args.top_k or TOP_K
-        return predict_with_ray(args, images, style=style, top_k=top_k, notify=notify)
-    predictor = open_predictor_on_all(args, group, images, engine)
-    from vit.commands.prediction_job import PredictionJob, predict_to_file, predict_to_stream
-
-    job = PredictionJob(args, style, engine, images, predictor, group)
-    return predict_to_file(job) if is_resumable(args) else predict_to_stream(job)
-
-
-def open_predictor_on_all(
-    args: argparse.Namespace,
-    group: "SingleProcess | ProcessGroup",
-    images: list[str],
-    engine: str,
-) -> ImagePredictor:
-    """Open the predictor in every process, with one precision.
-
-    With --precision auto the first process chooses it, and a resumed prediction keeps the
-    precision that it was begun with.
-    """
-    precision = args.precision
-    if args.resume and precision == "auto":
-        from vit.output.resumable_output import stored_settings
-
-        out = resolve_link(args.out)
-        precision = group.run_on_main(lambda: stored_settings(out).get("precision", "auto"))
-    device = group.device(args.device)
-    predictor = group.run_on_all(
-        lambda: None if group.rank else open_predictor(args, engine, device, precision, images)
-    )
-    precision = group.run_on_main(lambda: predictor.precision if predictor else precision)
-    return group.run_on_all(
-        lambda: predictor or open_predictor(args, engine, device, precision, images)
-    )
-
-
-def prepare_inputs(
-    args: argparse.Namespace, style: str, engine: str
-) -> tuple[list[str], int | None]:
-    """Check all paths, and list the images.
-
-    Returns:
-        The images, and the number of failures if --out is already complete, else None.
-
-    Raises:
-        VitError: A file cannot be read or written.
-    """
-    files = None
-    if engine != "ray" and is_resumable(args):
-        from vit.commands.predict_output import OutputFiles
-        from vit.output.embeddings_file import check_embeddings
-
-        if args.embeddings is not None:
-            check_embeddings(args.embeddings)
-        files = OutputFiles.of(args)
-        files.check(resume=args.resume, overwrite=args.overwrite)
-    elif engine == "ray":
-        check_ray(args.out, style, overwrite=args.overwrite)
-    else:
-        check_output(None if args.out == "-" else args.out, overwrite=args.overwrite)
-    if args.explain is not None:
-        check_folder(args.explain, overwrite=args.overwrite)
-    images = find_images(args.inputs, lists=engine == "ray")
-    if files is not None and args.resume and not args.overwrite:
-        failed = files.complete(images, style)
-        if failed is not None:
-            report_complete(args, len(images))
-            return images, failed
-    if args.sort_into is not None:
-        from vit.output.sort_into_folders import check_sorting
-
-        filled = args.overwrite or (files is not None and bool(files.unfinished_files))
-        check_sorting(args.sort_into, args.inputs, images, filled=filled)
-    return images, None
-
-
-def report_complete(args: argparse.Namespace, images: int) -> None:
-    """Report that there is nothing left to predict.
-
-    Raises:
-        ConfigError: --sort-into was given, whose completion is not recorded.
-    """
-    name = printable(args.out)
-    if args.sort_into is not None:
-        raise ConfigError(
-            f"{name} is complete, and does not record whether the images were sorted: leave "
-            "--sort-into out, or start again with --overwrite"
-        )
-    notify(
-        f"vit predict: {name} is complete: {images:,} images, in the order of the inputs (the "
-        "model and settings that wrote it are not recorded)"
-    )

@@ -12,10 +12,11 @@ from vit.commands.command_options import (
     positive_int,
     settings_from_args,
 )
-from vit.commands.command_output import check_output, notify, open_output
+from vit.commands.command_output import notify
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, checked, make_config
 from vit.config.presets import PRESETS
+from vit.output.output_file import check_output, open_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit.commands.command_options import add_setting, settings_from_args
-from vit.commands.command_output import check_output, notify, resolve_link
+from vit.commands.command_output import notify
 from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
 from vit.config.parser import all_settings, checked, make_config
 from vit.config.settings_file import collect_settings
 from vit.errors import ConfigError, printable
+from vit.output.output_file import check_output, resolve_link
 
 TITLES = {
     "training": "training",

@@ -4,10 +4,11 @@ import argparse
 import os
 
 from vit.commands.command_options import add_json_option
-from vit.commands.command_output import check_output, notify, standard_output, write_json
-from vit.commands.image_arguments import find_images
+from vit.commands.command_output import notify, write_json
 from vit.errors import VitError, printable, quoted
 from vit.exported.load_exported import EXPORTED
+from vit.inference.image_arguments import find_images
+from vit.output.output_file import check_output, standard_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,11 @@ def check_order(model: str, images: list[str]) -> None:
 def run(args: argparse.Namespace) -> int:
     check_order(args.model, args.images)
     check_output(args.json, overwrite=True)
-    images = find_images(args.images, command="verify") if args.images else None
+    images = (
+        find_images(args.images, notify=lambda note: notify(f"vit verify: {note}"))
+        if args.images
+        else None
+    )
 
     from vit.export.verification import verify
 

@@ -1,7 +1,7 @@
 """Distributed prediction: a group of processes that share one list of images.
 
 Predictions go through files, so the processes exchange only small Python objects, over gloo on the
-CPU whatever device computes.
+CPU whatever device computes. A single process needs neither torch nor accelerate.
 """
 
 import atexit
@@ -10,10 +10,6 @@ import os
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 
 from vit.errors import ConfigError, RunError, VitError
 
@@ -34,6 +30,24 @@ class ProcessFailed(VitError):
         self.exit_code = code
 
 
+class SingleProcess:
+    """A single process, with the interface of a ProcessGroup."""
+
+    rank, processes = 0, 1
+
+    def device(self, requested: str | None) -> str | None:
+        return requested
+
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+
 class ProcessGroup:
     """The processes started by a launcher, seen from one of them.
 
@@ -46,6 +60,8 @@ class ProcessGroup:
     """
 
     def __init__(self) -> None:
+        from accelerate import PartialState
+
         with warnings.catch_warnings():  # accelerate warns about its choice of OMP_NUM_THREADS
             warnings.simplefilter("ignore")
             state = PartialState(cpu=True, timeout=TIMEOUT)
@@ -68,6 +84,8 @@ class ProcessGroup:
                 f"device={requested!r}: {self.processes} processes take a device each; "
                 "use --device cuda or cpu"
             )
+        import torch
+
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
         if requested not in (None, "cuda") or (requested is None and on_cpu):
             return requested or "cpu"
@@ -77,6 +95,8 @@ class ProcessGroup:
 
     def run_on_main(self, function: Callable[[], T]) -> T:
         """Call `function` in process 0 and return its result, or raise its error, in all."""
+        from accelerate.utils import broadcast_object_list
+
         result = self.run_on_all(function if self.rank == 0 else lambda: None)
         box: list[Any] = [result]
         broadcast_object_list(box)
@@ -106,6 +126,8 @@ class ProcessGroup:
         Raises:
             RunError: Another process has ended.
         """
+        from accelerate.utils import gather_object
+
         try:
             values: list[T] = gather_object([value])
         except RuntimeError:  # its connection is closed
@@ -121,5 +143,18 @@ class ProcessGroup:
 
 def destroy_process_group() -> None:
     """Leave the group before the interpreter exits: running gloo threads may abort it."""
+    import torch
+
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def world_size() -> int:
+    """How many processes a launcher has started."""
+    word = os.environ.get("WORLD_SIZE", "1")
+    return int(word) if word.isdecimal() else 1
+
+
+def current_process_group() -> SingleProcess | ProcessGroup:
+    """The processes of this launch, or this one alone."""
+    return SingleProcess() if world_size() == 1 else ProcessGroup()

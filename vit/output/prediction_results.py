@@ -9,12 +9,13 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError, RunError, printable
 from vit.text import plural
 
 if TYPE_CHECKING:
@@ -278,4 +279,67 @@ FORMATS: dict[str, Callable[[Layout], tuple[str, Line]]] = {
     "table": table_lines,
     "jsonl": json_lines,
     "csv": csv_lines,
+}
+
+
+def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
+    """Count the error rows of a finished file.
+
+    Args:
+        path: The file.
+        style: Its format.
+        images: The images its rows must belong to, in this order.
+
+    Raises:
+        RunError: It has other images or another format, or cannot be read.
+    """
+    name = printable(path)
+    other = "give another --out, or start again with --overwrite"
+    try:
+        with open(path, "rb") as file:
+            rows = sum(1 for _ in file) - (style != "jsonl")
+        if rows != len(images):
+            raise RunError(
+                f"{name} is complete with {plural(rows, 'row')}, and the inputs are "
+                f"{plural(len(images), 'image')}: {other}"
+            )
+        failed = 0
+        with open(path, encoding="utf-8", newline="\n") as text:
+            for number, (same, error) in enumerate(READERS[style](text, images), 1):
+                if not same:
+                    raise RunError(f"{name}, row {number} belongs to another image: {other}")
+                failed += error
+    except OSError as error:
+        raise RunError(f"{name} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError, csv.Error):
+        raise RunError(f"{name} is complete, but not in the format {style}: {other}") from None
+    return failed
+
+
+def _read_json(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
+    for line, image in zip(file, images, strict=True):
+        record = json.loads(line)
+        yield record["image"] == image, "error" in record
+
+
+def _read_csv(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
+    rows = csv.reader(file)
+    next(rows)
+    for row, image in zip(rows, images, strict=True):
+        yield row[0] == csv_text(image), bool(row[-1])
+
+
+def _read_table(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
+    width = column_width("image", *images)
+    next(file)
+    for line, image in zip(file, images, strict=True):
+        start = pad(printable(image), width) + "  "
+        yield line.startswith(start), line.startswith("error: ", len(start))
+
+
+# format -> for each row, whether it belongs to its image, and whether it is an error
+READERS: dict[str, Callable[[TextIO, Sequence[str]], Iterator[tuple[bool, bool]]]] = {
+    "jsonl": _read_json,
+    "csv": _read_csv,
+    "table": _read_table,
 }

@@ -1,229 +1,170 @@
-"""Resumable output: files that are appended block by block, and a journal of complete blocks.
+"""Resumable output: an append-only log of finished blocks, from which the final files are made.
 
-    FILE.partial            rows, as FILE will have them
-    FILE.partial.journal    the settings, then one line per block
+    blocks of images -> BlockLog.append    one write a block; a kill tears the last record at most
+    --resume         -> BlockLog           cuts the torn record off and continues after the others
+    all logs         -> merge_blocks       the blocks of all processes in the order of the images
+                     -> ResumableOutput.finish: FILE, and the file of embeddings
 
-A journal line has the length and the CRC-32 of each file after its block. On resume, everything
-after the last line that matches the files is truncated: a torn row, half a block, or what a power
-failure left.
+    FILE.partial            the log: the settings in one line, then a record for each block
+    FILE.partial.1-of-2     the log of the first of two processes
+    FILE.partial.finished   FILE in the moment between its last byte and its name
+    FILE.partial.lock       locked by the processes of one prediction
 
-One process writes FILE.partial; several write FILE.partial.1-of-2, ... with blocks in turn, which
-are merged at the end.
+A record is a line of JSON with a CRC-32 of all of the record, then the rows as FILE has them, then
+the vectors as float32. Records after the first one whose checksum is wrong are cut off: half a
+block of a killed process, or what a power failure left. No database: docs/lab-notebook.md has the
+measurements against sqlite.
 """
 
-import itertools
+import heapq
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.errors import RunError, VitError, printable
+from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
+from vit.output.prediction_results import count_failed_rows
 from vit.text import plural
 
-JOURNAL = ".journal"
+PARTIAL, LOCK = ".partial", ".lock"
 
 
 @dataclass(frozen=True)
-class JournalEntry:
-    """One journal line: the state after a complete block.
+class Block:
+    """Results of consecutive images.
 
     Args:
-        rows: Images predicted so far.
-        ends: Length and CRC-32 of each file, by its name in the journal.
-        totals: Totals so far, such as failures.
-        errors: (index in the block, reason) of the block's failures.
+        first: Index of the first image in the whole list.
+        images: Number of images.
+        rows: Their rows, as the final file has them.
+        vectors: Their embeddings, float32; empty without embeddings.
+        errors: (index in the block, reason) of the images that failed.
+        totals: Totals of the process up to this block, by name.
     """
 
-    rows: int = 0
-    ends: dict[str, tuple[int, int]] = field(default_factory=dict)
-    totals: dict[str, int] = field(default_factory=dict)
+    first: int
+    images: int
+    rows: bytes
+    vectors: bytes = b""
     errors: list[tuple[int, str]] = field(default_factory=list)
+    totals: dict[str, int] = field(default_factory=dict)
 
-    def line(self) -> bytes:
-        """Encode as a line of the journal."""
-        return json.dumps([self.rows, self.ends, self.totals, self.errors]).encode() + b"\n"
-
-    @classmethod
-    def parse(cls, line: bytes) -> "JournalEntry":
-        """Raises ValueError, TypeError or AttributeError if the line is damaged."""
-        rows, ends, totals, errors = json.loads(line)
-        positions = {name: (int(size), int(crc)) for name, (size, crc) in ends.items()}
-        counts = {str(name): int(number) for name, number in totals.items()}
-        return cls(int(rows), positions, counts, [(int(i), str(why)) for i, why in errors])
+    def encode(self) -> bytes:
+        """Encode as a record of the log."""
+        sizes = [len(self.rows), len(self.vectors)]
+        notes = json.dumps([self.first, self.images, self.errors, self.totals, *sizes])
+        record = b"".join([notes.encode(), b"\n", self.rows, self.vectors])
+        return b"%08x %s" % (zlib.crc32(record), record)
 
 
-class AppendOnlyFile:
-    """An unbuffered file that is only appended to.
+def read_blocks(log: Path) -> Iterator[tuple[Block, int]]:
+    """Yield the blocks of a log and the offsets where they end, up to the first damaged one."""
+    with open(log, "rb") as file:
+        file.readline()
+        while line := file.readline():
+            checksum, _, notes = line.partition(b" ")
+            try:
+                first, images, errors, totals, *sizes = json.loads(notes)
+                rows, vectors = (file.read(size) for size in sizes)
+                expected = int(checksum, 16)
+            except (ValueError, TypeError):
+                return
+            if zlib.crc32(vectors, zlib.crc32(rows, zlib.crc32(notes))) != expected:
+                return
+            yield Block(first, images, rows, vectors, errors, totals), file.tell()
 
-    Args:
-        path: Created if `size` is 0, else truncated to `size` bytes.
-        size, crc: Length and CRC-32 of the kept content.
+
+def read_settings(log: Path) -> dict[str, Any]:
+    """Settings in the first line of a log; empty if a kill tore it, which is before any block.
 
     Raises:
-        RunError: The file cannot be written.
+        RunError: The file is not a log.
     """
-
-    def __init__(self, path: Path, size: int = 0, crc: int = 0) -> None:
-        self.path, self.size, self.crc = path, size, crc
-        try:
-            self._file: BinaryIO = open(path, "r+b" if size else "wb", buffering=0)  # noqa: SIM115
-            self._file.truncate(size)
-            self._file.seek(size)
-        except OSError as error:
-            raise write_error(path, error) from None
-
-    def write(self, data: bytes) -> None:
-        """Append; after an error the size does not count a partial write."""
-        remaining = memoryview(data)
-        try:
-            while remaining:
-                remaining = remaining[self._file.write(remaining) :]
-        except OSError as error:
-            raise write_error(self.path, error) from None
-        self.size += len(data)
-        self.crc = zlib.crc32(data, self.crc)
-
-    def close(self, *, sync: bool = False) -> None:
-        """Close; with `sync`, flush to the disk first."""
-        try:
-            if sync and not self._file.closed:
-                os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as error:
-            raise write_error(self.path, error) from None
+    try:
+        with open(log, "rb") as file:
+            line = file.readline()
+        return dict(json.loads(line)["settings"]) if line.endswith(b"\n") else {}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise RunError(
+            f"{printable(log)} was not written by this version of vit: start again with "
+            "--overwrite and without --resume"
+        ) from None
 
 
-class Journal:
-    """Files that are appended together; after a resume a block is in all of them or in none.
+class BlockLog:
+    """The log of one process.
 
     Args:
-        path: The journal.
-        files: Paths of the files, by name.
-        settings: What determines the content; see `differences`.
+        path: The log.
+        settings: What determines the rows.
         resume: Continue after the last complete block, if there is one.
 
     Attributes:
-        entry: State after the last complete block.
+        images: Images in the log.
+        totals: Totals of its last block.
 
     Raises:
-        RunError: A file cannot be written.
+        RunError: It cannot be written.
     """
 
-    def __init__(
-        self, path: Path, files: Mapping[str, Path], settings: Mapping[str, Any], *, resume: bool
-    ) -> None:
-        self.path, self.entry = path, JournalEntry()
-        if not (resume and path.exists()):
-            write_header(path, settings)
-        self.entry, end = last_valid_entry(path, files)
-        ends = {name: self.entry.ends.get(name, (0, 0)) for name in files}
-        self._files = {name: AppendOnlyFile(files[name], *ends[name]) for name in files}
-        self._lines = AppendOnlyFile(path, end)
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        self.path, self.images, end = path, 0, 0
+        self.totals: dict[str, int] = {}
+        if resume and path.exists():
+            read_settings(path)  # refuses other files
+            for block, block_end in read_blocks(path):
+                self.images, self.totals = self.images + block.images, block.totals
+                end = block_end
+        with explain_write_errors(path):
+            self._file: BinaryIO = open(path, "r+b" if end else "wb", buffering=0)  # noqa: SIM115
+            self._file.truncate(end)
+            self._file.seek(end)
+        if not end:
+            self._write(json.dumps({"settings": dict(settings)}).encode() + b"\n")
 
-    def write(self, rows: int, pieces: Mapping[str, bytes], **notes: Any) -> None:
-        """Append `pieces` to the files, then the journal line that commits the block.
+    def append(self, block: Block) -> None:
+        """Append a block; after an error, `images` and `totals` are those before it.
 
-        Args:
-            rows: Images predicted so far.
-            pieces: Data by file.
-            notes: totals and errors of a Mark.
+        Raises:
+            RunError: The disk is full.
         """
-        for name, piece in pieces.items():
-            self._files[name].write(piece)
-        ends = {name: (file.size, file.crc) for name, file in self._files.items()}
-        entry = JournalEntry(rows, ends, **notes)
-        self._lines.write(entry.line())
-        self.entry = entry
+        self._write(block.encode())
+        self.images, self.totals = self.images + block.images, block.totals
 
-    def close(self, *, sync: bool = False) -> None:
-        """Close all files."""
-        for file in (*self._files.values(), self._lines):
-            file.close(sync=sync)
+    def close(self) -> None:
+        self._file.close()
 
-
-def write_header(path: Path, settings: Mapping[str, Any]) -> None:
-    """Create a journal atomically."""
-    line = json.dumps(dict(settings)).encode() + b"\n"
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(beside, "wb") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise write_error(path, error) from None
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        with explain_write_errors(self.path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the settings of a journal.
+def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
+    """Yield the blocks of all logs in the order of the images.
 
     Raises:
-        RunError: The file is not a journal.
+        RunError: They are not the blocks of so many images.
     """
-    try:
-        with open(path, "rb") as file:
-            settings = json.loads(file.readline())
-    except (OSError, ValueError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise RunError(
-            f"{printable(path)} is not a journal of vit predict: start again with --overwrite and "
-            "without --resume"
-        )
-    return settings
+    end = 0
+    merged = heapq.merge(*map(read_blocks, logs), key=lambda pair: pair[0].first)
+    for block, _ in merged:
+        if block.first != end:
+            break
+        end += block.images
+        yield block
+    if end != images:
+        raise RunError(f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}")
 
 
-def journal_entries(path: Path) -> Iterator[tuple[JournalEntry, int]]:
-    """Yield the entries of a journal and their end offsets, up to the first damaged one."""
-    with open(path, "rb") as file:
-        end = len(file.readline())
-        for line in file:
-            end += len(line)
-            try:
-                entry = JournalEntry.parse(line)
-            except (ValueError, TypeError, AttributeError):
-                return
-            if not line.endswith(b"\n"):
-                return
-            yield entry, end
-
-
-def last_valid_entry(path: Path, files: Mapping[str, Path]) -> tuple[JournalEntry, int]:
-    """The last entry that all files match, and its end offset."""
-    with open(path, "rb") as file:
-        good, end = JournalEntry(), len(file.readline())
-    with ExitStack() as stack:
-        handles: dict[str, BinaryIO] = {}
-        for name, unfinished in files.items():
-            if not unfinished.exists():
-                return good, end
-            handles[name] = stack.enter_context(open(unfinished, "rb"))
-        for entry, line_end in journal_entries(path):
-            if entry.ends.keys() != files.keys():
-                break
-            if not all(_matches(handles[name], name, good, entry) for name in files):
-                break
-            good, end = entry, line_end
-    return good, end
-
-
-def _matches(file: BinaryIO, name: str, before: JournalEntry, entry: JournalEntry) -> bool:
-    """Whether the file between `before` and `entry` has the recorded length and checksum."""
-    start, crc = before.ends.get(name, (0, 0))
-    size, expected = entry.ends[name]
-    piece = file.read(size - start) if size >= start else b""
-    return len(piece) == size - start and zlib.crc32(piece, crc) == expected
-
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe the settings that differ; digests are not shown."""
     lines = []
     for name in sorted({*then, *now}):
@@ -237,39 +178,169 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write_error(path: Path, error: OSError) -> RunError:
-    """A failed write, such as on a full disk."""
-    return RunError(f"{printable(path)} could not be written: {error.strerror}")
+class ResumableOutput:
+    """The files of one prediction.
+
+    Args:
+        out: File of rows; a link is followed.
+        embeddings: File of embeddings, or None.
+        processes: Processes that write it, each with a log of its own.
+    """
+
+    def __init__(self, out: str, embeddings: str | None = None, *, processes: int = 1) -> None:
+        self.out, self.processes = resolve_link(out), processes
+        self.embeddings = None if embeddings is None else resolve_link(embeddings)
+        self.targets = [path for path in (self.out, self.embeddings) if path is not None]
+        self.partial = Path(f"{self.out}{PARTIAL}")
+        self.finished, self.stop = Path(f"{self.partial}.finished"), Path(f"{self.partial}.stop")
+        """A process that fails creates this file, and the others stop too."""
+
+    def log_path(self, rank: int) -> Path:
+        """The log of one process."""
+        part = "" if self.processes == 1 else f".{rank + 1}-of-{self.processes}"
+        return Path(f"{self.partial}{part}")
+
+    def open_log(self, rank: int, settings: Mapping[str, Any], *, resume: bool) -> BlockLog:
+        return BlockLog(self.log_path(rank), settings, resume=resume)
+
+    def logs(self) -> list[Path]:
+        """Logs that exist, of any number of processes."""
+        return partial_files(self.out, r"(\.\d+-of-\d+)?")
+
+    def leftovers(self) -> list[Path]:
+        """All unfinished files that exist, those of earlier versions included."""
+        endings = r"(\.\d+-of-\d+)?(\.journal|\.journal\.tmp|\.stop|\.finished)?"
+        return [file for path in self.targets for file in partial_files(path, endings)]
+
+    def rows(self) -> int:
+        """Rows in the logs."""
+        total = 0
+        for log in self.logs():
+            with suppress(OSError):
+                total += sum(block.images for block, _ in read_blocks(log))
+        return total
+
+    def stored_settings(self) -> dict[str, Any]:
+        """Settings of the logs; empty if there are none."""
+        return next(filter(None, map(read_settings, self.logs())), {})
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Check, before any work is done, that the files can be written.
+
+        Raises:
+            VitError: As `check_output`; or there are unfinished files, and neither `resume` nor
+                `overwrite` is set.
+        """
+        resuming, logs = resume and bool(self.leftovers()), self.logs()
+        check_output(os.fspath(self.out), overwrite=overwrite or resume)
+        if resume and logs and self.out.exists() and not overwrite:
+            raise VitError(
+                f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
+                "replace it when the latter is complete"
+            )
+        if self.embeddings is not None:
+            replace = overwrite or resuming or (resume and self.out.exists())
+            check_output(os.fspath(self.embeddings), overwrite=replace)
+        if logs and not (resume or overwrite):
+            raise VitError(
+                f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
+                "continue with --resume, or start again with --overwrite"
+            )
+
+    def complete(self, images: Sequence[str], style: str) -> int | None:
+        """Return the failures of a complete file; None if it is not complete.
+
+        Raises:
+            RunError: It belongs to other images, or has another format.
+        """
+        with FileLock(self.targets) as lock:
+            lock.acquire()
+            if self.finished.exists() and not self.out.exists():
+                self._publish()
+            if not self.out.exists() or self.logs():
+                return None
+            failed = count_failed_rows(self.out, style, images)
+            if self.embeddings is not None and not self.embeddings.exists():
+                raise RunError(
+                    f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
+                    "there: start again with --overwrite"
+                )
+            remove(self.leftovers())
+        return failed
+
+    def begin(
+        self, lock: "FileLock", settings: Mapping[str, Any], *, resume: bool, overwrite: bool
+    ) -> bool:
+        """Prepare the files; return whether there is something to resume.
+
+        Raises:
+            VitError: They have other settings, or another process writes them.
+        """
+        lock.acquire()
+        resume = resume and bool(self.logs())
+        self.check(resume=resume, overwrite=overwrite)
+        if not resume:
+            remove(self.leftovers())
+            return False
+        for log in self.logs():
+            stored = read_settings(log)
+            if stored and (different := describe_differences(stored, settings)):
+                raise RunError(
+                    f"{printable(log)} was begun with {'; '.join(different)}: give the same again, "
+                    "or start again with --overwrite and without --resume"
+                )
+        remove([self.stop, self.finished])
+        return True
+
+    def finish(self, header: bytes, images: Sequence[str], dim: int) -> None:
+        """Write the final files from the logs; the file of rows is the last to get its name.
+
+        Raises:
+            RunError: The disk is full; the logs stay.
+        """
+        logs = [self.log_path(rank) for rank in range(self.processes)]
+        if self.embeddings is not None:
+            from vit.output.embeddings_file import write_embeddings
+
+            write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
+        with atomic_file(self.finished) as file:
+            file.write(header)
+            file.writelines(block.rows for block in merge_blocks(logs, len(images)))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Name the finished file; a kill between these steps leaves it without logs."""
+        remove(self.logs())
+        with explain_write_errors(self.out):
+            self.finished.replace(self.out)
+        remove(self.leftovers())
+
+    def describe_kept(self) -> str:
+        """Describe the rows that are kept; without any, the unfinished files are removed."""
+        files, rows = self.leftovers(), self.rows()
+        if not files:
+            return ""
+        if self.finished.exists():
+            return f"all rows are kept in {printable(self.finished)}: continue with --resume"
+        if not rows:
+            remove(files)
+            return "no block was complete and nothing is kept"
+        name, verb = printable(self.partial), "is" if rows == 1 else "are"
+        parts = f" of {self.processes} processes" if self.processes > 1 else ""
+        return f"{plural(rows, 'row')} {verb} kept in {name}{parts}: continue with --resume"
 
 
-PARTIAL = ".partial"
-STOP = ".stop"
-LOCK = ".lock"
-
-
-def partial_path(path: Path, rank: int = 0, processes: int = 1) -> Path:
-    """Path of the unfinished file of one process."""
-    which = "" if processes == 1 else f".{rank + 1}-of-{processes}"
-    return path.with_name(f"{path.name}{PARTIAL}{which}")
-
-
-def journal_path(unfinished: Path) -> Path:
-    return unfinished.with_name(unfinished.name + JOURNAL)
-
-
-def partial_files(path: Path) -> list[Path]:
-    """All unfinished files of `path` that exist, sorted."""
-    ours = re.compile(
-        re.escape(path.name + PARTIAL) + r"(\.\d+-of-\d+)?(\.journal|\.journal\.tmp|\.stop)?"
-    )
+def partial_files(path: Path, endings: str) -> list[Path]:
+    """Files PATH.partial + `endings`, a regular expression, that exist, sorted."""
+    pattern = re.compile(re.escape(path.name + PARTIAL) + endings)
     try:
         names = os.listdir(path.parent)
     except OSError:
         return []
-    return [path.with_name(name) for name in sorted(names) if ours.fullmatch(name)]
+    return [path.with_name(name) for name in sorted(names) if pattern.fullmatch(name)]
 
 
-def remove(paths: Sequence[Path]) -> None:
+def remove(paths: Iterable[Path]) -> None:
     """Delete files.
 
     Raises:
@@ -284,19 +355,17 @@ def remove(paths: Sequence[Path]) -> None:
 
 
 class FileLock:
-    """Locks the unfinished files of a job against other jobs (flock on FILE.partial.lock).
+    """Locks the files of a prediction against other ones (flock on FILE.partial.lock).
 
     The main process holds the lock exclusively while it prepares the files; then all processes of
-    the job share it. The last one deletes the lock files.
+    the prediction share it. The last one deletes the lock files.
 
     Args:
-        paths: The finished files.
+        paths: The final files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = [
-            partial_path(path).with_name(partial_path(path).name + LOCK) for path in paths
-        ]
+        self._paths = [Path(f"{path}{PARTIAL}{LOCK}") for path in paths]
         self._handles: dict[Path, BinaryIO] = {}
 
     def __enter__(self) -> "FileLock":
@@ -312,16 +381,14 @@ class FileLock:
         """Acquire the lock, exclusive or `shared`, until the end of the `with`.
 
         Raises:
-            RunError: Another job holds it.
+            RunError: Another prediction holds it.
         """
         for path in self._paths:
-            try:
+            with explain_write_errors(path):
                 handle = self._handles.get(path) or open(path, "ab")  # noqa: SIM115
-            except OSError as error:
-                raise write_error(path, error) from None
             self._handles[path] = handle
             if not _locked(handle, shared=shared) or not _is_current(handle, path):
-                name = printable(path.with_name(path.name.removesuffix(LOCK)))
+                name = printable(path).removesuffix(LOCK)
                 raise RunError(f"{name} is being written by another process: wait, or end it")
 
 
@@ -344,111 +411,3 @@ def _is_current(handle: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def count_partial_rows(path: Path) -> int:
-    """Rows in the unfinished files of `path`, by their journals."""
-    total = 0
-    for left in partial_files(path):
-        if left.name.endswith(JOURNAL):
-            with suppress(OSError):
-                total += max((entry.rows for entry, _ in journal_entries(left)), default=0)
-    return total
-
-
-def refuse_partial_files(path: Path) -> None:
-    """Refuse to start where unfinished files exist.
-
-    Raises:
-        VitError: They exist; the message has the number of rows.
-    """
-    rows = [one for one in partial_files(path) if not one.name.endswith((JOURNAL, ".tmp", STOP))]
-    if not rows:
-        return
-    held = plural(count_partial_rows(path), "row")
-    raise VitError(
-        f"{printable(rows[0])} is unfinished and holds {held}; continue with --resume, or start "
-        "again with --overwrite"
-    )
-
-
-def stored_settings(path: Path) -> dict[str, Any]:
-    """Settings of the unfinished prediction into `path`; empty if there is none.
-
-    Raises:
-        RunError: Its journal is damaged.
-    """
-    journal = next((left for left in partial_files(path) if left.name.endswith(JOURNAL)), None)
-    return {} if journal is None else read_header(journal)
-
-
-def check_settings_match(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to resume files that were written with other settings.
-
-    Raises:
-        RunError: Settings differ, or the journal is lost.
-    """
-    found = [left for left in partial_files(path) if left.name.endswith(JOURNAL)]
-    for journal in found:
-        different = differences(read_header(journal), settings)
-        if different:
-            begun = journal.with_name(journal.name.removesuffix(JOURNAL))
-            raise RunError(
-                f"{printable(begun)} was begun with {'; '.join(different)}: give the same again, "
-                "or start again with --overwrite and without --resume"
-            )
-    if not found:
-        refuse_rows_without_journal(path)
-
-
-def refuse_rows_without_journal(path: Path) -> None:
-    """Refuse unfinished rows whose settings are unknown.
-
-    Raises:
-        RunError: There are some.
-    """
-    rows = [one for one in partial_files(path) if not one.name.endswith((".tmp", STOP))]
-    if rows:
-        raise RunError(
-            f"{printable(rows[0])} has lost its journal, so nothing says what made it: begin again "
-            "with --overwrite and without --resume"
-        )
-
-
-def journal_blocks(journals: Sequence[Path]) -> Iterator[tuple[int, JournalEntry, JournalEntry]]:
-    """Yield (rank, entry before, entry after) of each block in list order: ranks take turns."""
-    lines = [journal_entries(journal) for journal in journals]
-    before = [next(own)[0] for own in lines]
-    for turn in itertools.cycle(range(len(journals))):
-        following = next(lines[turn], None)
-        if following is None:
-            return
-        yield turn, before[turn], following[0]
-        before[turn] = following[0]
-
-
-def merge_parts(parts: Sequence[Path], journals: Sequence[Path], name: str, out: Path) -> None:
-    """Merge the blocks of several processes into `out`, in list order.
-
-    Args:
-        parts: Files of the processes, by rank.
-        journals: Their journals.
-        name: Name of the files in the journals.
-        out: Replaced.
-
-    Raises:
-        RunError: The disk is full.
-    """
-    try:
-        with ExitStack() as stack:
-            sources = [stack.enter_context(open(file, "rb")) for file in parts]
-            target = stack.enter_context(open(out, "wb"))
-            heads = [next(journal_entries(journal))[0].ends[name][0] for journal in journals]
-            head, *_ = [source.read(size) for source, size in zip(sources, heads, strict=True)]
-            target.write(head)  # the same in all
-            for turn, before, after in journal_blocks(journals):
-                target.write(sources[turn].read(after.ends[name][0] - before.ends[name][0]))
-            target.flush()
-            os.fsync(target.fileno())
-    except OSError as error:
-        raise write_error(out, error) from None

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from vit.data.archives import copy_out, is_inside, same_bytes
-from vit.errors import ConfigError, RunError, VitError, printable
+from vit.errors import ConfigError, RunError, printable
+from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
 
 SortMethod = Literal["copy", "symlink", "hardlink"]
@@ -235,8 +236,7 @@ def check_sorting(
     Raises:
         VitError: It is, has files, or cannot be written.
     """
-    path, name = Path(folder), printable(folder)
-    here = os.path.realpath(folder)
+    name, here = printable(folder), os.path.realpath(folder)
     for word in inputs:
         root = _searched_root(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
@@ -250,7 +250,12 @@ def check_sorting(
                 f"sort_into={name} holds the inputs in {printable(source)}; give a folder of its "
                 "own"
             )
-    _check_writable(path, filled=filled)
+    check_folder(
+        folder,
+        overwrite=filled,
+        content="sorted images",
+        overwriting=" to sort into it all the same (no file of it is replaced)",
+    )
 
 
 def _searched_root(word: str, here: str) -> str | None:
@@ -267,22 +272,6 @@ def _searched_root(word: str, here: str) -> str | None:
     while glob.has_magic(root):
         root = os.path.dirname(root)
     return root or os.curdir
-
-
-def _check_writable(path: Path, *, filled: bool) -> None:
-    name = printable(path)
-    if path.exists() and not path.is_dir():
-        raise VitError(f"{name} is a file; give a folder for the sorted images")
-    parent = path if path.exists() else path.parent
-    if not parent.is_dir():
-        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
-    if not os.access(parent, os.W_OK | os.X_OK | os.R_OK):
-        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
-    if path.exists() and any(path.iterdir()) and not filled:
-        raise VitError(
-            f"{name} has files; choose another folder, or add --overwrite to sort into it all the "
-            "same (no file of it is replaced)"
-        )
 
 
 def _inside(path: str, folder: str) -> bool:

@@ -20,8 +20,8 @@ from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, VitError, printable
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.precision import autocast
+from vit.stop_signals import Interrupted
 from vit.training.distributed.devices import inference_precision
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.logging.training_progress import notify
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_state import TrainingState

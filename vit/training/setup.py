@@ -17,13 +17,13 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
 from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
+from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
 from vit.text import format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
 from vit.training.distributed.devices import arithmetic
 from vit.training.distributed.fsdp import is_sharded, require_shardable
-from vit.training.distributed.stop_signals import Interruption
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.finetune.finetuning import apply_finetune_method
 from vit.training.lr_schedule import learning_rate

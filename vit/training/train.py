@@ -23,6 +23,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import RunError, VitError, printable
+from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
@@ -36,7 +37,6 @@ from vit.training.checkpoint.run_folder import (
 from vit.training.data_setup import check_channels, prepare_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.distributed.stop_signals import Interruption
 from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
 from vit.training.finetune.linear_probe_init import init_head_from_probe
 from vit.training.logging.trackers import require_tracker

@@ -12,6 +12,7 @@ from torch import Tensor
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, WeightsError, quoted
+from vit.stop_signals import Interrupted
 from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint.checkpoint_manager import CheckpointManager
@@ -22,7 +23,6 @@ from vit.training.distributed.collectives import (
     require_same_step,
 )
 from vit.training.distributed.fsdp import shard_like
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.final_report import finish_run
 from vit.training.finetune.linear_probe_init import ProbeFit
 from vit.training.logging.metrics_logger import MetricsLogger

@@ -17,9 +17,9 @@ from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
 from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
+from vit.stop_signals import Interruption
 from vit.training.distributed.collectives import all_reduce, widest_float
 from vit.training.distributed.fsdp import full_tensor
-from vit.training.distributed.stop_signals import Interruption
 from vit.training.logging.training_progress import Progress
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr

@@ -16,11 +16,11 @@ from vit.data.image_cache import ImageCache
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
 from vit.model.vision_transformer import VisionTransformer
+from vit.stop_signals import Interruption
 from vit.tasks.classification import Classification
 from vit.tasks.task import Task
 from vit.training.batch_norm_statistics import frozen_running_stats
 from vit.training.distributed.collectives import gather_lists, on_main
-from vit.training.distributed.stop_signals import Interruption
 from vit.training.ema import ExponentialMovingAverage
 
 T = TypeVar("T")

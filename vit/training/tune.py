@@ -37,6 +37,7 @@ from vit.evaluation.tune_report import (
     tune_page,
     verdict,
 )
+from vit.stop_signals import Interrupted
 from vit.text import format_duration, percent
 from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
@@ -49,7 +50,6 @@ from vit.training.checkpoint.run_folder import (
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.final_report import read_events
 from vit.training.logging.training_progress import notifier, redirect_lines, write_line
 from vit.training.plan import is_planned, plan_training, summary_lines

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from vit.errors import ConfigError
+from vit.stop_signals import Interrupted
 from vit.training import final_report, training_loaders, training_loop
 from vit.training.autotune import loader_autotune
 from vit.training.distributed.devices import make_accelerator
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.setup import make_training
 from vit.training.train import train
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from vit.errors import WeightsError
+from vit.stop_signals import Interrupted
 from vit.tasks.classification import Classification
 from vit.training.checkpoint.best_checkpoints import (
     BestEpochs,
     average_best_epochs,
     average_weights,
 )
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.final_report import read_events
 from vit.training.train import train
 from vit.training.validation import Validation

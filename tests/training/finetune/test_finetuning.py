@@ -12,8 +12,8 @@ from tests.training.children import complete
 from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
+from vit.stop_signals import Interrupted
 from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.safetensors_io import read_tensors

@@ -11,8 +11,8 @@ from tests.training.children import complete
 from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
+from vit.stop_signals import Interrupted
 from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.finetune.lora import add_lora
 from vit.training.train import train
 from vit.training.trainer import Trainer

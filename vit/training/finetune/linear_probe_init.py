@@ -15,8 +15,8 @@ from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
 from vit.paths import user_cache
+from vit.stop_signals import Interrupted
 from vit.training.distributed.collectives import agreed_signal, on_main
-from vit.training.distributed.stop_signals import Interrupted
 from vit.training.finetune.feature_extraction import (
     FeatureExtractor,
     Features,

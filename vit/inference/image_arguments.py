@@ -2,15 +2,14 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from vit.commands.command_output import notify
 from vit.errors import DataError, printable
 from vit.paths import did_you_mean
 
 
 def find_images(
-    inputs: Sequence[str], *, lists: bool = False, command: str = "predict"
+    inputs: Sequence[str], *, notify: Callable[[str], object], lists: bool = False
 ) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
 
@@ -24,24 +23,22 @@ def find_images(
     for word in inputs:
         if word == "-":
             images += read_path_list()
-        elif lists and is_list(word):
-            from vit.inference.remote_files import read_list
-
-            images += read_list(word)
+        elif lists and (listed := read_column(word)) is not None:
+            images += listed
         else:
             images += expand(word, notes, alone=len(inputs) == 1)
     for note in notes:
-        notify(f"vit {command}: {note}")
+        notify(note)
     if not images:
         raise DataError("the list on standard input is empty; give one path a line")
     return images
 
 
-def is_list(word: str) -> bool:
-    """Whether it is a list file that Ray's workers read."""
-    from vit.inference.remote_files import LISTS
+def read_column(word: str) -> list[str] | None:
+    """Images of a list file that Ray's workers read; None for other files."""
+    from vit.inference.remote_files import LISTS, read_list
 
-    return word.lower().endswith(LISTS)
+    return read_list(word) if word.lower().endswith(LISTS) else None
 
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Signal handling: SIGINT or SIGTERM stops a training after its step, a second one at once."""
+"""SIGINT or SIGTERM stops the work after its current step, a second signal at once."""
 
 import math
 import os

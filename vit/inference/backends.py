@@ -1,0 +1,146 @@
+"""Inference engines of a prediction: torch, onnxruntime, OpenVINO and Ray."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vit.errors import ConfigError, RunError, printable, quoted
+from vit.exported.load_exported import EXPORTED
+
+if TYPE_CHECKING:
+    from vit.output.prediction_results import Prediction
+
+ENGINES = ("torch", "onnx", "openvino", "ray")
+LIBRARIES = {"torch": "torch", "onnx": "onnxruntime", "openvino": "openvino", "ray": "ray"}
+# engine -> suffixes of the models it runs; "" for a folder, or weights by name
+SUPPORTED_SUFFIXES = {
+    "torch": ("",),
+    "onnx": (".onnx",),
+    "openvino": (".xml", ".onnx"),
+    "ray": ("", ".onnx", ".xml"),
+}
+
+
+class ImagePredictor(Protocol):
+    """A Predictor, an ExportedClassifier or an ExportedCaptioner."""
+
+    classes: tuple[str, ...]
+    batch_size: int
+
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def device(self) -> object: ...
+
+    @property
+    def thresholds(self) -> "Sequence[float] | None":
+        """Of a multi-label network; None otherwise."""
+
+    @property
+    def block_size(self) -> int:
+        """A list gives the same results when it is continued at a multiple of this."""
+
+    @property
+    def n_best(self) -> int: ...
+
+    @property
+    def stream(self) -> "Callable[..., Iterator[Prediction]]": ...
+
+
+def select_engine(model: str, requested: str | None) -> str:
+    """Return the requested engine, or the default for the suffix of `model`.
+
+    Raises:
+        ConfigError: The requested engine does not run this model.
+    """
+    suffix = next((end for end in EXPORTED if model.lower().endswith(end)), "")
+    engine = requested or EXPORTED.get(suffix, "torch")
+    if suffix in SUPPORTED_SUFFIXES[engine]:
+        return engine
+    name = printable(model)
+    if not suffix:
+        out = ".onnx" if engine == "onnx" else ".xml"
+        raise ConfigError(
+            f"engine={engine}: {name} is not an exported network; export it first: "
+            f"vit export {quoted(model)} --out model{out}"
+        )
+    fit = [one for one in ENGINES if suffix in SUPPORTED_SUFFIXES[one]]
+    raise ConfigError(
+        f"engine={engine}: {name} is an exported network; take --engine {' or '.join(fit)}, or "
+        "give the run"
+    )
+
+
+def open_predictor(
+    model: str, engine: str, settings: dict[str, Any], images: Sequence[str], *, explain: bool
+) -> ImagePredictor:
+    """Open a model; exported networks without importing torch.
+
+    Args:
+        model: A run folder or other weights, or an exported network.
+        engine: From `select_engine`.
+        settings: Of the Predictor.
+        images: The whole list; with precision auto, a trial on them chooses the arithmetic.
+        explain: Whether its predictions are explained, which exported networks refuse.
+
+    Raises:
+        VitError: The model or a setting cannot be used.
+    """
+    if engine == "torch":
+        from vit.inference.predictor import Predictor
+
+        predictor = Predictor(model, **settings)
+        predictor.autotune_precision(images)
+        return predictor
+    from vit.exported.load_exported import load_exported
+
+    return load_exported(model, engine=engine, explain=explain, **settings)
+
+
+def library_version(engine: str) -> str:
+    """Name and version of the engine's library."""
+    library = LIBRARIES[engine]
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return f"{library} not installed"
+
+
+def model_files(model: str, engine: str) -> list[Path]:
+    """Files of the model, for its digest."""
+    path = Path(model)
+    if engine == "torch":
+        from vit.weights.resolve_source import locate_weights
+
+        found = locate_weights(model)
+        shards = found.folder.glob("*-of-*") if found.weights.suffix == ".json" else ()
+        others = (found.config, found.processor, found.folder / "tokenizer.json")
+        files = [found.weights, *shards, *(one for one in others if one is not None)]
+    else:
+        decoder = path.with_suffix(f".decoder{path.suffix}")
+        beside = path.with_suffix(".bin") if path.suffix == ".xml" else Path(f"{path}.data")
+        files = [path, beside, decoder]
+    return sorted(file for file in files if file.is_file())
+
+
+def sha256_of_files(files: list[Path]) -> str:
+    """SHA-256 over names, sizes and contents of files.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    total = hashlib.sha256()
+    path = Path()
+    try:
+        for path in files:
+            with open(path, "rb") as file:
+                total.update(os.fsencode(path.name) + b"\0%d\0" % os.path.getsize(path))
+                while chunk := file.read(1 << 20):
+                    total.update(chunk)
+    except OSError as error:
+        raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
+    return total.hexdigest()

@@ -1,0 +1,126 @@
+"""Output files: checks before any work is done, and files that appear when they are complete."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from vit.errors import RunError, VitError, printable
+
+MAX_NAME_BYTES = 220  # file systems take 255, and unfinished files have longer names
+
+
+def check_output(path: str | None, *, overwrite: bool) -> None:
+    """Refuse a file that could not be written at the end.
+
+    Raises:
+        VitError: The file exists and `overwrite` is off, is a folder, its name is too long, or its
+            folder is missing or cannot be written.
+    """
+    if path is None or is_device(path):
+        return
+    name, target = printable(path), resolve_link(path)
+    if os.path.isdir(path):
+        raise VitError(f"{name} is a folder; give the name of a file in it")
+    if (size := len(os.fsencode(target.name))) > MAX_NAME_BYTES:
+        raise VitError(f"{name}: the name has {size} bytes; give one of {MAX_NAME_BYTES} at most")
+    if os.path.exists(path) and not overwrite:
+        raise VitError(f"{name} exists; choose another name, or add --overwrite")
+    _check_parent(name, target.parent, os.W_OK)
+
+
+def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str = "") -> None:
+    """Refuse a folder that must not or cannot be written to.
+
+    Args:
+        folder: Created later if it is missing.
+        overwrite: Whether it may have files.
+        content: What it is for, such as "drawings".
+        overwriting: What --overwrite does.
+
+    Raises:
+        VitError: It has files and `overwrite` is off, is no folder, or cannot be made or written.
+    """
+    path, name = Path(folder), printable(folder)
+    if path.exists() and not path.is_dir():
+        raise VitError(f"{name} is a file; give a folder for the {content}")
+    _check_parent(name, path if path.exists() else path.parent, os.W_OK | os.X_OK | os.R_OK)
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise VitError(f"{name} has files; choose another folder, or add --overwrite{overwriting}")
+
+
+def _check_parent(name: str, parent: Path, access: int) -> None:
+    if not parent.is_dir():
+        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
+    if not os.access(parent, access):
+        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
+
+
+@contextmanager
+def open_output(path: str | None) -> Iterator[TextIO]:
+    """UTF-8 text to standard output, or to a file that appears when the block ends well.
+
+    A pipe or a device, such as /dev/stdout, is written as it is.
+
+    Raises:
+        VitError: The file cannot be written; what was there before is untouched.
+    """
+    if path is None:
+        yield standard_output()
+        sys.stdout.flush()  # here a reader that has gone is still noticed by the caller
+    elif is_device(path):
+        with open(path, "w", encoding="utf-8", newline="") as stream:
+            yield stream
+    else:
+        with atomic_file(resolve_link(path), "w", encoding="utf-8", newline="") as stream:
+            yield stream
+
+
+def standard_output() -> TextIO:
+    """Standard output, in UTF-8 where it is not a terminal, with line ends left as they are."""
+    stream = sys.stdout
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        encoding = None if stream.isatty() else "utf-8"
+        reconfigure(encoding=encoding, errors="backslashreplace", newline="", line_buffering=True)
+    return stream
+
+
+@contextmanager
+def atomic_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[Any]:
+    """A file beside `path`, which is flushed to the disk and renamed to `path` after the block.
+
+    Raises:
+        RunError: It cannot be written; nothing is left, and what was at `path` is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_write_errors(path):
+        try:
+            with open(temporary, mode, **options) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def explain_write_errors(path: str | Path) -> Iterator[None]:
+    """Turn an OSError inside the `with` into a RunError that names the file and the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{printable(path)} could not be written: {error.strerror}") from None
+
+
+def is_device(path: str) -> bool:
+    """Whether `path` is a pipe, a socket or a device, which no rename may replace."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def resolve_link(path: str) -> Path:
+    """The file that a rename is to replace: what a link leads to, and not the link."""
+    return Path(os.path.realpath(path) if os.path.islink(path) else path)
