@@ -20,7 +20,8 @@ def test_metrics_truncated_to_a_checkpoint_have_no_gap(tmp_path):
     assert metrics.size() == size
     metrics.write({"event": "epoch", "epoch": 7})
     metrics.close()
-    assert [json.loads(line)["epoch"] for line in (tmp_path / "metrics.jsonl").open()] == [0, 7]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 7]
     shorter = MetricsFile(tmp_path / "metrics.jsonl")
     with pytest.raises(RunError, match="is shorter than"):
         shorter.truncate(10_000)
