@@ -134,47 +134,34 @@ class PredictionConfig:
             ConfigError: The message names their flags.
         """
         files = [os.path.realpath(path) for path in (self.out, self.embeddings) if path is not None]
-        rules: list[tuple[bool, str]] = [
-            (
-                self.resume and not self.to_file,
-                "--resume continues a file: give its name with --out",
+        ray, several = engine == "ray", processes > 1
+        rules = {
+            "--resume continues a file: give its name with --out": self.resume and not self.to_file,
+            "--resume does not work with --explain: drawings are always made anew": (
+                self.resume and self.explain is not None
             ),
-            (
-                self.resume and self.explain is not None,
-                "--resume does not work with --explain: drawings are always made anew",
+            "--embeddings needs --out FILE (without --explain): rows and vectors are resumed "
+            "together": self.embeddings is not None and not self.resumable,
+            "--sort-with needs --sort-into DIR": (
+                self.sort_with is not None and self.sort_into is None
             ),
-            (
-                self.embeddings is not None and not self.resumable,
-                "--embeddings needs --out FILE (without --explain): rows and vectors are resumed "
-                "together",
+            "--embeddings and --out are one file: give two names": len({*files}) < len(files),
+            **{
+                f"--{name.replace('_', '-')} does not work with --engine ray": (
+                    ray and getattr(self, name) not in (None, False)
+                )
+                for name in ("resume", "explain", "embeddings", "sort_into", "threshold")
+            },
+            "--engine ray writes files: give --out": ray and not self.to_file,
+            f"{processes} processes write one file together: give --out FILE, without --explain": (
+                several and not self.resumable
             ),
-            (
-                self.sort_with is not None and self.sort_into is None,
-                "--sort-with needs --sort-into DIR",
+            "--engine ray starts its own workers: start one process": several and ray,
+            "--temperature samples by the index of an image in one list: start one process": (
+                several and self.samples
             ),
-            (len({*files}) < len(files), "--embeddings and --out are one file: give two names"),
-        ]
-        for name in ("resume", "explain", "embeddings", "sort_into", "threshold"):
-            given = getattr(self, name) not in (None, False)
-            message = f"--{name.replace('_', '-')} does not work with --engine ray"
-            rules.append((engine == "ray" and given, message))
-        rules += [
-            (engine == "ray" and not self.to_file, "--engine ray writes files: give --out"),
-            (
-                processes > 1 and not self.resumable,
-                f"{processes} processes write one file together: give --out FILE, without "
-                "--explain",
-            ),
-            (
-                processes > 1 and engine == "ray",
-                "--engine ray starts its own workers: start one process",
-            ),
-            (
-                processes > 1 and self.samples,
-                "--temperature samples by the index of an image in one list: start one process",
-            ),
-        ]
-        for broken, message in rules:
+        }
+        for message, broken in rules.items():
             if broken:
                 raise ConfigError(message)
 
@@ -229,13 +216,7 @@ def predict(
 
 
 def default_format(path: str | None, engine: str) -> str:
-    """The format by the suffix of `path`; a table for standard output and devices.
-
-    Parquet is only written by Ray's workers.
-
-    Raises:
-        VitError: The suffix is unknown.
-    """
+    """The format by the suffix of `path`, where only Ray's workers write Parquet; else a table."""
     if path is None or path == "-" or is_device(path):
         return "table"
     suffix = Path(path).suffix.lower()
@@ -254,14 +235,7 @@ def prepare(
     engine: str,
     notify: Callable[[str], object],
 ) -> tuple[list[str], int | None]:
-    """Check all paths, and list the images.
-
-    Returns:
-        The images, and the number of failures if `output` is already complete, else None.
-
-    Raises:
-        VitError: A file cannot be read or written.
-    """
+    """Check all paths; return the images, and the failures if `output` is already complete."""
     if output is not None:
         if config.embeddings is not None:
             from vit.output.embeddings_file import check_embeddings
@@ -296,11 +270,7 @@ def prepare(
 
 
 def check_ray(out: str, style: str, *, overwrite: bool) -> None:
-    """Check that Ray is installed and its workers can write `out`.
-
-    Raises:
-        VitError: It is not installed, or they cannot.
-    """
+    """Check that Ray is installed and its workers can write `out`."""
     if find_spec("ray") is None:
         raise VitError("ray is not installed: pip install 'vit-toolkit[ray]'")
     from vit.inference.remote_files import check_out
@@ -455,11 +425,7 @@ class PredictionJob:
         self.totals["duplicates"] += duplicate
 
     def write_stream(self) -> int:
-        """Write rows to standard output, to a device, or with drawings; return the failures.
-
-        Raises:
-            VitError: The output cannot be written.
-        """
+        """Write rows to standard output, to a device, or with drawings; return the failures."""
         header, format_row = self.row_format()
         sort, total, begin = self.sorter(), len(self.images), time.monotonic()
         predictions = self.predict(self.images)  # raises before anything is written
@@ -572,11 +538,7 @@ class PredictionJob:
         format_row: Callable[[Prediction], str],
         dim: int,
     ) -> "Outcome":
-        """Predict the images of this process; on any error the other processes stop as well.
-
-        Raises:
-            VitError: The prediction stopped early; what is written is kept.
-        """
+        """Predict the images of this process; on any error the other processes stop as well."""
         echo = ECHO_SECONDS if self.group.processes > 1 else 0.0
         with explain_write_errors(output.out), Interruption(echo) as signals:
             try:
@@ -681,11 +643,7 @@ def batched(predictions: Iterable[Prediction], size: int) -> Iterator[list[Predi
 
 
 def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
-    """Encode the embeddings of a block; failures have none.
-
-    Raises:
-        WeightsError: The network gave none, or one of another width.
-    """
+    """Encode the embeddings of a block; failures have none."""
     from vit.output.embeddings_file import encode_vectors
 
     for one in block:

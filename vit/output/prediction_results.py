@@ -1,7 +1,7 @@
-"""One image's answer, and the three forms it is written in: JSON lines, CSV, a table.
+"""The prediction of one image, and its formats: JSON lines, CSV, a table.
 
-Names of files and classes, and the words of captions, come from strangers: each form keeps them
-from being read as anything else, by a terminal, a spreadsheet or a JSON parser.
+Names of files and classes, and captions, are untrusted: each format escapes what a terminal, a
+spreadsheet or a JSON parser would interpret.
 """
 
 import csv
@@ -29,20 +29,20 @@ WIDEST_CELL = 60
 NO_CLASS = "-"
 BETWEEN = "|"
 TOP_K = 5
-"""Classes to name of an image that has one, where nobody says how many."""
+"""Default number of classes in a row."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of one image.
+    """The prediction of one image.
 
     Args:
         image: The image's path, as it was given.
         predictions: (label, probability) pairs, the most probable first; empty on an error, and
             from a network without classes.
-        error: Why there is no answer, or None.
-        captions: The best first; empty on an error, and from a network that writes none.
-        embedding: The image as a vector of numbers, where it was asked for; never in a row.
+        error: Reason of a failure, or None.
+        captions: The best first; empty on an error, and from a classifier.
+        embedding: Input of the network's head, if requested; never in a row.
     """
 
     image: str
