@@ -47,6 +47,7 @@ class Classification(Task):
     """
 
     metric = "val_top1"
+    planned = True
     activation_name = "softmax"
     score_name = "top-1"
 

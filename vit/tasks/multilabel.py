@@ -60,6 +60,7 @@ class MultiLabel(Task):
     """Multi-label classification, with MixUp and CutMix."""
 
     metric = "val_map"
+    planned = True
     activation_name = "sigmoid"
     score_name = "mAP"
 

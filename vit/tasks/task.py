@@ -190,6 +190,8 @@ class Task(ABC):
     metric: ClassVar[str]
     """The score that ranks epochs, such as `val_top1`."""
     higher_is_better: ClassVar[bool] = True
+    planned: ClassVar[bool] = False
+    """Whether `vit plan` has rules for its network and settings."""
 
     activation_name: ClassVar[str] = "identity"
     """A key of ACTIVATIONS, which exported files record."""

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, flatten, make_config
+from vit.config.training_config import TASKS
 from vit.data.dataset_types import Sample, Splits
 from vit.data.free_space import free_bytes
 from vit.data.image_io import read_pixels, read_size
@@ -26,6 +27,7 @@ from vit.errors import BadImage, ConfigError
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
 from vit.precision import autocast
+from vit.tasks.task import get_task
 from vit.text import format_duration
 from vit.training.checkpoint.run_folder import stored_config
 from vit.training.data_setup import check_channels, list_data, open_data
@@ -78,7 +80,13 @@ BEFORE = ("task", "time", "seed")
 def is_planned(chosen: Mapping[str, Any]) -> bool:
     """Whether these settings leave a plan to make: no model, weights or method, and classes."""
     decided = {"model", "weights", "method", "probe_first", "lora_rank"} & set(chosen)
-    return not decided and "caption" not in chosen.get("task", "classify")
+    return not decided and has_plan(chosen)
+
+
+def has_plan(chosen: Mapping[str, Any]) -> bool:
+    """Whether there are rules for the task that is chosen."""
+    task = chosen.get("task", "classify")
+    return task in TASKS and get_task(task).planned
 
 
 def chooses_weights(chosen: Mapping[str, Any]) -> bool:
@@ -143,7 +151,7 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: There are some.
     """
-    if "caption" in values.get("task", "classify"):
+    if not has_plan(values):
         raise ConfigError(
             f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
             "name, such as timm/vit_small_patch16_224.augreg_in21k"

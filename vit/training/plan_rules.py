@@ -328,8 +328,8 @@ def decide_optimisation(plan: Plan) -> None:
         optimizer = plan.decide("optimizer", "muon", "fewer steps to the same accuracy than AdamW")
         if optimizer == "muon":
             factor = math.sqrt(max(batch, 64) / 64)
-            plan.decide("lr", round(3e-3 * factor, 5), "of matrices in blocks")
-            plan.decide("fallback_lr", round(2e-3 * factor, 5), "of all other parameters")
+            plan.decide("lr", round(1.85e-3 * factor, 5), "of matrices in blocks")
+            plan.decide("fallback_lr", round(4e-3 * factor, 5), "of all other parameters")
             plan.decide("weight_decay", 0.02, "short trainings need little")
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
     if plan.given.get("depth", 2) > 1:
