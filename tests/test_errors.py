@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from vit.errors import BadImage, printable
+from vit.errors import BadImage
+from vit.text import printable
 
 
 @pytest.mark.parametrize(

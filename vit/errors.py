@@ -1,10 +1,6 @@
 """Exceptions for errors the user can fix: one line with the value, the reason and the remedy."""
 
-import os
-import shlex
-import unicodedata
-
-JOINERS = "\u200c\u200d"
+from vit.text import printable
 
 
 class VitError(Exception):
@@ -46,26 +42,3 @@ class BadImage(VitError, ValueError):
 
     def __str__(self) -> str:
         return f"{printable(self.path)}: {printable(self.reason)}"
-
-
-def printable(name: object) -> str:
-    """`name` as one line that is safe to print on a terminal.
-
-    Control characters, escape sequences, invisible and direction marks (Unicode category C), line
-    separators and undecodable bytes become backslash escapes. Everything else is kept, including
-    the zero-width joiners of some scripts and emoji.
-    """
-    text = os.fsdecode(name) if isinstance(name, bytes | os.PathLike) else str(name)
-    return "".join(_escape(character) for character in text)
-
-
-def quoted(path: object) -> str:
-    """`path` quoted for a shell, for commands that users copy."""
-    return shlex.quote(printable(path))
-
-
-def _escape(character: str) -> str:
-    safe = unicodedata.category(character)[0] != "C" and character not in "\u2028\u2029"
-    if safe or character in JOINERS:
-        return character
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -5,7 +5,7 @@ import itertools
 import os
 from pathlib import Path
 
-from vit.errors import printable
+from vit.text import printable
 
 MAX_NAMES = 4096
 """Names of a folder that are compared: a million must not delay an error message."""

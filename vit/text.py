@@ -1,8 +1,11 @@
-"""Text formatting: plurals, lists of names, byte sizes, durations, large numbers."""
+"""Text formatting: safe names, plurals, lists of names, byte sizes, durations, large numbers."""
 
+import os
+import shlex
+import unicodedata
 from collections.abc import Iterable
 
-from vit.errors import printable
+JOINERS = "\u200c\u200d"
 
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:
@@ -62,3 +65,26 @@ def format_clock(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{total % 60:02}"
     return f"{minutes}:{total % 60:02}"
+
+
+def printable(name: object) -> str:
+    """`name` as one line that is safe to print on a terminal.
+
+    Control characters, escape sequences, invisible and direction marks (Unicode category C), line
+    separators and undecodable bytes become backslash escapes. Everything else is kept, including
+    the zero-width joiners of some scripts and emoji.
+    """
+    text = os.fsdecode(name) if isinstance(name, bytes | os.PathLike) else str(name)
+    return "".join(_escape(character) for character in text)
+
+
+def quoted(path: object) -> str:
+    """`path` quoted for a shell, for commands that users copy."""
+    return shlex.quote(printable(path))
+
+
+def _escape(character: str) -> str:
+    safe = unicodedata.category(character)[0] != "C" and character not in "\u2028\u2029"
+    if safe or character in JOINERS:
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

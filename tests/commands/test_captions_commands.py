@@ -10,10 +10,10 @@ import pytest
 
 from tests.inference.captioners import SAID, save_captioner, write_captions
 from vit.commands.main import main
-from vit.errors import printable
 from vit.generation.generation_config import Search
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
+from vit.text import printable
 
 pytestmark = pytest.mark.auto_precision
 

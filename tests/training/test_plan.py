@@ -10,8 +10,8 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.config import Config
+from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
-from vit.config.settings_file import collect_settings
 from vit.training.plan import is_planned, look_at_images, notes_of, plan_training
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,

@@ -4,7 +4,7 @@ import argparse
 
 from vit.commands.command_options import count
 from vit.commands.command_output import notify
-from vit.errors import printable
+from vit.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vit.commands.command_options import add_list_options, add_task_option, dataset_spec
 from vit.commands.command_output import image_bar, notify
-from vit.errors import printable
+from vit.text import printable
 
 MAX_NAMED = 20  # bad images with a line of their own
 

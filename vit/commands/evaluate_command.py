@@ -16,8 +16,8 @@ from vit.commands.command_options import (
     inference_settings,
 )
 from vit.commands.command_output import image_bar, notify, write_json
-from vit.errors import printable
 from vit.output.output_file import check_output, standard_output
+from vit.text import printable
 
 WEAKEST = 5
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}

@@ -4,8 +4,9 @@ import argparse
 
 from vit.commands.command_options import positive_int
 from vit.commands.command_output import notify, write_json
-from vit.errors import VitError, printable
+from vit.errors import VitError
 from vit.output.output_file import check_output
+from vit.text import printable
 
 # flags that `export` takes under their own names
 EXPORT_OPTIONS = ("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop")

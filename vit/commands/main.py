@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from vit.config.parser import nearest
-from vit.errors import VitError, printable
+from vit.errors import VitError
+from vit.text import printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {

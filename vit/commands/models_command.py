@@ -9,7 +9,8 @@ from typing import Any
 from vit.commands.command_options import is_comma_separated
 from vit.config.parser import TYPE_NAMES, Setting, all_settings, choices_of, nearest
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets, preset
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
+from vit.text import printable
 
 FLOPS_NOTE = (
     "FLOPs of one image: 2 for each multiply-add, of which papers often count 1; "

@@ -18,10 +18,11 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import Progress, notify
 from vit.commands.launcher import launch_if_requested
-from vit.errors import VitError, printable
+from vit.errors import VitError
 from vit.exported.load_exported import EXPORTED
 from vit.inference.backends import ENGINES
 from vit.output.prediction_results import TOP_K
+from vit.text import printable
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 WAYS = ("copy", "symlink", "hardlink")

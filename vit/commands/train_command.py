@@ -10,10 +10,11 @@ from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
 from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
+from vit.config.merge_settings import collect_settings
 from vit.config.parser import all_settings, checked, make_config
-from vit.config.settings_file import collect_settings
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
 from vit.output.output_file import check_output, resolve_link
+from vit.text import printable
 
 TITLES = {
     "training": "training",

@@ -5,10 +5,11 @@ import os
 
 from vit.commands.command_options import add_json_option
 from vit.commands.command_output import notify, write_json
-from vit.errors import VitError, printable, quoted
+from vit.errors import VitError
 from vit.exported.load_exported import EXPORTED
 from vit.inference.image_arguments import find_images
 from vit.output.output_file import check_output, standard_output
+from vit.text import printable, quoted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,9 @@ import yaml
 from vit.config import SECTIONS, Config, DecoderConfig, ModelConfig, PartialModelConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
 from vit.paths import did_you_mean
+from vit.text import printable
 
 MAX_BYTES = 1_000_000
 # model settings in every config.json; the default of a newer one is what older runs did

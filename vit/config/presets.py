@@ -8,7 +8,8 @@ import difflib
 from fnmatch import fnmatch
 from typing import Any
 
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
+from vit.text import printable
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 192, "depth": 12, "num_heads": 3},

@@ -17,7 +17,8 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from vit.data.tar_index import TarIndex, read_index
-from vit.errors import BadImage, DataError, printable
+from vit.errors import BadImage, DataError
+from vit.text import printable
 
 SHARD, TABLE = ".tar", ".arrow"
 MAX_BYTES = 2**28

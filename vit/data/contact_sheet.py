@@ -10,7 +10,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
+from vit.text import printable
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 TILE = 176

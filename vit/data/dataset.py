@@ -22,7 +22,8 @@ from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.random_seed import random_seed
 from vit.data.sampler import SampleKey
 from vit.data.transforms import TrainingTransform, Transform
-from vit.errors import BadImage, printable
+from vit.errors import BadImage
+from vit.text import printable
 
 if TYPE_CHECKING:
     from vit.data.captions.caption_ids import CaptionIds

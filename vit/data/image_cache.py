@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 from vit.data.free_space import free_bytes
 from vit.data.image_io import Pixels, file_fingerprint, read_pixels, read_size
-from vit.errors import BadImage, DataError, printable
+from vit.errors import BadImage, DataError
 from vit.paths import user_cache
-from vit.text import format_bytes
+from vit.text import format_bytes, printable
 
 MAGIC_PREFIX = b"vit cache "
 MAGIC = MAGIC_PREFIX + b"2\n"

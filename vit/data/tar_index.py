@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit.errors import DataError, printable
+from vit.errors import DataError
+from vit.text import printable
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_EXTENDED_BYTES = 2**20

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vit.data.archives import relative
 from vit.data.image_io import read_image
-from vit.errors import BadImage, printable, quoted
-from vit.text import format_count, format_duration, percent, plural
+from vit.errors import BadImage
+from vit.text import format_count, format_duration, percent, plural, printable, quoted
 from vit.version import __version__
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from vit.config import ModelConfig
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
 from vit.evaluation.flop_counter import (
     Calls,
     MemoryMeter,
@@ -36,7 +36,7 @@ from vit.evaluation.flop_counter import (
 from vit.model.build import assemble_model
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import format_bytes, format_count
+from vit.text import format_bytes, format_count, printable
 
 MAX_NUMBERS = 2**60
 """Elements of a tensor: more bytes cannot be counted in 64 bits."""

@@ -9,9 +9,10 @@ from PIL import Image
 
 from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
-from vit.errors import BadImage, DataError, VitError, printable
+from vit.errors import BadImage, DataError, VitError
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.tasks.task import get_task
+from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 

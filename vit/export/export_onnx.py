@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, RunError
 from vit.export import export_captioner, export_classifier
 from vit.export.export_accuracy import Accuracy, compare
 from vit.export.export_options import MAX_DROP, OPSET, Options
@@ -36,6 +36,7 @@ from vit.export.onnx_graph import (
 from vit.export.quantization import quantize
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
 from vit.exported.onnx_session import OnnxSession
+from vit.text import printable
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun

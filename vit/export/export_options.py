@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, fields
 
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
+from vit.text import printable
 
 PRECISIONS = ("fp32", "fp16", "int8")
 OPSETS = (18, 19, 20, 21, 22, 23)

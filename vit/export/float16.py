@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from vit.errors import ConfigError, VitError, printable
+from vit.errors import ConfigError, VitError
 from vit.export.onnx_graph import MAX_GRAPH_BYTES, libraries
+from vit.text import printable
 
 FLOAT32_OPERATORS = (
     *("LayerNormalization", "RMSNormalization", "Softmax"),

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from vit.data.preprocessing import Interpolation, Preprocessing, Resize
-from vit.errors import printable
 from vit.export.reference_outputs import ModelOutputs, Outputs, Runner, by_file, by_reference_code
 from vit.export.sample_images import scene
+from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 MAX_IMAGES = 8

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.errors import ConfigError, VitError, printable
+from vit.errors import ConfigError, VitError
 from vit.exported.onnx_session import LIBRARIES, Array, OnnxSession
 from vit.model.attention import apply_mask, weighted_values
+from vit.text import printable
 
 
 def decomposed_attention(

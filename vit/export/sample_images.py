@@ -19,11 +19,12 @@ from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_eval_split
-from vit.errors import BadImage, DataError, VitError, printable
+from vit.errors import BadImage, DataError, VitError
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
 from vit.inference.evaluate import load_samples
 from vit.tasks.task import get_task
+from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.errors import DataError, RunError, VitError, WeightsError, printable
+from vit.errors import DataError, RunError, VitError, WeightsError
 from vit.export.mismatch_diagnosis import diagnose, metadata_differences
 from vit.export.reference_outputs import (
     ModelOutputs,
@@ -24,6 +24,7 @@ from vit.export.reference_outputs import (
 from vit.export.sample_images import comparison_images
 from vit.exported.load_exported import EXPORTED, load_exported
 from vit.paths import did_you_mean
+from vit.text import printable
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import SUFFIXES, locate_weights
 

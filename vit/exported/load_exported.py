@@ -3,8 +3,9 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
 from vit.exported.onnx_metadata import PathLike, read_metadata
+from vit.text import printable
 
 if TYPE_CHECKING:
     from vit.exported.onnx_captioner import ExportedCaptioner

@@ -13,7 +13,7 @@ import numpy as np
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, WeightsError, printable
+from vit.errors import BadImage, ConfigError, WeightsError
 from vit.exported.image_prefetch import (
     PathLike,
     image_paths,
@@ -24,6 +24,7 @@ from vit.exported.onnx_classifier import top_k_classes
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.generation.caption import Caption
 from vit.output.prediction_results import Prediction, check_top_k
+from vit.text import printable
 
 INTEGER_METADATA = ("begin", "end", "max_tokens")
 

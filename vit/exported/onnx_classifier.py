@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, WeightsError, printable
+from vit.errors import BadImage, ConfigError, WeightsError
 from vit.exported.image_prefetch import (
     DecodedImage,
     PathLike,
@@ -24,6 +24,7 @@ from vit.exported.image_prefetch import (
 )
 from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
+from vit.text import printable
 
 INPUT, OUTPUT = "images", "probabilities"
 WITHOUT_THRESHOLDS = ("softmax", "identity")

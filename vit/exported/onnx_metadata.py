@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
 from vit.paths import did_you_mean
+from vit.text import printable
 
 PathLike = str | os.PathLike[str]
 Result = TypeVar("Result")

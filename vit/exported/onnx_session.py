@@ -7,8 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vit.errors import ConfigError, VitError, WeightsError, printable
+from vit.errors import ConfigError, VitError, WeightsError
 from vit.exported.onnx_metadata import check_external_data
+from vit.text import printable
 
 Array = npt.NDArray[Any]
 Source = str | os.PathLike[str] | bytes

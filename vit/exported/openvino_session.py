@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vit.errors import ConfigError, VitError, WeightsError, printable
+from vit.errors import ConfigError, VitError, WeightsError
 from vit.exported.onnx_metadata import check_external_data
 from vit.exported.onnx_session import Array, Source, error_text, source_name
 from vit.paths import did_you_mean
+from vit.text import printable
 
 LIBRARIES = "pip install 'vit-toolkit[openvino]'"
 Precision = Literal["fp32", "bf16"]

@@ -29,7 +29,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, RunError
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
 from vit.inference.predictor import ImageOutput, Predictor
@@ -37,6 +37,7 @@ from vit.model.attention_maps import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
+from vit.text import printable
 
 FUSIONS: dict[str, Any] = {"mean": torch.mean, "max": torch.amax, "min": torch.amin}
 TOP_CLASSES = 2  # of a single-label model

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
 from vit.inference.attribution import (
     WordAttribution,
     attribute_caption,
@@ -32,6 +32,7 @@ from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
+from vit.text import printable
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TILE = 208

@@ -7,8 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vit.errors import ConfigError, RunError, printable, quoted
+from vit.errors import ConfigError, RunError
 from vit.exported.load_exported import EXPORTED
+from vit.text import printable, quoted
 
 if TYPE_CHECKING:
     from vit.output.prediction_results import Prediction

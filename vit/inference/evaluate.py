@@ -26,12 +26,13 @@ from vit.data.dataset_types import Sample
 from vit.data.sources.dataset_spec import DatasetSpec, resolve_folder
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split
-from vit.errors import DataError, RunError, printable
+from vit.errors import DataError, RunError
 from vit.generation.generation_config import Search
-from vit.inference.model_runner import Views
 from vit.inference.predictor import PathLike, Predictor
+from vit.inference.tta import Views
 from vit.precision import autocast
 from vit.tasks.task import Task
+from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 SPLIT_FILE = "split.json"

@@ -4,8 +4,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import did_you_mean
+from vit.text import printable
 
 
 def find_images(

@@ -25,8 +25,8 @@ from vit.data.checks.duplicates import near_duplicate_problem
 from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.errors import printable
 from vit.inference.predictor import Predictor
+from vit.text import printable
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07

@@ -9,21 +9,22 @@ a matrix that was reordered once. The operators are those that torch's compiler 
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
+from vit.inference.tta import Views, augmented_views, mean
 from vit.model.captioner import Captioner
 from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import Precision, autocast, has_onednn
+from vit.text import printable
 
 Activation = Callable[[Tensor], Tensor]
-Views = Literal["flip", "crops"]
 ONEDNN_GELU = {"none": "none", "tanh": "tanh"}
 """GELU approximations of torch under oneDNN's names."""
 NOT_PREPACKED = ("router",)
@@ -157,21 +158,6 @@ class ModelRunner:
 def to_probabilities(logits: Tensor, activation: Activation) -> Tensor:
     """`activation` in float64 on the CPU: (batch, classes) -> the same"""
     return activation(logits.float().cpu().double())
-
-
-def augmented_views(images: Sequence[Tensor], tta: Views | None) -> list[Sequence[Tensor]]:
-    """Views to average over, each of all images; the one without augmentation first."""
-    if tta is None:
-        return [images]
-    views = [images]
-    if tta == "crops":
-        views = [[image[crop] for image in images] for crop in range(5)]
-    return [*views, *([image.flip(-1) for image in view] for view in views)]
-
-
-def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """Mean of tensors of one shape; a single one is returned unchanged."""
-    return tensors[0] if len(tensors) == 1 else torch.stack([*tensors]).mean(dim=0)
 
 
 def check_settings(runner: ModelRunner) -> None:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.errors import BadImage, RunError, printable
+from vit.errors import BadImage, RunError
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.model_runner import BatchOutput
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_features
+from vit.text import printable
 from vit.weights.safetensors_io import write_text
 
 ROUNDS = 3

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vit.errors import ConfigError, RunError, VitError, WeightsError, printable
+from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.inference.backends import (
     ImagePredictor,
     library_version,
@@ -52,7 +52,7 @@ from vit.output.resumable_output import (
 )
 from vit.output.sort_into_folders import UNSURE, ImageSorter, SortMethod, check_sorting
 from vit.stop_signals import Interrupted, Interruption
-from vit.text import format_clock, plural
+from vit.text import format_clock, plural, printable
 from vit.version import __version__
 
 if TYPE_CHECKING:

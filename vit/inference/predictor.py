@@ -26,8 +26,9 @@ from vit.inference.batch_pipeline import (
     prefetch,
 )
 from vit.inference.caption_generator import make_caption_generator
-from vit.inference.model_runner import ModelRunner, Views
+from vit.inference.model_runner import ModelRunner
 from vit.inference.precision_autotune import PrecisionAutotuner
+from vit.inference.tta import Views
 from vit.model.captioner import use_column_major_weights
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16

@@ -15,10 +15,11 @@ from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vit.errors import ConfigError, RunError, VitError, printable
+from vit.errors import ConfigError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
 from vit.output.prediction_results import Layout, Prediction
+from vit.text import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from vit.errors import DataError, RunError, VitError, printable
+from vit.errors import DataError, RunError, VitError
 from vit.output.prediction_results import FORMATS, Layout, Prediction
+from vit.text import printable
 from vit.weights.safetensors_io import atomic_write
 
 if TYPE_CHECKING:

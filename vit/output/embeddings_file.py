@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from vit.errors import ConfigError, VitError, WeightsError, printable
+from vit.errors import ConfigError, VitError, WeightsError
 from vit.output.output_file import atomic_file
+from vit.text import printable
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from vit.errors import RunError, VitError, printable
+from vit.errors import RunError, VitError
+from vit.text import printable
 
 MAX_NAME_BYTES = 220  # file systems take 255, and unfinished files have longer names
 

@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vit.errors import ConfigError, RunError, printable
-from vit.text import plural
+from vit.errors import ConfigError, RunError
+from vit.text import plural, printable
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption

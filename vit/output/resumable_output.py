@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vit.errors import RunError, VitError, printable
+from vit.errors import RunError, VitError
 from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
 from vit.output.prediction_results import count_failed_rows
-from vit.text import plural
+from vit.text import plural, printable
 
 PARTIAL, LOCK = ".partial", ".lock"
 

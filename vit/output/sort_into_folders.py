@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from vit.data.archives import copy_out, is_inside, same_bytes
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
+from vit.text import printable
 
 SortMethod = Literal["copy", "symlink", "hardlink"]
 UNSURE = "_unsure"

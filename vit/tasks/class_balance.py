@@ -22,9 +22,8 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset_types import Sample
-from vit.errors import printable
 from vit.tasks.losses import smoothed_cross_entropy
-from vit.text import plural
+from vit.text import plural, printable
 
 RARE = 10
 """Times an epoch that the sampler shows an image, from which on it is told as a warning."""

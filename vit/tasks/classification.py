@@ -15,7 +15,7 @@ from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.losses import smoothed_cross_entropy
@@ -32,6 +32,7 @@ from vit.tasks.task import (
     mixed,
     one_class_needed,
 )
+from vit.text import printable
 
 MIN_SHARE = 0.005
 """Smallest share of a class that is named below an image."""

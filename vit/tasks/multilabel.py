@@ -25,7 +25,6 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.errors import printable
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
     MIN_IMAGES,
@@ -49,7 +48,7 @@ from vit.tasks.task import (
     forward,
     mixed,
 )
-from vit.text import join_names
+from vit.text import join_names, printable
 from vit.weights.saved_model import set_thresholds
 
 if TYPE_CHECKING:

@@ -21,9 +21,10 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
+from vit.config.merge_settings import FOLDS_FILE, read_fold_settings
 from vit.config.parser import default_run_folder, flatten, make_config
-from vit.config.settings_file import FOLDS_FILE, read_fold_settings
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, RunError
+from vit.text import printable
 from vit.training.checkpoint.run_folder import RESUMABLE_CHANGES, WEIGHTS
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator

@@ -17,10 +17,11 @@ from torch import Tensor
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
-from vit.errors import DataError, VitError, printable
+from vit.errors import DataError, VitError
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.precision import autocast
 from vit.stop_signals import Interrupted
+from vit.text import printable
 from vit.training.distributed.devices import inference_precision
 from vit.training.logging.training_progress import notify
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers

@@ -17,8 +17,8 @@ from torch import Tensor
 from vit.config import Config
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset_types import Splits
-from vit.errors import BadImage, ConfigError, DataError, printable
-from vit.text import plural
+from vit.errors import BadImage, ConfigError, DataError
+from vit.text import plural, printable
 from vit.training.autotune.dry_run import dry_run
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator

@@ -22,9 +22,10 @@ from vit.config.parser import changed_settings, checked, default_run_folder, mak
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
-from vit.errors import RunError, VitError, printable
+from vit.errors import RunError, VitError
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
+from vit.text import printable
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
 from vit.training.checkpoint.run_folder import (

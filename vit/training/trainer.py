@@ -11,8 +11,9 @@ from torch import Tensor
 
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
-from vit.errors import BadImage, WeightsError, quoted
+from vit.errors import BadImage, WeightsError
 from vit.stop_signals import Interrupted
+from vit.text import quoted
 from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint.checkpoint_manager import CheckpointManager

@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.config.parser import checked, default_run_folder, make_config, write_settings
 from vit.config.training_config import TIME_DECIDES
-from vit.errors import BadImage, ConfigError, RunError, VitError, printable, quoted
+from vit.errors import BadImage, ConfigError, RunError, VitError
 from vit.evaluation.tune_report import (
     PAGE_FILE,
     changes_in_words,
@@ -38,7 +38,7 @@ from vit.evaluation.tune_report import (
     verdict,
 )
 from vit.stop_signals import Interrupted
-from vit.text import format_duration, percent
+from vit.text import format_duration, percent, printable, quoted
 from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, convert
-from vit.errors import ConfigError, WeightsError, printable
+from vit.errors import ConfigError, WeightsError
 from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
-from vit.text import join_names
+from vit.text import join_names, printable
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,

@@ -22,7 +22,8 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
-from vit.errors import ConfigError, RunError, WeightsError, printable
+from vit.errors import ConfigError, RunError, WeightsError
+from vit.text import printable
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained

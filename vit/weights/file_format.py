@@ -7,7 +7,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
+from vit.text import printable
 
 FileFormat = Literal["safetensors", "zip", "pickle", "index"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.errors import ConfigError, WeightsError, printable, quoted
-from vit.text import format_megabytes, plural
+from vit.errors import ConfigError, WeightsError
+from vit.text import format_megabytes, plural, printable, quoted
 
 TIMEOUT = 5.0
 """Seconds until the first response of the hub."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from vit.config import DataConfig, ModelConfig
 from vit.config.parser import convert, nearest, section_types
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, WeightsError, printable
+from vit.errors import ConfigError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import join_names
+from vit.text import join_names, printable
 from vit.weights.adapt_weights import adapt_weights, changed_config
 from vit.weights.file_format import read_json
 from vit.weights.formats.huggingface_weights import read_huggingface

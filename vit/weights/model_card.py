@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from vit.errors import printable
+from vit.text import printable
 from vit.version import __version__
 from vit.weights.formats.pretrained import Pretrained
 

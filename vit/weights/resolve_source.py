@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
 from vit.paths import did_you_mean, names_in
-from vit.text import join_names
+from vit.text import join_names, printable
 from vit.weights import hub
 from vit.weights.file_format import ONNX, detect_format, open_file, read_json
 from vit.weights.formats import timm_registry

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.errors import RunError, WeightsError, printable
+from vit.errors import RunError, WeightsError
+from vit.text import printable
 
 DIGEST = "sha256"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

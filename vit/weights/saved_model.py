@@ -20,9 +20,10 @@ from vit.config.parser import parse_decoder_config, parse_model_config
 from vit.config.training_config import TASKS, implied_task
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.errors import RunError, WeightsError, printable
+from vit.errors import RunError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
+from vit.text import printable
 from vit.weights.formats.state_dict_names import check_fit, meta_model
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.formats.timm_weights import from_timm, to_timm

@@ -12,9 +12,9 @@ import torch
 
 from vit.config import ModelConfig
 from vit.config.model_config import BELONGS_TO
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
 from vit.model.initialization import init_weights
-from vit.text import join_names
+from vit.text import join_names, printable
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import State, meta_model
 

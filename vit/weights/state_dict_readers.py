@@ -28,8 +28,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.errors import WeightsError, printable
-from vit.text import join_names
+from vit.errors import WeightsError
+from vit.text import join_names, printable
 from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
 from vit.weights.formats.state_dict_names import wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors

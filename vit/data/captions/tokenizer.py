@@ -20,7 +20,8 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from vit.errors import ConfigError, DataError, WeightsError, printable
+from vit.errors import ConfigError, DataError, WeightsError
+from vit.text import printable
 
 Kind = Literal["bpe", "wordpiece"]
 

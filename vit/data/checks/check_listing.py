@@ -24,8 +24,8 @@ from vit.data.sources.dataset_spec import (
 from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.image_folder import split_folders
 from vit.data.sources.open_dataset import is_folder_source, locate_in_lists, read_source
-from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be fixed in an image list."""

@@ -27,8 +27,7 @@ from vit.data.sources.dataset_warnings import (
     lookalike_names,
     similar_names,
 )
-from vit.errors import printable
-from vit.text import plural
+from vit.text import plural, printable
 
 CACHE_BATCH = 512
 """Statistics that are written to the cache at a time."""

@@ -9,7 +9,7 @@ from vit.data.checks.image_stats import ImageStats
 from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_warnings import compare_origins
-from vit.errors import printable
+from vit.text import printable
 
 SplitAndClasses = Mapping[str, tuple[str, tuple[str, ...]]]
 """Split and classes by path."""

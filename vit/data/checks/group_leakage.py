@@ -7,8 +7,7 @@ from vit.data.archives import relative
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.problems import SHOWN, Problem
 from vit.data.sources.train_val_split import find_groups, group_notes
-from vit.errors import printable
-from vit.text import plural
+from vit.text import plural, printable
 
 
 def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:

@@ -23,8 +23,9 @@ from PIL import Image
 
 from vit.data.archives import open_member
 from vit.data.image_io import Fingerprint, read_header, read_image
-from vit.errors import BadImage, DataError, printable
+from vit.errors import BadImage, DataError
 from vit.paths import user_cache
+from vit.text import printable
 
 VERSION = 2
 """Of the statistics; those of another version are computed again."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit.data.archives import is_inside, relative
-from vit.errors import printable
-from vit.text import plural
+from vit.text import plural, printable
 
 Severity = Literal["error", "warning", "note"]
 """error: training stops; warning: its result may be wrong; note: worth knowing."""

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from vit.data.dataset_types import Sample, Splits
 from vit.data.image_io import check_header
 from vit.data.multilabel_targets import labels_of
-from vit.errors import BadImage, DataError, printable
-from vit.text import join_names, plural
+from vit.errors import BadImage, DataError
+from vit.text import join_names, plural, printable
 
 THREADS = 8
 CHUNK = 64

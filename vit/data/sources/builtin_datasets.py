@@ -31,8 +31,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from vit.data.random_seed import random_seed
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import user_cache
+from vit.text import printable
 
 SHAPES_SIDE = 64
 """Side of an image, in pixels."""

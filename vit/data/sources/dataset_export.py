@@ -31,8 +31,8 @@ from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
-from vit.errors import BadImage, ConfigError, DataError, printable
-from vit.text import join_names, plural
+from vit.errors import BadImage, ConfigError, DataError
+from vit.text import join_names, plural, printable
 
 ExportFormat = Literal["folder", "shards"]
 

@@ -9,8 +9,9 @@ from vit.config import DataConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import did_you_mean
+from vit.text import printable
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 UNSEEN = "unseen"

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from vit.data.archives import MAX_BYTES, open_binary, relative, size_of
 from vit.data.dataset_types import ImagesByClass
-from vit.errors import BadImage, printable
-from vit.text import join_names, plural
+from vit.errors import BadImage
+from vit.text import join_names, plural, printable
 
 IMBALANCE = 10
 """Ratio of the largest class to the smallest one from which on there is a note."""

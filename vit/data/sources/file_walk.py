@@ -8,8 +8,8 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 READABLE = (
     "jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm mpo "

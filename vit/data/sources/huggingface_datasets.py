@@ -22,8 +22,8 @@ from vit.data.sources.list_columns import (
     drop_uncaptioned,
     match_name,
 )
-from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 PREFIX = "hf:"
 PARQUET_SUFFIXES = (".parquet", ".pq")

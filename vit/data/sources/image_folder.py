@@ -11,8 +11,8 @@ from pathlib import Path
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.sources.dataset_spec import LAYOUT, SPLIT_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.file_walk import FolderWalker
-from vit.errors import ConfigError, DataError, printable
-from vit.text import join_names, plural
+from vit.errors import ConfigError, DataError
+from vit.text import join_names, plural, printable
 
 
 def read_folder(spec: DatasetSpec) -> DatasetIndex:

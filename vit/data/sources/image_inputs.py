@@ -13,7 +13,8 @@ from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.open_dataset import read_source
 from vit.data.sources.remote_shards import download_shards, is_remote
 from vit.data.sources.tar_shards import is_shards, list_shard_images, shard_files
-from vit.errors import DataError, printable
+from vit.errors import DataError
+from vit.text import printable
 
 
 def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:

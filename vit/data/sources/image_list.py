@@ -59,8 +59,8 @@ from vit.data.sources.list_files import (
 )
 from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.table_reader import json_kind, wrong
-from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 
 class Entry(NamedTuple):

@@ -5,8 +5,9 @@ import re
 from collections.abc import Sequence
 
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import did_you_mean
+from vit.text import printable
 
 EXCEL = "an Excel workbook", "File > Save As > CSV UTF-8 (Comma delimited) (*.csv)"
 CALC = "a LibreOffice spreadsheet", "File > Save As > Text CSV (.csv)"

@@ -17,8 +17,8 @@ from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
-from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 IMAGE_COLUMNS = (
     *("file_name", "filename", "image", "image_name", "image_path", "image_file"),

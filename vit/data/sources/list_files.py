@@ -25,9 +25,9 @@ from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
 from vit.data.sources.list_columns import choose_columns
 from vit.data.sources.list_formats import has_captions, has_classes, read_rows
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import did_you_mean
-from vit.text import join_names, plural
+from vit.text import join_names, plural, printable
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Of lists of classes."""

@@ -40,8 +40,8 @@ from vit.data.sources.table_reader import (
     whole_text,
     wrong,
 )
-from vit.errors import DataError, printable
-from vit.text import join_names
+from vit.errors import DataError
+from vit.text import join_names, printable
 
 EXPECTED = (
     "expected a table (CSV, TSV) with a header such as `image,caption`, JSON lines such as "

@@ -32,8 +32,8 @@ from vit.data.sources.remote_shards import is_remote, read_remote
 from vit.data.sources.tar_shards import is_shards, read_shards
 from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.data.sources.train_val_split import Fold, split_train_val
-from vit.errors import ConfigError, DataError, printable
-from vit.text import join_names, plural
+from vit.errors import ConfigError, DataError
+from vit.text import join_names, plural, printable
 
 Reader = Callable[[DatasetSpec], DatasetIndex]
 HeldOut = Callable[[Path, Collection[str]], Collection[str]]

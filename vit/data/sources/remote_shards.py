@@ -18,9 +18,9 @@ from typing import Any
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import COMPRESSED, expand_braces, read_shards
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import user_cache
-from vit.text import format_megabytes, plural
+from vit.text import format_megabytes, plural, printable
 
 RESERVED_BYTES = 2**28
 """Space to leave free on the disk of the cache."""

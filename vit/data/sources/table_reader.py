@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
-from vit.errors import DataError, printable
-from vit.text import plural
+from vit.errors import DataError
+from vit.text import plural, printable
 
 MAX_BYTES = 10 * 2**30
 MAX_JSON_BYTES = 2 * 2**30

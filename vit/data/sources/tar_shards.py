@@ -48,8 +48,8 @@ from vit.data.sources.list_columns import (
 )
 from vit.data.sources.table_reader import whole_text
 from vit.data.tar_index import BadShard, TarIndex
-from vit.errors import DataError, printable
-from vit.text import join_names, plural
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 MAX_SHARDS = 100_000
 COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)

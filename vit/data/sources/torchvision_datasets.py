@@ -16,8 +16,9 @@ from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.sources.dataset_export import atomic_folder, write_shards
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import read_shards
-from vit.errors import DataError, printable
+from vit.errors import DataError
 from vit.paths import user_cache
+from vit.text import printable
 
 PREFIX = "torchvision:"
 SPLIT_NAMES = {"train": ("train", "trainval"), "val": ("val", "valid"), "test": ("test",)}

@@ -20,8 +20,8 @@ from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.random_seed import random_seed
 from vit.data.sources.dataset_spec import VAL_NAMES, DatasetSpec
-from vit.errors import ConfigError, DataError, printable
-from vit.text import join_names, plural
+from vit.errors import ConfigError, DataError
+from vit.text import join_names, plural, printable
 
 UNEVEN = 1 / 3
 """Relative deviation from the requested share of a class from which on there is a note."""

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vit.errors import DataError, RunError, WeightsError, printable
+from vit.errors import DataError, RunError, WeightsError
+from vit.text import printable
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.training_state import TrainingState

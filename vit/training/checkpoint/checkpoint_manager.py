@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vit.errors import RunError, printable
+from vit.errors import RunError
+from vit.text import printable
 from vit.training.checkpoint.best_checkpoints import BestEpochs, Event
 from vit.training.checkpoint.checkpoint import (
     CHECKPOINTS,

@@ -14,8 +14,9 @@ from vit.config.parser import flatten, make_config, read_settings, write_setting
 from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, RunError
 from vit.evaluation.run_report import REPORT_FILE
+from vit.text import printable
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.trackers import TRACKING
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text

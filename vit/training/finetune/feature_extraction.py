@@ -38,10 +38,10 @@ from vit.data.dataloader import OnBadImage, default_workers
 from vit.data.dataset_types import Sample
 from vit.data.image_io import check_header, read_image
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, DataError, RunError, WeightsError, printable
+from vit.errors import BadImage, DataError, RunError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
-from vit.text import plural
+from vit.text import plural, printable
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.weights.safetensors_io import digest, explain_write_errors, read_tensors, write_tensors

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.errors import ConfigError, WeightsError, printable
+from vit.errors import ConfigError, WeightsError
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import printable
 from vit.training.finetune.freezing import HEAD, freeze_except, trainable_line
 
 A, B = "lora_a", "lora_b"

@@ -10,7 +10,8 @@ from typing import Any
 
 from vit.config import DataConfig
 from vit.config.parser import flatten
-from vit.errors import BadImage, RunError, printable, quoted
+from vit.errors import BadImage, RunError
+from vit.text import printable, quoted
 from vit.training.distributed.collectives import on_main
 from vit.training.logging.trackers import Tracking
 from vit.training.logging.training_progress import Progress, notify

@@ -30,7 +30,8 @@ from accelerate.tracking import (
     get_available_trackers,
 )
 
-from vit.errors import ConfigError, printable
+from vit.errors import ConfigError
+from vit.text import printable
 from vit.training.logging.training_progress import notify
 from vit.weights.safetensors_io import explain_write_errors, write_text
 

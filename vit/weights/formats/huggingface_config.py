@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
+from vit.text import printable
 from vit.weights.formats.state_dict_names import State
 
 MULTILABEL = "multi_label_classification"

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, WeightsError, printable
+from vit.errors import ConfigError, WeightsError
+from vit.text import printable
 
 RESAMPLES = {2: "bilinear", 3: "bicubic"}
 BYTE = 1 / 255

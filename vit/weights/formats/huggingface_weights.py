@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.errors import ConfigError, WeightsError, printable
-from vit.text import join_names
+from vit.errors import ConfigError, WeightsError
+from vit.text import join_names, printable
 from vit.weights.formats.huggingface_config import (
     MODEL_TYPE,
     MULTILABEL,

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.errors import WeightsError, printable
-from vit.text import join_names
+from vit.errors import WeightsError
+from vit.text import join_names, printable
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,

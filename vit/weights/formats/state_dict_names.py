@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import DecoderConfig, ModelConfig
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
 from vit.model.build import assemble_captioner, assemble_model
 from vit.model.relative_position_bias import PREFIX_ROWS
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import join_names
+from vit.text import join_names, printable
 
 State = dict[str, Tensor]
 Table = tuple[tuple[str, str], ...]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from vit.errors import WeightsError, printable
+from vit.errors import WeightsError
+from vit.text import printable
 from vit.weights.formats.timm_network import MODULES, REFUSALS, config_from_timm
 
 

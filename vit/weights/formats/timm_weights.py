@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, WeightsError, printable
-from vit.text import join_names
+from vit.errors import ConfigError, WeightsError
+from vit.text import join_names, printable
 from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
 from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
 from vit.weights.formats.pretrained import Pretrained

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.errors import ConfigError, WeightsError, printable
+from vit.errors import ConfigError, WeightsError
+from vit.text import printable
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     State,

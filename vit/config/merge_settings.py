@@ -9,7 +9,8 @@ from typing import Any
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, default_run_folder, read_settings
 from vit.config.training_config import TIME_DECIDES
-from vit.errors import ConfigError, RunError, printable
+from vit.errors import ConfigError, RunError
+from vit.text import printable
 
 FOLDS_FILE = "folds.json"
 """Record of a cross-validation, in the folder of its runs."""
