@@ -333,7 +333,8 @@ def decide_optimisation(plan: Plan) -> None:
             plan.decide("weight_decay", 0.02, "short trainings need little")
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
     if plan.given.get("depth", 2) > 1:
-        plan.decide("drop_path", 0.1 if plan.passes > 60 else 0.05, counted_passes(plan.passes))
+        rate = 0.1 if plan.passes > 60 else 0.05 if plan.passes > 40 else 0.0
+        plan.decide("drop_path", rate, counted_passes(plan.passes))
 
 
 def decide_augmentation(plan: Plan) -> None:
