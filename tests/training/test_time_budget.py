@@ -105,11 +105,11 @@ def test_the_schedule_ends_within_the_time(clock, fit):
 
 
 def test_images_that_grow_cost_less_at_first(clock, fit):
-    config, _, fitted = fit(100.0, time="5m", **GROWING)
+    _, _, fitted = fit(100.0, time="5m", **GROWING)
     assert set(clock.steps) == {8, 32}  # the smallest and the full size were measured
     steps, epochs = fitted.training.steps, fitted.training.epochs
     sides = [
-        image_side(config, step // fitted.training.epoch_steps, epochs) for step in range(steps)
+        image_side(fitted, step // fitted.training.epoch_steps, epochs) for step in range(steps)
     ]
     assert {8, 12, 16, 20, 24, 28, 32} == set(sides)
     spent = clock.now - 100
@@ -118,6 +118,12 @@ def test_images_that_grow_cost_less_at_first(clock, fit):
     assert 0.98 * 300 < needed <= 0.985 * 300
     _, _, full = fit(100.0, time="5m", image_size=32, patch_size=4)
     assert full.training.steps < steps
+
+
+def test_the_last_whole_epoch_has_images_of_full_size(clock, fit):
+    config, _, _ = fit(clock.now, time="5m", **GROWING)
+    sides = [image_side(time_budget.with_growth(config, 4.3), epoch, 5) for epoch in range(5)]
+    assert sides == [8, 16, 24, 32, 32]
 
 
 def test_an_epoch_remains_a_pass_over_the_images_if_settings_count_in_epochs(clock, fit):

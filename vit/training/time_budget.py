@@ -85,6 +85,7 @@ class Costs:
 
     def between(self, config: Config, epoch_steps: int, first: int, last: int) -> float:
         """Seconds of steps `first` to `last`, excluded, of a run of `last` steps."""
+        config = with_growth(config, last / epoch_steps)
         epochs = math.ceil(last / epoch_steps)
         sides: Counter[int] = Counter()
         for epoch in range(first // epoch_steps, epochs):
@@ -174,6 +175,7 @@ def fit_time(
     chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
     try:
         fitted = with_training(config, steps=steps, epochs=epochs, epoch_steps=chosen, time=None)
+        fitted = with_growth(fitted, steps / epoch_steps)
     except ConfigError as error:
         raise ConfigError(
             f"time={config.training.time} has room for {counted(epochs, 'epoch')}: {error}"
@@ -210,15 +212,22 @@ def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
     if training.cooldown_epochs is not None:
         cooldown = training.cooldown_epochs
     stable = min(max(round(steps / epoch_steps - cooldown), 0), epochs - 1)
-    growth = None
-    if training.start_image_size is not None:
-        growth = GROWN * epochs if training.growth_epochs is None else training.growth_epochs
     return with_training(
         config,
         warmup_epochs=training.warmup,
         cooldown_epochs=steps / epoch_steps - stable,
-        growth_epochs=growth,
     )
+
+
+def with_growth(config: Config, epochs: float) -> Config:
+    """`config` of a run of so many epochs with the number of them after which images are large.
+
+    Of 4.3 epochs the last one is not counted as a whole: else only that one had full size.
+    """
+    training = config.training
+    if training.start_image_size is None or training.growth_epochs is not None:
+        return config
+    return with_training(config, growth_epochs=GROWN * epochs)
 
 
 def settle_steps(
