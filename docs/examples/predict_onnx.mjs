@@ -9,7 +9,7 @@ import ort from "onnxruntime-node";
 import sharp from "sharp";
 
 // The metadata of an ONNX file. onnxruntime's JavaScript API does not return it, so it is read from
-// the protobuf message: each field 14 of the model is an entry with a key (field 1) and a value (2).
+// the protobuf message: each field 14 of the model is an entry, with key (field 1) and value (2).
 function metadata(bytes) {
   const found = {};
   for (const [field, entry] of fields(bytes)) {
