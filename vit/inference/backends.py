@@ -77,7 +77,7 @@ def select_engine(model: str, requested: str | None) -> str:
 
 
 def open_predictor(
-    model: str, engine: str, settings: dict[str, Any], images: Sequence[str], *, explain: bool
+    model: str, engine: str, settings: dict[str, Any], images: Sequence[str], *, explain: str | None
 ) -> ImagePredictor:
     """Open a model; exported networks without importing torch.
 
@@ -86,7 +86,7 @@ def open_predictor(
         engine: From `select_engine`.
         settings: Of the Predictor.
         images: The whole list; with precision auto, a trial on them chooses the arithmetic.
-        explain: Whether its predictions are explained, which exported networks refuse.
+        explain: Folder of drawings, which exported networks refuse; None for none.
 
     Raises:
         VitError: The model or a setting cannot be used.

@@ -317,8 +317,8 @@ def open_predictor_on_all(
     settings = config.predictor_settings() | {"device": group.device(config.device)}
 
     def open_with(precision: str) -> ImagePredictor:
-        explain, chosen = config.explain is not None, settings | {"precision": precision}
-        return open_predictor(config.model, engine, chosen, images, explain=explain)
+        chosen = settings | {"precision": precision}
+        return open_predictor(config.model, engine, chosen, images, explain=config.explain)
 
     predictor = group.run_on_all(lambda: None if group.rank else open_with(precision))
     precision = group.run_on_main(lambda: predictor.precision if predictor else precision)
