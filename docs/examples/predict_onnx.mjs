@@ -1,15 +1,15 @@
-// Classify images with a file of `vit export` in Node.js: npm install onnxruntime-node sharp
+// Label pictures with a file of `vit export`, in node: npm install onnxruntime-node sharp
 //
 //     node predict_onnx.mjs model.onnx cat.jpg dog.png
 //
-// In a browser: import "onnxruntime-web", fetch the bytes of the model, and take the pixels from a
-// canvas without their alpha channel. The rest is the same.
+// In a browser, import "onnxruntime-web", fetch the model's bytes, and take the pixels from a
+// canvas, without every fourth byte; the rest stays as it is.
 import { readFile } from "node:fs/promises";
 import ort from "onnxruntime-node";
 import sharp from "sharp";
 
-// The metadata of an ONNX file. onnxruntime's JavaScript API does not return it, so it is read from
-// the protobuf message: each field 14 of the model is an entry, with key (field 1) and value (2).
+// What the file says of itself. onnxruntime's JavaScript does not tell, but it is plain protobuf:
+// field 14 of the model, of which field 1 is a name and field 2 its value.
 function metadata(bytes) {
   const found = {};
   for (const [field, entry] of fields(bytes)) {
@@ -21,7 +21,6 @@ function metadata(bytes) {
   return found;
 }
 
-// The length-delimited fields of a protobuf message: [field number, bytes].
 function* fields(bytes) {
   let place = 0;
   const number = () => {
@@ -38,8 +37,7 @@ function* fields(bytes) {
   }
 }
 
-// An image at its own size, rotated by its EXIF orientation, RGB, transparency over white:
-// uint8 [1, height, width, 3]. The network in the file resizes and normalises it.
+// Upright, RGB over white, as it is: uint8 [1, height, width, 3].
 async function pixels(path) {
   const image = sharp(path).rotate().flatten({ background: "white" }).toColourspace("srgb");
   const { data, info } = await image.removeAlpha().raw().toBuffer({ resolveWithObject: true });

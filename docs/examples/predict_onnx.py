@@ -1,4 +1,4 @@
-"""Classify images with a file of `vit export`, with onnxruntime, numpy and Pillow, without vit.
+"""Label images with a file of `vit export`: onnxruntime, numpy, Pillow, and nothing of vit.
 
 python predict_onnx.py model.onnx cat.jpg dog.png
 """
@@ -12,11 +12,7 @@ from PIL import Image, ImageOps
 
 
 def pixels(path: str) -> np.ndarray:
-    """Read an image at its own size; the network in the file resizes and normalises it.
-
-    Returns:
-        RGB rotated by the EXIF orientation, transparency over white, uint8 (1, height, width, 3).
-    """
+    """The image, upright and RGB over white, as it is: uint8 (1, height, width, 3)."""
     image = ImageOps.exif_transpose(Image.open(path))
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         raise SystemExit(f"{path}: convert images of 16 bits to 8 first")
@@ -28,15 +24,15 @@ def pixels(path: str) -> np.ndarray:
 
 def main(model: str, *paths: str) -> None:
     options = onnxruntime.SessionOptions()
-    # without this, matrix products of int8 files overflow on x86 CPUs without VNNI
+    # int8 files: else products overflow on x86 CPUs without VNNI
     options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
     for path in paths:
         (probabilities,) = session.run(["probabilities"], {"images": pixels(path)})[0]
         best = probabilities.argsort()[::-1][:5]
-        predictions = [{"label": classes[i], "score": float(probabilities[i])} for i in best]
-        print(json.dumps({"image": path, "predictions": predictions}, ensure_ascii=False))
+        answers = [{"label": classes[i], "score": float(probabilities[i])} for i in best]
+        print(json.dumps({"image": path, "predictions": answers}, ensure_ascii=False))
 
 
 if __name__ == "__main__":

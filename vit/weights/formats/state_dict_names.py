@@ -95,7 +95,7 @@ def wrapper_prefix(names: Iterable[str], wrappers: Sequence[str]) -> str:
 
 
 def to_float32(state: Mapping[str, Tensor]) -> State:
-    """Convert the tensors to float32 on the CPU.
+    """Convert the tensors to float32 on the CPU; those without data stay on the meta device.
 
     Raises:
         WeightsError: A tensor has integers, or is a single number.
@@ -105,7 +105,10 @@ def to_float32(state: Mapping[str, Tensor]) -> State:
             raise WeightsError(f"{printable(name)} holds {tensor.dtype}, expected floats")
         if not tensor.ndim:
             raise WeightsError(f"{printable(name)} is a single number")
-    return {name: tensor.detach().cpu().float() for name, tensor in state.items()}
+    return {
+        name: tensor.detach().to("meta" if tensor.is_meta else "cpu", torch.float32)
+        for name, tensor in state.items()
+    }
 
 
 def fuse_qkv(state: Mapping[str, Tensor]) -> State:

@@ -30,6 +30,7 @@ from vit.weights.formats.state_dict_names import (
     flatten_patches,
     fuse_qkv,
     meta_model,
+    to_float32,
 )
 from vit.weights.formats.timm_network import (
     RotaryOrder,
@@ -289,7 +290,7 @@ def _ours(
     kept = {name: tensor for name, tensor in theirs.items() if name != PERIODS}
     if len(kept) < len(theirs):
         notes.append(f"left out: {PERIODS} (computed from rotary_temperature)")
-    ours = {name: tensor.float() for name, tensor in from_timm(kept).items()}
+    ours = from_timm(to_float32(kept))
     biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
     if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
         notes.append(f"left out: {join_names(biases, 3)} (all zeros, and the network has none)")
