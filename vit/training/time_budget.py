@@ -141,7 +141,7 @@ def fit_time(
         config: Settings; `accumulate` is known.
         splits: The images, some of which are read.
         accelerator: The devices; all processes choose the same number.
-        say: Told in one line what was found.
+        notify: Called with one line about the steps that fit.
         began: When the run was started, by `time.monotonic`.
 
     Returns:
@@ -220,9 +220,9 @@ def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
 
 
 def with_growth(config: Config, epochs: float) -> Config:
-    """`config` of a run of so many epochs with the number of them after which images are large.
+    """`config` with `growth_epochs` for a run of `epochs`, which need not be a whole number.
 
-    Of 4.3 epochs the last one is not counted as a whole: else only that one had full size.
+    Rounded up, a run of 4.1 epochs would use images of full size in its last 0.1 epochs only.
     """
     training = config.training
     if training.start_image_size is None or training.growth_epochs is not None:
