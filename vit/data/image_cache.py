@@ -47,6 +47,8 @@ MAX_TOTAL_BYTES = 100 * 2**30
 """Limit of all caches in a folder together; a single one may be larger."""
 CHUNK = 256
 """Images that are decoded at a time."""
+MAX_SIZED = 4096
+"""Images whose headers are read to estimate the size of a cache; all of them if there are fewer."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -198,9 +200,10 @@ class _Builder:
     ) -> None:
         self.paths, self.index, self.side, self.file = paths, index.copy(), side, file
         self.threads = threads
+        sampled = paths[:: math.ceil(len(paths) / MAX_SIZED)]
         with ThreadPoolExecutor(threads, "cache-size") as pool:
-            sizes = pool.map(self._pixel_bytes, paths, chunksize=CHUNK)
-            self.bytes = HEADER_BYTES + index.nbytes + sum(sizes)
+            size = sum(pool.map(self._pixel_bytes, sampled, chunksize=CHUNK))
+        self.bytes = HEADER_BYTES + index.nbytes + size * len(paths) // len(sampled)
 
     def reserve_space(self, kind: Kind, notify: Callable[[str], None]) -> None:
         """Evict caches beyond the limit, and in memory all that no process maps.
@@ -221,6 +224,7 @@ class _Builder:
                 "images"
             )
         where = "memory" if kind == "ram" else printable(self.file)
+        about = "about " if len(self.paths) > MAX_SIZED else ""
         deleted = [size for path, size in old.items() if is_unused(path, delete=True)]
         if deleted:
             limit_note = f"for the caches to stay within {MAX_TOTAL_BYTES // 2**30} GiB"
@@ -231,7 +235,7 @@ class _Builder:
             )
         notify(
             f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
-            f"{format_bytes(self.bytes)} of {where}"
+            f"{about}{format_bytes(self.bytes)} of {where}"
         )
 
     def build(self, advance: Callable[[int], object]) -> ImageCache:

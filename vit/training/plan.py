@@ -204,6 +204,10 @@ def with_chosen_weights(
 def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
     side, grey, aspect = look_at_images(splits.train)
+    speeds = {
+        row: measured_flops(config, accelerator, row)
+        for row in (with_given(row, side, {}) for row in ladder_for(side)[:MEASURED])
+    }
     return Facts(
         images=len(splits.train),
         classes=len(splits.classes),
@@ -213,11 +217,8 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         validation=len(splits.val),
         divided=splits.made,
         device=accelerator.device.type,
-        flops=measured_flops(config, accelerator, PROBE),
-        speeds=tuple(
-            measured_flops(config, accelerator, with_given(row, side, {}))
-            for row in ladder_for(side)[:MEASURED]
-        ),
+        flops=speeds.get(PROBE) or measured_flops(config, accelerator, PROBE),
+        speeds=tuple(speeds.values()),
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=config.training.seconds,
         processes=accelerator.num_processes,
