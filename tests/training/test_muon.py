@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vit.config import TrainingConfig
 from vit.config.parser import make_config
 from vit.errors import ConfigError
+from vit.training import muon
 from vit.training import muon as ours
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.muon import COEFFICIENTS, SCALES, Muon, compute_dtype, orthogonalize
@@ -88,6 +89,27 @@ def test_defaults_are_those_of_timms_factory():
     our = Muon(parameters([(8, 8)])).defaults
     del our["use_fallback"]
     assert our == {name: their[name] for name in our}
+
+
+def test_iterations_in_bf16_end_near_those_in_float32(monkeypatch):
+    used = []
+
+    def recorded(matrices, coefficients, eps):
+        used.append(matrices.dtype)
+        return orthogonalize(matrices, coefficients, eps)
+
+    monkeypatch.setattr(muon, "orthogonalize", recorded)
+    model = network()
+    start, moved = [p.detach().clone() for p in model.parameters()], []
+    for bf16 in (False, True):
+        model.load_state_dict(network().state_dict())
+        config = TrainingConfig(optimizer="muon", weight_decay=0.0)
+        make_optimizer(with_gradients(model), config, depth=2, bf16=bf16).step()
+        moved.append([p.detach() - q for p, q in zip(model.parameters(), start, strict=True)])
+    half = len(used) // 2
+    assert used == [torch.float32] * half + [torch.bfloat16] * half
+    for exact, rounded in zip(*moved, strict=True):
+        assert (exact - rounded).norm() < 0.05 * exact.norm() + 1e-12
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)

@@ -55,8 +55,7 @@ class Update(NamedTuple):
 class Muon(Optimizer):
     """Muon for matrices, AdamW for everything else.
 
-    The iterations run in float32 on CPUs (float64 for parameters in float64), since bf16 is slow
-    there, and in bf16 on GPUs, as in Jordan et al. `step` never waits for a GPU.
+    `step` never waits for a GPU.
 
     Its state is timm's: `momentum_buffer` of a matrix; `step`, `exp_avg` and `exp_avg_sq` of
     anything else.
@@ -72,6 +71,9 @@ class Muon(Optimizer):
         adjust_lr_fn: Name of the factor on the learning rate of a matrix, in `SCALES`.
         eps: Least norm of a momentum, and what AdamW adds to its denominator.
         betas: Decays of AdamW's two moments, in [0, 1); nothing for matrices.
+        ns_dtype: Type in which the iterations compute. By default bf16 on GPUs, as in Jordan et
+            al., and float32 on CPUs, many of which are slow in bf16; always float64 for parameters
+            in float64.
 
     Raises:
         ValueError: A setting is out of its range, or Muon is to move what is no matrix.
@@ -89,6 +91,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         eps: float = 1e-7,
         betas: tuple[float, float] = (0.9, 0.95),
+        ns_dtype: torch.dtype | None = None,
     ) -> None:
         if min(lr, weight_decay, eps) < 0:
             raise ValueError(f"lr={lr}, weight_decay={weight_decay}, eps={eps}: none is below 0")
@@ -109,6 +112,7 @@ class Muon(Optimizer):
             "use_fallback": False,
         }
         super().__init__(params, defaults)
+        self.ns_dtype = ns_dtype  # of this machine, so not of its state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -134,7 +138,7 @@ class Muon(Optimizer):
                 alike[_kind(update.parameter, group)].append(update)
         for (shape, _, _, name, eps), updates in alike.items():
             for part in _chunks(updates, max(1, STACK // shape.numel())):
-                _apply(part, COEFFICIENTS[name], eps)
+                _apply(part, COEFFICIENTS[name], eps, self.ns_dtype)
         return loss
 
     def _step_momentum(self, group: dict[str, Any], parameters: list[Tensor]) -> Iterator[Update]:
@@ -212,11 +216,11 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
     return x
 
 
-def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """Of the iterations: bf16 on a GPU, elsewhere float32; float64 where parameters are."""
+def compute_dtype(parameter: Tensor, chosen: torch.dtype | None = None) -> torch.dtype:
+    """Of the iterations: as chosen, or bf16 on GPUs and float32 elsewhere; float64 of float64."""
     if parameter.dtype == torch.float64:
         return torch.float64
-    return torch.bfloat16 if parameter.device.type == "cuda" else torch.float32
+    return chosen or (torch.bfloat16 if parameter.device.type == "cuda" else torch.float32)
 
 
 def _kind(parameter: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -230,13 +234,15 @@ def _chunks(updates: Sequence[Update], size: int) -> Iterator[Sequence[Update]]:
         yield updates[start : start + size]
 
 
-def _apply(updates: Sequence[Update], coefficients: Coefficients, eps: float) -> None:
+def _apply(
+    updates: Sequence[Update], coefficients: Coefficients, eps: float, dtype: torch.dtype | None
+) -> None:
     """Move matrices of one size, tall or wide, along their orthogonal directions."""
     parameters = [update.parameter for update in updates]
     tall = [p.shape[0] > p.shape[1] for p in parameters]
     sides = zip(updates, tall, strict=True)
     stack = torch.stack([u.momentum.mT if turned else u.momentum for u, turned in sides])
-    stack = orthogonalize(stack.to(compute_dtype(stack)), coefficients, eps)
+    stack = orthogonalize(stack.to(compute_dtype(stack, dtype)), coefficients, eps)
     moves = list(stack.to(parameters[0].dtype).unbind())
     torch._foreach_mul_(moves, [update.factor for update in updates])
     turns = zip(moves, tall, strict=True)

@@ -83,10 +83,18 @@ def layer_of(name: str, depth: int) -> int:
     return 0 if name.startswith(("patch_embed.", "norm_pre.", *TOKENS)) else depth + 1
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> Optimizer:
+def make_optimizer(
+    model: nn.Module, config: TrainingConfig, *, depth: int, bf16: bool = False
+) -> Optimizer:
     """The optimiser named in `config`, over the parameters of `model`.
 
     AdamW is torch's, Muon our own; every other name is looked up in timm's factory.
+
+    Args:
+        model: The network.
+        config: Settings.
+        depth: Blocks of the network.
+        bf16: Whether the network computes in bf16; then Muon's iterations do, on CPUs too.
 
     Raises:
         ConfigError: timm has no optimiser of that name, or it does not take these settings.
@@ -104,6 +112,8 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, *, depth: int) -> O
     if config.optimizer == "muon":
         fallback = 1.0 if config.fallback_lr is None else config.fallback_lr / config.lr
         split = _for_muon(groups, fallback=fallback)
+        if bf16:
+            options["ns_dtype"] = torch.bfloat16
         return Muon(split, lr=config.lr, momentum=MUON_MOMENTUM, nesterov=True, **options)
     return _timm_optimizer(groups, config, options)
 

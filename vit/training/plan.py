@@ -257,9 +257,9 @@ def measured_flops(config: Config, accelerator: Accelerator, row: Network) -> fl
         network = create_model("vit_tiny_patch16_224", **settings).to(device)
         images = torch.randn(PROBE_BATCH, 3, row.side, row.side).to(device)
     training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
-    optimizer = make_optimizer(network, training, depth=row.depth)
-    labels = torch.arange(PROBE_BATCH, device=device)
     precision = inference_precision(config.run.precision, device)
+    optimizer = make_optimizer(network, training, depth=row.depth, bf16=precision == "bf16")
+    labels = torch.arange(PROBE_BATCH, device=device)
     seconds: list[float] = []
     while len(seconds) < 2 or (sum(seconds[1:]) < PROBE_SECONDS and len(seconds) < PROBE_STEPS):
         began = time.perf_counter()

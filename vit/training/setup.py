@@ -131,7 +131,8 @@ def make_training(
     if config.run.compile:
         raise_recompile_limit(2 * len(config.model.training_patch_sizes) + 4)
         network.compile()
-    optimizer = make_optimizer(network, training, depth=config.model.depth)
+    bf16 = accelerator.mixed_precision == "bf16"
+    optimizer = make_optimizer(network, training, depth=config.model.depth, bf16=bf16)
     sync_batch_norm(network, accelerator.num_processes)
     model, prepared = accelerator.prepare(network, optimizer)
     # of the parameters as they are now: sharding has replaced them
