@@ -11,6 +11,7 @@ from vit.commands.main import main
 from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
 from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
+from vit.export import export_formats, verification
 from vit.exported.onnx_captioner import ExportedCaptioner
 from vit.exported.onnx_session import OnnxSession
 from vit.model.build import build_captioner
@@ -89,12 +90,22 @@ def said(capsys):
     return line
 
 
-def test_a_classifier_becomes_one_verified_file(tiny_run, tmp_path, capsys, tiny_data):
+def test_a_classifier_becomes_one_verified_file(tiny_run, tmp_path, capsys, tiny_data, monkeypatch):
     out, numbers = tmp_path / "pets.onnx", tmp_path / "pets.json"
+    before: list[str] = []
+
+    def verify(file, run):
+        before.append(capsys.readouterr().out)
+        assert OnnxSession(file)
+        return verification.verify(file, run=run)
+
+    monkeypatch.setattr(export_formats, "verify", verify)
     flags = ("--validation", tiny_data, "--json", numbers, "--precision", "fp16")
     assert export(tiny_run, "--out", out, *flags) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"written: {out} (")
+    assert len(before) == 1
+    assert before[0].startswith(f"written: {out} (")
+    assert printed.out == ""
     assert "top-1: run " in printed.err
     found = json.loads(numbers.read_text())
     assert found["precision"] == "fp16"

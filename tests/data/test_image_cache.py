@@ -19,11 +19,12 @@ from vit.data import image_cache as cache_module
 from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ConstantTransform
 from vit.data.dataset_types import Sample
-from vit.data.image_cache import UNREADABLE, ImageCache, cache_side, locked, open_cache
+from vit.data.image_cache import UNREADABLE, ImageCache, cache_side, open_cache
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
 from vit.data.transforms import TrainingTransform
 from vit.errors import DataError
+from vit.file_lock import locked
 
 
 @pytest.fixture

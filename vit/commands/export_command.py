@@ -1,12 +1,16 @@
 """`vit export`: a trained network becomes a file that runs without the code that trained it."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from vit.commands.command_options import positive_int
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
 from vit.output.output_file import check_output
 from vit.text import printable
+
+if TYPE_CHECKING:
+    from vit.export.export_onnx import Exported
 
 # flags that `export` takes under their own names
 EXPORT_OPTIONS = ("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop")
@@ -75,13 +79,17 @@ def run(args: argparse.Namespace) -> int:
         precision=args.precision,
         overwrite=args.overwrite,
         notify=notify,
+        on_written=_print_files,
         **options,
     )
-    for path, size in report.exported.files:
-        print(f"written: {printable(path)} ({size / 1e6:,.1f} MB)")
     for line in report.lines():
         notify(line)
     write_json(args.json, report.to_dict())
     if not report.agrees:
         raise VitError(f"{printable(args.out)} does not agree with the run: do not use it")
     return 0
+
+
+def _print_files(exported: "Exported") -> None:
+    for path, size in exported.files:
+        print(f"written: {printable(path)} ({size / 1e6:,.1f} MB)", flush=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from vit.cpu_cores import usable_cores
 from vit.data.dataset import Batch, ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
 from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
@@ -51,9 +52,7 @@ def ignore_worker_warnings() -> Iterator[None]:
 
 def default_workers(world_size: int) -> int:
     """Number of loader processes of one device: its share of the cores, at most 8."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(max(cores // world_size, 1), MAX_WORKERS)
+    return min(max(usable_cores() // world_size, 1), MAX_WORKERS)
 
 
 def wait_for_exiting_threads() -> None:

@@ -17,10 +17,10 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from vit.data.free_space import free_bytes
 from vit.data.image_io import Pixels, file_fingerprint, read_pixels, read_size
 from vit.errors import BadImage, DataError
+from vit.file_lock import lock_file, locked
 from vit.paths import user_cache
 from vit.text import format_bytes, printable
 
@@ -343,39 +344,11 @@ def header_of(index: bytes) -> bytes:
     return (MAGIC + hashlib.sha256(index).hexdigest().encode()).ljust(HEADER_BYTES)
 
 
-@contextlib.contextmanager
-def locked(lock: Path) -> Iterator[None]:
-    """Hold the builder's lock, where the system has locks; wait for another builder."""
-    with lock.open("ab") as file:
-        lock_file(file, wait=True)
-        yield
-
-
-def lock_file(file: BinaryIO, *, wait: bool, shared: bool = False) -> bool:
-    """Lock `file` until it and its mappings are closed; False if another process holds it.
-
-    Args:
-        file: An open file.
-        wait: Wait until the other process releases it.
-        shared: Share the lock with all processes that request it shared.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows: of two builders the last one wins
-        return True
-    try:
-        operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(file, operation | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
-
-
 def delete_unfinished(folder: Path) -> None:
     """Delete the files of killed builders; a live builder holds a lock on its file."""
     for left in folder.glob("images-*.building-*"):
         with contextlib.suppress(OSError), left.open("ab") as file:
-            if lock_file(file, wait=False):
+            if lock_file(file):
                 left.unlink()
 
 
@@ -401,7 +374,7 @@ def caches_to_evict(folder: Path, file: Path, limit: int) -> dict[Path, int]:
 def is_unused(path: Path, *, delete: bool = False) -> bool:
     """Whether `path` is a cache that no process maps; if so, it may be deleted at once."""
     with contextlib.suppress(OSError), path.open("r+b") as file:
-        if file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX and lock_file(file, wait=False):
+        if file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX and lock_file(file):
             if delete:
                 path.unlink()
             return True

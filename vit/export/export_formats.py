@@ -78,6 +78,7 @@ def export(
     *,
     to: str | None = None,
     notify: Notify | None = print_to_stderr,
+    on_written: Callable[[Exported], None] = lambda _: None,
     **options: Any,
 ) -> ExportReport:
     """Export a run and verify the file, as `vit export`.
@@ -86,6 +87,7 @@ def export(
         run, notify, options: As for `export_onnx`.
         out: The file to write.
         to: onnx, openvino or torch; by the suffix of `out` by default.
+        on_written: Called when the files are complete and in place, before they are verified.
 
     Raises:
         VitError: It cannot be exported, written or compared.
@@ -95,6 +97,7 @@ def export(
     if to not in FORMATS:
         raise VitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
     exported = FORMATS[to][1](run, out, notify=notify, **options)
+    on_written(exported)
     return ExportReport(
         run=os.fspath(run),
         to=to,

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from PIL import Image
 
+from vit.cpu_cores import usable_cores
 from vit.data.image_io import read_image, read_size
 from vit.errors import BadImage, ConfigError
 from vit.exported.onnx_session import Array
@@ -34,7 +35,7 @@ def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tu
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
-    return batch_size or BATCH_SIZE, workers or min(8, os.cpu_count() or 1)
+    return batch_size or BATCH_SIZE, workers or min(8, usable_cores())
 
 
 def image_paths(images: Iterable[PathLike]) -> Iterator[str]:

@@ -5,7 +5,6 @@ threads inside one matrix product would wait for each other at every layer
 (benchmarks/results/prediction_xeon_2026-11-21.md). On other devices the threads only read images.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
+from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
@@ -101,7 +101,7 @@ def default_batch_size(config: ModelConfig, device: torch.device, *, captions: b
 
 def default_num_threads(device: torch.device) -> int:
     """One thread a core, on a CPU one a thread of torch; at most 8."""
-    return min(8, torch.get_num_threads() if device.type == "cpu" else os.cpu_count() or 1)
+    return min(8, torch.get_num_threads() if device.type == "cpu" else usable_cores())
 
 
 def make_thread_pool(count: int) -> ThreadPoolExecutor:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vit.cpu_cores import usable_cores
 from vit.errors import ConfigError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
@@ -93,7 +94,7 @@ def cluster(workers: int | None) -> Iterator[ModuleType]:
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     address = os.environ.get("RAY_ADDRESS", "local")
     if address == "local":
-        cores = max(workers or 1, os.cpu_count() or 1)
+        cores = max(workers or 1, usable_cores())
         quiet |= {"include_dashboard": False, "num_cpus": cores}
     try:
         ray.init(address=address, **quiet)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.errors import RunError, VitError
+from vit.file_lock import lock_file
 from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
 from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
@@ -355,7 +356,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 class FileLock:
-    """Locks the files of a prediction against other ones (flock on FILE.partial.lock).
+    """Locks the files of a prediction against other ones (by FILE.partial.lock).
 
     The main process holds the lock exclusively while it prepares the files; then all processes of
     the prediction share it. The last one deletes the lock files.
@@ -393,16 +394,11 @@ class FileLock:
 
 
 def _locked(handle: BinaryIO, *, shared: bool = False) -> bool:
-    """Try to lock; True also where the system or the disk has no locks."""
+    """Try to lock; True also where the file system has no locks."""
     try:
-        import fcntl
-
-        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        pass
-    return True
+        return lock_file(handle, shared=shared)
+    except OSError:
+        return True
 
 
 def _is_current(handle: BinaryIO, path: Path) -> bool:

@@ -48,7 +48,7 @@ from vit.tasks.task import (
     forward,
     mixed,
 )
-from vit.text import join_names, printable
+from vit.text import join_names
 from vit.weights.saved_model import set_thresholds
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class MultiLabel(Task):
             "the validation images"
         )
         if few:
-            names = join_names([printable(run.splits.classes[index]) for index in few])
+            names = join_names([run.splits.classes[index] for index in few])
             run.notify(
                 f"note: fewer than {MIN_IMAGES} validation images have, or lack, class {names}: "
                 f"its threshold is {DEFAULT_THRESHOLD}"

@@ -105,7 +105,7 @@ def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
 
 def _describe_blocks(blocks: list[int], config: ModelConfig) -> str:
     """Line for the user: which blocks were upcycled, to how many experts."""
-    numbers = join_names(map(str, blocks), MAX_BLOCKS)
+    numbers = join_names(blocks, MAX_BLOCKS)
     where = f"block {numbers}" if len(blocks) == 1 else f"each of blocks {numbers}"
     shared = ", and a shared one that adds nothing yet" if config.shared_expert else ""
     line = f"the mlp of {where} into {config.num_experts} equal experts{shared}"

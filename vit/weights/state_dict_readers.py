@@ -142,7 +142,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
         notes = (f"{printable(path.name)}: took {key}{beside}",)
     state = checkpoint if key is None else checkpoint[key]
     if not _has_tensors(state):
-        entries = f"; it has {join_names(map(str, state), 3)}" if state else ""
+        entries = f"; it has {join_names(state, 3)}" if state else ""
         raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
     _check_extent(state, path)
     return _classify_entries(state, path, key, notes)

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 
+from vit.cpu_cores import usable_cores
 from vit.data.archives import open_member
 from vit.data.image_io import Fingerprint, read_header, read_image
 from vit.errors import BadImage, DataError
@@ -143,8 +144,7 @@ def compute_all_stats(
         The index of an image in `paths` and its statistics, in any order.
     """
     pending = deque(range(at, min(at + CHUNK, len(paths))) for at in range(0, len(paths), CHUNK))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    number = min(workers or min(cores or 1, MAX_WORKERS), len(pending))
+    number = min(workers or min(usable_cores(), MAX_WORKERS), len(pending))
     processes = [StatsWorker(paths, timeout) for _ in range(number)]
     try:
         while pending or any(process.assigned for process in processes):

@@ -11,7 +11,6 @@ iterative image registration technique", IJCAI 1981), and compared in detail ove
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit.cpu_cores import usable_cores
 from vit.data.checks.image_stats import CHROMA_SIDE, THUMBNAIL_SIDE
 
 TINY = 12
@@ -150,8 +150,8 @@ def _verify_pairs(
 def single_core_threads(workers: int | None) -> Iterator[ThreadPoolExecutor]:
     """A pool of threads that use one core each; pending work is cancelled on an error."""
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pool = ThreadPoolExecutor(workers or cores or 1, initializer=lambda: torch.set_num_threads(1))
+    number = workers or usable_cores()
+    pool = ThreadPoolExecutor(number, initializer=lambda: torch.set_num_threads(1))
     try:
         yield pool
     finally:

@@ -32,7 +32,7 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     """
     if not bad:
         return splits
-    names = join_names([str(image) for image in bad], limit=3)
+    names = join_names(bad, limit=3)
     paths = {image.path for image in bad}
     train, val = (
         tuple(sample for sample in part if sample.path not in paths)

@@ -197,7 +197,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     for setting in ("image_column", "label_column", "caption_column"):
         column = getattr(spec, setting)
         if column is not None and column not in features:
-            names = join_names([printable(name) for name in features], 8)
+            names = join_names(features, 8)
             missing = f"no column {printable(column)} ({setting}); it has {names}"
             raise DataError(f"{printable(data)}: {missing}")
     image = spec.image_column or _only_column(
@@ -229,7 +229,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
         texts = [name for name in features if _is_text(_element_feature(features[name]))]
         captions = (spec.caption_column,) if spec.caption_column else caption_columns(texts)
         if not captions:
-            names = join_names([printable(name) for name in features], 8)
+            names = join_names(features, 8)
             problem = f"no column of captions ({names}); choose one with --caption-column"
             raise DataError(f"{printable(data)}: {problem}")
         if captions[0] not in texts:
@@ -279,7 +279,7 @@ def _only_column(
     usual = [name for name in usual_names if name in candidates]
     if len(usual) == 1 or (usual and not matching):
         return usual[0]
-    names = join_names([printable(name) for name in candidates], 8)
+    names = join_names(candidates, 8)
     problem = f"several columns of {kind}" if matching else f"no column of {kind}"
     flag = "--" + setting.replace("_", "-")
     raise DataError(f"{printable(data)}: {problem} ({names}); choose one with {flag}")

@@ -33,10 +33,10 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     folders, others = split_folders(root, walker)
     if spec.split is None:
         if folders and "train" not in folders:
-            names = join_names(list(folders))
+            names = join_names(folders)
             raise DataError(f"{printable(root)} has {names} but no train; {LAYOUT}")
         if others:
-            names = join_names([printable(name) for name in others])
+            names = join_names(others)
             notes.append(f"left out folders beside train: {names}")
     folders = folders or {"": root}
     splits: dict[str, list[ImageRecord]] = {}
@@ -92,7 +92,7 @@ def check_classes(images: ImagesByClass, folder: Path) -> None:
     Raises:
         DataError: A class has no images, or there is only one class.
     """
-    names = join_names([printable(name) for name in images])
+    names = join_names(images)
     empty = [printable(name) for name, paths in images.items() if not paths]
     if len(empty) == len(images):
         raise DataError(f"{printable(folder)}: no images in the class folders {names}; {LAYOUT}")

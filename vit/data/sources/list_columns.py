@@ -85,7 +85,7 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
     Raises:
         DataError: A column that is needed, or that the user named, is missing.
     """
-    has = join_names([printable(name.strip()) for name in names], 8) or "none"
+    has = join_names([name.strip() for name in names], 8) or "none"
 
     def named(setting: str, column: str) -> str:
         found = match_name(names, (column,)) or match_name(names, (column.strip().lower(),))
@@ -130,10 +130,10 @@ def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:
     """Which columns of a list are not read."""
     if not columns.unused or not (spec.labels or spec.captions):
         return []
-    unused = join_names([printable(name) for name in columns.unused])
+    unused = join_names(columns.unused)
     read = f"classes from {printable(columns.label)}"
     if columns.captions:
-        read = f"captions from {join_names([printable(name.strip()) for name in columns.captions])}"
+        read = f"captions from {join_names([name.strip() for name in columns.captions])}"
     return [f"{printable(path)}: {read}; not used: {unused}"]
 
 
@@ -278,7 +278,7 @@ def drop_uncaptioned(
                 kept[split].append(record._replace(captions=unique))
             else:
                 uncaptioned.append(record.path)
-    names = join_names([printable(path) for path in sorted(uncaptioned)])
+    names = join_names(sorted(uncaptioned))
     if empty:
         notes.append(f"left out {plural(empty, 'empty caption')}")
     if repeats:

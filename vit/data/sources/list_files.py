@@ -107,7 +107,7 @@ def _class_lists(folder: str) -> dict[str, str]:
         if suffix not in SUFFIXES or not split or not has_classes(path):
             continue
         if split[1] in found:
-            both = join_names([printable(found[split[1]]), printable(path)])
+            both = join_names([found[split[1]], path])
             raise DataError(f"several lists for {split[1]}, give one of them as DATA: {both}")
         found[split[1]] = path
     train = os.path.join(folder, "train")
@@ -140,11 +140,11 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     elif here:
         raise _ambiguous([*here, *(path for found in files.values() for path in found)])
     elif "train" not in files:
-        raise DataError(f"{printable(root)} has captions for {join_names([*files])}, not for train")
+        raise DataError(f"{printable(root)} has captions for {join_names(files)}, not for train")
     else:
         others = [name for name in folders if name not in files and name != "annotations"]
         if others:
-            names = join_names([printable(name) for name in others])
+            names = join_names(others)
             notes.append(f"left out folders without a list of captions of a split: {names}")
     if "" not in files and "train" not in files:
         raise DataError(f"{printable(data)}: no captions for train; {LAYOUT}")
@@ -219,7 +219,7 @@ def _metadata_under(folder: Path) -> list[str]:
 
 
 def _ambiguous(paths: Sequence[str]) -> DataError:
-    names = join_names([printable(path) for path in paths])
+    names = join_names(paths)
     return DataError(f"several lists of captions, give one of them as DATA: {names}")
 
 
@@ -231,7 +231,7 @@ def _no_list(root: Path) -> DataError:
         for row in read_rows(path, spec, []):
             choose_columns(row.names, path, row.header, spec)  # raises what is wrong with it
             break
-    hint = f" (none of {join_names([printable(name) for name in tables])} is one)" if tables else ""
+    hint = f" (none of {join_names(tables)} is one)" if tables else ""
     return DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
 
 
@@ -264,7 +264,7 @@ def images_folder(path: str, names: Iterable[str], images: str | None, notes: li
         siblings = (os.path.join(at, n) for at in parents for n in FolderWalker(at).subfolders(at))
         found = [folder for folder in siblings if _has_any(folder, sample)]
         if len(found) > 1:
-            folders = join_names([printable(folder) for folder in found])
+            folders = join_names(found)
             raise DataError(
                 f"{printable(path)}: its images are in several folders: {folders}; say which with "
                 f"images"

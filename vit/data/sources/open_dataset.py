@@ -152,7 +152,7 @@ def open_splits(
     index = listing.index if listing is not None and reusable else read_source(spec)
     images = index.splits.get("train", index.splits.get("", []))
     if not images:
-        available = join_names([*index.locations]) or "nothing"
+        available = join_names(index.locations) or "nothing"
         raise DataError(f"{printable(spec.data)} has {available} but no images for train")
     classes = tuple(sorted({label for record in images for label in record.labels}))
     if spec.labels:
@@ -225,7 +225,7 @@ def open_eval_split(
     if name is None and (split != "val" or available - {"train", "test"}):
         others = available - {"train"} if spec.captions else available
         single = "one list of all images" if spec.captions else f"class {index.split_kind}s only"
-        names = join_names([*index.locations]) if others else single
+        names = join_names(index.locations) if others else single
         hint = "" if available or spec.captions else "; leave the split out for held-out images"
         raise DataError(
             f"{printable(index.root)}: no {printable(split)} {index.split_kind}; "
@@ -292,7 +292,7 @@ def match_class_names(
     if unknown:
         near = difflib.get_close_matches(unknown[0], classes, n=1)
         hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
-        listed = join_names([printable(name) for name in unknown])
+        listed = join_names(unknown)
         raise DataError(
             f"{location} has classes that {owner} does not have: {listed}{hint}; {remedy}"
         )
@@ -348,7 +348,7 @@ def _select_held_out(
 
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
     """Require two classes, or one for multi-label classification."""
-    names = join_names([printable(name) for name in classes])
+    names = join_names(classes)
     if len(classes) < 1 + (not index.multilabel):
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{printable(index.root)}: {problem}; add images of others")
@@ -365,7 +365,7 @@ def _leakage_notes(
             f"all {plural(len(shared), 'validation image')} are training images too; give "
             "others, or leave them out and we hold some out"
         )
-    names = join_names([printable(relative(path, root)) for path in shared], 3)
+    names = join_names([relative(path, root) for path in shared], 3)
     images = plural(len(shared), "image")
     return [f"{images} in training and in validation (leak): {names}"] if shared else []
 

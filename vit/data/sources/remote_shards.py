@@ -19,6 +19,7 @@ from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import COMPRESSED, expand_braces, read_shards
 from vit.errors import DataError
+from vit.file_lock import locked
 from vit.paths import user_cache
 from vit.text import format_megabytes, plural, printable
 
@@ -157,7 +158,7 @@ def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.parent), _readable_errors(address):
+        with locked(path.parent / ".lock"), _readable_errors(address):
             if _has_size(path, size):  # another process was faster
                 return
             number, temporary = tempfile.mkstemp(prefix=".copying-", dir=path.parent)
@@ -174,19 +175,6 @@ def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other processes, on systems with file locks."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

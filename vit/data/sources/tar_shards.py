@@ -90,7 +90,7 @@ def shard_files(data: str) -> list[str]:
             missing.append(name)
         files += matches
     if missing:
-        names = join_names([printable(name) for name in missing], 3)
+        names = join_names(missing, 3)
         raise DataError(f"{printable(data)}: no such shard ({names}); give the existing ones")
     if compressed := [name for name in files if COMPRESSED.search(name)]:
         return compressed[:1]  # reading it raises, with the command that unpacks it
@@ -115,7 +115,7 @@ def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
     """`paths`, sorted."""
     compressed = [os.path.basename(path) for path in paths if COMPRESSED.search(path)]
     if compressed:
-        names = join_names([printable(name) for name in sorted(compressed)], 2)
+        names = join_names(sorted(compressed), 2)
         raise DataError(
             f"{printable(folder)}: compressed shards ({names}): unpack them (gunzip, zstd -d); "
             "images are compressed already"
@@ -327,7 +327,7 @@ def _list_members(
         kinds = ", ".join(plural(number, kind) for kind, number in sorted(special.items()))
         found.notes.append(f"left out special members of the shards: {kinds}")
     if hidden_names:
-        names = join_names(sorted(map(printable, hidden_names)))
+        names = join_names(sorted(hidden_names))
         found.notes.append(f"left out hidden and system names: {names}")
     return found
 
@@ -374,7 +374,7 @@ def _assign_splits(
     if not others:
         return kept, []
     left_out = plural(len(images) - len(kept), "image")
-    names = join_names([*map(printable, others)])
+    names = join_names(others)
     return kept, [f"left out {left_out} that belong to no split: {names}"]
 
 
@@ -544,7 +544,7 @@ class _Annotations:
             missing = [image.path for image, name in pairs if not name]
             reason = f"no {suffix} beside, which others have"
             error = f"without {suffix} beside, which others have: "
-            error += join_names([*map(printable, missing)], 3)
+            error += join_names(missing, 3)
         else:
             missing = [image.path for image in self.images if "/" not in image.name]
             reason = f"without a class; {LAYOUT}"

@@ -235,7 +235,7 @@ def check_group_leakage(
     """
     shared = sorted({*train} & {*val} - {""})
     if shared:
-        names = join_names([printable(name) for name in shared], 3)
+        names = join_names(shared, 3)
         raise DataError(
             f"{location}: {plural(len(shared), 'group')} ({printable(group)}) in training too: "
             f"{names}; move each to one side, or leave the validation images out and we hold "
@@ -337,7 +337,7 @@ def _check_learnable(
     """Refuse a split that leaves a class without training images."""
     lost = sorted(_labels(val) - _labels(train))
     if lost:
-        names = join_names([printable(label) for label in lost])
+        names = join_names(lost)
         by = "" if spec.group is None else f" when groups ({printable(spec.group)}) stay together"
         raise DataError(
             f"no training images left of class {names}{by}; another --seed, a smaller "

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
 import shutil
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.errors import ConfigError, RunError
 from vit.evaluation.run_report import REPORT_FILE
+from vit.file_lock import lock_file
 from vit.text import printable
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.trackers import TRACKING
@@ -81,19 +81,12 @@ def lock_folder(folder: Path) -> BinaryIO:
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("ab")
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such lock
-        return file
-    try:
-        # lockf, since loader processes do not inherit it and may outlive this one by seconds
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+    with contextlib.suppress(OSError):  # a file system without locks
+        # loader processes must not inherit it: they may outlive this one by seconds
+        if not lock_file(file, inherited=False):
             file.close()
             where = printable(folder)
-            raise RunError(f"{where} is being trained by another process: stop that one") from None
-        # any other: a file system without locks
+            raise RunError(f"{where} is being trained by another process: stop that one")
     return file
 
 

@@ -1,0 +1,40 @@
+"""Locks on open files against other processes; Windows has no such locks."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def lock_file(
+    file: BinaryIO, *, wait: bool = False, shared: bool = False, inherited: bool = True
+) -> bool:
+    """Lock `file` until it and its mappings are closed; False if another process holds it.
+
+    Args:
+        file: An open file, writable for an exclusive lock.
+        wait: Wait until the other process releases it.
+        shared: Share the lock with all processes that request it shared.
+        inherited: Forked processes hold the lock too, and keep it when this one ends.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    lock = fcntl.flock if inherited else fcntl.lockf
+    try:
+        lock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of the file at `path`, which is created; wait for other processes."""
+    with path.open("ab") as file:
+        lock_file(file, wait=True)
+        yield
