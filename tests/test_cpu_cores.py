@@ -6,7 +6,7 @@ from vit.cpu_cores import usable_cores
 
 
 def test_only_cores_of_the_affinity_mask_count(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert usable_cores() == 3
 

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo.config as dynamo
 from accelerate import Accelerator
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from vit.training.setup import make_training
 
@@ -16,11 +17,13 @@ def test_each_patch_size_compiles_once(monkeypatch, tiny_config):
     sizes = (4, 5, 6, 8, 10, 12, 15, 20, 24, 30)
     settings = {"image_size": 120, "patch_size": 60, "patch_sizes": sizes, "depth": 1}
     config = tiny_config(**settings, drop_path=0.0, compile=True)
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    graphs = CompileCounter()  # runs them as they are
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=graphs))
     with dynamo.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
         run = make_training(config, Accelerator(cpu=True), 10)
         run.model.train()
-        for size in config.model.training_patch_sizes:
+        for size in config.model.training_patch_sizes * 2:
             run.network.patch_embed.current_patch_size = size
             run.model(torch.zeros(2, 3, 120, 120))
+    assert graphs.frame_count == len(config.model.training_patch_sizes)
     torch.compiler.reset()

@@ -31,7 +31,10 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def test_a_matching_state_dict_passes(state):
-    check_fit(state, meta_model(CONFIG))
+    model = meta_model(CONFIG)
+    check_fit(state, model)
+    loaded = model.load_state_dict(state, assign=True, strict=False)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from torch import nn
 
-from vit.config import ModelConfig
+from tests.weights.parity import parity_error
 from vit.errors import WeightsError
 from vit.model.build import assemble_model
 from vit.weights.adapt_weights import (
@@ -29,23 +28,6 @@ def theirs(name, randomise, **args):
     model = timm.create_model(name, **args)
     model.load_state_dict(randomise(shapes))
     return model.eval()
-
-
-def ours(found: Pretrained) -> nn.Module:
-    with torch.device("meta"):
-        model = assemble_model(found.config)
-    model.load_state_dict(found.state, assign=True)
-    return model.eval()
-
-
-@torch.no_grad()
-def compare(mine: nn.Module, other: nn.Module, config: ModelConfig, image_size: int = 0) -> None:
-    size = image_size or config.image_size
-    images = torch.randn(2 if size < 100 else 1, config.channels, size, size)
-    expected = other(images)
-    assert expected.std() > 0.1, "logits without any spread show nothing"
-    apart = (mine(images) - expected).abs().max() / expected.abs().max()
-    assert apart < TOLERANCE
 
 
 PARITY = [
@@ -102,7 +84,7 @@ def test_logits_equal_timms(name, args, randomise):
     model = theirs(name, randomise, **args)
     found = read_timm(model.state_dict(), architecture=name, model_args=args, where="x")
     assert found.config.num_classes == args["num_classes"]
-    compare(ours(found), model, found.config)
+    assert parity_error(found, model) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -116,7 +98,7 @@ def test_logits_equal_timms(name, args, randomise):
 def test_whole_networks_equal_timms(name, randomise):
     model = theirs(name, randomise)
     found = read_timm(model.state_dict(), architecture=name, where="x")
-    compare(ours(found), model, found.config)
+    assert parity_error(found, model) < TOLERANCE
 
 
 def test_rotary_networks_equal_timms_at_other_sizes(randomise):
@@ -124,7 +106,7 @@ def test_rotary_networks_equal_timms_at_other_sizes(randomise):
     for name in ("vit_small_patch16_dinov3", "vit_medium_patch16_rope_reg1_gap_256"):
         model = theirs(name, randomise, **args, dynamic_img_size=True)
         found = read_timm(model.state_dict(), architecture=name, model_args=args, where="x")
-        compare(ours(found), model, found.config, image_size=56)
+        assert parity_error(found, model, image_size=56) < TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore")  # timm's interpolation warns
@@ -149,7 +131,7 @@ def test_relative_positions_equal_timms_at_other_sizes(name, args, size, randomi
     state, report = adapt_weights(found, config)
     side = size // 4
     assert report.resized == (f"2 relative_position_bias_table 8x8 -> {side}x{side}",)
-    compare(ours(replace(found, state=state, config=config)), model, config)
+    assert parity_error(replace(found, state=state, config=config), model) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -252,7 +234,7 @@ def test_a_bare_file_of_beit_is_read_too(randomise):
     assert (found.config.position, found.config.num_heads) == ("relative", 2)
     assert not any("position=learned" in note for note in found.notes)
     assert any("relative_position_index (they follow" in note for note in found.notes)
-    compare(ours(found), model, found.config)
+    assert parity_error(found, model) < TOLERANCE
 
 
 def test_the_image_size_follows_from_bias_tables(randomise):

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.weights.parity import output_difference
 from vit.config import ModelConfig
 from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
@@ -146,14 +147,6 @@ def load(state: dict[str, Tensor], **settings) -> VisionTransformer:
     return model.eval()
 
 
-@torch.no_grad()
-def compare(ours: nn.Module, theirs: nn.Module, image_size: int, *, batch: int = 1) -> None:
-    images = torch.randn(batch, 3, image_size, image_size)
-    mine, other = ours(images), theirs.eval()(images)
-    assert mine.std() > 0.1, "logits without any spread show nothing"
-    torch.testing.assert_close(mine, other, atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -171,7 +164,8 @@ def test_equals_timm(name, randomise):
     state = randomise(theirs.state_dict())
     theirs.load_state_dict(state, assign=True)
     settings = preset(name)
-    compare(load(from_timm(state), **settings), theirs, settings["image_size"])
+    images = torch.randn(1, 3, settings["image_size"], settings["image_size"])
+    assert output_difference(load(from_timm(state), **settings), theirs, images) < TOLERANCE
 
 
 @pytest.mark.parametrize("size", [24, 48])
@@ -188,7 +182,8 @@ def test_other_image_sizes_equal_timm(randomise, size):
     )
     state = randomise(theirs.state_dict())
     theirs.load_state_dict(state)
-    compare(load(from_timm(state), **SMALL_VIT, num_classes=5), theirs, size, batch=3)
+    model = load(from_timm(state), **SMALL_VIT, num_classes=5)
+    assert output_difference(model, theirs, torch.randn(3, 3, size, size)) < TOLERANCE
 
 
 def test_to_timm_is_the_inverse_of_from_timm(randomise):
