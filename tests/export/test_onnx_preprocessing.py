@@ -52,20 +52,12 @@ def assert_same(front, preprocessing, height, width, count=2):
     np.testing.assert_array_equal(found, np.stack(expected), f"{height} x {width}")
 
 
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param(TALL, marks=columns_first)], ids=len)
 @pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_every_byte_equals_that_of_pillow(settings):
+def test_every_byte_equals_that_of_pillow(settings, sizes):
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)
-    for height, width in SIZES:
-        assert_same(front, preprocessing, height, width)
-
-
-@columns_first
-@pytest.mark.parametrize("settings", WAYS, ids=str)
-def test_tall_images_are_resized_along_the_columns_first(settings):
-    preprocessing = Preprocessing(**settings)
-    front = session(preprocessing)
-    for height, width in TALL:
+    for height, width in sizes:
         assert_same(front, preprocessing, height, width)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
+from tests.training.runs import events
 from vit.config.parser import make_config, read_settings
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import train_tokenizer
@@ -90,11 +91,6 @@ def caption_config(caption_data):
         return make_config({**tiny, **changes})
 
     return build
-
-
-def events(folder: Path, kind: str = "epoch") -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 QUIET = {"dropout": 0, "drop_path": 0, "decoder_dropout": 0, "decoder_drop_path": 0}

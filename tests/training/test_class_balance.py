@@ -1,6 +1,5 @@
 """Unequal classes: losses against torch's and scikit-learn's, and what a run says and chooses."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from sklearn.metrics import recall_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
+from tests.training.runs import events
 from vit.config.parser import flatten, make_config
 from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
@@ -152,9 +152,7 @@ def test_a_balanced_training_chooses_by_balanced_accuracy(
         (data / f"train/red/{number}.png").unlink()
     config = tiny_config(data=str(data), epochs=3, batch_size=8, balance=balance)
     result = train(config, tmp_path / "run")
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    epochs = [e for e in map(json.loads, lines) if e["event"] == "epoch"]
-    best = max(epochs, key=lambda e: (e["val_balanced_accuracy"], -e["val_loss"]))
+    best = max(events(tmp_path / "run"), key=lambda e: (e["val_balanced_accuracy"], -e["val_loss"]))
     assert (result.epoch, result.val_top1) == (best["epoch"], best["val_top1"])
     assert best_event(tmp_path / "run") == best
     measured = evaluate(tmp_path / "run", data / "val", device="cpu")

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.training.runs import events
 from vit.commands.main import main
 from vit.errors import RunError
 from vit.stop_signals import Interrupted
@@ -22,9 +23,7 @@ def run(tiny_config, tmp_path):
 def test_the_report_names_the_classes_and_has_the_validations_number(run):
     page = (run / "report.html").read_text(encoding="utf-8")
     assert all(f"<bdi>{name}</bdi>" in page for name in ("blue", "green", "red"))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    epochs = [event for event in map(json.loads, lines) if event["event"] == "epoch"]
-    best = max(epochs, key=lambda event: (event["val_top1"], -event["val_loss"]))
+    best = max(events(run), key=lambda event: (event["val_top1"], -event["val_loss"]))
     assert f"<b>{best['val_top1']:.2%}</b>" in page
     assert f"<dd>{best['val_loss']:.4f}</dd>" in page
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.runs import events
 from vit.config.parser import make_config, read_settings
 from vit.training.train import train
 
@@ -21,9 +22,7 @@ def first_losses(folder: Path) -> list[float]:
     """Mean loss of each of the first ten steps of configs/smoke.yaml."""
     settings = read_settings(HERE.parents[1] / "configs/smoke.yaml")
     train(make_config({**settings, "workers": 0, "device": "cpu"}), folder)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
-    return [event["loss"] for event in events if event["event"] == "step"][:STEPS]
+    return [event["loss"] for event in events(folder, "step")][:STEPS]
 
 
 def test_the_smoke_recipe_reproduces_its_golden_losses(tmp_path):

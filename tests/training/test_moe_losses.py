@@ -1,6 +1,5 @@
 """Experts in a training: losses of routers, how experts are used, and what is refused."""
 
-import json
 import math
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from tests.training.runs import events
 from vit.config.parser import make_config
 from vit.errors import ConfigError
 from vit.model.build import build_classifier
@@ -71,10 +71,7 @@ def test_usage_counts_each_pass_and_leaves_nothing_behind(tiny_config):
 
 def test_a_run_tells_how_its_experts_are_used(tiny_config, tmp_path):
     best = train(tiny_config(**MOE, capacity_factor=0.5, epochs=2), tmp_path / "run").epoch
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    steps = [event for event in events if event["event"] == "step"]
-    epochs = [event for event in events if event["event"] == "epoch"]
+    steps, epochs = events(tmp_path / "run", "step"), events(tmp_path / "run")
     assert len(steps) == 6
     assert len(epochs) == 2
     for event in steps:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.training import searches
 from vit.commands.main import main
 from vit.config import Config
 from vit.config.merge_settings import collect_settings
@@ -24,20 +25,9 @@ from vit.training.plan_rules import (
     network_settings,
 )
 
-PHOTOS = Facts(
-    images=3000,
-    classes=10,
-    side=160,
-    grey=False,
-    validation=600,
-    divided=True,
-    device="cpu",
-    flops=80e9,
-    memory=8 * 2**30,
-    seconds=252.0,
-)
+PHOTOS = dataclasses.replace(searches.PHOTOS, seconds=252.0)
 TINY = dataclasses.replace(PHOTOS, images=40_000, side=32, validation=10_000, seconds=571.0)
-DIGITS = dataclasses.replace(PHOTOS, images=1442, side=8, grey=True, validation=355, seconds=None)
+DIGITS = dataclasses.replace(searches.DIGITS, seconds=None)
 
 
 def planned(facts: Facts, **given) -> Config:

@@ -1,6 +1,5 @@
 """Whole trainings: what they leave behind, how they stop, and that they continue exactly."""
 
-import json
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 import vit
 from tests.training.children import Job, hold
+from tests.training.runs import events
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.stop_signals import Interrupted
@@ -25,12 +25,6 @@ from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite
 
 TIMES = {"images_per_second", "data_wait", "seconds"}
-
-
-def events(folder: Path, kind: str = "epoch") -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [event for event in found if event["event"] == kind]
 
 
 def untimed(folder: Path) -> list[dict]:

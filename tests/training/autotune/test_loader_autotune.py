@@ -1,12 +1,12 @@
 """The image cache does not change a training; the number of loader processes is measured."""
 
-import json
 import os
 import signal
 
 import pytest
 import torch
 
+from tests.training.runs import events
 from vit.errors import ConfigError
 from vit.stop_signals import Interrupted
 from vit.training import final_report, training_loaders, training_loop
@@ -17,8 +17,7 @@ from vit.training.train import train
 
 
 def losses(folder) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
+    return [event["loss"] for event in events(folder, "step")]
 
 
 @pytest.mark.parametrize("min_crop", [0.3, 1.0])

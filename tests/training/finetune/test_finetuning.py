@@ -9,14 +9,13 @@ import timm
 import torch
 
 from tests.training.children import complete
+from tests.training.runs import cut_and_continued, events, last_weights
 from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
 from vit.stop_signals import Interrupted
-from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.train import train
 from vit.training.trainer import Trainer
-from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
 BODY = ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight", "norm.bias")
@@ -52,19 +51,9 @@ def fine(colour_data, backbone, tmp_path):
     return run
 
 
-def events(folder: Path) -> list[dict]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == "epoch"]
-
-
 def same(one: Path, other: Path, names=BODY) -> bool:
     first, second = (load_run(folder).model.state_dict() for folder in (one, other))
     return all(torch.equal(first[name], second[name]) for name in names)
-
-
-def last_weights(folder: Path) -> dict[str, torch.Tensor]:
-    tensors, _ = read_tensors(find_checkpoints(folder / "checkpoints")[0])
-    return tensors
 
 
 @pytest.mark.auto_precision
@@ -147,31 +136,14 @@ def test_the_written_config_repeats_the_run(fine, tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"method": "lora", "lora_rank": 2, "ema": 0.5}], ids=str)
 def test_an_interrupted_run_goes_on_without_the_weights_it_began_from(
-    fine, backbone, tmp_path, monkeypatch, settings
+    fine, backbone, tmp_path, settings
 ):
     whole = fine("whole", **settings)
-    source = tmp_path / "source"
-    shutil.copytree(backbone, source)
-    finish = Trainer.finish_epoch
-
-    def interrupted(self, *arguments):
-        finish(self, *arguments)
-        if self.epoch == 1:
-            self.checkpoints.wait()
-            raise Interrupted("stopped", 15)
-
-    with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Trainer, "finish_epoch", interrupted)
-        fine("cut", weights=str(source), **settings)
-    shutil.rmtree(source)
-    stored = read_settings(tmp_path / "cut/config.yaml")
-    train(make_config(stored), tmp_path / "cut", resume=True, given=[*stored])
-    first, second = last_weights(whole), last_weights(tmp_path / "cut")
+    cut = cut_and_continued(fine, tmp_path, backbone, **settings)
+    first, second = last_weights(whole), last_weights(cut)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert [e["val_loss"] for e in events(whole)] == [
-        e["val_loss"] for e in events(tmp_path / "cut")
-    ]
+    assert [e["val_loss"] for e in events(whole)] == [e["val_loss"] for e in events(cut)]
 
 
 def test_resuming_from_python_needs_no_settings_that_the_weights_decided(fine):

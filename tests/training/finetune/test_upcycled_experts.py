@@ -1,22 +1,17 @@
 """A dense run in, a run with experts out: upcycled, trained, cut and resumed."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.children import complete
+from tests.training.runs import cut_and_continued, events, last_weights
 from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
-from vit.stop_signals import Interrupted
-from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.finetune.lora import add_lora
 from vit.training.train import train
-from vit.training.trainer import Trainer
-from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
 USUAL = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 2}
@@ -45,16 +40,6 @@ def fine(colour_data, dense, tmp_path):
     return run
 
 
-def events(folder: Path) -> list[dict]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == "epoch"]
-
-
-def last_weights(folder: Path) -> dict[str, torch.Tensor]:
-    tensors, _ = read_tensors(find_checkpoints(folder / "checkpoints")[0])
-    return tensors
-
-
 def test_experts_start_equal_to_the_dense_run_and_diverge(fine, dense, capfd):
     one = fine("dense", feedforward=None, num_experts=None)
     assert "upcycled" not in capfd.readouterr().err
@@ -72,25 +57,10 @@ def test_experts_start_equal_to_the_dense_run_and_diverge(fine, dense, capfd):
     assert load_run(other).config.feedforward == "moe"
 
 
-def test_a_run_resumes_exactly_without_the_dense_one(fine, dense, tmp_path, monkeypatch):
+def test_a_run_resumes_exactly_without_the_dense_one(fine, dense, tmp_path):
     whole = fine("whole", method="full")
-    source = tmp_path / "source"
-    shutil.copytree(dense, source)
-    finish = Trainer.finish_epoch
-
-    def interrupted(self, *arguments):
-        finish(self, *arguments)
-        if self.epoch == 1:
-            self.checkpoints.wait()
-            raise Interrupted("stopped", 15)
-
-    with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Trainer, "finish_epoch", interrupted)
-        fine("cut", method="full", weights=str(source))
-    shutil.rmtree(source)
-    stored = read_settings(tmp_path / "cut/config.yaml")
-    train(make_config(stored), tmp_path / "cut", resume=True, given=[*stored])
-    first, second = last_weights(whole), last_weights(tmp_path / "cut")
+    cut = cut_and_continued(fine, tmp_path, dense, method="full")
+    first, second = last_weights(whole), last_weights(cut)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -377,15 +377,16 @@ def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
     return folders
 
 
-def image_file_name(name: str, content: bytes) -> str:
-    """`name` with safe components, and with the suffix of its format if it has no image suffix."""
-    parts = [safe_name(part) for part in name.split("/") if part not in ("", ".", "..")]
-    last = parts.pop() if parts else "picture"
-    if os.path.splitext(last)[1].lower() not in IMAGE_SUFFIXES:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            image_format = image.format or "PNG"
-        last += FORMAT_SUFFIXES.get(image_format, f".{image_format.lower()}")
-    return "/".join([*parts, last])
+def _with_file_names(images: Iterable[ImageFile]) -> Iterator[tuple[str, ImageFile]]:
+    """Yield each image after its safe name, with the suffix of its format if it has no other."""
+    for image in images:
+        parts = [safe_name(part) for part in image.name.split("/") if part not in ("", ".", "..")]
+        last = parts.pop() if parts else "picture"
+        if os.path.splitext(last)[1].lower() not in IMAGE_SUFFIXES:
+            with Image.open(io.BytesIO(image.content), formats=FORMATS) as opened:
+                image_format = opened.format or "PNG"
+            last += FORMAT_SUFFIXES.get(image_format, f".{image_format.lower()}")
+        yield "/".join([*parts, last]), image
 
 
 def check_bytes(content: bytes, name: str) -> None:
@@ -421,8 +422,7 @@ def write_folder(
     """
     names, number = UniqueNames(), 0
     lines: dict[Path, list[str]] = {}
-    for number, image in enumerate(images, 1):  # noqa: B007
-        name = image_file_name(image.name, image.content)
+    for number, (name, image) in enumerate(_with_file_names(images), 1):  # noqa: B007
         if folders is None and image.captions:
             path = names.add("/".join(filter(None, [split, name])))
             line: dict[str, Any] = {"file_name": path.removeprefix(f"{split}/")}
@@ -459,9 +459,7 @@ def write_shards(
     """Write the images of one split to numbered shards.
 
     Args:
-        root: Folder to write to.
-        split: Name of the split; empty if there are no splits.
-        images: Images, consumed one by one; one is in memory at a time.
+        root, split, images: As for `write_folder`; one image is in memory at a time.
         max_bytes: Bytes of a shard, unless a single image is larger.
         in_class_folders: Write CLASS/NAME.jpg; otherwise NAME.jpg, and its labels and captions in
             NAME.json.
@@ -470,8 +468,7 @@ def write_shards(
     names, number, files = UniqueNames(), 0, 0
     with contextlib.ExitStack() as stack:
         shard: tarfile.TarFile | None = None
-        for number, image in enumerate(images, 1):  # noqa: B007
-            name = image_file_name(image.name, image.content)
+        for number, (name, image) in enumerate(_with_file_names(images), 1):  # noqa: B007
             if in_class_folders:
                 members = [(names.add(f"{image.labels[0]}/{name}"), image.content)]
             else:
