@@ -118,6 +118,28 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def traced_once() -> Iterator[None]:
+    """From now on the same network is exported from one graph: torch takes seconds for each."""
+    import onnx
+
+    from vit.export import export_onnx, onnx_graph
+
+    graphs: dict[tuple[object, ...], bytes] = {}
+
+    def trace(part: onnx_graph.Part, opset: int) -> onnx.ModelProto:
+        with torch.no_grad():
+            answer, *_ = part.module(*part.examples[0])
+        key = (answer.numpy().tobytes(), opset, *part.outputs)
+        if key not in graphs:
+            graphs[key] = onnx_graph.trace_module(part, opset).SerializeToString()
+        return onnx.load_from_string(graphs[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_onnx, "trace_module", trace)
+        yield
+
+
+@pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder `val` with nine noisy images of each class; not to be written to."""
     root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)

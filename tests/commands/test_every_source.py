@@ -89,6 +89,7 @@ EVERY = [
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("command", "source"), EVERY)
 def test_every_command_accepts_every_source_of_weights(
     command, source, sources, tiny_data, tmp_path, capfd, monkeypatch

@@ -38,7 +38,7 @@ def check(capfd):
 
 
 @pytest.fixture(scope="module")
-def exported(tiny_run, tmp_path_factory):
+def exported(tiny_run, tmp_path_factory, traced_once):
     """The tiny run as a file."""
     path = tmp_path_factory.mktemp("exported") / "fruit.onnx"
     export_onnx(tiny_run, path)

@@ -282,6 +282,9 @@ from vit.data.dataloader import EvaluationLoader
 from vit.data.preprocessing import Preprocessing
 from vit.data.dataset_types import Sample
 
+import vit.data.transforms
+assert "torchvision" not in sys.modules  # whose import takes seconds
+
 samples = [Sample(path, 0) for path in sys.argv[2:]]
 loaders = [
     EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=2, workers=2)

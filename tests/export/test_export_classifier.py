@@ -22,6 +22,8 @@ from vit.export.float16 import convert_to_float16
 from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run, save_model
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CLASSES = ("apple", "pear", "plum")
 STEM, OTHER_STEM = (options for options in MIXTURES if options.get("stem") == "conv")
 QUICK = MIXTURES[:1]  # and STEM below, in other formats
@@ -51,27 +53,6 @@ def saved(folder, options, **preprocessing):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("runs") / "run", MIXTURES[0])
-
-
-@pytest.fixture(autouse=True)
-def _traced_once(monkeypatch, traced_before):
-    """Torch takes seconds for each graph, so the same network is not traced again."""
-
-    def once(part, opset):
-        with torch.no_grad():
-            answer, *_ = part.module(*part.examples[0])
-        key = (answer.numpy().tobytes(), opset, *part.outputs)
-        if key not in traced_before:
-            traced_before[key] = onnx_graph.trace_module(part, opset).SerializeToString()
-        return onnx.load_from_string(traced_before[key])
-
-    monkeypatch.setattr(onnx_export, "trace_module", once)
-
-
-@pytest.fixture(scope="module")
-def traced_before():
-    """Graphs by what they depend on."""
-    return {}
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def images(several_list):
 
 
 @pytest.fixture(scope="module")
-def exported(several_run, tmp_path_factory):
+def exported(several_run, tmp_path_factory, traced_once):
     out = tmp_path_factory.mktemp("exported") / "m.onnx"
     export_onnx(several_run, out, notify=None)
     return out

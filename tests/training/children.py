@@ -29,6 +29,7 @@ TIMES = re.compile(rb'("(?:images_per_second|data_wait|seconds)": )[^,}]+')
 LIMIT = 120.0  # seconds for what ends in a few
 # pytest, for a child imports the main module again; inductor, for an optimiser does
 PRELOAD = ["pytest", "torch._inductor", "vit.commands.main", "vit.training.train"]
+PRELOAD += ["tests.training.preload"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOAD)
 
@@ -41,7 +42,7 @@ class Job:
         arguments: What it is called with.
         log: The file that gets the standard error and output of all processes.
         processes: How many; more than one join as a distributed training on CPUs.
-        variables: Environment variables of these processes alone.
+        variables: Environment variables of these processes alone; None: without this one.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Job:
         *arguments: Any,
         log: Path,
         processes: int = 1,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str | None] | None = None,
     ) -> None:
         self.log = log
         port = free_port() if processes > 1 else 0
@@ -152,7 +153,7 @@ def distributed(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def begin(
-    environment: dict[str, str], log: Path, target: Callable[..., int | None], arguments: Any
+    environment: dict[str, str | None], log: Path, target: Callable[..., int | None], arguments: Any
 ) -> None:
     """First in each process: a group of its own, an environment, and a file to write to."""
     os.setsid()  # so that its loaders can be killed with it
@@ -161,7 +162,7 @@ def begin(
     os.dup2(file, 2)
     threads = Path(f"/proc/{os.getppid()}/task")
     assert not threads.exists() or len([*threads.iterdir()]) == 1, "the fork server has threads"
-    os.environ.update(environment)
+    os.environ.update({name: value for name, value in environment.items() if value is not None})
     multiprocessing.set_start_method("fork", force=True)  # else a kill leaks tqdm's lock, noisily
     torch.set_num_threads(1)
     sys.exit(target(*arguments))

@@ -61,6 +61,12 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A speed of this machine, which each plan measures for seconds."""
+    monkeypatch.setattr("vit.training.plan.measured_flops", lambda *_: 80e9)
+
+
+@pytest.fixture
 def data_with_a_bad_image(colour_data: Path, tmp_path: Path) -> Path:
     """The colours, one image of which is damaged in the middle: its header is right."""
     copy = tmp_path / "bad data"

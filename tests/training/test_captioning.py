@@ -3,11 +3,12 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
 from tests.training.runs import events
+from vit.config import Config
 from vit.config.parser import make_config, read_settings
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import train_tokenizer
@@ -38,57 +40,31 @@ from vit.weights.load_model import from_pretrained, open_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
-COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
-TRAIN, VAL = 12, 7
-
 
 @pytest.fixture(scope="session")
-def caption_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def caption_data(colour_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of three colours in class folders, with two captions each."""
-    root, random = tmp_path_factory.mktemp("captions"), np.random.default_rng(0)
-    for split, count in (("train", TRAIN), ("val", VAL)):
+    root = shutil.copytree(colour_data, tmp_path_factory.mktemp("captions") / "data")
+    for split in ("train", "val"):
         lines = []
-        for name, colour in COLOURS.items():
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = np.array(colour) + random.integers(-90, 90, size=(18, 20, 3))
-                image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-                image.save(root / split / name / f"{number}.png")
-                captions = [f"a {name} thing", f"this is something that looks {name}"]
-                lines.append({"file_name": f"{name}/{number}.png", "captions": captions})
+        images = (root / split).rglob("*.png")
+        for path in sorted(images, key=lambda path: (path.parent.name, int(path.stem))):
+            name = path.parent.name
+            captions = [f"a {name} thing", f"this is something that looks {name}"]
+            lines.append({"file_name": f"{name}/{path.name}", "captions": captions})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (root / split / "metadata.jsonl").write_text(text)
     return root
 
 
 @pytest.fixture
-def caption_config(caption_data):
+def caption_config(caption_data: Path, tiny_config: Callable[..., Config]):
     """Settings of a tiny captioner, with every random part of training switched on."""
 
-    def build(**changes: Any):
-        tiny = {
-            "data": str(caption_data),
-            "task": "caption",
-            "image_size": 16,
-            "patch_size": 8,
-            "dim": 16,
-            "depth": 2,
-            "num_heads": 2,
-            "dropout": 0.1,
-            "drop_path": 0.1,
-            "decoder_depth": 2,
-            "decoder_drop_path": 0.1,
-            "caption_dropout": 0.1,
-            "epochs": 3,
-            "batch_size": 12,
-            "lr": 3e-3,
-            "warmup_epochs": 1,
-            "ema": 0.9,
-            "precision": "fp32",
-            "device": "cpu",
-            "workers": 0,
-        }
-        return make_config({**tiny, **changes})
+    def build(**changes: Any) -> Config:
+        captions = {"data": str(caption_data), "task": "caption", "mixup": 0.0, "cutmix": 0.0}
+        decoder = {"decoder_depth": 2, "decoder_drop_path": 0.1, "caption_dropout": 0.1}
+        return tiny_config(**{**captions, **decoder, **changes})
 
     return build
 
@@ -119,10 +95,12 @@ def test_both_tasks_from_one_encoder(caption_config, tmp_path):
     assert result.val_top1 == 1.0
     assert last["val_exact"] > 0.6
     assert last["val_loss"] > last["val_caption_loss"]
-    assert load_run(tmp_path / "run").classes == tuple(COLOURS)
+    assert load_run(tmp_path / "run").classes == ("blue", "green", "red")
 
 
-@pytest.mark.parametrize("task", ["caption", "classify,caption"])
+@pytest.mark.parametrize(
+    "task", [pytest.param("caption", marks=pytest.mark.slow), "classify,caption"]
+)
 def test_an_interrupted_run_ends_as_an_undisturbed_one(caption_config, tmp_path, task):
     config = caption_config(task=task, workers=2, checkpoint_steps=2)
     complete(train, config, tmp_path / "whole", log=tmp_path / "log")

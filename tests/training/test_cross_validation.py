@@ -86,6 +86,7 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     out, flags = str(tmp_path), ["--folds", "2", "--group", r"(\d+)\.png", "--epochs", "1"]
     flags += ["--image-size", "16", "--patch-size", "8", "--dim", "16", "--depth", "1"]

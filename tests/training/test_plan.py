@@ -1,6 +1,7 @@
 """The plan: sensible for every kind of data, monotone in time, and open about its reasons."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ GIVEN = [{}, {"dim": 192}, {"image_size": 96}, {"patch_size": 8}, {"depth": 6}, 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("classes", [2, 1000])
+@pytest.mark.parametrize("classes", [2, pytest.param(1000, marks=pytest.mark.slow)])
 def test_more_time_never_plans_less(device, classes, given):
     """Of 200 to 1.3 million images of 28 to 500 px, from one minute to 35 days."""
     name, flops = device
@@ -319,6 +320,7 @@ def test_images_are_looked_at(photos):
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_the_plan_is_printed_and_saved_and_trains(photos, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [str(photos), "--epochs", "1", "--dim", "32", "--depth", "1"]
@@ -343,6 +345,7 @@ def test_the_plan_is_printed_and_saved_and_trains(photos, tmp_path, capsys, monk
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
     words = ["train", str(photos), "--dim", "32", "--depth", "1", "-j", "0"]
     out = ["--out", str(tmp_path / "run")]
@@ -404,9 +407,12 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
     flat = flatten(config)
     assert {name: flat[name] for name in chosen} == chosen
     assert plan.facts.images + plan.facts.validation == 12
+    assert all(math.isfinite(speed) and speed > 1e6 for speed in plan.facts.speeds)
+    assert len(plan.facts.speeds) == 3  # of networks that ran here
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_a_planned_training_lists_its_data_once(photos, tmp_path, monkeypatch, capsys):
     from vit.data.sources import dataset_warnings, image_folder, open_dataset
 

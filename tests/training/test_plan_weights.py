@@ -218,6 +218,7 @@ def test_an_unfinished_download_is_not_taken(tiny_list):
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_auto_trains_and_resumes_and_is_planned(tiny_list, photos, tmp_path, capsys):
     put_in_cache()
     source, size = f"timm/{AUGREG_TINY.name}", ["--image-size", "32"]
@@ -247,6 +248,7 @@ def test_auto_trains_and_resumes_and_is_planned(tiny_list, photos, tmp_path, cap
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_a_short_time_fits_a_head_alone_from_python(tiny_list, photos, tmp_path):
     import vit
 

@@ -9,7 +9,6 @@ import yaml
 from tests.training.searches import COSTS
 from vit.errors import BadImage, ConfigError, RunError
 from vit.stop_signals import Interrupted
-from vit.training import plan as planning
 from vit.training import successive_halving, training_loop
 from vit.training import tune as tuning
 from vit.training.checkpoint.run_folder import stored_config
@@ -61,10 +60,9 @@ TINY = {
 
 
 @pytest.fixture
-def quick(monkeypatch, colour_data):
+def quick(monkeypatch, colour_data, known_speed):
     """Settings of a tuning of four trials whose lengths do not depend on any clock."""
     monkeypatch.setattr(successive_halving, "costs_of", lambda *_: COSTS)
-    monkeypatch.setattr(planning, "measured_flops", lambda *_: 80e9)
     monkeypatch.setattr(
         tuning,
         "make_rungs",

@@ -1,9 +1,7 @@
 """Sources are resolved to files; errors list the searched locations and the remedy."""
 
+import importlib
 import json
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -410,24 +408,21 @@ def test_weights_that_timm_knows_by_an_address(cache, monkeypatch, tmp_path):
     assert (found.kind, found.name, found.license) == ("timm", "vit_x.y", "cc-by-nc-4.0")
 
 
-def test_the_environment_switches_the_hub_off(cache):
+def test_the_environment_switches_the_hub_off(cache, monkeypatch):
     """Without any patch: huggingface_hub reads the environment when it is imported."""
     put(cache, "o/n", files(VIT))
-    code = (
-        "from vit.weights.resolve_source import locate_weights\n"
-        "print(locate_weights('o/n').kind)\n"
-        "locate_weights('o/other')"
-    )
-    variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **variables, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.stdout == "huggingface\n"
-    assert "o/other was not found: HF_HUB_OFFLINE is set" in run.stderr
+    monkeypatch.undo()
+    try:
+        monkeypatch.chdir(cache.parent / "here")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+        importlib.reload(constants)
+        assert locate_weights("o/n").kind == "huggingface"
+        with pytest.raises(WeightsError, match="o/other was not found: HF_HUB_OFFLINE is set"):
+            locate_weights("o/other")
+    finally:
+        monkeypatch.undo()
+        importlib.reload(constants)
 
 
 # ----------------------------------------------------------------------------- a hub that answers

@@ -1,6 +1,7 @@
 """`-b auto`: the search for the largest micro-batch, and the dry run of one."""
 
 import contextlib
+import gc
 import time
 import weakref
 from pathlib import Path
@@ -29,6 +30,13 @@ from vit.training.autotune.auto_batch_size import (
 from vit.training.autotune.dry_run import dry_run
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects():
+    """A search collects garbage after each size that does not fit: not among all modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def full() -> torch.OutOfMemoryError:
@@ -211,7 +219,7 @@ def test_the_chosen_size_fits_a_real_gpu(tiny_config, compiled):
 
 def agree(settings: Path) -> int:
     """In each of two processes: both find the same size, the same gradients and the same epochs."""
-    accelerator = make_accelerator(RunConfig(device="cpu"))
+    accelerator = make_accelerator(RunConfig(device="cpu", precision="fp32"))
     rank = accelerator.process_index
     assert accelerator.num_processes == 2
 
@@ -254,7 +262,6 @@ def agree(settings: Path) -> int:
     return 0
 
 
-@pytest.mark.auto_precision
 def test_two_processes_choose_the_same_size_and_number_of_epochs(tiny_config, tmp_path):
     write_settings(tmp_path / "settings.yaml", tiny_config(num_classes=3))
     said = complete(agree, tmp_path / "settings.yaml", log=tmp_path / "log", processes=2)

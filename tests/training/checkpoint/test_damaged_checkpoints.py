@@ -24,30 +24,46 @@ STOP = 10  # of 18 steps
 Stopped = Callable[[], Path]
 
 
-@pytest.fixture
-def words(tiny_config, tmp_path) -> list[str]:
+@pytest.fixture(scope="module")
+def own_data(colour_data, tmp_path_factory) -> Path:
+    """A copy of the colours, to be left as it was found."""
+    return shutil.copytree(colour_data, tmp_path_factory.mktemp("own") / "data")
+
+
+@pytest.fixture(scope="module")
+def words(tiny_config, own_data, tmp_path_factory) -> list[str]:
     """The command line of a small run, up to its folder."""
-    write_settings(tmp_path / "settings.yaml", tiny_config(**SMALL, num_classes=3))
-    return ["train", "-c", str(tmp_path / "settings.yaml"), "--out"]
+    settings = tmp_path_factory.mktemp("settings") / "settings.yaml"
+    write_settings(settings, tiny_config(**SMALL, num_classes=3, data=str(own_data)))
+    return ["train", "-c", str(settings), "--out"]
 
 
-@pytest.fixture
-def whole(words, tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory) -> Path:
     """The run that nothing disturbs."""
-    complete(command, [*words, str(tmp_path / "whole")], log=tmp_path / "whole.log")
-    return tmp_path / "whole"
+    folder = tmp_path_factory.mktemp("whole")
+    complete(command, [*words, str(folder / "run")], log=folder / "log")
+    return folder / "run"
 
 
-@pytest.fixture
-def stopped(tiny_config, tmp_path) -> Path:
-    """A run that a signal stopped in its second epoch."""
-    folder, log, config = tmp_path / "stopped", tmp_path / "stopped.log", tiny_config(**SMALL)
-    with Job(train, config, folder, False, None, (STOP - 1, 0), log=log) as job:
+@pytest.fixture(scope="module")
+def stopped_once(tiny_config, own_data, tmp_path_factory) -> Path:
+    """A run on `own_data` that a signal stopped in its second epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    config = tiny_config(**SMALL, data=str(own_data))
+    arguments = (config, folder / "run", False, None, (STOP - 1, 0))
+    with Job(train, *arguments, log=folder / "log") as job:
         assert job.wait() == [143], job.said()
-    assert [path.name for path in find_checkpoints(folder / "checkpoints")] == [
+    assert [path.name for path in find_checkpoints(folder / "run/checkpoints")] == [
         f"step-{step:08d}.safetensors" for step in (STOP, STOP - 1)
     ]
-    return folder
+    return folder / "run"
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(stopped_once, tmp_path / "stopped")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -200,20 +216,22 @@ def test_a_read_only_disk_is_refused_and_the_run_is_intact(whole, words, tmp_pat
 @pytest.mark.parametrize(("add", "remove"), [(1, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_changed_images_are_refused_and_the_run_is_intact(
-    tiny_config, colour_data, tmp_path, split, add, remove
+    stopped, own_data, tmp_path, split, add, remove
 ):
-    data, folder, log = tmp_path / "data", tmp_path / "run", tmp_path / "log"
-    shutil.copytree(colour_data, data)
-    config = tiny_config(**SMALL, data=str(data))
-    with Job(train, config, folder, False, None, (STOP - 1, 0), log=log) as job:
-        assert job.wait() == [143], job.said()
-    before = contents(folder)
+    added, removed = own_data / split / "red/new.png", own_data / split / "blue/2.png"
+    before = contents(stopped)
     if add:
-        shutil.copy(data / split / "red/0.png", data / split / "red/new.png")
+        shutil.copy(own_data / split / "red/0.png", added)
     if remove:
-        (data / split / "blue/2.png").unlink()
-    assert "the data set changed" in refused(["train", "--out", str(folder), "--resume"], log)
-    assert contents(folder) == before
+        removed.rename(tmp_path / "removed.png")
+    try:
+        line = refused(["train", "--out", str(stopped), "--resume"], tmp_path / "log")
+    finally:
+        added.unlink(missing_ok=True)
+        if remove:
+            (tmp_path / "removed.png").rename(removed)
+    assert "the data set changed" in line
+    assert contents(stopped) == before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The same batch is the same training, on however many processes, micro-batches and loaders."""
 
-import itertools
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from vit.data.sampler import MicroBatchSampler
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.weights.safetensors_io import read_tensors
 
-EPOCHS, BATCH, TRAIN, VAL = 10, 16, 36, 21
+EPOCHS, BATCH, TRAIN, VAL = 6, 16, 36, 21
 STEPS = EPOCHS * (TRAIN // BATCH)
 PLAIN: dict[str, Any] = {"epochs": EPOCHS, "batch_size": BATCH, "workers": 0}
 PLAIN |= {"dropout": 0, "drop_path": 0}  # each process draws its own
@@ -40,14 +40,14 @@ class Outcome:
         return [event[name] for event in self.events if event["event"] == kind]
 
 
-@pytest.fixture
-def outcome_of(tiny_config, tmp_path) -> Callable[..., Outcome]:
-    """Trains on a number of processes."""
-    numbers = itertools.count()
+@pytest.fixture(scope="module")
+def outcome_of(tiny_config, tmp_path_factory) -> Callable[..., Outcome]:
+    """Trains on a number of processes, and the same only once."""
 
+    @functools.cache
     def run(processes: int = 1, **changes: Any) -> Outcome:
-        place = tmp_path / f"{next(numbers)}"
-        (place / "seen").mkdir(parents=True)
+        place = tmp_path_factory.mktemp("run")
+        (place / "seen").mkdir()
         config: Config = tiny_config(**{**PLAIN, **changes})
         out, log = place / "run", place / "log"
         complete(train, config, out, False, place / "seen", log=log, processes=processes)
@@ -123,7 +123,7 @@ def test_a_step_sees_the_images_of_the_sampler(outcome_of):
     expected = {step: [key.sample for key in batch] for step, batch in enumerate(batches)}
     assert len(expected) == STEPS
     assert all(len(set(samples)) == BATCH for samples in expected.values())
-    assert outcome_of(2, accumulate=2).seen == expected
+    assert outcome_of(2, precision="fp64", accumulate=2).seen == expected
 
 
 def test_loader_processes_change_nothing(outcome_of):

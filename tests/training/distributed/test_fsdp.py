@@ -39,7 +39,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"position": "learned"},
+        pytest.param({"position": "learned"}, marks=pytest.mark.slow),
         pytest.param({"position": "sinusoidal_2d"}, marks=pytest.mark.slow),
         pytest.param({"patch_sizes": [2, 4]}, marks=pytest.mark.slow),
         {"stem": "conv", "ema": 0.9},
