@@ -5,7 +5,7 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from tests.processor import sitecustomize as processor
 from vit import precision
@@ -93,28 +94,38 @@ def processor_marked(request: pytest.FixtureRequest, processor_asked: Path) -> I
 
 CLASSES = ("apple", "class10", "class2")
 IMAGES = 9  # of each class
+Change = Callable[[nn.Linear], None]
+
+
+def save_untrained(folder: Path, classes: Iterable[str], task: str, change: Change) -> Path:
+    """A run folder of a network with random weights; `change` initialises its head."""
+    names = tuple(classes)
+    settings = ModelConfig(
+        image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(names)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build_classifier(settings).eval()
+        change(model.head)
+    folder.mkdir()
+    save_model(
+        folder,
+        model,
+        config=Config(model=settings, training=TrainingConfig(task=task)),
+        classes=names,
+        preprocessing=Preprocessing(image_size=(16, 16)),
+    )
+    return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder of an untrained network that answers differently for different images."""
-    settings = ModelConfig(
-        image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(CLASSES)
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = build_classifier(settings).eval()
-        torch.nn.init.normal_(model.head.weight, std=3.0)
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    folder.mkdir()
-    save_model(
-        folder,
-        model,
-        config=Config(model=settings),
-        classes=CLASSES,
-        preprocessing=Preprocessing(image_size=(16, 16)),
-    )
-    return folder
+
+    def change(head: nn.Linear) -> None:
+        nn.init.normal_(head.weight, std=3.0)
+
+    return save_untrained(tmp_path_factory.mktemp("runs") / "tiny", CLASSES, "classify", change)
 
 
 @pytest.fixture(scope="session")
@@ -215,22 +226,12 @@ def several_list(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def several_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder of an untrained network whose images may have several classes."""
-    settings = ModelConfig(
-        image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=len(COLOURS)
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = build_classifier(settings).eval()
-        torch.nn.init.normal_(model.head.weight, std=0.2)
-        torch.nn.init.constant_(model.head.bias, 0.5)
+
+    def change(head: nn.Linear) -> None:
+        nn.init.normal_(head.weight, std=0.2)
+        nn.init.constant_(head.bias, 0.5)
+
     folder = tmp_path_factory.mktemp("runs") / "multilabel"
-    folder.mkdir()
-    save_model(
-        folder,
-        model,
-        config=Config(model=settings, training=TrainingConfig(task="multilabel")),
-        classes=tuple(COLOURS),
-        preprocessing=Preprocessing(image_size=(16, 16)),
-    )
+    save_untrained(folder, COLOURS, "multilabel", change)
     set_thresholds(folder, [0.3, 0.5, 0.7])
     return folder

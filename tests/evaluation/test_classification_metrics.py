@@ -11,7 +11,6 @@ from sklearn import metrics
 from vit.evaluation.classification_metrics import (
     Outcomes,
     calibration_error,
-    classification_scores,
     ranking,
     summarize,
     wilson_interval,
@@ -29,10 +28,14 @@ def draw(images: int, *, seed: int = 0, labels: range = range(8)) -> tuple[torch
     return logits.softmax(dim=1), truth
 
 
+def scores_of(probabilities: torch.Tensor, labels: torch.Tensor, classes: list[str]) -> dict:
+    return summarize(Outcomes.of(probabilities, labels), classes)
+
+
 @pytest.mark.parametrize("labels", [range(8), range(2, 5)], ids=["all classes", "three of eight"])
 def test_equals_scikit_learn(labels):
     probabilities, truth = draw(400, labels=labels)
-    scores = classification_scores(probabilities, truth, CLASSES)
+    scores = scores_of(probabilities, truth, CLASSES)
     answers = probabilities.argmax(dim=1)
     expected = {
         "top1": metrics.accuracy_score(truth, answers),
@@ -61,7 +64,7 @@ def test_equals_scikit_learn(labels):
 def test_balanced_accuracy_equals_scikit_learn_where_every_answer_is_a_label():
     probabilities, truth = draw(400)
     value = metrics.balanced_accuracy_score(truth, probabilities.argmax(dim=1))
-    scores = classification_scores(probabilities, truth, CLASSES)
+    scores = scores_of(probabilities, truth, CLASSES)
     assert scores["balanced_accuracy"] == pytest.approx(value, abs=1e-12)
 
 
@@ -84,7 +87,7 @@ def test_calibration_error_equals_the_formula():
             accuracy, confidence = right[inside].double().mean(), confidences[inside].mean()
             expected += float(inside.double().mean() * (accuracy - confidence).abs())
     assert calibration_error(confidences, right) == pytest.approx(expected, abs=1e-12)
-    assert classification_scores(probabilities, truth, CLASSES)["ece"] == pytest.approx(expected)
+    assert scores_of(probabilities, truth, CLASSES)["ece"] == pytest.approx(expected)
 
 
 def test_calibration_error_by_hand():
@@ -97,20 +100,20 @@ def test_calibration_error_by_hand():
 
 def test_equal_probabilities_count_for_the_first_class_only():
     probabilities = torch.full((3, 8), 1 / 8)
-    scores = classification_scores(probabilities, torch.tensor([0, 4, 5]), CLASSES)
+    scores = scores_of(probabilities, torch.tensor([0, 4, 5]), CLASSES)
     assert scores["top1"] == pytest.approx(1 / 3)
     assert scores["top5"] == pytest.approx(2 / 3)
     assert ranking(probabilities)[0].tolist() == list(range(8))
 
 
 def test_fewer_classes_than_five_make_top5_certain():
-    scores = classification_scores(torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2]), CLASSES[:3])
+    scores = scores_of(torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2]), CLASSES[:3])
     assert scores["top5"] == 1.0
     assert scores["top1"] == pytest.approx(2 / 3)
 
 
 def test_a_certain_and_wrong_answer_has_a_finite_loss():
-    scores = classification_scores(torch.eye(2)[[0]], torch.tensor([1]), CLASSES[:2])
+    scores = scores_of(torch.eye(2)[[0]], torch.tensor([1]), CLASSES[:2])
     assert math.isfinite(scores["loss"])
     assert scores["loss"] > 700
 
@@ -121,14 +124,14 @@ def test_parts_add_up_to_the_whole():
         Outcomes.of(probabilities[place : place + 33], truth[place : place + 33])
         for place in range(0, 100, 33)
     ]
-    whole = classification_scores(probabilities, truth, CLASSES)
+    whole = scores_of(probabilities, truth, CLASSES)
     assert summarize(Outcomes.cat(parts), CLASSES) == whole
     assert whole["count"] == 100
 
 
 def test_scores_are_plain_numbers():
     probabilities, truth = draw(10)
-    scores = classification_scores(probabilities, truth, CLASSES)
+    scores = scores_of(probabilities, truth, CLASSES)
     assert {type(value) for value in scores.values()} == {int, float, list}
     assert not any(isinstance(value, np.generic) for value in scores["per_class"][0].values())
 
@@ -148,4 +151,4 @@ def test_refuses_what_cannot_be_scored(probabilities, labels, reason):
 
 def test_refuses_no_image():
     with pytest.raises(ValueError, match="no image"):
-        classification_scores(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), CLASSES[:3])
+        scores_of(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), CLASSES[:3])

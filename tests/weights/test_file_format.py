@@ -6,22 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.weights.test_state_dict_readers import refusal
 from vit.errors import WeightsError
 from vit.weights.state_dict_readers import read_npz, read_state
 
 ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.8.0:\x04\x0a\x02\x12\x00"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 346284714\n"
-
-
-def refusal(path: Path, read=read_state) -> str:
-    """What is said about `path`, which must be one line that names it."""
-    with pytest.raises(WeightsError) as caught:
-        read(path)
-    line = str(caught.value)
-    assert path.name in line
-    assert "\n" not in line
-    assert "weights_only" not in line
-    return line
 
 
 @pytest.mark.parametrize("name", ["w.pth", "model.safetensors", "w.npz"])

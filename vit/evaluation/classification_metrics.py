@@ -84,13 +84,6 @@ def ranking(probabilities: Tensor) -> Tensor:
     return probabilities.sort(dim=1, descending=True, stable=True).indices
 
 
-def classification_scores(
-    probabilities: Tensor, labels: Tensor, classes: Sequence[str]
-) -> dict[str, Any]:
-    """Every score of `summarize`, from (images, classes) probabilities and (images,) labels."""
-    return summarize(Outcomes.of(probabilities, labels), classes)
-
-
 def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     """Scores of at least one image, as plain numbers that JSON takes; shares are in [0, 1].
 

@@ -8,10 +8,10 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.checks.test_near_duplicates import scene
 from vit.data import image_io
 from vit.data.checks import image_stats
 from vit.data.checks.dataset_check import check_dataset
@@ -20,18 +20,6 @@ from vit.data.checks.problems import KINDS, problem_kind
 from vit.data.sources.dataset_warnings import equal_files
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
-
-
-def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
-    """An image with waves of all lengths, as photographs have them; two are never alike."""
-    noise = np.random.default_rng(seed)
-    total = np.zeros((height, width, 3))
-    for cells in (3, 6, 12, 24, 48):
-        coarse = noise.integers(0, 256, (cells, cells, 3)).astype(np.uint8)
-        layer = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-        total += np.asarray(layer) / cells**0.7
-    total -= total.min()
-    return Image.fromarray((total * (255 / total.max())).astype(np.uint8))
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from tests.data.sources.test_tar_shards import read_samples
 from vit.commands.main import main
-from vit.data.archives import open_binary, open_member, relative, size_of
+from vit.data.archives import open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.huggingface_datasets import read_dataset
@@ -60,14 +61,6 @@ def parquet(make_tree, tmp_path) -> tuple[Path, Path]:
     for split in ("train", "validation"):
         write(out / f"data/{split}-00000-of-00001.parquet", cells(root / split), typed())
     return root, out
-
-
-def read_samples(samples) -> list[tuple[bytes, int]]:
-    found = []
-    for sample in samples:
-        with open_binary(sample.path) as file:
-            found.append((file.read(), sample.label))
-    return found
 
 
 def open_data(data):

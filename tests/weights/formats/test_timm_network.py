@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 
+from tests.weights.formats.test_timm_weights import SMALL, read, small_state
 from tests.weights.parity import parity_error
 from vit.errors import WeightsError
 from vit.model.build import assemble_model
@@ -18,7 +19,6 @@ from vit.weights.formats.timm_network import MODULES
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 
 TOLERANCE = 1e-4
-SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 
 
 def theirs(name, randomise, **args):
@@ -157,26 +157,17 @@ def test_every_network_is_read_or_refused_by_name():
     assert 20 < len(refused) < 80
 
 
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    return small_state()
+
+
 def attempt(state, name, args) -> Pretrained | str:
     """The network, or why it is refused."""
     try:
         return read_timm(state, architecture=name, model_args=args, where="x")
     except WeightsError as error:
         return str(error)
-
-
-@pytest.fixture
-def state() -> dict[str, torch.Tensor]:
-    return small_state()
-
-
-def small_state(classes: int = 3) -> dict[str, torch.Tensor]:
-    return timm.create_model("vit_tiny_patch16_224", **SMALL, num_classes=classes).state_dict()
-
-
-def read(state, **options):
-    options = {"architecture": "vit_tiny_patch16_224", "model_args": SMALL, **options}
-    return read_timm(state, **options, where="x")
 
 
 def test_the_image_size_follows_from_the_position_table():
