@@ -63,7 +63,11 @@ def write(tmp_path, make_facts, make_epochs):
             tmp_path,
             facts=make_facts(classes, settings, val_held_out=False, parameters=205_000, **changes),
             caption_facts=CaptionFacts(
-                captions=198, mean_tokens=10.5, val_images=val_images, min_shuffled_gap=0.01
+                captions=198,
+                mean_tokens=10.5,
+                val_images=val_images,
+                min_shuffled_gap=0.01,
+                advice="hide words with --caption-dropout 0.3",
             ),
             events=make_epochs(epochs, **(event or {})),
             outcomes=outcomes,

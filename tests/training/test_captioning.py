@@ -493,14 +493,31 @@ def test_a_list_of_the_wrong_shape_is_one_line(caption_config, list_of, tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_a_decoder_that_does_not_look_is_named():
-    seeing = {"val_loss": 1.0, "val_loss_shuffled": 1.5}
+def test_a_decoder_that_does_not_look_is_named_after_a_third_of_the_run():
+    config = make_config({"task": "caption", "epochs": 9})
+    seeing = {"epoch": 3, "val_loss": 1.0, "val_loss_shuffled": 1.5}
+    blind = {**seeing, "val_loss_shuffled": 1.005}
     warning = Captioning().warning
-    assert warning(seeing) is None
-    assert "ignores the images" in warning({**seeing, "val_loss_shuffled": 1.005})
-    assert warning({**seeing, "val_loss_shuffled": 1.0, "val_images": 1}) is None
-    both = {"val_loss": 3.0, "val_caption_loss": 1.0, "val_loss_shuffled": 1.5}
-    assert CaptioningWithClasses().warning(both) is None
+    assert warning(seeing, config) is None
+    assert warning({**blind, "epoch": 2}, config) is None
+    assert warning({**blind, "val_images": 1}, config) is None
+    note = warning(blind, config)
+    assert "ignores the images" in note
+    assert note.endswith(
+        "start from a trained encoder with --weights SOURCE; hide words with --caption-dropout "
+        "0.3; train longer with --epochs 18"
+    )
+    both = {**seeing, "val_loss": 3.0, "val_caption_loss": 1.0}
+    assert CaptioningWithClasses().warning(both, config) is None
+
+
+def test_the_advice_for_a_blind_decoder_leaves_out_what_the_run_does_already():
+    blind = {"epoch": 9, "val_loss": 1.0, "val_loss_shuffled": 1.0}
+    settings = {"task": "caption", "epochs": 9, "caption_dropout": 0.3, "weights": "runs/encoder"}
+    note = Captioning().warning(blind, make_config(settings))
+    assert "--caption-dropout" not in note
+    assert "--weights" not in note
+    assert note.endswith("; train longer with --epochs 18")
 
 
 def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():

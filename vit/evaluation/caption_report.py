@@ -69,12 +69,14 @@ class CaptionFacts:
         val_images: Number of validation images, of which maybe only some are measured.
         min_shuffled_gap: Share of the loss by which other images must be worse for a decoder that
             uses the image.
+        advice: What may make a decoder use the image that does not.
     """
 
     captions: int
     mean_tokens: float
     val_images: int
     min_shuffled_gap: float
+    advice: str
 
 
 def write_caption_report(

@@ -68,6 +68,12 @@ EXAMPLES = 5
 SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
 
 
+IGNORING_SHARE = 1 / 3
+"""Share of a run before which a decoder that ignores the images is not reported."""
+CAPTION_DROPOUT = 0.3
+"""Share of hidden words that is suggested for such a decoder."""
+
+
 class Captioning(Task):
     """Captioning, optionally with classification.
 
@@ -244,15 +250,20 @@ class Captioning(Task):
                 mean_tokens=self.mean_tokens,
                 val_images=count,
                 min_shuffled_gap=MIN_SHUFFLED_GAP,
+                advice=image_use_advice(run.config),
             ),
             events=run.events,
             outcomes=outcomes,
             class_outcomes=class_outcomes,
         )
 
-    def warning(self, event: Event) -> str | None:
-        """A log line if captions fit shuffled images as well as their own; else None."""
-        if event.get("val_images", 2) < 2:
+    def warning(self, event: Event, config: Config) -> str | None:
+        """A log line if captions fit shuffled images as well as their own; else None.
+
+        In the first third of a run a decoder learns the language, and rarely looks at the images.
+        """
+        early = IGNORING_SHARE * config.training.epochs
+        if event.get("val_images", 2) < 2 or event["epoch"] < early:
             return None
         right = event.get("val_caption_loss", event["val_loss"])
         wrong = event["val_loss_shuffled"]
@@ -260,8 +271,22 @@ class Captioning(Task):
             return None
         return (
             f"note: the decoder ignores the images: its loss is {right:.3f}, and "
-            f"{wrong:.3f} with other images; more epochs or --caption-dropout 0.3 may help"
+            f"{wrong:.3f} with other images; {image_use_advice(config)}"
         )
+
+
+def image_use_advice(config: Config) -> str:
+    """What may make a decoder use the images, without what the settings do already."""
+    ways = []
+    if config.finetune.weights is None:
+        ways.append("start from a trained encoder with --weights SOURCE")
+    if config.decoder.caption_dropout < CAPTION_DROPOUT:
+        ways.append(f"hide words with --caption-dropout {CAPTION_DROPOUT}")
+    if config.training.time is None and config.training.steps is None:
+        ways.append(f"train longer with --epochs {2 * config.training.epochs}")
+    else:
+        ways.append("train longer")
+    return "; ".join(ways)
 
 
 class CaptioningWithClasses(Captioning):

@@ -380,8 +380,8 @@ class Task(ABC):
             VitError: No image can be read, or the report cannot be written.
         """
 
-    def warning(self, event: Event) -> str | None:
-        """A log line about suspicious scores of an epoch; else None."""
+    def warning(self, event: Event, config: Config) -> str | None:
+        """A log line about suspicious scores of an epoch, written once in a run; else None."""
         return None
 
 

@@ -58,6 +58,9 @@ def captions_of(path):
         ("image\tcaption\r\na.jpg\tone\r\n".encode("utf-16"), "table"),
         ("sep=|\nimage|caption\n|\na.jpg|one\n", "table"),
         ("image_name| comment_number| comment\na.jpg| 0| one\n", "bars"),
+        ("a.jpg,one\n", "pairs"),
+        ("\ufeffa.jpg\tone\r\n", "pairs"),
+        ("\na.jpg ; one\n\n", "pairs"),
         ("a.jpg#0\tone\n", "token file"),
         ("\ufeffa.jpg#0\tone\r\n\r\n", "token file"),
         ('{"file_name": "a.jpg", "text": "one"}\n', "JSON lines"),
@@ -92,6 +95,52 @@ def test_quotes_commas_and_lines_in_a_cell(write):
     path = write('image,caption\r\na.jpg,"one, ""two""\r\nthree"\r\n\r\nb.jpg, "4, 5"\r\n')
     assert captions_of(path) == [("a.jpg", ('one, "two" three',)), ("b.jpg", ("4, 5",))]
     assert [row.line for row in rows(path)] == [2, 5]
+
+
+def test_a_caption_after_the_name_of_its_image_needs_no_quotes(write):
+    lines = [
+        "0001.jpg, Một người đàn ông, và một con chó.",
+        '0001.jpg,"A man, and a dog"',
+        '0002.jpg,  "Stop" says a sign, wide | red',
+        '0003.jpg,"two ""red"" boats,',
+        'on a lake"',
+        "",
+        '0004.jpg, a 5" nail, rusty',
+    ]
+    expected = [
+        ("0001.jpg", ("Một người đàn ông, và một con chó.", "A man, and a dog")),
+        ("0002.jpg", ('"Stop" says a sign, wide | red',)),
+        ("0003.jpg", ('two "red" boats, on a lake',)),
+        ("0004.jpg", ('a 5" nail, rusty',)),
+    ]
+    notes: list[str] = []
+    path = write("\n".join(lines))
+    assert [(n, e.captions) for n, e in read(path, notes).entries.items()] == expected
+    assert notes == [f"{path}: no header, so all after the first comma is the caption"]
+    assert [row.line for row in rows(path)] == [1, 2, 3, 4, 7]
+    assert captions_of(write("\n".join(["image,caption", *lines]))) == expected
+
+
+def test_all_bad_lines_are_named_at_once(write):
+    good, bad = "a.jpg,one,val\n", "b.jpg,two, three,val\n"
+    path = write("image,caption,split\n" + good + bad * 12 + good + ",four,val\n")
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value) == (
+        f"{path}: 13 lines cannot be read: line 3, 4, 5, 6, 7, 8, 9, 10, 11, 12: 4 cells, but 3 in "
+        "the header; a cell with commas needs quotes around it; and 3 more"
+    )
+    path = write("image,caption,split\n" + bad + good + ",four,val\n" + "c.jpg,five,vla\n" + bad)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: 4 lines cannot be read: line 2, 6: 4 cells, but")
+    assert "; line 4: no file name; line 5: split is 'vla'; expected" in str(caught.value)
+
+
+def test_errors_show_unicode_as_it_is(write):
+    path = write("Một người, đàn ông\n")
+    with pytest.raises(DataError, match="it begins with 'Một người, đàn ông'"):
+        read(path)
 
 
 def test_a_table_as_pythons_own_reader_reads_it(write):
@@ -163,21 +212,22 @@ WRONG = [
     ("image,caption\na.jpg,a\0b\n", "line 2: has a NUL byte"),
     ("image,label\na.jpg,cat\n", "line 1: no column of captions among image, label; expected cap"),
     ("name,caption\na.jpg,cat\n", "line 1: no column of images among name, caption; expected f"),
-    ("image,caption\na.jpg,a, b\n", "line 2: 3 cells, but 2 in the header; a cell with commas nee"),
+    ("image,caption,split\na.jpg,a, b,val\n", "line 2: 4 cells, but 3 in the header; a cell wit"),
     ("image,caption\na.jpg\n", "line 2: 1 cells, but 2 in the header"),
     ('image,caption\na.jpg,x\nb.jpg,"a\n\n', "line 3: not CSV .unexpected end of data"),
-    ('image,caption\na.jpg,"a"b\n', "line 2: not CSV .*a quote inside a quoted cell is doubled"),
+    ('image,caption,id\na.jpg,"a"b,1\n', "line 2: not CSV .*a quote inside a quoted cell is doub"),
     ("image,caption\na.jpg,\"['a', 'b']\"\n", "line 2: a list in a cell: .*use JSON lines"),
     ("image,caption\n" + "a.jpg," + "x" * 140_000, "line 2: not CSV .field larger than"),
     ("a.jpg#0\tone\na.jpg two\n", "line 2: a.jpg two; expected IMAGE#NUMBER<TAB>CAPTION".replace(
         "a.jpg two", "'a.jpg two'")),
+    ("a.jpg, one, two\nb.jpg\n", "line 2: 1 cells, but 2 are expected, the name of"),
     ("image_name|comment_number|comment\na.jpg|x\n", "line 2: 2 cells, but 3 in the header"),
     ('{"file_name": "a.jpg"}\n', "line 1: no column of captions among file_name"),
     ('{"text": "a"}\n', "line 1: no column of images among text; expected file_name"),
     ('{"file_name": "a", "text": "a"}\n{"file_name": "b"}\n', "line 2: no column of captions"),
     ('{"file_name": "a", "text": "a"}\n{"file_name"\n', "line 2: not JSON .Expecting"),
     ('{"file_name": "a", "text": "a"}\n[1]\n', "line 2: a list; expected an object in each line"),
-    ('["a"]\n["b"]\n', "line 1: a list; expected an object in each line"),
+    ('["a"]\n["b"]\n', "line 1, 2: a list; expected an object in each line"),
     ('{"file_name": 3, "text": "a"}\n', "line 1: file_name is a number; expected a file name"),
     ('{"file_name": "a", "text": 3}\n', "line 1: text is a number; expected a text or a list of"),
     ('{"file_name": "a", "text": {"en": "a"}}\n', "line 1: text is an object; expected a text"),

@@ -58,7 +58,7 @@ from vit.data.sources.list_files import (
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
-from vit.data.sources.table_reader import json_kind, wrong
+from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
@@ -179,7 +179,15 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
     errors: RowErrors = None if spec.row_errors is None else []
     contents = ImageList(path, has_captions=spec.captions, errors=errors)
     columns: dict[tuple[str, ...], Columns] = {}
-    for row in read_rows(path, spec, notes, lambda error: skip_or_raise(errors, "bad_line", error)):
+    bad = BadLines()
+
+    def on_error(error: DataError) -> None:
+        if errors is None:
+            bad.add(error)
+        else:
+            skip_or_raise(errors, "bad_line", error)
+
+    for row in read_rows(path, spec, notes, on_error):
         if contents.columns is None:
             contents.columns = choose_columns(row.names, path, row.header, spec)
             contents.is_table = row.is_table
@@ -188,9 +196,13 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
         try:
             chosen = _columns_of(row, contents, columns, spec)
         except DataError as error:
-            skip_or_raise(errors, "bad_line", error)
-        else:
+            on_error(error)
+            continue
+        try:
             _add_row(contents, row, chosen, spec)
+        except DataError as error:  # errors are not collected for `vit check`
+            bad.add(error)
+    bad.raise_all()
     if not contents.entries and not errors:
         what = "no captions" if spec.captions else "no images"
         raise wrong(path, f"{what} in it; expected a line for each")

@@ -241,7 +241,7 @@ def cell_captions(value: Any, column: str, path: str, line: int, *, is_table: bo
     """
     if is_table and value.startswith(('["', "['")) and value.rstrip().endswith("]"):
         advice = "give each caption its own column or row, or use JSON lines"
-        raise wrong(path, f"a list in a cell: {value[:40]!a}; {advice}", line)
+        raise wrong(path, f"a list in a cell: {value[:40]!r}; {advice}", line)
     captions = []
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str | None):
@@ -309,7 +309,7 @@ def cell_split(value: object, path: str, line: int) -> str:
     if name not in SPLIT_NAMES:
         hint = nearest(name, SPLIT_NAMES)
         expected = ", ".join(SPLIT_NAMES)
-        found = f"{name!a}" if name else "nothing"
+        found = f"{name!r}" if name else "nothing"
         raise wrong(path, f"{SPLIT_COLUMN} is {found}; expected {expected}{hint}", line)
     return name
 

@@ -3,8 +3,9 @@
     table         CSV or TSV whose header names the columns
     JSON lines    {"file_name": "1.jpg", "label": "cat"}, one object per line
 
-Lists of captions have three more formats:
+Lists of captions have four more formats:
 
+    pairs         1.jpg, a caption, which may have commas (a table without a header)
     token file    1.jpg#0<TAB>a caption (Flickr8k; Hodosh, Young and Hockenmaier, 2013)
     bars          image_name| comment_number| comment (Flickr30k)
     COCO          {"images": [...], "annotations": [...]} (Chen et al., 2015, arXiv:1504.00325)
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.input_hints import is_image
 from vit.data.sources.list_columns import (
     caption_columns,
     check_header,
@@ -34,6 +36,7 @@ from vit.data.sources.table_reader import (
     json_kind,
     json_records,
     parse_json,
+    read_pairs,
     read_table,
     stop,
     text_lines,
@@ -48,6 +51,9 @@ EXPECTED = (
     '{"file_name": ..., "text": ...}, a token file, or captions of COCO'
 )
 DELIMITERS = ",\t;|"
+PAIR_DELIMITERS = ",\t;"
+PAIR = ("image", "caption")
+"""Columns of a list without a header."""
 TOKEN = re.compile(r"([^\t]+)#\d+[ ]*\t(.*)", re.DOTALL)
 
 
@@ -113,12 +119,22 @@ def _caption_format(path: str) -> str:
         return _json_format(path, first, single_line=not rest.strip())
     if TOKEN.match(first):
         return "token file"
+    if pair_delimiter(first):
+        return "pairs"
     delimiter = find_delimiter(first, captions=True)
     names = fields(first, delimiter)
     if not image_column(names) and not caption_columns(names):
         start = first.strip()[:60] or "nothing"
-        raise wrong(path, f"no list of captions, it begins with {start!a}; {EXPECTED}")
+        raise wrong(path, f"no list of captions, it begins with {start!r}; {EXPECTED}")
     return "bars" if delimiter == "|" else "table"
+
+
+def pair_delimiter(line: str) -> str:
+    """What ends the name of an image at the beginning of a line; empty if there is no such name."""
+    ends = {
+        line.find(mark): mark for mark in PAIR_DELIMITERS if is_image(line.split(mark)[0].strip())
+    }
+    return ends[min(ends)] if ends and min(ends) > 0 else ""
 
 
 def _json_format(path: str, first: str, *, single_line: bool) -> str:
@@ -167,7 +183,7 @@ def has_captions(path: str) -> bool:
     first = start.lstrip().split("\n", 1)[0]
     if kind == "COCO":
         return bool(re.search(r'"(images|annotations)"\s*:', start))
-    if kind == "token file":
+    if kind in ("token file", "pairs"):
         return True
     if kind == "JSON lines":
         headers = [_keys(first)]
@@ -186,7 +202,12 @@ def _keys(line: str) -> list[str]:
 
 
 def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
-    table = read_table(path, lambda line: find_delimiter(line, captions=spec.captions), on_error)
+    table = read_table(
+        path,
+        lambda line: find_delimiter(line, captions=spec.captions),
+        on_error,
+        is_text_last=lambda names: spec.captions and bool(caption_columns(names[1:])),
+    )
     check_header(table, path, spec)
     counts = Counter(name for name in table.names if name.strip())
     repeated = [printable(name) for name, number in counts.items() if number > 1]
@@ -198,12 +219,22 @@ def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnErro
     notes += table.blank_notes(path)
 
 
+def _pair_rows(path: str, _: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
+    delimiter = pair_delimiter(beginning(path).lstrip().partition("\n")[0])
+    table = read_pairs(path, PAIR, delimiter, on_error)
+    for line, cells in table.rows:
+        yield Row(line, PAIR, 0, dict(zip(PAIR, cells, strict=True)), is_table=True)
+    mark = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
+    notes.append(f"{printable(path)}: no header, so all after the first {mark} is the caption")
+    notes += table.blank_notes(path)
+
+
 def _json_rows(path: str, _: DatasetSpec, __: list[str], on_error: OnError) -> Iterator[Row]:
     for line, record in json_records(path, on_error):
         yield Row(line, tuple(record), line, record)
 
 
-def _bar_rows(path: str, _: DatasetSpec, notes: list[str], __: OnError) -> Iterator[Row]:
+def _bar_rows(path: str, _: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
     names: list[str] = []
     header, repaired = 0, []
     for line, text in enumerate(text_lines(path), 1):
@@ -217,21 +248,26 @@ def _bar_rows(path: str, _: DatasetSpec, notes: list[str], __: OnError) -> Itera
             # One line of Flickr30k's well-known file lacks its second bar.
             cells = [cells[0], *re.split(r"(?<=\d)\s+", cells[1].lstrip(), maxsplit=1)]
             repaired.append(f"{line}")
-        check_width(cells, len(names), path, line)
+        try:
+            check_width(cells, len(names), path, line)
+        except DataError as error:
+            on_error(error)
+            continue
         yield Row(line, names, header, dict(zip(names, cells, strict=True)), is_table=True)
     if repaired:
         lines = join_names(repaired)
         notes.append(f"{printable(path)}: no bar after the number in line {lines}; read so")
 
 
-def _token_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterator[Row]:
+def _token_rows(path: str, _: DatasetSpec, __: list[str], on_error: OnError) -> Iterator[Row]:
     names = ("image", "caption")
     for line, text in enumerate(text_lines(path), 1):
         found = TOKEN.match(text)
         if found:
             yield Row(line, names, line, dict(zip(names, found.groups(), strict=True)))
         elif text.strip():
-            raise wrong(path, f"{text.strip()[:60]!a}; expected IMAGE#NUMBER<TAB>CAPTION", line)
+            expected = "expected IMAGE#NUMBER<TAB>CAPTION"
+            on_error(wrong(path, f"{text.strip()[:60]!r}; {expected}", line))
 
 
 def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterator[Row]:
@@ -247,13 +283,13 @@ def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterat
     for index, image in enumerate(data["images"]):
         number, name = _coco_entry(image, "id", "file_name", f"images[{index}]", path)
         if names.setdefault(number, name) != name:
-            raise wrong(path, f"images[{index}] has the id {number!a} of another image")
+            raise wrong(path, f"images[{index}] has the id {number!r} of another image")
     captions: dict[int | str, list[str]] = {number: [] for number in names}
     for index, annotation in enumerate(data["annotations"]):
         where = f"annotations[{index}]"
         number, caption = _coco_entry(annotation, "image_id", "caption", where, path)
         if number not in captions:
-            raise wrong(path, f"{where} has image_id {number!a}, which is no image's id")
+            raise wrong(path, f"{where} has image_id {number!r}, which is no image's id")
         captions[number].append(caption)
     columns = ("file_name", "captions")
     for number, name in names.items():
@@ -280,6 +316,7 @@ READERS: dict[str, Reader] = {
     "COCO": _coco_rows,
     "JSON lines": _json_rows,
     "bars": _bar_rows,
+    "pairs": _pair_rows,
     "table": _table_rows,
     "token file": _token_rows,
 }

@@ -9,18 +9,20 @@ import json
 import os
 import re
 import stat
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from vit.errors import DataError
-from vit.text import plural, printable
+from vit.text import join_names, plural, printable
 
 MAX_BYTES = 10 * 2**30
 MAX_JSON_BYTES = 2 * 2**30
 """Of a file that is read as a whole."""
 MAX_LINE = 2**24
+MAX_BAD_LINES = 10
+"""Lines that an error names."""
 BEGINNING = 2**16
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
@@ -34,10 +36,66 @@ def stop(error: DataError) -> None:
     raise error
 
 
-def wrong(path: str, what: str, line: int = 0) -> DataError:
+class LineError(DataError):
+    """An error at a line of a file.
+
+    Args:
+        path: The file.
+        what: The reason.
+        line: From 1; 0 if the error is not of a line.
+    """
+
+    def __init__(self, path: str, what: str, line: int) -> None:
+        where = f", line {line}" if line else ""
+        super().__init__(f"{printable(path)}{where}: {printable(what)}")
+        self.path, self.what, self.line = path, what, line
+
+
+def wrong(path: str, what: str, line: int = 0) -> LineError:
     """The error `what` in the file `path`, at a line unless it is 0."""
-    where = f", line {line}" if line else ""
-    return DataError(f"{printable(path)}{where}: {printable(what)}")
+    return LineError(path, what, line)
+
+
+class BadLines:
+    """Collects the errors of a file's lines, for one error that names them."""
+
+    def __init__(self) -> None:
+        self.first: list[DataError] = []
+        self.count = 0
+
+    def add(self, error: DataError) -> None:
+        """Add an error; only the first ones are kept.
+
+        Raises:
+            DataError: It is an error of the whole file.
+        """
+        if not isinstance(error, LineError) or not error.line:
+            raise error
+        self.count += 1
+        if len(self.first) < MAX_BAD_LINES:
+            self.first.append(error)
+
+    def raise_all(self) -> None:
+        """Raise one error with the first lines, by reason, and the number of all; or none.
+
+        Raises:
+            DataError: An error was added.
+        """
+        if self.count == 1:
+            raise self.first[0]
+        if not self.first:
+            return
+        lines: dict[str, list[int]] = defaultdict(list)
+        for error in self.first:
+            assert isinstance(error, LineError)
+            lines[error.what].append(error.line)
+        groups = [f"line {join_names(at, MAX_BAD_LINES)}: {what}" for what, at in lines.items()]
+        more = self.count - len(self.first)
+        rest = f"; and {more:,} more" if more else ""
+        path = printable(self.first[0].path)  # type: ignore[attr-defined]
+        raise DataError(
+            f"{path}: {self.count:,} lines cannot be read: {printable('; '.join(groups))}{rest}"
+        )
 
 
 def text_lines(path: str) -> Iterator[str]:
@@ -150,6 +208,8 @@ LONGEST = 80
 """Characters that an error quotes of a line that is no CSV."""
 MARKS = ' \t\r\n,;|"'
 """Characters of a line without content."""
+IN_HEADER = "but {} in the header; a cell with commas needs quotes around it"
+IN_PAIR = "but {} are expected, the name of an image and its caption"
 
 
 class Table(NamedTuple):
@@ -174,13 +234,21 @@ class Table(NamedTuple):
         return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 
-def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError = stop) -> Table:
+def read_table(
+    path: str,
+    delimiter_of: Callable[[str], str],
+    on_error: OnError = stop,
+    *,
+    is_text_last: Callable[[list[str]], bool] = lambda _names: False,
+) -> Table:
     """Open a table; its rows are read lazily.
 
     Args:
         path: The file.
         delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
         on_error: Called with the error of a row that is no CSV or has another number of cells.
+        is_text_last: Whether columns of these names end with free text, which may have delimiters
+            and needs no quotes; only asked about two columns.
 
     Raises:
         DataError: It is not text, or has no header.
@@ -200,8 +268,41 @@ def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError 
         raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
     delimiter = declared or delimiter_of(header)
     names = fields(header, delimiter)
+    if len(names) == 2 and is_text_last(names):
+        lines = quote_text(lines, delimiter)
     rows = _rows(path, lines, line + 1, delimiter, len(names), blank, on_error)
     return Table(names, line, rows, delimiter, blank)
+
+
+def read_pairs(path: str, names: Sequence[str], delimiter: str, on_error: OnError = stop) -> Table:
+    """Open a table of two columns without a header, as `read_table`; the second one is free text.
+
+    Raises:
+        DataError: It is not text.
+    """
+    blank: list[int] = []
+    lines = quote_text(text_lines(path), delimiter)
+    return Table(
+        [*names], 0, _rows(path, lines, 1, delimiter, 2, blank, on_error, IN_PAIR), delimiter, blank
+    )
+
+
+def quote_text(lines: Iterable[str], delimiter: str) -> Iterator[str]:
+    """Lines of two cells with the second one in quotes, where it needs and lacks them."""
+    quoted = re.compile(rf'"(?:[^"]|"")*"\s*($|{re.escape(delimiter)})')
+    inside = False  # of a quoted cell of several lines
+    for line in lines:
+        name, mark, rest = line.partition(delimiter)
+        text = rest.strip()
+        odd = line.count('"') % 2 == 1
+        begins = odd and text.startswith('"')
+        if inside or begins or not mark or name.lstrip().startswith('"') or quoted.match(text):
+            inside ^= odd
+            yield line
+        else:
+            end = line[len(line.rstrip("\r\n")) :]
+            doubled = text.replace('"', '""')
+            yield f'{name}{mark}"{doubled}"{end}'
 
 
 def separator(line: str) -> str | None:
@@ -225,6 +326,7 @@ def _rows(
     width: int,
     blank: list[int],
     on_error: OnError,
+    expected: str = IN_HEADER,
 ) -> Iterator[tuple[int, list[str]]]:
     row: list[str] = []  # the lines of the current row
     pending: deque[str] = deque()  # lines to parse again, before those of `text`
@@ -256,7 +358,7 @@ def _rows(
             blank.append(line)
         elif cells:
             try:
-                check_width(cells, width, path, line)
+                check_width(cells, width, path, line, expected)
             except DataError as error:
                 on_error(error)
             else:
@@ -274,11 +376,12 @@ def fields(header: str, delimiter: str) -> list[str]:
         return [text[:LONGEST]]
 
 
-def check_width(cells: list[str], width: int, path: str, line: int) -> None:
-    """Refuse a row that has more or fewer cells than the header."""
+def check_width(
+    cells: list[str], width: int, path: str, line: int, expected: str = IN_HEADER
+) -> None:
+    """Refuse a row that has more or fewer than `width` cells; `expected` has the reason."""
     if len(cells) != width:
-        advice = "a cell with commas needs quotes around it"
-        raise wrong(path, f"{len(cells)} cells, but {width} in the header; {advice}", line)
+        raise wrong(path, f"{len(cells)} cells, {expected.format(width)}", line)
 
 
 def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dict[str, Any]]]:

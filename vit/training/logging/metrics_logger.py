@@ -157,10 +157,10 @@ class MetricsLogger:
             f"{self.run.task.format_scores(event)}{' *' if best else '  '}  "
             f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
         )
-        note = self.run.task.warning(event)
-        if note is not None and not self.noted_ignored_images:  # once in a row
+        note = self.run.task.warning(event, self.run.config)
+        if note is not None and not self.noted_ignored_images:
             self.notify(note)
-        self.noted_ignored_images = note is not None
+            self.noted_ignored_images = True
         note = data_wait_note(event, self.run.config.data)
         if note is not None and not self.noted_waiting:
             self.notify(note)
