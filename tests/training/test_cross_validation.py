@@ -85,6 +85,17 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
         config(fold=4)
 
 
+def test_a_refused_cross_validation_leaves_nothing_behind(config, tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match="the data have validation images"):
+        train_folds(tiny_config(**SETTINGS), tmp_path / "new", measure=measured)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/folds.json").write_text("{}")
+    with pytest.raises(ConfigError, match="the data have validation images"):
+        train_folds(tiny_config(**SETTINGS), tmp_path / "old", measure=measured, overwrite=True)
+    assert (tmp_path / "old/folds.json").read_text() == "{}"
+
+
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):

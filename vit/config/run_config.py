@@ -21,7 +21,7 @@ class RunConfig(Section):
     checkpoint_activations: bool = setting(False, "--grad-checkpointing")
     """Recompute activations of encoder blocks in the backward pass: less memory, more work."""
     checkpoint_minutes: float = 10.0
-    """Maximum time between two checkpoints; one is saved after each epoch in any case."""
+    """Maximum time between two checkpoints, a minute to the first; each epoch also saves one."""
     checkpoint_steps: int | None = None
     """Optimiser steps between two checkpoints; only by time and epoch when left empty."""
     keep_best: int = 1

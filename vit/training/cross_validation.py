@@ -8,6 +8,7 @@ ratio of validation to training images.
 Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -23,7 +24,7 @@ from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, read_fold_settings
 from vit.config.parser import default_run_folder, flatten, make_config
-from vit.errors import ConfigError, RunError
+from vit.errors import ConfigError, RunError, VitError
 from vit.text import printable
 from vit.training.checkpoint.run_folder import RESUMABLE_CHANGES, WEIGHTS
 from vit.training.distributed.collectives import on_main
@@ -90,7 +91,9 @@ def train_folds(
         found = {"folds": folds, "settings": settings, "scores": scores}
         return {**found, **summary([*scores.values()])}
 
+    previous = on_main(accelerator, lambda: read_record_bytes(folder))
     on_main(accelerator, lambda: write_record(folder, record()))
+    begun = False
     for fold in range(1, folds + 1):
         run_folder = folder / f"fold-{fold}"
         if str(fold) in scores:
@@ -98,7 +101,17 @@ def train_folds(
             continue
         notify(f"fold {fold} of {folds}: {printable(run_folder)}")
         part = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=fold))
-        result = train(part, run_folder, resume=resume, overwrite=overwrite, given=[*given, "fold"])
+        before = settings_time(run_folder)
+        try:
+            result = train(
+                part, run_folder, resume=resume, overwrite=overwrite, given=[*given, "fold"]
+            )
+        except VitError:
+            refused = settings_time(run_folder) == before and not begun
+            if refused and accelerator.is_main_process:
+                restore_record(folder, previous)
+            raise
+        begun = True
         failed |= result.failed
         scores[str(fold)] = on_main(accelerator, partial(numeric_scores, measure, run_folder))
         on_main(accelerator, lambda: write_record(folder, record()))
@@ -129,8 +142,7 @@ def finished_folds(
     if (folder / WEIGHTS).exists():  # of a training without folds
         raise RunError(f"{printable(folder)} is a run folder itself: give another --out")
     if overwrite:
-        with explain_write_errors(path):
-            path.unlink(missing_ok=True)
+        return {}
     if not path.is_file():
         return {}
     if not resume:
@@ -216,6 +228,29 @@ def t_cdf(value: float, freedom: int) -> float:
         term *= cosine * cosine * (at - 1) / at
     inside = (angle + sine * total) * 2 / math.pi if odd else sine * total
     return (1 + inside) / 2
+
+
+def settings_time(run_folder: Path) -> int:
+    """When the settings of a run were written, in nanoseconds; 0 if it has not begun."""
+    path = run_folder / "config.yaml"
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+def read_record_bytes(folder: Path) -> bytes | None:
+    """The content of folds.json, or None without one."""
+    path = folder / FOLDS_FILE
+    return path.read_bytes() if path.is_file() else None
+
+
+def restore_record(folder: Path, content: bytes | None) -> None:
+    """Undo `write_record` after a command that was refused; delete what it created."""
+    path = folder / FOLDS_FILE
+    if content is not None:
+        path.write_bytes(content)
+        return
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other files are in it
+        folder.rmdir()
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from vit.tasks.task import get_task
 from vit.text import printable
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
+from vit.training.autotune.time_lower_bound import check_time
 from vit.training.checkpoint.run_folder import (
     check_run_folder,
     lock_folder,
@@ -209,6 +210,7 @@ def resolve(
     )
     if resumed is not None:
         require_same_settings(config, resumed)
+    check_time(config, splits, accelerator, began=began)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors():
         config = fit_memory(config, accelerator, notify, splits)

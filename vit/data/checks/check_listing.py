@@ -21,14 +21,17 @@ from vit.data.sources.dataset_spec import (
     RowError,
     resolve_folder,
 )
-from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker
-from vit.data.sources.image_folder import split_folders
+from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker, unsupported_advice
+from vit.data.sources.image_folder import EMPTY_CLASS, split_folders
+from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import is_folder_source, locate_in_lists, read_source
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be fixed in an image list."""
+NOT_CLASSES = ("no_classes", "no_pictures", "one_class")
+"""Kinds of problems of a folder that was not meant for classification."""
 ALL = "all"
 """The name of the split of a dataset without splits."""
 Found = TypeVar("Found")
@@ -117,7 +120,14 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     if not is_folder_source(spec.data) or spec != DatasetSpec(spec.data, group=spec.group):
         return list_source(spec)
     root, _ = resolve_folder(spec.data)
-    return list_folder(root)
+    listing = list_folder(root)
+    if has_caption_lists(str(root)):  # maybe meant for captions, and its folders are no classes
+        hint = "; for the captions in it, add --task caption"
+        listing.problems = [
+            dataclasses.replace(one, detail=one.detail + hint) if one.kind in NOT_CLASSES else one
+            for one in listing.problems
+        ]
+    return listing
 
 
 def list_source(spec: DatasetSpec) -> DatasetListing:
@@ -208,6 +218,13 @@ def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
         found = match_classes(listing, name, folder, found)
     for label, paths in found.items():
         listing.images += [ListedImage(path, name, (label,)) for path in paths]
+    reported = {
+        os.path.relpath(path, listing.root)
+        for one in listing.problems
+        if one.kind in ("empty_class", "missing_class")
+        for path in one.images
+    }
+    walk.empty_folders = [path for path in walk.empty_folders if path not in reported]
     listing.problems += skipped_files(walk)
 
 
@@ -231,7 +248,7 @@ def check_training(listing: DatasetListing, folder: Path, found: dict[str, list[
         return
     for name, paths in found.items():
         if not paths:
-            words = f"class {printable(name)} has no images; add some, or remove the folder"
+            words = f"class {printable(name)} {EMPTY_CLASS}"
             listing.report("empty_class", words, str(folder / name))
     if len(found) == 1:
         only = printable(next(iter(found)))
@@ -281,7 +298,8 @@ def skipped_files(walk: FolderWalker) -> list[Problem]:
     for name in walk.ignored_files:
         suffix = f".{name.lower().split('.')[-1]}"
         (unsupported if suffix in UNSUPPORTED_SUFFIXES else other).append(name)
-    convert = "images of formats that are not read; convert them to JPEG or PNG"
+    suffixes = {os.path.splitext(name)[1].lower() for name in unsupported}
+    convert = f"images of formats that are not read{unsupported_advice(suffixes)}"
     kinds = {
         "foreign_format": (unsupported, convert),
         "ignored_file": (other, "files not taken for images"),

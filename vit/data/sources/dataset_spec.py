@@ -79,6 +79,8 @@ class DatasetSpec:
     """Whether the images have captions."""
     labels: bool = True
     """Whether the images have classes."""
+    skip_empty: bool = False
+    """Whether class folders without images are left out, with a note."""
     row_errors: RowErrors = field(default=None, compare=False)
     """Receives errors of single rows and shards, which are skipped; None: the first one raises."""
 
@@ -103,6 +105,7 @@ class DatasetSpec:
             multilabel,
             captions=captions,
             labels=labels,
+            skip_empty=data.on_bad_image == "skip",
         )
 
     def select_splits(self, available: Collection[str]) -> list[str]:

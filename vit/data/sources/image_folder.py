@@ -14,6 +14,8 @@ from vit.data.sources.file_walk import FolderWalker
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
+EMPTY_CLASS = "has no images; add some, remove the folder, or leave it out with --on-bad-image skip"
+
 
 def read_folder(spec: DatasetSpec) -> DatasetIndex:
     """Index an image folder.
@@ -45,6 +47,8 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
         walker = FolderWalker(str(root)) if splits else walker
         classes = read_classes(folders[name], walker)
         if spec.split is None and name in ("train", ""):
+            kept = {label: paths for label, paths in classes.items() if paths}
+            classes = kept if spec.skip_empty and kept else classes
             check_classes(classes, folders[name])
         splits[name] = [
             ImageRecord(path, (label,)) for label, paths in classes.items() for path in paths
@@ -97,10 +101,7 @@ def check_classes(images: ImagesByClass, folder: Path) -> None:
     if len(empty) == len(images):
         raise DataError(f"{printable(folder)}: no images in the class folders {names}; {LAYOUT}")
     if empty:
-        raise DataError(
-            f"{printable(folder)}: no readable images in class {join_names(empty)}; "
-            f"add some, or remove the folder"
-        )
+        raise DataError(f"{printable(folder)}: class {join_names(empty)} {EMPTY_CLASS}")
     if len(images) == 1:
         raise DataError(
             f"{printable(folder)}: only one class ({names}), nothing to classify; "

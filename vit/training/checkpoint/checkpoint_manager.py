@@ -33,6 +33,9 @@ from vit.training.logging.metrics_logger import MetricsFile
 from vit.training.training_state import TrainingState
 from vit.weights.saved_model import SerializedModel, serialize_model
 
+FIRST_MINUTES = 1.0
+"""Time to the first checkpoint of a process, unless `checkpoint_minutes` is less."""
+
 
 class Writer:
     """A thread that writes files, with at most one pending job.
@@ -102,18 +105,21 @@ class CheckpointManager:
         self.damaged: Collection[Path] = ()  # checkpoints that cannot be read
         self.writer = Writer()
         self.saved = time.monotonic()
+        self.interval = min(FIRST_MINUTES, run.config.run.checkpoint_minutes)
         if metrics is not None:
             clean_leftovers(folder)
 
     def due(self) -> bool:
-        """Whether `checkpoint_minutes` have passed on the main process since the last checkpoint.
+        """Whether a checkpoint is due on the main process, `checkpoint_minutes` after the last one.
+
+        The first one is due after a minute, since the first epoch may take hours.
 
         Raises:
             RunError: The last checkpoint could not be written.
         """
         self.writer.check()
         minutes = (time.monotonic() - self.saved) / 60
-        return self.metrics is not None and minutes >= self.run.config.run.checkpoint_minutes
+        return self.metrics is not None and minutes >= self.interval
 
     def resume(self, state: CheckpointState) -> None:
         """Continue from a checkpoint that was loaded.
@@ -145,7 +151,7 @@ class CheckpointManager:
             RunError: The previous checkpoint could not be written.
         """
         run = self.run
-        self.saved = time.monotonic()
+        self.saved, self.interval = time.monotonic(), run.config.run.checkpoint_minutes
         if self.metrics is None and not is_sharded(run.accelerator):
             return
         snapshot = take_snapshot(
